@@ -1,0 +1,30 @@
+"""TurboQuant KV-cache compression for Hugging Face transformers.
+
+```python
+from tq_hf import TurboQuantCache
+
+model.generate(**inputs, past_key_values=TurboQuantCache(model.config))
+```
+
+Importing registers the attention function "turboquant" and its mask with transformers, and changes nothing else.
+"""
+
+from .attention import register
+from .cache import TurboQuantCache
+from .config import PRESETS, TurboQuantConfig
+from .layer import TurboQuantLayer
+from .layout import BlockLayout
+from .memory import MemoryFootprint
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "BlockLayout",
+    "MemoryFootprint",
+    "TurboQuantCache",
+    "TurboQuantConfig",
+    "TurboQuantLayer",
+]
+
+register()

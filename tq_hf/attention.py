@@ -1,0 +1,113 @@
+"""The attention function and mask that transformers knows as "turboquant"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from . import ops
+from .reference_attention import attend_dense
+from .ticket import redeem
+
+NAME = "turboquant"
+
+
+def turboquant_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a transformers module, on the compressed cache where there is one and like sdpa elsewhere.
+
+    Args:
+        module: The attention module; `is_causal` is its default for the argument of that name.
+        query: `[B, Hq, S, Dk]`.
+        key: `[B, Hkv, T, Dk]`: what a cache's `update` returned, or plain states.
+        value: `[B, Hkv, T, Dv]`.
+        attention_mask: bool or additive mask `[B, 1 or Hq, S, >= T]`; `None` is bottom-right causal.
+        dropout: Only supported on plain states.
+        scaling: Factor of the logits, by default `Dk ** -0.5`.
+        is_causal: Overrides the module's.
+        softcap: Tanh cap of the logits (Gemma 2).
+        s_aux: Learned sink logits `[Hq]` (gpt-oss).
+        position_bias: Added to the logits.
+
+    Returns:
+        `[B, S, Hq, Dv]` and `None` (attention weights are not available).
+    """
+    view = redeem(key)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options: dict[str, Any] = dict(
+        scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
+    )
+    if view is not None and view.past_length > 0:
+        if dropout:
+            raise ValueError(
+                f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
+            )
+        return ops.attend(query, view, attention_mask, **options), None
+    if softcap is None and s_aux is None:
+        if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
+            # sdpa's own causal mask is top-left aligned.
+            attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+            attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])[None, None]
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=causal,
+            position_bias=position_bias,
+            **kwargs,
+        )
+    if dropout:
+        raise ValueError(
+            f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
+        )
+    return attend_dense(query, key, value, attention_mask, **options), None
+
+
+def turboquant_mask(
+    batch_size: int, q_length: int, kv_length: int, *, allow_is_causal_skip: bool = True, **kwargs: Any
+) -> torch.Tensor | None:
+    """transformers' `sdpa_mask`, left out only where `None` means the same to `turboquant_attention`.
+
+    sdpa reads `None` as a top-left causal mask in some shapes, bottom-right in others. Here it is always
+    bottom-right: the skip is allowed for a single query and for a prefill without a past.
+    """
+    skip = allow_is_causal_skip and (q_length == 1 or q_length == kv_length)
+    kwargs |= dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skip)
+    return sdpa_mask(**kwargs)
+
+
+def register() -> None:
+    """Register both under "turboquant". Adds names; changes nothing that exists.
+
+    Raises:
+        ImportError: Another package has registered another attention function under this name.
+    """
+    existing = AttentionInterface().get(NAME)
+    if existing is not None and existing is not turboquant_attention:
+        raise ImportError(
+            f"An attention function named {NAME!r} is already registered by {existing.__module__}. "
+            "Import only one package of that name."
+        )
+    AttentionInterface.register(NAME, turboquant_attention)
+    AttentionMaskInterface.register(NAME, turboquant_mask)

@@ -1,0 +1,95 @@
+"""`TurboQuantCache`: a transformers cache whose full-attention layers are held compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import logging
+
+from .config import TurboQuantConfig
+from .layer import TurboQuantLayer
+from .memory import MemoryFootprint, measure
+
+logger = logging.get_logger(__name__)
+
+
+class TurboQuantCache(Cache):
+    """A key/value cache in about a quarter of the memory, for any decoder of transformers.
+
+    Every full-attention layer is compressed. Layers of another kind (sliding windows, linear attention, shared keys)
+    and those in `skip_layers` get the class `DynamicCache` would give them.
+
+    ```python
+    cache = TurboQuantCache(model.config)
+    model.generate(**inputs, past_key_values=cache)
+    ```
+
+    Args:
+        model_config: The model's config (`model.config`); of a multimodal model, its text decoder is used.
+        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`.
+        max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
+        offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
+        **overrides: Options of `TurboQuantConfig` that replace the preset's.
+
+    Raises:
+        ValueError: The preset or an option does not exist or is outside its range, or the config has no attention
+            heads.
+    """
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        preset: str | TurboQuantConfig = "4bit_nc",
+        *,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        **overrides: Any,
+    ) -> None:
+        if not isinstance(model_config, PreTrainedConfig):
+            came = type(model_config).__name__
+            raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"`max_cache_len` is {max_cache_len}; it must be a number of tokens, 1 or more, or None.")
+        if isinstance(preset, TurboQuantConfig):
+            if overrides:
+                raise ValueError(
+                    f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
+                    "(`dataclasses.replace`), or pass a preset's name."
+                )
+            self.config = preset
+        else:
+            self.config = TurboQuantConfig.from_preset(preset, **overrides)
+        decoder_config = model_config.get_text_config(decoder=True)
+        if not getattr(decoder_config, "num_attention_heads", None):
+            raise ValueError(
+                f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
+                "and values to compress. Let the model make its own cache: leave out `past_key_values`."
+            )
+        layers = DynamicCache(config=model_config).layers
+        skipped = _skipped(self.config.skip_layers, len(layers))
+        for index, layer in enumerate(layers):
+            if type(layer) is DynamicLayer and index not in skipped:
+                layers[index] = TurboQuantLayer(self.config, decoder_config, max_cache_len)
+        if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
+            logger.warning(
+                f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "
+                "`skip_layers`."
+            )
+        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+
+    def memory_footprint(self) -> MemoryFootprint:
+        """Bytes this cache holds now, by kind and device, and what a 16-bit cache of the same tokens would hold."""
+        return measure(self.layers)
+
+
+def _skipped(skip_layers: tuple[int, ...], num_layers: int) -> set[int]:
+    """`skip_layers` as non-negative indices."""
+    for index in skip_layers:
+        if not -num_layers <= index < num_layers:
+            raise ValueError(
+                f"`skip_layers` names layer {index}, but the model has {num_layers} layers; "
+                f"use {-num_layers} to {num_layers - 1}."
+            )
+    return {index % num_layers for index in skip_layers}

@@ -1,0 +1,145 @@
+"""What to keep of a KV cache: presets, and the options behind them.
+
+A `TurboQuantConfig` is frozen and says everything that decides the bits of a compressed cache. Sizes are derived from
+it, once, by `tq_hf.layout.BlockLayout` (`config.layout(head_dim)`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from .layout import SUPPORTED_BITS, BlockLayout
+
+GROWTH = 1.125
+"""Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
+
+Correction = Literal["none", "norm", "inner", "projection"]
+
+
+@dataclass(frozen=True)
+class TurboQuantConfig:
+    """Options of a compressed KV cache.
+
+    Args:
+        preset: The name this configuration was made from, or `None` for one assembled by hand.
+        key_bits: Bits per key channel: 2, 3 or 4 (Lloyd-Max codes) or 8 (FP8 e4m3 with a scale per token and head).
+        value_bits: The same for values.
+        residual_length: Tokens that always stay dense at the end of the sequence (transformers' `residual_length`). A
+            block of 128 tokens is encoded once it is complete *and* wholly older than this. 0 leaves only the
+            incomplete block dense.
+        sink_tokens: Tokens at the start of the sequence that stay dense. Attention sinks carry a large part of the
+            attention mass, and their error is amplified by it.
+        skip_layers: Layers that are not compressed, as indices into the model's layers; negative ones count from the
+            end.
+        seed: Seed of the random signs of the rotation. Equal seeds give equal bits on every device and rank.
+        key_mean: Remove the mean key of each block before quantising and add `q . mean` back to the logits. Exact in
+            real arithmetic; without it models with a key bias (Qwen2) break.
+        key_correction: How the stored key norm makes up for quantisation, with z the rotated key and c its centroids:
+            "none" stores |z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>; "projection" <z, c> / <c, c> (least
+            squares).
+        value_correction: The same for values.
+
+    Raises:
+        ValueError: An option is outside its range. The message says what came and what is allowed.
+    """
+
+    preset: str | None = None
+    key_bits: int = 4
+    value_bits: int = 4
+    residual_length: int = 128
+    sink_tokens: int = 4
+    skip_layers: tuple[int, ...] = ()
+    seed: int = 0
+    key_mean: bool = True
+    key_correction: Correction = "norm"
+    value_correction: Correction = "projection"
+
+    def __post_init__(self) -> None:
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) not in SUPPORTED_BITS:
+                allowed = ", ".join(map(str, SUPPORTED_BITS))
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be one of {allowed} (8 is scaled FP8).")
+        for name in ("residual_length", "sink_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"`{name}` is {value!r}; it must be a number of tokens, 0 or more.")
+        for name in ("key_correction", "value_correction"):
+            if getattr(self, name) not in get_args(Correction):
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)!r}; it must be one of {', '.join(get_args(Correction))}."
+                )
+        if isinstance(self.skip_layers, str) or not all(isinstance(i, int) for i in self.skip_layers):
+            raise ValueError(
+                f"`skip_layers` is {self.skip_layers!r}; it must be a sequence of layer indices, e.g. (0, 1, -2, -1)."
+            )
+        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> TurboQuantConfig:
+        """The configuration of a preset, with some options replaced.
+
+        Raises:
+            ValueError: The preset or an option does not exist, or a value is outside its range.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")
+        known = {field.name for field in fields(cls)} - {"preset"}
+        if unknown := sorted(set(overrides) - known):
+            raise ValueError(f"Unknown option(s) {', '.join(unknown)}. Valid options: {', '.join(sorted(known))}.")
+        return replace(PRESETS[name], **overrides)
+
+    @property
+    def key_centroids(self) -> int:
+        """Number of levels a key channel can take."""
+        return 2**self.key_bits
+
+    @property
+    def value_centroids(self) -> int:
+        """Number of levels a value channel can take."""
+        return 2**self.value_bits
+
+    def layout(self, head_dim: int, value_head_dim: int | None = None) -> BlockLayout:
+        """Every byte size of this configuration for heads of `head_dim` channels (`value_head_dim` for values, if
+        they differ)."""
+        return BlockLayout(
+            key_dim=head_dim,
+            value_dim=head_dim if value_head_dim is None else value_head_dim,
+            key_bits=self.key_bits,
+            value_bits=self.value_bits,
+            key_mean=self.key_mean,
+        )
+
+    def window_capacity(self, rows: int) -> int:
+        """Rows of the dense window buffer that holds `rows`: what decoding will need, grown geometrically when that
+        is a lot."""
+        return max(rows, min(self.residual_length + BlockLayout.tokens, int(rows * GROWTH) + BlockLayout.tokens))
+
+    def num_blocks(self, length: int) -> int:
+        """Blocks a cache of `length` tokens holds packed: those complete and wholly older than `residual_length`."""
+        return max(0, length - self.sink_tokens - self.residual_length) // BlockLayout.tokens
+
+
+def _preset(name: str, key_bits: int, value_bits: int) -> TurboQuantConfig:
+    return TurboQuantConfig(preset=name, key_bits=key_bits, value_bits=value_bits)
+
+
+PRESETS: dict[str, TurboQuantConfig] = {
+    config.preset: config
+    for config in (
+        _preset("k8v4", 8, 4),
+        _preset("4bit_nc", 4, 4),
+        _preset("3.5bit_nc", 4, 3),
+        _preset("k3v4_nc", 3, 4),
+        _preset("3bit_nc", 3, 3),
+        _preset("2.5bit_nc", 3, 2),
+        _preset("2bit_nc", 2, 2),
+    )
+    if config.preset is not None
+}
+"""The presets, best first; k8v4, 4bit_nc, k3v4_nc and 3bit_nc are named as in vLLM (`nc`: norm-corrected).
+
+The half-bit presets spend the extra bit of their average on the keys: 3.5 bits is 4-bit keys with 3-bit values, 2.5
+bits is 3-bit keys with 2-bit values. (The TurboQuant paper forms them by giving 32 outlier channels one bit more;
+after a random rotation no channel is an outlier, and an error in the keys costs more than one in the values.)
+"""

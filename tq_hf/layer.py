@@ -1,0 +1,168 @@
+"""One compressed layer of a cache: transformers' layer contract around a `LayerStore`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from . import ops
+from .config import TurboQuantConfig
+from .store import LayerStore, check_states
+from .ticket import Receipt, Ticket, attach, placeholders
+
+
+class TurboQuantLayer(CacheLayerMixin):
+    """A full-attention layer whose keys and values are held compressed.
+
+    What `update` returns depends on who will read it. With `attn_implementation="turboquant"` it is a ticket (see
+    `tq_hf.ticket`) with which the attention function reads the packed store. With any other attention, or on a model
+    whose keys never reach the attention function as they left `update` (MLA latents, models without an attention
+    interface), it is the dequantised states. The layer finds out by itself: the first `update` always returns real
+    states with a ticket attached, and only if the attention function took it do later ones return placeholders.
+
+    Args:
+        config: What to compress to.
+        model_config: The decoder's config, whose `_attn_implementation` is looked at on every update. Held weakly.
+        max_cache_len: Tokens to preallocate for and never exceed, or `None`.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(
+        self,
+        config: TurboQuantConfig,
+        model_config: PreTrainedConfig | None = None,
+        max_cache_len: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.max_cache_len = max_cache_len
+        self.store: LayerStore | None = None
+        self._model_config = None if model_config is None else weakref.ref(model_config)
+        self._receipt = Receipt()
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All cached keys, dequantised: `[B, Hkv, T, Dk]`. A new tensor; writing to it changes nothing."""
+        return None if self.store is None else ops.dense(self.store.view())[0]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        """Ignored: the base class assigns `None` where there is nothing to assign."""
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All cached values, dequantised: `[B, Hkv, T, Dv]`. A new tensor; writing to it changes nothing."""
+        return None if self.store is None else ops.dense(self.store.view())[1]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        """Ignored, as for `keys`."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0)."""
+        check_states(key_states, value_states)
+        self.store = LayerStore(self.config, key_states, value_states, self.max_cache_len)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return what attention should be given.
+
+        Raises:
+            ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
+        """
+        if self.store is None:
+            if self.max_cache_len is not None and key_states.shape[-2] > self.max_cache_len:
+                raise ValueError(
+                    f"The prompt has {key_states.shape[-2]} tokens and `max_cache_len` is {self.max_cache_len}. "
+                    "Make the cache with a larger `max_cache_len`."
+                )
+            self.lazy_initialization(key_states, value_states)
+        assert self.store is not None
+        view = self.store.append(key_states, value_states)
+        takes_tickets, self._receipt = self._receipt.signed, Receipt()
+        wants_ticket = self._wants_ticket()
+        if view.past_length == 0:
+            states = (key_states, value_states)
+        elif wants_ticket and takes_tickets:
+            states = placeholders(view, self._nan)
+        else:
+            states = ops.dense(view)
+        return attach(states, Ticket(view, self._receipt)) if wants_ticket else states
+
+    def _wants_ticket(self) -> bool:
+        model_config = None if self._model_config is None else self._model_config()
+        return getattr(model_config, "_attn_implementation", None) == "turboquant"
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return 0 if self.store is None else self.store.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys a mask for `query_length` new tokens covers."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """`max_cache_len`, or -1 for none."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held, or -1 before the first update."""
+        return -1 if self.store is None else self.store.batch_size
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
+                "e.g. -1."
+            )
+        if tokens_to_remove < 0 and self.store is not None:
+            self.store.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything; memory is released and the next update may have any batch size."""
+        self.store = None
+        self._receipt = Receipt()
+        self.is_initialized = False
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.store is not None:
+            self.store.map(function)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take sequence `beam_idx[i]` to place i."""
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times."""
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices`, in that order."""
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def offload(self) -> None:
+        """Move the store to the CPU."""
+        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move an offloaded store back to its device."""
+        self._map(lambda tensor: tensor.to(self.device, non_blocking=True))

@@ -1,0 +1,103 @@
+"""Sizes and shapes of a packed block: the one place where bytes are counted.
+
+A block holds the keys and values of `BlockLayout.tokens` = 128 consecutive tokens of one KV head:
+
+    key words    [key_words]    int32    rotated key codes, bit layout in `tq_hf.packing`
+    value words  [value_words]  int32    rotated value codes
+    scalars      [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
+    key mean     [key_dim_padded] fp16   rotated mean of the block's keys
+
+A *slot* is a token's share of it: codes and scalars. Means, sinks and windows are counted apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+SUPPORTED_BITS = (2, 3, 4, 8)
+CHANNEL_MULTIPLE = 8
+"""Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
+
+
+def padded_dim(head_dim: int) -> int:
+    """`head_dim` rounded up to the multiple the packing needs (64, 80, 96, 128, 192, 256 stay as they are)."""
+    return -(-head_dim // CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Sizes of the packed blocks of one layer, per KV head.
+
+    Args:
+        key_dim: Channels of a key head.
+        value_dim: Channels of a value head.
+        key_bits: Bits per key channel.
+        value_bits: Bits per value channel.
+        key_mean: Whether blocks carry the mean of their keys.
+    """
+
+    tokens: ClassVar[int] = 128
+
+    key_dim: int
+    value_dim: int
+    key_bits: int
+    value_bits: int
+    key_mean: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"A head of {getattr(self, name)} channels cannot be compressed; `head_dim` must be 1 or more."
+                )
+
+    @property
+    def key_dim_padded(self) -> int:
+        """Channels of a stored key."""
+        return padded_dim(self.key_dim)
+
+    @property
+    def value_dim_padded(self) -> int:
+        """Channels of a stored value."""
+        return padded_dim(self.value_dim)
+
+    @property
+    def key_words(self) -> int:
+        """int32 words of key codes in a block."""
+        return self.tokens * self.key_dim_padded * self.key_bits // 32
+
+    @property
+    def value_words(self) -> int:
+        """int32 words of value codes in a block."""
+        return self.tokens * self.value_dim_padded * self.value_bits // 32
+
+    @property
+    def scalar_bytes(self) -> int:
+        """Bytes of scalars per token: two fp16 scales."""
+        return 4
+
+    @property
+    def slot_bytes(self) -> int:
+        """Packed bytes per token: codes and scalars of its key and value."""
+        return 4 * (self.key_words + self.value_words) // self.tokens + self.scalar_bytes
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of the key mean of a block."""
+        return 2 * self.key_dim_padded if self.key_mean else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """All bytes of a block: its slots and its key mean."""
+        return self.tokens * self.slot_bytes + self.mean_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of a token's key and value in a 16-bit cache."""
+        return 2 * (self.key_dim + self.value_dim)
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of a 16-bit cache over the bytes of a packed block, its mean included."""
+        return self.tokens * self.dense_bytes / self.block_bytes

@@ -1,0 +1,99 @@
+"""Counting the bytes a cache really holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from .layer import TurboQuantLayer
+
+
+@dataclass
+class MemoryFootprint:
+    """Bytes held by a cache. Every tensor's whole storage is counted, once, room for growth included.
+
+    Args:
+        packed: Codes of packed blocks.
+        metadata: Scales and block means, and each layer's few bytes of bookkeeping.
+        window: Dense windows of compressed layers.
+        sinks: Dense sink tokens of compressed layers.
+        uncompressed: Layers that are not compressed (sliding, linear, skipped).
+        bf16_equivalent: What a cache of the same tokens with 16-bit keys and values everywhere would hold.
+        by_device: Total bytes per device.
+    """
+
+    packed: int = 0
+    metadata: int = 0
+    window: int = 0
+    sinks: int = 0
+    uncompressed: int = 0
+    bf16_equivalent: int = 0
+    by_device: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """All bytes held."""
+        return self.packed + self.metadata + self.window + self.sinks + self.uncompressed
+
+    @property
+    def ratio(self) -> float:
+        """Bytes held over `bf16_equivalent`; 0 for an empty cache."""
+        return self.total / self.bf16_equivalent if self.bf16_equivalent else 0.0
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{f.name} {getattr(self, f.name) / 2**20:.2f}"
+            for f in fields(self)
+            if f.name not in ("bf16_equivalent", "by_device")
+        )
+        return (
+            f"{self.total / 2**20:.2f} MiB ({parts}); bf16 would be {self.bf16_equivalent / 2**20:.2f} MiB, "
+            f"held {self.ratio:.1%}"
+        )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors among an attribute's value, one container deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def measure(layers: Iterable[Any]) -> MemoryFootprint:
+    """The footprint of cache layers, compressed or not."""
+    footprint = MemoryFootprint()
+    seen: set[tuple[str, int]] = set()
+
+    def count(kind: str, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        device, size = str(tensor.device), storage.nbytes()
+        if size == 0 or (device, storage.data_ptr()) in seen:
+            return
+        seen.add((device, storage.data_ptr()))
+        setattr(footprint, kind, getattr(footprint, kind) + size)
+        footprint.by_device[device] = footprint.by_device.get(device, 0) + size
+
+    for layer in layers:
+        if isinstance(layer, TurboQuantLayer):
+            if layer.store is None:
+                continue
+            for kind, tensors in layer.store.tensors().items():
+                for tensor in tensors:
+                    count(kind, tensor)
+            count("metadata", layer._nan)
+            tokens = layer.store.batch_size * layer.store.num_heads * layer.store.length
+            footprint.bf16_equivalent += tokens * layer.store.layout.dense_bytes
+        else:
+            for tensor in _tensors(list(vars(layer).values())):
+                count("uncompressed", tensor)
+                # 32-bit states would be held in 16 bits by a bf16 model.
+                if tensor.is_floating_point():
+                    footprint.bf16_equivalent += 2 * tensor.numel()
+    return footprint

@@ -1,0 +1,58 @@
+"""The operations on packed blocks; every backend is chosen here."""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference, reference_attention
+from .blocks import PackedBlocks
+from .config import TurboQuantConfig
+from .view import KeyValue, StoreView
+
+
+def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
+    """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
+    of `out`."""
+    reference.encode(config, keys, values, out, start)
+
+
+def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
+    reference.dequantise(config, blocks, keys, values)
+
+
+def dense(view: StoreView) -> KeyValue:
+    """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
+    tokens = view.num_blocks * view.blocks.layout.tokens
+    keys, values = (part.new_empty(*part.shape[:2], view.length, part.shape[3]) for part in view.window)
+    for start, part in view.dense_parts:
+        for out, states in zip((keys, values), part, strict=True):
+            out[:, :, start : start + states.shape[2]] = states
+    if tokens:
+        packed = slice(view.sinks[0].shape[2], view.sinks[0].shape[2] + tokens)
+        dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
+    return keys, values
+
+
+def attend(
+    query: torch.Tensor,
+    view: StoreView,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    causal: bool = True,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` (see `tq_hf.reference_attention.attend`)."""
+    return reference_attention.attend(
+        query,
+        view,
+        mask,
+        scaling=scaling,
+        causal=causal,
+        softcap=softcap,
+        s_aux=s_aux,
+        position_bias=position_bias,
+    )
