@@ -1,0 +1,257 @@
+"""generate() on a compressed cache, in every way transformers can call it, on every family."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+from tiny_models import CONFIGS, VOCAB, build, dense_attention
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from tq_hf import TurboQuantCache, TurboQuantLayer
+
+NEW_TOKENS = 12
+EVERYTHING_DENSE = dict(residual_length=10**6)
+EVERYTHING_PACKED = dict(residual_length=0, sink_tokens=0)
+
+model_named = lru_cache(build)
+
+
+def prompts(batch: int, length: int, padding: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """Random prompts, the first rows left-padded by `padding` tokens."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(3, VOCAB, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(padding):
+        ids[row, :pad] = 0
+        mask[row, :pad] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: PreTrainedModel, cache: Cache, inputs: dict[str, torch.Tensor], **options) -> torch.Tensor:
+    """Token ids of a generation, greedy unless `options` say otherwise."""
+    options = dict(do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS) | options
+    return model.generate(**inputs, past_key_values=cache, **options)
+
+
+Scenario = Callable[[PreTrainedModel, Callable[[], Cache]], torch.Tensor]
+
+
+def greedy(model, make):
+    return generate(model, make(), prompts(2, 40))
+
+
+def sample(model, make):
+    torch.manual_seed(3)
+    return generate(model, make(), prompts(2, 40), do_sample=True, num_return_sequences=3)
+
+
+def beam(model, make):
+    return generate(model, make(), prompts(1, 40), num_beams=4)
+
+
+def beam_left_padded(model, make):
+    return generate(model, make(), prompts(3, 40, (7, 0, 21)), num_beams=4)
+
+
+def left_padded(model, make):
+    return generate(model, make(), prompts(3, 40, (7, 0, 21)))
+
+
+def assisted(model, make):
+    # The model itself with a little noise proposes: some candidates are taken, some rolled back.
+    assistant = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in assistant.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.add_(noise, alpha=0.05 * parameter.data.std(correction=0).item())
+    return generate(model, make(), prompts(1, 40), assistant_model=assistant)
+
+
+def prompt_lookup(model, make):
+    inputs = prompts(1, 20)
+    inputs = {key: value.repeat(1, 3) for key, value in inputs.items()}
+    return generate(model, make(), inputs, prompt_lookup_num_tokens=3)
+
+
+def chunked_prefill(model, make):
+    return generate(model, make(), prompts(2, 40), prefill_chunk_size=16)
+
+
+def chunked_left_padded(model, make):
+    return generate(model, make(), prompts(3, 40, (7, 0, 21)), prefill_chunk_size=16)
+
+
+def multi_turn(model, make):
+    cache = make()
+    ids = generate(model, cache, prompts(2, 40))
+    ids = torch.cat([ids, prompts(2, 25)["input_ids"]], dim=1)
+    return generate(model, cache, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def copied_prefix(model, make):
+    prefix = make()
+    ids = prompts(1, 40)["input_ids"]
+    with torch.no_grad():
+        model(ids, past_key_values=prefix)
+    outputs = []
+    for length in (5, 9):
+        full = torch.cat([ids, prompts(1, length)["input_ids"]], dim=1)
+        inputs = {"input_ids": full, "attention_mask": torch.ones_like(full)}
+        outputs.append(generate(model, copy.deepcopy(prefix), inputs)[0])
+    return torch.nn.utils.rnn.pad_sequence(outputs, batch_first=True)
+
+
+SCENARIOS: list[Scenario] = [
+    greedy,
+    sample,
+    beam,
+    beam_left_padded,
+    left_padded,
+    assisted,
+    prompt_lookup,
+    chunked_prefill,
+    chunked_left_padded,
+    multi_turn,
+    copied_prefix,
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_with_everything_dense_tokens_are_those_of_dynamic_cache(name, scenario):
+    if name == "qwen3_next" and scenario in (assisted, prompt_lookup):
+        pytest.skip("transformers refuses assisted generation on models with linear attention")
+    model = model_named(name)
+    model.set_attn_implementation(dense_attention(name))
+    expected = scenario(model, lambda: DynamicCache(config=model.config))
+    assert expected[:, -NEW_TOKENS:].unique().numel() > 3, "a model that repeats itself shows nothing"
+    for attention in ("turboquant", dense_attention(name)):
+        model.set_attn_implementation(attention)
+        actual = scenario(model, lambda: TurboQuantCache(model.config, **EVERYTHING_DENSE))
+        assert torch.equal(actual, expected), attention
+
+
+def decode_logits(
+    model: PreTrainedModel, cache: Cache, inputs: dict[str, torch.Tensor], steps: int = 4
+) -> torch.Tensor:
+    """Logits of a prefill's last token and of `steps` fixed continuation tokens, `[1 + steps, B, V]`."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    following = prompts(ids.shape[0], steps)["input_ids"]
+    logits = []
+    with torch.no_grad():
+        for step in range(steps + 1):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            logits.append(out.logits[:, -1])
+            if step < steps:
+                ids = following[:, step : step + 1]
+                mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+    return torch.stack(logits)
+
+
+def packed_layers(cache: TurboQuantCache) -> list[TurboQuantLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.isfinite().all()
+    assert (actual - expected).abs().max() <= 1e-4 * max(1, expected.abs().max())
+
+
+def forward(model: PreTrainedModel, cache: Cache, mask: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """Logits `[B, new_tokens, V]` of fixed tokens after those in the cache; `mask` covers both."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new_tokens:]
+    ids = prompts(mask.shape[0], new_tokens)["input_ids"]
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("padding", [(0, 0, 0), (37, 0, 150)], ids=["unpadded", "left_padded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_both_ways_of_reading_a_packed_cache_agree(name, padding):
+    """One packed cache, read by the attention function and dequantised: after a prefill, a decode step, a crop and a reorder."""
+    model = model_named(name)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
+    mask = prompts(3, 300, padding)["attention_mask"]
+    forward(model, cache, mask, 300)
+    assert all(layer.store.num_blocks == 2 for layer in packed_layers(cache))
+    length, rows = 300, torch.arange(3)
+    crop, order = 70, torch.tensor([2, 0, 0])  # 70 tokens back: into the second block
+    for change, new_tokens in ((None, 1), (None, 9), ("crop", 1), ("reorder", 1), (None, 160), (None, 1)):
+        if change == "crop":
+            if any(cache.is_sliding) or any(cache.is_linear):
+                continue  # transformers cannot roll these layers back without having recorded their past
+            cache.crop(-crop)
+            length -= crop
+        elif change == "reorder":
+            cache.reorder_cache(order)
+            rows = rows[order]
+        length += new_tokens
+        mask = torch.ones(3, length, dtype=torch.long)
+        mask[:, :300] = prompts(3, 300, padding)["attention_mask"][rows][:, :length]
+        copied = copy.deepcopy(cache)
+        model.set_attn_implementation(dense_attention(name))
+        expected = forward(model, copied, mask, new_tokens)
+        model.set_attn_implementation("turboquant")
+        assert_close(forward(model, cache, mask, new_tokens), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_packed_cache_is_close_to_an_exact_one_and_not_equal(name):
+    model = model_named(name)
+    model.set_attn_implementation("turboquant")
+    exact = decode_logits(model, DynamicCache(config=model.config), prompts(2, 300))[1:]
+    errors = []
+    for preset in ("k8v4", "2bit_nc"):
+        cache = TurboQuantCache(model.config, preset, **EVERYTHING_PACKED)
+        errors.append(((decode_logits(model, cache, prompts(2, 300))[1:] - exact).norm() / exact.norm()).item())
+    assert 1e-5 < errors[0] < 0.5 * errors[1], errors
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_the_attention_function_reads_the_packed_store_only_where_it_gets_the_keys(name):
+    model = model_named(name)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
+    logits = decode_logits(model, cache, prompts(1, 140))
+    assert logits.isfinite().all()
+    assert all(layer._receipt.signed == (name == "llama") for layer in packed_layers(cache))
+
+
+def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
+    model = model_named("llama")
+    logits = []
+    for attention in (("turboquant",) * 3, ("sdpa", "turboquant", "sdpa"), ("turboquant", "eager", "turboquant")):
+        cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
+        for turn, implementation in enumerate(attention):
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                out = model(prompts(1, 150 + turn)["input_ids"], past_key_values=cache)
+        logits.append(out.logits)
+    assert_close(logits[1], logits[0])
+    assert_close(logits[2], logits[0])
+
+
+def test_sliding_and_linear_layers_keep_the_stock_class():
+    for name in ("gemma3", "gpt_oss", "qwen3_next"):
+        config = CONFIGS[name]()
+        ours, stock = TurboQuantCache(config).layers, DynamicCache(config=config).layers
+        kinds = {(type(a).__name__, type(b).__name__) for a, b in zip(ours, stock, strict=True)}
+        assert ("TurboQuantLayer", "DynamicLayer") in kinds
+        assert all(a == b for a, b in kinds if a != "TurboQuantLayer")
+
+
+def test_a_reset_cache_serves_another_batch_size():
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
+    generate(model, cache, prompts(2, 140))
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.memory_footprint().total == 0
+    again = generate(model, cache, prompts(3, 140))
+    assert torch.equal(again, generate(model, TurboQuantCache(model.config, **EVERYTHING_PACKED), prompts(3, 140)))

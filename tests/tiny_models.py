@@ -1,0 +1,142 @@
+"""Tiny random decoders of the families the cache must serve, made without downloads.
+
+Weights are drawn wide and embeddings untied: small random models otherwise repeat one token whatever the cache holds, and a test on
+them cannot fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+VOCAB = 128
+_SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+
+
+def _gpt_oss() -> PreTrainedConfig:
+    return GptOssConfig(
+        **_SIZES,
+        head_dim=32,
+        sliding_window=96,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+
+
+def _qwen3_next() -> PreTrainedConfig:
+    return Qwen3NextConfig(
+        **_SIZES,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
+
+
+def _deepseek_v3() -> PreTrainedConfig:
+    return DeepseekV3Config(
+        **{**_SIZES, "num_key_value_heads": 4},
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=32,
+        q_lora_rank=48,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SIZES, head_dim=32),
+    "qwen2": lambda: Qwen2Config(**_SIZES),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32),
+    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=None),
+    "gemma2": lambda: Gemma2Config(**_SIZES, head_dim=32, query_pre_attn_scalar=32, sliding_window=96),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SIZES,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=96,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "gpt_oss": _gpt_oss,
+    "phi3": lambda: Phi3Config(**_SIZES),
+    "deepseek_v3": _deepseek_v3,
+    "qwen3_next": _qwen3_next,
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=2048,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+}
+
+DENSE_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}
+"""What to compare with: sdpa refuses softcap and ignores sinks."""
+
+
+def dense_attention(name: str) -> str:
+    """The attention implementation that is the reference for this family."""
+    return DENSE_ATTENTION.get(name, "sdpa")
+
+
+def build(name: str, seed: int = 1) -> PreTrainedModel:
+    """A random model of a family, float32, in eval mode."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            # Gain 2 keeps attention peaked, so that a wrong token attended to changes the logits.
+            parameter.data.normal_(0, 2 * parameter.shape[-1] ** -0.5, generator=generator)
+        if "sinks" in key:
+            parameter.data.normal_(0, 2, generator=generator)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
