@@ -1,7 +1,7 @@
 """Tiny random decoders of the families the cache must serve, made without downloads.
 
-Weights are drawn wide and embeddings untied: small random models otherwise repeat one token whatever the cache holds, and a test on
-them cannot fail.
+Weights are drawn wide and embeddings untied: small random models otherwise repeat one token whatever the cache holds,
+and a test on them cannot fail.
 """
 
 from __future__ import annotations

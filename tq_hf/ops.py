@@ -24,7 +24,7 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 def dense(view: StoreView) -> KeyValue:
     """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
     tokens = view.num_blocks * view.blocks.layout.tokens
-    keys, values = (part.new_empty(*part.shape[:2], view.length, part.shape[3]) for part in view.window)
+    keys, values = (part.new_empty(*part.shape[:2], view.length, part.shape[3]) for part in view.window_buffer)
     for start, part in view.dense_parts:
         for out, states in zip((keys, values), part, strict=True):
             out[:, :, start : start + states.shape[2]] = states

@@ -200,7 +200,8 @@ class LayerStore:
             sinks=(self.sinks[0][:, :, :num_sinks], self.sinks[1][:, :, :num_sinks]),
             blocks=self.blocks,
             num_blocks=self.num_blocks,
-            window=self._window_rows(0, self.num_window),
+            window_buffer=self.window,
+            num_window=self.num_window,
             new=new,
             past_length=past,
         )

@@ -45,7 +45,7 @@ def placeholders(view: StoreView, nan: torch.Tensor) -> KeyValue:
         view: What they stand for.
         nan: One NaN of the model's dtype and device, `[1, 1, 1, 1]`.
     """
-    keys, values = (nan.expand(*part.shape[:2], view.length, part.shape[3]) for part in view.window)
+    keys, values = (nan.expand(*part.shape[:2], view.length, part.shape[3]) for part in view.window_buffer)
     return keys, values
 
 

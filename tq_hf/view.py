@@ -22,8 +22,9 @@ class StoreView:
         sinks: Dense keys and values `[B, Hkv, s, D]`, `s` possibly 0.
         blocks: Packed blocks of which the first `num_blocks` are read.
         num_blocks: Number of packed blocks read.
-        window: Dense keys and values `[B, Hkv, w, D]`, `w` possibly 0; ends with the new tokens unless `new` holds
-            them.
+        window_buffer: Dense keys and values `[B, Hkv, capacity, D]`, of which the first `num_window` rows are read; they
+            end with the new tokens unless `new` holds them.
+        num_window: Number of window rows read.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the window, as the model
             made them.
         past_length: Tokens cached before this call.
@@ -33,22 +34,28 @@ class StoreView:
     sinks: KeyValue
     blocks: PackedBlocks
     num_blocks: int
-    window: KeyValue
+    window_buffer: KeyValue
+    num_window: int
     new: KeyValue | None
     past_length: int
+
+    @property
+    def window(self) -> KeyValue:
+        """The window rows read, `[B, Hkv, num_window, D]`."""
+        return self.window_buffer[0][:, :, : self.num_window], self.window_buffer[1][:, :, : self.num_window]
 
     @property
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
         """The dense parts that hold tokens, each with the position of its first token."""
         sinks, packed = self.sinks[0].shape[2], self.num_blocks * self.blocks.layout.tokens
-        window = self.window[0].shape[2]
         parts = [(0, self.sinks), (sinks + packed, self.window)]
         if self.new is not None:
-            parts.append((sinks + packed + window, self.new))
+            parts.append((sinks + packed + self.num_window, self.new))
         return [(start, part) for start, part in parts if part[0].shape[2] > 0]
 
     @property
     def length(self) -> int:
         """All tokens attended to: past and new."""
-        dense = sum(keys.shape[2] for _, (keys, _) in self.dense_parts)
-        return dense + self.num_blocks * self.blocks.layout.tokens
+        new = 0 if self.new is None else self.new[0].shape[2]
+        packed = self.num_blocks * self.blocks.layout.tokens
+        return self.sinks[0].shape[2] + packed + self.num_window + new
