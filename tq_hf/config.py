@@ -6,6 +6,7 @@ it, once, by `tq_hf.layout.BlockLayout` (`config.layout(head_dim)`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -57,9 +58,10 @@ class TurboQuantConfig:
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
-            if getattr(self, name) not in SUPPORTED_BITS:
+            bits = getattr(self, name)
+            if not isinstance(bits, int) or bits not in SUPPORTED_BITS:
                 allowed = ", ".join(map(str, SUPPORTED_BITS))
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be one of {allowed} (8 is scaled FP8).")
+                raise ValueError(f"`{name}` is {bits!r}; it must be one of {allowed} (8 is scaled FP8).")
         for name in ("residual_length", "sink_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -69,11 +71,15 @@ class TurboQuantConfig:
                 raise ValueError(
                     f"`{name}` is {getattr(self, name)!r}; it must be one of {', '.join(get_args(Correction))}."
                 )
-        if isinstance(self.skip_layers, str) or not all(isinstance(i, int) for i in self.skip_layers):
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` is {self.seed!r}; it must be a whole number, 0 or more and below 2**63.")
+        layers: Any = self.skip_layers
+        indices = tuple(layers) if isinstance(layers, Iterable) else (None,)
+        if not all(isinstance(i, int) for i in indices):
             raise ValueError(
-                f"`skip_layers` is {self.skip_layers!r}; it must be a sequence of layer indices, e.g. (0, 1, -2, -1)."
+                f"`skip_layers` is {layers!r}; it must be a sequence of layer indices, e.g. (0, 1, -2, -1)."
             )
-        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
+        object.__setattr__(self, "skip_layers", indices)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> TurboQuantConfig:
@@ -109,11 +115,6 @@ class TurboQuantConfig:
             value_bits=self.value_bits,
             key_mean=self.key_mean,
         )
-
-    def window_capacity(self, rows: int) -> int:
-        """Rows of the dense window buffer that holds `rows`: what decoding will need, grown geometrically when that
-        is a lot."""
-        return max(rows, min(self.residual_length + BlockLayout.tokens, int(rows * GROWTH) + BlockLayout.tokens))
 
     def num_blocks(self, length: int) -> int:
         """Blocks a cache of `length` tokens holds packed: those complete and wholly older than `residual_length`."""

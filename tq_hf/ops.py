@@ -7,7 +7,8 @@ import torch
 from . import reference, reference_attention
 from .blocks import PackedBlocks
 from .config import TurboQuantConfig
-from .view import KeyValue, StoreView
+from .view import StoreView
+from .window import KeyValue
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
@@ -24,7 +25,7 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 def dense(view: StoreView) -> KeyValue:
     """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
     tokens = view.num_blocks * view.blocks.layout.tokens
-    keys, values = (part.new_empty(*part.shape[:2], view.length, part.shape[3]) for part in view.window_buffer)
+    keys, values = (part.new_empty(shape) for part, shape in zip(view.sinks, view.shaped(view.length), strict=True))
     for start, part in view.dense_parts:
         for out, states in zip((keys, values), part, strict=True):
             out[:, :, start : start + states.shape[2]] = states

@@ -83,11 +83,10 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
         `[..., 128 * D * bits / 32]` int32.
     """
     codes = codes.to(torch.int32)
-    lead = codes.shape[:-2]
     if bits == 8:
         tiles = _to_tiles(codes, is_value, 1).squeeze(-5).unflatten(-4, (2, 2))  # [..., u, plane % 2, M, K/2, e]
         words = sum(tiles[..., v, :, :, e] << (16 * e + 8 * (1 - v)) for v in range(2) for e in range(2))
-        return words.reshape(*lead, -1)
+        return words.flatten(-3)
     if bits == 4:
         sign, magnitude = (x.squeeze(-5) for x in (_to_tiles(y, is_value, 1) for y in _split(codes, bits)))
         words = torch.zeros_like(sign[..., 0, :, :, 0])
@@ -95,14 +94,14 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
             p, e = divmod(i, 2)
             words |= magnitude[..., p, :, :, e] << 4 * i
             words |= sign[..., p, :, :, e] << _sign_bit(i, 0, bits)
-        return words.reshape(*lead, -1)
+        return words.flatten(-2)
     signs, crumbs = _split(codes, bits) if bits == 3 else (None, codes)
     crumb = _to_tiles(crumbs, is_value, QUARTERS).unflatten(-5, (2, 2))  # [..., t, h, p, M', K'/2, e]
     words = torch.zeros_like(crumb[..., 0, 0, :, :, 0])
     for h in range(2):
         for i in range(2 * PLANES):
             words |= crumb[..., h, i // 2, :, :, i % 2] << (4 * i + 2 * h)
-    words = words.reshape(*lead, -1)
+    words = words.flatten(-3)
     if signs is None:
         return words
     sign = _to_tiles(signs, is_value, QUARTERS)
@@ -110,7 +109,7 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     for quarter in range(QUARTERS):
         for i in range(2 * PLANES):
             sign_words |= sign[..., quarter, i // 2, :, :, i % 2] << _sign_bit(i, quarter, bits)
-    return torch.cat([words, sign_words.reshape(*lead, -1)], dim=-1)
+    return torch.cat([words, sign_words.flatten(-2)], dim=-1)
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .reference import TILE_BLOCKS, dequantise
-from .view import KeyValue, StoreView
+from .view import StoreView
+from .window import KeyValue
 from .workspace import Scratch, current_workspace
 
 TILE_TOKENS = TILE_BLOCKS * 128
@@ -61,12 +62,12 @@ def _view_tiles(view: StoreView) -> Iterator[tuple[int, KeyValue]]:
     for first, states in view.dense_parts:
         yield from _dense_tiles(first, states)
     first = view.sinks[0].shape[2]
-    workspace = current_workspace(view.window_buffer[0].device)
+    workspace = current_workspace(view.sinks[0].device)
     for start in range(0, view.num_blocks, TILE_BLOCKS):
         blocks = view.blocks.slice(start, min(start + TILE_BLOCKS, view.num_blocks))
         tokens = blocks.capacity * blocks.layout.tokens
-        shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in view.window_buffer]
-        requests = {name: Scratch(shape, torch.float32) for name, shape in zip(("keys", "values"), shapes, strict=True)}
+        shapes = zip(("keys", "values"), view.shaped(tokens), strict=True)
+        requests = {name: Scratch(shape, torch.float32) for name, shape in shapes}
         keys, values = workspace.acquire("reference attention", requests).values()
         dequantise(view.config, blocks, keys, values)
         yield first + start * blocks.layout.tokens, (keys, values)
@@ -74,7 +75,7 @@ def _view_tiles(view: StoreView) -> Iterator[tuple[int, KeyValue]]:
 
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; arguments as for `attend_dense`."""
-    return _attend(query, lambda: _view_tiles(view), view.window_buffer[1].shape, view.length, mask, **options)
+    return _attend(query, lambda: _view_tiles(view), view.sinks[1].shape, view.length, mask, **options)
 
 
 def attend_dense(

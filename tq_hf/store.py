@@ -12,6 +12,7 @@ between (assisted decoding) finds them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 
@@ -19,7 +20,8 @@ from . import ops
 from .blocks import PackedBlocks
 from .config import GROWTH, TurboQuantConfig
 from .layout import BlockLayout
-from .view import KeyValue, StoreView
+from .view import StoreView
+from .window import DenseWindow, KeyValue, ring_capacity
 
 SHORT_CALL = 128
 """Calls of up to this many tokens go through the window; longer ones are encoded from the model's own tensors."""
@@ -48,21 +50,21 @@ class LayerStore:
         self.dtype = keys.dtype
         self.num_blocks = 0
         self.num_sinks = 0
-        self.num_window = 0
         self.num_pending = 0
         batch, heads = keys.shape[:2]
         self.num_heads = heads
-        blocks, window = 0, config.window_capacity(0)
-        if max_length is not None:
-            blocks = config.num_blocks(max_length)
-            window = min(config.residual_length + self.layout.tokens, max_length)
+        blocks = 0 if max_length is None else config.num_blocks(max_length)
         self.blocks = PackedBlocks.allocate(self.layout, batch, heads, blocks, keys.device)
-        self.sinks: KeyValue = (self._dense(keys, config.sink_tokens), self._dense(values, config.sink_tokens))
-        self.window: KeyValue = (self._dense(keys, window), self._dense(values, window))
+        sinks = (x.new_zeros(batch, heads, config.sink_tokens, x.shape[3]) for x in (keys, values))
+        self.sinks: KeyValue = (next(sinks), next(sinks))
+        self.window = DenseWindow(keys, values, self._window_capacity(0))
 
-    @staticmethod
-    def _dense(like: torch.Tensor, tokens: int) -> torch.Tensor:
-        return like.new_zeros(*like.shape[:2], tokens, like.shape[3])
+    def _window_capacity(self, rows: int) -> int:
+        """Room for a window that holds `rows` now: what decoding will need, grown geometrically where that is a lot."""
+        most = self.config.residual_length + self.layout.tokens
+        if self.max_length is not None:
+            return ring_capacity(max(rows, min(most, self.max_length)))
+        return ring_capacity(max(rows, min(most, int(rows * GROWTH) + self.layout.tokens)))
 
     @property
     def batch_size(self) -> int:
@@ -72,7 +74,7 @@ class LayerStore:
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self.num_sinks + self.num_blocks * self.layout.tokens + self.num_window
+        return self.num_sinks + self.num_blocks * self.layout.tokens + self.window.count
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise a `ValueError` if these tensors cannot be appended."""
@@ -120,77 +122,52 @@ class LayerStore:
         return view(past, sinks_before, rest, (keys, values))
 
     def _append_short(self, past: int, sinks_before: int, rest: KeyValue, new: KeyValue) -> StoreView:
-        rows = rest[0].shape[2]
-        self._reserve_window(self.num_window + rows)
-        for buffer, states in zip(self.window, rest, strict=True):
-            buffer[:, :, self.num_window : self.num_window + rows] = states
-        self.num_window += rows
+        rows = self.window.count + rest[0].shape[2]
+        if rows > self.window.capacity:
+            self.window = self.window.copied(self._window_capacity(rows))
+        self.window.append(*rest)
         view = self._view(past, self.num_sinks)
-        due = self.config.num_blocks(self.length) - self.num_blocks
-        if due > 0:
-            self._encode(self._window_rows(0, due * self.layout.tokens), self.num_blocks)
-            self.num_pending = due
+        self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
+        if self.num_pending:
+            parts = self.window.parts(0, self.num_pending * self.layout.tokens)
+            for skipped, part in parts:
+                self._encode(part, self.num_blocks + skipped // self.layout.tokens)
         return view
 
     def _append_long(self, past: int, sinks_before: int, rest: KeyValue, new: KeyValue) -> StoreView:
         view = self._view(past, sinks_before, new)
-        rows, held, tokens = rest[0].shape[2], self.num_window, self.layout.tokens
+        rows, held, tokens = rest[0].shape[2], self.window.count, self.layout.tokens
         due = max(0, self.config.num_blocks(past + new[0].shape[2]) - self.num_blocks)
-        old = self._window_rows(0, held)
-        # The window's rows lead: complete their last block from the new tokens, then encode the rest in place.
-        straddling = min(due, -(-held // tokens))
-        taken = straddling * tokens - held if straddling else 0
-        if straddling and taken >= 0:
-            self._encode(
-                tuple(torch.cat([o, r[:, :, :taken]], 2) for o, r in zip(old, rest, strict=True)), self.num_blocks
-            )
-        elif straddling:
-            self._encode(self._window_rows(0, straddling * tokens), self.num_blocks)
-        if due > straddling:
-            start, stop = max(taken, 0), max(taken, 0) + (due - straddling) * tokens
-            self._encode(tuple(r[:, :, start:stop] for r in rest), self.num_blocks + straddling)
-        # A new window, not the old one shifted: the view still reads the old.
-        kept_old, kept_new = max(0, held - due * tokens), rows - max(0, due * tokens - held)
-        size = max(self.window[0].shape[2] if self.max_length else 0, self.config.window_capacity(kept_old + kept_new))
-        window = []
-        for o, r in zip(old, rest, strict=True):
-            buffer = self._dense(r, size)
-            buffer[:, :, :kept_old] = o[:, :, held - kept_old :]
-            buffer[:, :, kept_old : kept_old + kept_new] = r[:, :, rows - kept_new :]
-            window.append(buffer)
-        self.window = (window[0], window[1])
-        self.num_window = kept_old + kept_new
+        # A new window, not the old one changed: the view still reads the old. It also completes the block that the old
+        # window began; whole blocks of new tokens are encoded where they are.
+        lead = min(rows, -held % tokens)
+        whole = max(0, due - (held + lead) // tokens)
+        window = self.window.copied(ring_capacity(held + lead))
+        window.append(*(x[:, :, :lead] for x in rest))
+        for skipped, part in window.parts(0, (due - whole) * tokens):
+            self._encode(part, self.num_blocks + skipped // tokens)
+        keys, values = (x[:, :, lead : lead + whole * tokens] for x in rest)
+        self._encode((keys, values), self.num_blocks + due - whole)
+        kept = held + rows - due * tokens
+        self.window = window.copied(self._window_capacity(kept), (due - whole) * tokens)
+        self.window.first += whole * tokens
+        self.window.append(*(x[:, :, lead + whole * tokens :] for x in rest))
         self.num_blocks += due
         return view
 
-    def _encode(self, rows: tuple[torch.Tensor, ...], start: int) -> None:
-        blocks = rows[0].shape[2] // self.layout.tokens
+    def _encode(self, states: KeyValue, start: int) -> None:
+        """Encode the whole blocks of `states` into blocks `start` and on."""
+        blocks = states[0].shape[2] // self.layout.tokens
         if start + blocks > self.blocks.capacity:
             # An exact fit for a prompt; room to spare once the cache is growing.
             capacity = start + blocks if start == 0 else max(start + blocks, int(start * GROWTH) + 1)
             self.blocks = self.blocks.resized(capacity, start)
-        ops.encode(self.config, rows[0], rows[1], self.blocks, start)
-
-    def _window_rows(self, start: int, stop: int) -> KeyValue:
-        return self.window[0][:, :, start:stop], self.window[1][:, :, start:stop]
-
-    def _reserve_window(self, rows: int) -> None:
-        held = self.window[0].shape[2]
-        if rows > held:
-            more = self.config.window_capacity(rows) - held
-            keys, values = (torch.cat([buffer, self._dense(buffer, more)], dim=2) for buffer in self.window)
-            self.window = (keys, values)
+        if blocks:
+            ops.encode(self.config, *states, self.blocks, start)
 
     def _drop_pending(self) -> None:
         """Drop the dense rows of the blocks the last call encoded."""
-        if not self.num_pending:
-            return
-        rows = self.num_pending * self.layout.tokens
-        kept = self.num_window - rows
-        for buffer in self.window:
-            # The ranges may overlap, so copy what is kept before moving it.
-            buffer[:, :, :kept] = buffer[:, :, rows : self.num_window].clone()
-        self.num_window = kept
+        self.window.drop(self.num_pending * self.layout.tokens)
         self.num_blocks += self.num_pending
         self.num_pending = 0
 
@@ -200,8 +177,8 @@ class LayerStore:
             sinks=(self.sinks[0][:, :, :num_sinks], self.sinks[1][:, :, :num_sinks]),
             blocks=self.blocks,
             num_blocks=self.num_blocks,
-            window_buffer=self.window,
-            num_window=self.num_window,
+            window=copy(self.window),
+            num_window=self.window.count,
             new=new,
             past_length=past,
         )
@@ -217,23 +194,24 @@ class LayerStore:
         length = max(0, self.length - tokens)
         block = self.layout.tokens
         if (kept := length - self.num_sinks - self.num_blocks * block) >= 0:
-            self.num_window = kept
+            self.window.count = kept
             # Rows of pending blocks are still here: keep packed what a cache of this length would have packed.
             self.num_pending = min(self.num_pending, max(0, self.config.num_blocks(length) - self.num_blocks))
             return
         self.num_pending = 0
-        self.num_blocks, self.num_window = divmod(max(0, length - self.num_sinks), block)
+        self.num_blocks, rows = divmod(max(0, length - self.num_sinks), block)
         self.num_sinks = min(self.num_sinks, length)
-        if self.num_window:
-            self._reserve_window(block)
+        self.window.first, self.window.count = self.num_blocks * block, rows
+        if rows:
             cut = self.blocks.slice(self.num_blocks, self.num_blocks + 1)
-            ops.dequantise(self.config, cut, *self._window_rows(0, block))
+            slots = slice(self.window.first % self.window.capacity, self.window.first % self.window.capacity + block)
+            ops.dequantise(self.config, cut, self.window.keys[:, :, slots], self.window.values[:, :, slots])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor by `function` of it (batch selection, device moves)."""
         self.blocks = self.blocks.map(function)
         self.sinks = (function(self.sinks[0]), function(self.sinks[1]))
-        self.window = (function(self.window[0]), function(self.window[1]))
+        self.window.keys, self.window.values = function(self.window.keys), function(self.window.values)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor held, by the kind `memory_footprint` reports."""
@@ -241,7 +219,7 @@ class LayerStore:
         return {
             "packed": [packed["key_words"], packed["value_words"]],
             "metadata": [packed["scalars"]] + [packed[name] for name in ("key_means",) if name in packed],
-            "window": list(self.window),
+            "window": [self.window.keys, self.window.values],
             "sinks": list(self.sinks),
         }
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .view import KeyValue, StoreView
+from .view import StoreView
+from .window import KeyValue
 
 _ATTRIBUTE = "_turboquant_ticket"
 
@@ -45,7 +46,7 @@ def placeholders(view: StoreView, nan: torch.Tensor) -> KeyValue:
         view: What they stand for.
         nan: One NaN of the model's dtype and device, `[1, 1, 1, 1]`.
     """
-    keys, values = (nan.expand(*part.shape[:2], view.length, part.shape[3]) for part in view.window_buffer)
+    keys, values = (nan.expand(shape) for shape in view.shaped(view.length))
     return keys, values
 
 

@@ -8,25 +8,22 @@ import torch
 
 from .blocks import PackedBlocks
 from .config import TurboQuantConfig
-
-KeyValue = tuple[torch.Tensor, torch.Tensor]
+from .window import DenseWindow, KeyValue
 
 
 @dataclass(frozen=True)
 class StoreView:
-    """The tokens a query attends to, oldest first: sinks, packed blocks, dense window, and the new tokens of a long
-    call.
+    """The tokens a query attends to, oldest first: sinks, packed blocks, window, and the new tokens of a long call.
 
     Args:
         config: The configuration the blocks were encoded with.
         sinks: Dense keys and values `[B, Hkv, s, D]`, `s` possibly 0.
         blocks: Packed blocks of which the first `num_blocks` are read.
         num_blocks: Number of packed blocks read.
-        window_buffer: Dense keys and values `[B, Hkv, capacity, D]`, of which the first `num_window` rows are read; they
-            end with the new tokens unless `new` holds them.
-        num_window: Number of window rows read.
-        new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the window, as the model
-            made them.
+        window: The dense rows after them; they end with the new tokens unless `new` holds those.
+        num_window: Number of rows of `window` that are read.
+        new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the window, as the model made
+            them.
         past_length: Tokens cached before this call.
     """
 
@@ -34,24 +31,20 @@ class StoreView:
     sinks: KeyValue
     blocks: PackedBlocks
     num_blocks: int
-    window_buffer: KeyValue
+    window: DenseWindow
     num_window: int
     new: KeyValue | None
     past_length: int
 
     @property
-    def window(self) -> KeyValue:
-        """The window rows read, `[B, Hkv, num_window, D]`."""
-        return self.window_buffer[0][:, :, : self.num_window], self.window_buffer[1][:, :, : self.num_window]
-
-    @property
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
         """The dense parts that hold tokens, each with the position of its first token."""
-        sinks, packed = self.sinks[0].shape[2], self.num_blocks * self.blocks.layout.tokens
-        parts = [(0, self.sinks), (sinks + packed, self.window)]
+        parts = [(0, self.sinks)] if self.sinks[0].shape[2] else []
+        after = self.sinks[0].shape[2] + self.num_blocks * self.blocks.layout.tokens
+        parts += [(after + skipped, part) for skipped, part in self.window.parts(0, self.num_window)]
         if self.new is not None:
-            parts.append((sinks + packed + self.num_window, self.new))
-        return [(start, part) for start, part in parts if part[0].shape[2] > 0]
+            parts.append((after + self.num_window, self.new))
+        return parts
 
     @property
     def length(self) -> int:
@@ -59,3 +52,11 @@ class StoreView:
         new = 0 if self.new is None else self.new[0].shape[2]
         packed = self.num_blocks * self.blocks.layout.tokens
         return self.sinks[0].shape[2] + packed + self.num_window + new
+
+    def shaped(self, tokens: int) -> tuple[torch.Size, torch.Size]:
+        """The shapes `[B, Hkv, tokens, Dk]` and `[B, Hkv, tokens, Dv]`."""
+        keys, values = self.sinks
+        return (
+            torch.Size((*keys.shape[:2], tokens, keys.shape[3])),
+            torch.Size((*values.shape[:2], tokens, values.shape[3])),
+        )
