@@ -9,8 +9,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from . import ops
+from . import ops, static_ops
 from .reference_attention import attend_dense
+from .static_store import StaticStore
 from .ticket import redeem
 
 NAME = "turboquant"
@@ -48,18 +49,20 @@ def turboquant_attention(
     Returns:
         `[B, S, Hq, Dv]` and `None` (attention weights are not available).
     """
-    view = redeem(key)
+    held = redeem(key)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = dict(
         scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
     )
-    if view is not None and view.past_length > 0:
+    if isinstance(held, StaticStore) or (held is not None and held.past_length > 0):
         if dropout:
             raise ValueError(
                 f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
             )
-        return ops.attend(query, view, attention_mask, **options), None
+        if isinstance(held, StaticStore):
+            return _attend_static(query, held, attention_mask, **options), None
+        return ops.attend(query, held, attention_mask, **options), None
     if softcap is None and s_aux is None:
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
             # sdpa's own causal mask is top-left aligned.
@@ -82,6 +85,25 @@ def turboquant_attention(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
     return attend_dense(query, key, value, attention_mask, **options), None
+
+
+def _attend_static(
+    query: torch.Tensor,
+    store: StaticStore,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    causal: bool,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    if position_bias is not None or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1)):
+        raise ValueError(
+            "A preallocated cache is read with boolean masks shared by all heads, and no position bias. For this model "
+            "make the cache without `max_cache_len`."
+        )
+    return static_ops.attend_token(query, store, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 def turboquant_mask(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.utils import logging
 
 from .config import TurboQuantConfig
@@ -67,10 +67,14 @@ class TurboQuantCache(Cache):
                 f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
                 "and values to compress. Let the model make its own cache: leave out `past_key_values`."
             )
-        layers = DynamicCache(config=model_config).layers
+        # The layers transformers would make, of which the full-attention ones are replaced.
+        if max_cache_len is None:
+            layers = DynamicCache(config=model_config).layers
+        else:
+            layers = StaticCache(model_config, max_cache_len).layers
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
-            if type(layer) is DynamicLayer and index not in skipped:
+            if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
                 layers[index] = TurboQuantLayer(self.config, decoder_config, max_cache_len)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(

@@ -10,10 +10,13 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from . import ops
+from . import ops, static_ops
 from .config import TurboQuantConfig
+from .static_store import StaticStore
 from .store import LayerStore, check_states
 from .ticket import Receipt, Ticket, attach, placeholders
+from .view import StoreView
+from .window import KeyValue
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -45,14 +48,16 @@ class TurboQuantLayer(CacheLayerMixin):
         super().__init__()
         self.config = config
         self.max_cache_len = max_cache_len
-        self.store: LayerStore | None = None
+        # An attribute of the layer, not of the class: transformers compiles decoding if all layers have it.
+        self.is_compileable = max_cache_len is not None
+        self.store: LayerStore | StaticStore | None = None
         self._model_config = None if model_config is None else weakref.ref(model_config)
         self._receipt = Receipt()
 
     @property
     def keys(self) -> torch.Tensor | None:
         """All cached keys, dequantised: `[B, Hkv, T, Dk]`. A new tensor; writing to it changes nothing."""
-        return None if self.store is None else ops.dense(self.store.view())[0]
+        return None if self.store is None else ops.dense(self._view())[0]
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
@@ -61,16 +66,26 @@ class TurboQuantLayer(CacheLayerMixin):
     @property
     def values(self) -> torch.Tensor | None:
         """All cached values, dequantised: `[B, Hkv, T, Dv]`. A new tensor; writing to it changes nothing."""
-        return None if self.store is None else ops.dense(self.store.view())[1]
+        return None if self.store is None else ops.dense(self._view())[1]
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
         """Ignored, as for `keys`."""
 
+    def _view(self) -> StoreView:
+        if isinstance(self.store, StaticStore):
+            with self.store.opened() as store:
+                return store.view()
+        assert self.store is not None
+        return self.store.view()
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0)."""
         check_states(key_states, value_states)
-        self.store = LayerStore(self.config, key_states, value_states, self.max_cache_len)
+        if self.max_cache_len is None:
+            self.store = LayerStore(self.config, key_states, value_states)
+        else:
+            self.store = StaticStore.allocate(self.config, key_states, value_states, self.max_cache_len)
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
         self.is_initialized = True
@@ -84,35 +99,63 @@ class TurboQuantLayer(CacheLayerMixin):
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
         """
         if self.store is None:
-            if self.max_cache_len is not None and key_states.shape[-2] > self.max_cache_len:
-                raise ValueError(
-                    f"The prompt has {key_states.shape[-2]} tokens and `max_cache_len` is {self.max_cache_len}. "
-                    "Make the cache with a larger `max_cache_len`."
-                )
+            check_states(key_states, value_states)
+            self._check_room(key_states.shape[2])
             self.lazy_initialization(key_states, value_states)
-        assert self.store is not None
-        view = self.store.append(key_states, value_states)
-        takes_tickets, self._receipt = self._receipt.signed, Receipt()
+        takes_tickets = self._receipt.signed
         wants_ticket = self._wants_ticket()
+        if isinstance(self.store, StaticStore):
+            if key_states.shape[2] == 1:
+                return self._update_one(self.store, key_states, value_states, wants_ticket, takes_tickets)
+            with self.store.opened() as store:
+                view = store.append(key_states, value_states)
+        else:
+            assert self.store is not None
+            view = self.store.append(key_states, value_states)
+        self._receipt = Receipt()
         if view.past_length == 0:
             states = (key_states, value_states)
         elif wants_ticket and takes_tickets:
-            states = placeholders(view, self._nan)
+            states = placeholders(view.shaped(view.length), self._nan)
         else:
             states = ops.dense(view)
         return attach(states, Ticket(view, self._receipt)) if wants_ticket else states
+
+    def _update_one(
+        self,
+        store: StaticStore,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        wants_ticket: bool,
+        takes_tickets: bool,
+    ) -> KeyValue:
+        """`update` of one token in a preallocated cache: no reading of lengths on the host, so that it compiles."""
+        static_ops.append_token(store, key_states, value_states)
+        if wants_ticket and takes_tickets:
+            return attach(placeholders(store.shaped, self._nan), Ticket(store, self._receipt))
+        states = static_ops.dense_tokens(store)
+        return attach(states, Ticket(store, self._receipt)) if wants_ticket else states
+
+    def _check_room(self, tokens: int) -> None:
+        if self.max_cache_len is not None and tokens > self.max_cache_len:
+            raise ValueError(
+                f"The prompt has {tokens} tokens and `max_cache_len` is {self.max_cache_len}. "
+                "Make the cache with a larger `max_cache_len`."
+            )
 
     def _wants_ticket(self) -> bool:
         model_config = None if self._model_config is None else self._model_config()
         return getattr(model_config, "_attn_implementation", None) == "turboquant"
 
-    def get_seq_length(self) -> int:
-        """Tokens held."""
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
+        """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
         return 0 if self.store is None else self.store.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys a mask for `query_length` new tokens covers."""
-        return self.get_seq_length() + query_length, 0
+        if self.max_cache_len is not None and query_length == 1:
+            return self.max_cache_len, 0
+        return int(self.get_seq_length()) + query_length, 0
 
     def get_max_length(self) -> int:
         """`max_cache_len`, or -1 for none."""
@@ -134,22 +177,34 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
                 "e.g. -1."
             )
-        if tokens_to_remove < 0 and self.store is not None:
+        if tokens_to_remove == 0 or self.store is None:
+            return
+        if isinstance(self.store, StaticStore):
+            with self.store.opened() as store:
+                store.crop(-tokens_to_remove)
+        else:
             self.store.crop(-tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget everything; memory is released and the next update may have any batch size."""
+        """Forget everything. Memory is released and the next update may have any batch size; a preallocated cache keeps
+        its memory and batch size instead, so that compiled graphs stay valid."""
+        if isinstance(self.store, StaticStore):
+            self.store.reset()
+            return
         self.store = None
         self._receipt = Receipt()
         self.is_initialized = False
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:
-            self.store.map(function)
+            self.store = self.store.mapped(function)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take sequence `beam_idx[i]` to place i."""
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        """Take sequence `beam_idx[i]` to place i, in place if preallocated."""
+        if isinstance(self.store, StaticStore):
+            self.store.overwrite(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        else:
+            self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""

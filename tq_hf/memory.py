@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -88,8 +89,8 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
                 for tensor in tensors:
                     count(kind, tensor)
             count("metadata", layer._nan)
-            tokens = layer.store.batch_size * layer.store.num_heads * layer.store.length
-            footprint.bf16_equivalent += tokens * layer.store.layout.dense_bytes
+            tokens = math.prod(layer.store.blocks.scalars.shape[:2]) * int(layer.store.length)
+            footprint.bf16_equivalent += tokens * layer.store.blocks.layout.dense_bytes
         else:
             for tensor in _tensors(list(vars(layer).values())):
                 count("uncompressed", tensor)

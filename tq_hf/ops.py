@@ -46,7 +46,10 @@ def attend(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` (see `tq_hf.reference_attention.attend`)."""
+    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]`.
+
+    Arguments are those of `tq_hf.reference_attention.attend`.
+    """
     return reference_attention.attend(
         query,
         view,

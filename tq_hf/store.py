@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,15 @@ from .window import DenseWindow, KeyValue, ring_capacity
 
 SHORT_CALL = 128
 """Calls of up to this many tokens go through the window; longer ones are encoded from the model's own tensors."""
+
+
+class Counts(NamedTuple):
+    """What a store holds: sink tokens, packed blocks, window rows, and packed blocks whose rows are still there."""
+
+    sinks: int
+    blocks: int
+    window: int
+    pending: int
 
 
 class LayerStore:
@@ -52,12 +62,40 @@ class LayerStore:
         self.num_sinks = 0
         self.num_pending = 0
         batch, heads = keys.shape[:2]
-        self.num_heads = heads
         blocks = 0 if max_length is None else config.num_blocks(max_length)
         self.blocks = PackedBlocks.allocate(self.layout, batch, heads, blocks, keys.device)
         sinks = (x.new_zeros(batch, heads, config.sink_tokens, x.shape[3]) for x in (keys, values))
         self.sinks: KeyValue = (next(sinks), next(sinks))
         self.window = DenseWindow(keys, values, self._window_capacity(0))
+
+    @classmethod
+    def resumed(
+        cls,
+        config: TurboQuantConfig,
+        blocks: PackedBlocks,
+        sinks: KeyValue,
+        window: KeyValue,
+        counts: Counts,
+        max_length: int | None = None,
+    ) -> LayerStore:
+        """A store over existing tensors, which it writes to. `window` are ring buffers (see `tq_hf.window`)."""
+        store = cls.__new__(cls)
+        store.config, store.max_length, store.layout = config, max_length, blocks.layout
+        store.device, store.dtype = window[0].device, window[0].dtype
+        store.num_sinks, store.num_blocks, store.num_pending = counts.sinks, counts.blocks, counts.pending
+        store.blocks, store.sinks = blocks, sinks
+        store.window = DenseWindow.resumed(*window, counts.blocks * blocks.layout.tokens, counts.window)
+        return store
+
+    @property
+    def counts(self) -> Counts:
+        """What is held, for `resumed`."""
+        return Counts(self.num_sinks, self.num_blocks, self.window.count, self.num_pending)
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads held."""
+        return self.blocks.scalars.shape[1]
 
     def _window_capacity(self, rows: int) -> int:
         """Room for a window that holds `rows` now: what decoding will need, grown geometrically where that is a lot."""
@@ -110,7 +148,7 @@ class LayerStore:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
         self.check(keys, values)
-        self._drop_pending()
+        self.settle()
         past, new_tokens = self.length, keys.shape[2]
         to_sinks = min(new_tokens, self.config.sink_tokens - self.num_sinks) if past == self.num_sinks else 0
         sinks_before = self.num_sinks
@@ -165,8 +203,8 @@ class LayerStore:
         if blocks:
             ops.encode(self.config, *states, self.blocks, start)
 
-    def _drop_pending(self) -> None:
-        """Drop the dense rows of the blocks the last call encoded."""
+    def settle(self) -> None:
+        """Drop the dense rows of the blocks the last call encoded: only packed from now on."""
         self.window.drop(self.num_pending * self.layout.tokens)
         self.num_blocks += self.num_pending
         self.num_pending = 0
@@ -184,9 +222,12 @@ class LayerStore:
         )
 
     def view(self) -> StoreView:
-        """All tokens held, as a query that adds none would read them."""
-        self._drop_pending()
-        return self._view(self.length, self.num_sinks)
+        """All tokens held, as a query that adds none would read them. Reading changes nothing: the rows of pending
+        blocks stay for a crop."""
+        settled = copy(self)
+        settled.window = copy(self.window)
+        settled.settle()
+        return settled._view(self.length, self.num_sinks)
 
     def crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens. Exact within the window; a packed block that is cut moves its surviving
@@ -207,21 +248,26 @@ class LayerStore:
             slots = slice(self.window.first % self.window.capacity, self.window.first % self.window.capacity + block)
             ops.dequantise(self.config, cut, self.window.keys[:, :, slots], self.window.values[:, :, slots])
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace every tensor by `function` of it (batch selection, device moves)."""
-        self.blocks = self.blocks.map(function)
-        self.sinks = (function(self.sinks[0]), function(self.sinks[1]))
-        self.window.keys, self.window.values = function(self.window.keys), function(self.window.values)
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
+        """A store of the results of `function` on every tensor (batch selection, device moves)."""
+        sinks = (function(self.sinks[0]), function(self.sinks[1]))
+        window = (function(self.window.keys), function(self.window.values))
+        return LayerStore.resumed(self.config, self.blocks.map(function), sinks, window, self.counts, self.max_length)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor held, by the kind `memory_footprint` reports."""
-        packed = self.blocks.tensors()
-        return {
-            "packed": [packed["key_words"], packed["value_words"]],
-            "metadata": [packed["scalars"]] + [packed[name] for name in ("key_means",) if name in packed],
-            "window": [self.window.keys, self.window.values],
-            "sinks": list(self.sinks),
-        }
+        return stored_tensors(self.blocks, self.sinks, (self.window.keys, self.window.values))
+
+
+def stored_tensors(blocks: PackedBlocks, sinks: KeyValue, window: KeyValue) -> dict[str, list[torch.Tensor]]:
+    """The tensors of a layer by the kind `memory_footprint` reports."""
+    means = [] if blocks.key_means is None else [blocks.key_means]
+    return {
+        "packed": [blocks.key_words, blocks.value_words],
+        "metadata": [blocks.scalars, *means],
+        "window": list(window),
+        "sinks": list(sinks),
+    }
 
 
 def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:

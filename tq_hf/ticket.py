@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .static_store import StaticStore
 from .view import StoreView
 from .window import KeyValue
 
@@ -27,9 +28,9 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A claim on a `StoreView`, good for one call of the model."""
+    """A claim on what a layer holds, good for one call of the model."""
 
-    view: StoreView
+    view: StoreView | StaticStore
     receipt: Receipt
 
 
@@ -39,18 +40,17 @@ def attach(states: KeyValue, ticket: Ticket) -> KeyValue:
     return states
 
 
-def placeholders(view: StoreView, nan: torch.Tensor) -> KeyValue:
-    """Stand-ins for the keys and values of `view`: right shape, dtype and device, no memory, and loud if read.
+def placeholders(shapes: tuple[torch.Size, torch.Size], nan: torch.Tensor) -> KeyValue:
+    """Stand-ins for keys and values: right shape, dtype and device, no memory, and loud if read.
 
     Args:
-        view: What they stand for.
+        shapes: Of the keys and values they stand for.
         nan: One NaN of the model's dtype and device, `[1, 1, 1, 1]`.
     """
-    keys, values = (nan.expand(shape) for shape in view.shaped(view.length))
-    return keys, values
+    return nan.expand(shapes[0]), nan.expand(shapes[1])
 
 
-def redeem(keys: torch.Tensor) -> StoreView | None:
+def redeem(keys: torch.Tensor) -> StoreView | StaticStore | None:
     """The view `keys` carry a ticket for, or `None`; signs the receipt."""
     ticket: Ticket | None = getattr(keys, _ATTRIBUTE, None)
     if ticket is None:

@@ -40,6 +40,13 @@ class DenseWindow:
         self.first = first
         self.count = 0
 
+    @classmethod
+    def resumed(cls, keys: torch.Tensor, values: torch.Tensor, first: int, count: int) -> DenseWindow:
+        """A window over existing ring buffers."""
+        window = cls.__new__(cls)
+        window.keys, window.values, window.first, window.count = keys, values, first, count
+        return window
+
     @property
     def capacity(self) -> int:
         """Rows there is room for."""

@@ -77,6 +77,8 @@ class Workspace:
                 buffer.limits = limits
                 return buffer.data
         if self.locked:
+            if buffer and buffer.data.dtype == request.dtype and math.prod(request.shape) <= buffer.data.numel():
+                return buffer.data  # of another shape than was reserved, and nothing has to grow for it
             held = "nothing" if buffer is None else f"{list(buffer.limits)} of {buffer.data.dtype}"
             raise RuntimeError(
                 f"{caller} needs scratch {name!r} of {list(request.shape)} {request.dtype}, but the workspace on "
