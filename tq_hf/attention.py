@@ -107,16 +107,43 @@ def _attend_static(
 
 
 def turboquant_mask(
-    batch_size: int, q_length: int, kv_length: int, *, allow_is_causal_skip: bool = True, **kwargs: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
 ) -> torch.Tensor | None:
     """transformers' `sdpa_mask`, left out only where `None` means the same to `turboquant_attention`.
 
-    sdpa reads `None` as a top-left causal mask in some shapes, bottom-right in others. Here it is always
-    bottom-right: the skip is allowed for a single query and for a prefill without a past.
+    sdpa reads `None` as a top-left causal mask in some shapes, bottom-right in others. Here it is always bottom-right:
+    the skip is allowed for a single query over keys that end with it, and for a prefill without a past.
+
+    Raises:
+        ValueError: The padding mask is longer than the keys: a preallocated cache would overrun.
     """
-    skip = allow_is_causal_skip and (q_length == 1 or q_length == kv_length)
-    kwargs |= dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skip)
-    return sdpa_mask(**kwargs)
+    if (
+        attention_mask is not None
+        and attention_mask.shape[-1] > kv_length + kwargs.get("kv_offset", 0)
+        and q_length == 1
+    ):
+        raise ValueError(
+            f"This step needs room for {attention_mask.shape[-1]} tokens, but the cache was made with a `max_cache_len` "
+            f"of {kv_length}. Make the cache with a larger `max_cache_len`."
+        )
+    # Lengths on the device belong to a preallocated cache, whose keys go on after the query.
+    ends_with_query = q_length == 1 and not isinstance(q_offset, torch.Tensor)
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip and (ends_with_query or q_length == kv_length),
+        **kwargs,
+    )
 
 
 def register() -> None:

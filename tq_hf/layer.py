@@ -134,7 +134,9 @@ class TurboQuantLayer(CacheLayerMixin):
         if wants_ticket and takes_tickets:
             return attach(placeholders(store.shaped, self._nan), Ticket(store, self._receipt))
         states = static_ops.dense_tokens(store)
-        return attach(states, Ticket(store, self._receipt)) if wants_ticket else states
+        # Compiled code cannot put attributes on these; whether tickets are taken was learnt in the prefill.
+        offered = wants_ticket and not torch.compiler.is_compiling()
+        return attach(states, Ticket(store, self._receipt)) if offered else states
 
     def _check_room(self, tokens: int) -> None:
         if self.max_cache_len is not None and tokens > self.max_cache_len:

@@ -1,0 +1,138 @@
+"""Compiled decoding with a preallocated cache, through plain generate(), on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import VOCAB, build
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, PreTrainedModel
+
+from tq_hf import PRESETS, TurboQuantCache
+
+OPTIONS = dict(residual_length=0, sink_tokens=2)
+MAX_LENGTH = 300
+
+
+def inputs(batch: int = 2, length: int = 240, padding: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def compile_config(backend: str = "aot_eager") -> CompileConfig:
+    """Compile with no graph break allowed, on a CPU too."""
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+def generate(
+    model: PreTrainedModel, cache: TurboQuantCache, prompt: dict[str, torch.Tensor], **options
+) -> torch.Tensor:
+    return model.generate(**prompt, past_key_values=cache, do_sample=False, max_new_tokens=24, **options)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_compiled_decoding_gives_the_tokens_of_eager_decoding_in_one_graph(preset):
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    for padding in (0, 50):
+        prompt = inputs(padding=padding)
+        expected = generate(model, TurboQuantCache(model.config, preset, **OPTIONS), prompt)
+        for _ in range(2):  # a second cache of the same size must not compile again
+            cache = TurboQuantCache(model.config, preset, max_cache_len=MAX_LENGTH, **OPTIONS)
+            actual = generate(model, cache, prompt, compile_config=compile_config())
+            assert torch.equal(actual, expected)
+            assert cache.get_seq_length() == prompt["input_ids"].shape[1] + 23
+            assert cache.layers[0].store.state.tolist()[1] == 2, "a block was encoded while decoding"
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_other_families_compile(name):
+    model = build(name)
+    model.set_attn_implementation("turboquant")
+    expected = generate(model, TurboQuantCache(model.config, **OPTIONS), inputs())
+    cache = TurboQuantCache(model.config, max_cache_len=MAX_LENGTH, **OPTIONS)
+    actual = generate(model, cache, inputs(), compile_config=compile_config())
+    assert torch.equal(actual, expected)
+    assert counters["stats"]["unique_graphs"] <= 2
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_tokens_of_eager_decoding():
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    expected = generate(model, TurboQuantCache(model.config, **OPTIONS), inputs())
+    cache = TurboQuantCache(model.config, max_cache_len=MAX_LENGTH, **OPTIONS)
+    assert torch.equal(generate(model, cache, inputs(), compile_config=compile_config("inductor")), expected)
+
+
+def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=2 * MAX_LENGTH, **OPTIONS)
+    growing = TurboQuantCache(model.config, **OPTIONS)
+    addresses = [tensor.data_ptr() for tensors in _tensors(cache, model) for tensor in tensors]
+    for _ in range(2):
+        ids = inputs(length=200)["input_ids"]
+        for turn in (30, 150):
+            ids = torch.cat([ids, inputs(length=turn)["input_ids"]], dim=1)
+            prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            expected = generate(model, growing, prompt)
+            ids = generate(model, cache, prompt, compile_config=compile_config())
+            assert torch.equal(ids, expected)
+        cache.crop(-40)
+        growing.crop(-40)
+        ids = ids[:, : int(cache.get_seq_length()) + 1]
+        prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        ids = generate(model, cache, prompt, compile_config=compile_config())
+        assert torch.equal(ids, generate(model, growing, prompt))
+        order = torch.tensor([1, 0])
+        cache.reorder_cache(order)
+        growing.reorder_cache(order)
+        prompt = {"input_ids": ids[order], "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(
+            generate(model, cache, prompt, compile_config=compile_config()), generate(model, growing, prompt)
+        )
+        cache.reset()
+        growing.reset()
+        assert cache.get_seq_length() == 0
+    after = [
+        tensor.data_ptr() for layer in cache.layers for tensors in layer.store.tensors().values() for tensor in tensors
+    ]
+    assert after == addresses, "tensors moved: captured graphs would read freed memory"
+
+
+def _tensors(cache: TurboQuantCache, model: PreTrainedModel):
+    """The cache's tensors, made by an early initialisation."""
+    config = model.config
+    cache.early_initialization(2, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu"))
+    for layer in cache.layers:
+        yield from layer.store.tensors().values()
+
+
+def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=250, **OPTIONS)
+    with pytest.raises(ValueError, match="max_cache_len"):
+        generate(model, cache, inputs(), compile_config=compile_config())
+    assert cache.get_seq_length() == 250
+    exact = TurboQuantCache(model.config, **OPTIONS)
+    model.generate(**inputs(), past_key_values=exact, do_sample=False, max_new_tokens=11)
+    for layer, other in zip(cache.layers, exact.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys)
+        assert torch.equal(layer.values, other.values)
