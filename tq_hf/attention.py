@@ -124,24 +124,22 @@ def turboquant_mask(
     Raises:
         ValueError: The padding mask is longer than the keys: a preallocated cache would overrun.
     """
-    if (
-        attention_mask is not None
-        and attention_mask.shape[-1] > kv_length + kwargs.get("kv_offset", 0)
-        and q_length == 1
-    ):
-        raise ValueError(
-            f"This step needs room for {attention_mask.shape[-1]} tokens, but the cache was made with a `max_cache_len` "
-            f"of {kv_length}. Make the cache with a larger `max_cache_len`."
-        )
     # Lengths on the device belong to a preallocated cache, whose keys go on after the query.
-    ends_with_query = q_length == 1 and not isinstance(q_offset, torch.Tensor)
+    preallocated = isinstance(q_offset, torch.Tensor)
+    if preallocated and q_length == 1 and kwargs.get("local_size") is None and attention_mask is not None:
+        if attention_mask.shape[-1] > kv_length:
+            raise ValueError(
+                f"This step needs room for {attention_mask.shape[-1]} tokens, but `max_cache_len` of the cache is "
+                f"{kv_length}. Make the cache with a larger `max_cache_len`."
+            )
+    ends_with_query = q_length == kv_length or (q_length == 1 and not preallocated)
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
+        q_offset=q_offset,  # type: ignore[arg-type]
         attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip and (ends_with_query or q_length == kv_length),
+        allow_is_causal_skip=allow_is_causal_skip and ends_with_query,
         **kwargs,
     )
 
