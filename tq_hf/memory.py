@@ -75,9 +75,9 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
     def count(kind: str, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         device, size = str(tensor.device), storage.nbytes()
-        if size == 0 or (device, storage.data_ptr()) in seen:
+        if size == 0 or (device, storage._cdata) in seen:
             return
-        seen.add((device, storage.data_ptr()))
+        seen.add((device, storage._cdata))
         setattr(footprint, kind, getattr(footprint, kind) + size)
         footprint.by_device[device] = footprint.by_device.get(device, 0) + size
 

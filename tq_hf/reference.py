@@ -47,6 +47,12 @@ def _safe_divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Te
     return torch.where(denominator == 0, 0, numerator / torch.where(denominator == 0, 1, denominator))
 
 
+def _half(x: torch.Tensor) -> torch.Tensor:
+    """float16, saturated: what is too large for it must not become infinite."""
+    limit = torch.finfo(torch.float16).max
+    return x.clamp(-limit, limit).half()
+
+
 def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of rotated vectors.
 
@@ -60,14 +66,14 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
         Codes `[..., D]` int32 and scales `[...]` float16, with `z ~ scale * levels[code]`.
     """
     if bits == 8:
-        scale = (z.abs().amax(-1) / (FP8_MAX * FP8_LEVEL_SCALE)).half()
+        scale = _half(z.abs().amax(-1) / (FP8_MAX * FP8_LEVEL_SCALE))
         unit = _safe_divide(z, scale.float()[..., None] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX)
         return unit.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), scale
     square = _sum(z * z)
     sigma = (square / z.shape[-1]).sqrt()
     codes = torch.bucketize(_safe_divide(z, sigma[..., None]), boundaries(bits, z.device), out_int32=True)
     if correction == "none":
-        return codes, sigma.half()
+        return codes, _half(sigma)
     level = levels(bits, z.device)[codes]
     if correction == "norm":
         scale = (square / _sum(level * level)).sqrt()
@@ -75,7 +81,7 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
         scale = _safe_divide(square, _sum(z * level))
     else:
         scale = _sum(z * level) / _sum(level * level)
-    return codes, scale.half()
+    return codes, _half(scale)
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
@@ -96,7 +102,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         target = out.slice(start + first, start + min(first + TILE_BLOCKS, blocks))
         z = _rotate_padded(k, layout.key_dim_padded, config.seed)
         if target.key_means is not None:
-            target.key_means.copy_(_sum(z.transpose(-1, -2)) / layout.tokens)
+            target.key_means.copy_(_half(_sum(z.transpose(-1, -2)) / layout.tokens))
             z = z - target.key_means.float()[..., None, :]
         codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))

@@ -13,6 +13,7 @@ import torch
 from . import ops
 from .blocks import PackedBlocks
 from .static_store import StaticStore, numbered_config
+from .store import check_fits
 from .view import StoreView
 from .window import DenseWindow, KeyValue
 
@@ -88,6 +89,8 @@ def _append_token(
     tensors = (key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values)
     with _store(config, max_length, tensors, state, seen, length).opened() as store:
         view = store.append(keys, values)
+        if view.new is not None:  # a prompt of one token: only the store itself holds it where `seen` can name it
+            view = store.view()
         slot = view.window.first % view.window.capacity
         seen.copy_(torch.tensor([view.sinks[0].shape[2], view.num_blocks, view.num_window, slot], dtype=torch.int32))
 
@@ -96,8 +99,10 @@ def append_token(store: StaticStore, keys: torch.Tensor, values: torch.Tensor) -
     """Append one token, keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, and encode the block that becomes due.
 
     Raises:
-        ValueError: The store is full (on a CPU; a GPU leaves a full store as it is, see `TurboQuantLayer.update`).
+        ValueError: The states do not fit the store, or it is full (on a CPU; on a GPU a full store is left as it is,
+            and `turboquant_mask` raises before the step).
     """
+    check_fits(keys, values, store.sinks)
     _append_token(
         keys,
         values,

@@ -53,6 +53,7 @@ class LayerStore:
     def __init__(
         self, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_length: int | None = None
     ) -> None:
+        check_states(keys, values)
         self.config = config
         self.max_length = max_length
         self.layout: BlockLayout = config.layout(keys.shape[-1], values.shape[-1])
@@ -116,21 +117,7 @@ class LayerStore:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise a `ValueError` if these tensors cannot be appended."""
-        check_states(keys, values)
-        expected = {
-            "batch size": (self.batch_size, keys.shape[0]),
-            "number of KV heads": (self.num_heads, keys.shape[1]),
-            "key head_dim": (self.layout.key_dim, keys.shape[3]),
-            "value head_dim": (self.layout.value_dim, values.shape[3]),
-            "dtype": (self.dtype, keys.dtype),
-            "device": (self.device, keys.device),
-        }
-        for what, (held, came) in expected.items():
-            if held != came:
-                raise ValueError(
-                    f"This cache holds {self.length} tokens with {what} {held}, but was given keys with {what} {came}. "
-                    "Use a new TurboQuantCache for another batch or model, or call `cache.reset()` first."
-                )
+        check_fits(keys, values, self.sinks)
         if self.max_length is not None and self.length + keys.shape[2] > self.max_length:
             raise ValueError(
                 f"Appending {keys.shape[2]} tokens to the {self.length} in this cache exceeds its "
@@ -268,6 +255,25 @@ def stored_tensors(blocks: PackedBlocks, sinks: KeyValue, window: KeyValue) -> d
         "window": list(window),
         "sinks": list(sinks),
     }
+
+
+def check_fits(keys: torch.Tensor, values: torch.Tensor, held: KeyValue) -> None:
+    """Raise a `ValueError` unless these states go with those a store holds in all but the number of tokens."""
+    check_states(keys, values)
+    expected = {
+        "batch size": (held[0].shape[0], keys.shape[0]),
+        "number of KV heads": (held[0].shape[1], keys.shape[1]),
+        "key head_dim": (held[0].shape[3], keys.shape[3]),
+        "value head_dim": (held[1].shape[3], values.shape[3]),
+        "dtype": (held[0].dtype, keys.dtype),
+        "device": (held[0].device, keys.device),
+    }
+    for what, (has, came) in expected.items():
+        if has != came:
+            raise ValueError(
+                f"This cache holds states with {what} {has}, but was given keys with {what} {came}. Use a new "
+                "TurboQuantCache for another batch or model, or call `cache.reset()` first."
+            )
 
 
 def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,0 +1,170 @@
+"""What several test modules need: seeded states, a filled store, snapshots, and the arithmetic of bytes held."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from tq_hf import BlockLayout, TurboQuantConfig
+from tq_hf.blocks import PackedBlocks
+from tq_hf.reference import dequantise, encode
+from tq_hf.static_store import StaticStore
+from tq_hf.store import LayerStore
+from tq_hf.window import KeyValue
+
+CPU = torch.device("cpu")
+BLOCK = BlockLayout.tokens
+
+
+def states(
+    seed: int,
+    batch: int = 1,
+    heads: int = 2,
+    tokens: int = BLOCK,
+    dim: int = 16,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> KeyValue:
+    """Gaussian keys `[B, Hkv, T, dim]` and values `[B, Hkv, T, value_dim]`."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(batch, heads, tokens, dim, generator=generator)
+    values = torch.randn(batch, heads, tokens, dim if value_dim is None else value_dim, generator=generator)
+    return keys.to(dtype), values.to(dtype)
+
+
+def rows(pair: KeyValue, start: int, stop: int | None = None) -> KeyValue:
+    """Tokens `start` to `stop` of keys and values."""
+    return pair[0][:, :, start:stop], pair[1][:, :, start:stop]
+
+
+def concatenated(*pairs: KeyValue) -> KeyValue:
+    """Keys and values of several calls, one after the other."""
+    return torch.cat([keys for keys, _ in pairs], 2), torch.cat([values for _, values in pairs], 2)
+
+
+def all_packed(**options) -> TurboQuantConfig:
+    """A configuration without sinks and residual window: every complete block is packed."""
+    return TurboQuantConfig(**(dict(residual_length=0, sink_tokens=0) | options))
+
+
+def encoded(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor) -> PackedBlocks:
+    """The packed blocks of whole blocks of tokens, encoded in one call."""
+    layout = config.layout(keys.shape[-1], values.shape[-1])
+    blocks = PackedBlocks.allocate(layout, *keys.shape[:2], keys.shape[2] // layout.tokens, keys.device)
+    encode(config, keys, values, blocks, 0)
+    return blocks
+
+
+def dequantised(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue | None = None) -> KeyValue:
+    """Blocks as dense keys and values, in the dtype of `like` (float32 without)."""
+    shape = (*blocks.scalars.shape[:2], blocks.capacity * blocks.layout.tokens)
+    dtype = torch.float32 if like is None else like[0].dtype
+    keys = torch.empty(*shape, blocks.layout.key_dim, dtype=dtype)
+    values = torch.empty(*shape, blocks.layout.value_dim, dtype=dtype)
+    dequantise(config, blocks, keys, values)
+    return keys, values
+
+
+def filled(
+    config: TurboQuantConfig, pair: KeyValue, calls: list[int] | None = None, max_length: int | None = None
+) -> LayerStore:
+    """A store that was given `pair` in calls of these many tokens (by default in one call)."""
+    store = LayerStore(config, *pair, max_length=max_length)
+    start = 0
+    for size in [pair[0].shape[2]] if calls is None else calls:
+        store.append(*rows(pair, start, start + size))
+        start += size
+    assert start == pair[0].shape[2]
+    return store
+
+
+def packed_tensors(store: LayerStore) -> dict[str, torch.Tensor]:
+    """The used blocks of a store, those not yet dropped from the window included."""
+    return store.blocks.slice(0, store.num_blocks + store.num_pending).tensors()
+
+
+def window_tensors(store: LayerStore) -> KeyValue:
+    """The dense rows of a store that no packed block holds."""
+    parts = [part for _, part in store.window.parts(store.num_pending * store.layout.tokens)]
+    return concatenated(*parts) if parts else rows(store.sinks, 0, 0)
+
+
+def snapshot(store: LayerStore | StaticStore | None) -> dict[str, object]:
+    """Everything a store holds, cloned: equal by `assert_unchanged` only if nothing was touched."""
+    if store is None:
+        return {}
+    tensors = {f"{kind} {i}": t.clone() for kind, group in store.tensors().items() for i, t in enumerate(group)}
+    if isinstance(store, StaticStore):
+        return tensors  # its counts are tensors
+    return tensors | {"counts": store.counts, "first window row": store.window.first, "length": store.length}
+
+
+def assert_unchanged(store: LayerStore | StaticStore | None, before: dict[str, object]) -> None:
+    """The store is as it was at `before = snapshot(store)`."""
+    after = snapshot(store)
+    assert after.keys() == before.keys()
+    for name, held in before.items():
+        if isinstance(held, torch.Tensor):
+            assert torch.equal(held, after[name]), name
+        else:
+            assert held == after[name], name
+
+
+def assert_same(actual: KeyValue, expected: KeyValue) -> None:
+    """Keys and values are equal bit for bit."""
+    for what, a, b in zip(("keys", "values"), actual, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, expected {b.shape} {b.dtype}"
+        assert torch.equal(a, b), f"{what} differ"
+
+
+def relative_error(approximate: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root of the squared error over the squared norm, over all entries."""
+    exact = exact.double()
+    return ((approximate.double() - exact).norm() / exact.norm()).item()
+
+
+def prefill_bytes(
+    config: TurboQuantConfig, batch: int, heads: int, dim: int, tokens: int, itemsize: int
+) -> dict[str, int]:
+    """Bytes a layer holds after one prefill, by the kinds of `MemoryFootprint`, from the documentation alone.
+
+    Whole blocks older than the residual window are packed without spare room; the window is a ring of whole blocks with
+    room for what decoding will need, up to an eighth and a block more than it holds; one element is the placeholder's
+    NaN.
+    """
+    layout = config.layout(dim)
+    sinks = min(config.sink_tokens, tokens)
+    blocks = max(0, (tokens - sinks - config.residual_length) // 128)
+    held = tokens - sinks - 128 * blocks
+    room = max(held, min(config.residual_length + 128, held * 9 // 8 + 128))
+    window = -(-room // 128) * 128
+    codes = 128 * dim * (config.key_bits + config.value_bits) // 8
+    return {
+        "packed": batch * heads * blocks * codes,
+        "metadata": batch * heads * blocks * (128 * layout.scalar_bytes + layout.mean_bytes) + itemsize,
+        "window": batch * heads * window * 2 * dim * itemsize,
+        "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
+    }
+
+
+def llama_config(layers: int = 2, heads: int = 2, dim: int = 16, **options) -> LlamaConfig:
+    """The config of a small Llama: enough for a cache, no weights."""
+    sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=64, num_attention_heads=2 * heads)
+    return LlamaConfig(num_hidden_layers=layers, num_key_value_heads=heads, head_dim=dim, **(sizes | options))
+
+
+class CountedBytes(TorchDispatchMode):
+    """Counts the bytes operations write: every result that is not a view of an argument."""
+
+    written = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        in_place = func._schema.is_mutable
+        flat = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        inputs = {a.untyped_storage().data_ptr() for a in flat if isinstance(a, torch.Tensor)}
+        for result in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(result, torch.Tensor) and (in_place or result.untyped_storage().data_ptr() not in inputs):
+                self.written += result.nbytes
+        return out

@@ -1,0 +1,214 @@
+"""Bad input is refused with a message that says what came, what is allowed and what to do; the cache is unchanged."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_unchanged, llama_config, snapshot, states
+from transformers import LlamaConfig, MambaConfig
+
+from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+
+LAYERS = 2
+
+
+def new_cache(tokens: int = 300, batch: int = 2, **options) -> TurboQuantCache:
+    """A cache that holds `tokens` tokens, some of them packed."""
+    cache = TurboQuantCache(llama_config(LAYERS), residual_length=0, sink_tokens=0, **options)
+    if tokens:
+        for layer in range(LAYERS):
+            cache.update(*states(layer, batch, tokens=tokens), layer)
+    return cache
+
+
+class unchanged:
+    """Asserts that the cache is the same after the block as before it."""
+
+    def __init__(self, cache: TurboQuantCache) -> None:
+        self.cache = cache
+
+    def __enter__(self) -> None:
+        self.before = [snapshot(layer.store) for layer in self.cache.layers]
+        self.state = [(layer.is_initialized, layer.get_seq_length(), layer.batch_size) for layer in self.cache.layers]
+
+    def __exit__(self, *error) -> None:
+        for layer, before in zip(self.cache.layers, self.before, strict=True):
+            assert_unchanged(layer.store, before)
+        state = [(layer.is_initialized, layer.get_seq_length(), layer.batch_size) for layer in self.cache.layers]
+        assert state == self.state
+
+
+# Making a cache
+
+
+@pytest.mark.parametrize("preset", ["8bit", "4BIT_NC", "", None, 4])
+def test_unknown_preset_lists_the_valid_ones(preset):
+    with pytest.raises(ValueError) as error:
+        TurboQuantCache(llama_config(), preset)
+    assert repr(preset) in str(error.value) and all(name in str(error.value) for name in PRESETS)
+
+
+@pytest.mark.parametrize("option", ["key_bits", "value_bits"])
+@pytest.mark.parametrize("bits", [0, 1, 5, 16, "4"])
+def test_wrong_bits_list_the_valid_ones(option, bits):
+    with pytest.raises(ValueError, match=f"`{option}` is {bits!r}.*2, 3, 4, 8"):
+        TurboQuantCache(llama_config(), **{option: bits})
+
+
+def test_unknown_option_lists_the_valid_ones():
+    with pytest.raises(ValueError, match="nbits.*Valid options:.*residual_length"):
+        TurboQuantCache(llama_config(), nbits=4)
+
+
+def test_options_beside_a_config_object_are_refused():
+    with pytest.raises(ValueError, match="TurboQuantConfig and also key_bits, seed.*dataclasses.replace"):
+        TurboQuantCache(llama_config(), TurboQuantConfig(), seed=1, key_bits=3)
+    assert TurboQuantCache(llama_config(), TurboQuantConfig(seed=1)).config.seed == 1
+
+
+def test_config_without_attention_heads_is_refused():
+    with pytest.raises(ValueError, match="MambaConfig has no attention heads.*leave out `past_key_values`"):
+        TurboQuantCache(MambaConfig())
+
+
+@pytest.mark.parametrize("model_config", [None, {}, "llama", torch.nn.Linear(1, 1), LlamaConfig])
+def test_anything_but_a_model_config_is_refused(model_config):
+    with pytest.raises(ValueError, match=r"`model_config` must be a transformers config \(pass `model.config`\), not"):
+        TurboQuantCache(model_config)
+
+
+@pytest.mark.parametrize("layers", [(2,), (-3,), (0, 5)])
+def test_skipping_a_layer_the_model_has_not_says_which_there_are(layers):
+    with pytest.raises(ValueError, match=f"names layer {layers[-1]}, but the model has 2 layers; use -2 to 1"):
+        TurboQuantCache(llama_config(2), skip_layers=layers)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_max_cache_len_must_be_positive(length):
+    with pytest.raises(ValueError, match=f"`max_cache_len` is {length}; .*1 or more"):
+        TurboQuantCache(llama_config(), max_cache_len=length)
+
+
+# Reusing and filling a cache
+
+
+MISFITS = {
+    "batch size 2.* batch size 3": dict(batch=3),
+    "batch size 2.* batch size 1": dict(batch=1),
+    "number of KV heads 2.* KV heads 4": dict(batch=2, heads=4),
+    "key head_dim 16.* head_dim 32": dict(batch=2, dim=32, value_dim=16),
+    "value head_dim 16.* head_dim 8": dict(batch=2, value_dim=8),
+    "torch.float32.* torch.bfloat16": dict(batch=2, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+@pytest.mark.parametrize("tokens", [1, 200])
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_a_cache_reused_for_another_batch_or_model_is_refused(message, tokens, limit):
+    cache = new_cache(max_cache_len=limit)
+    with unchanged(cache), pytest.raises(ValueError, match=f"This cache holds.*{message}.*cache.reset"):
+        cache.update(*states(5, tokens=tokens, **MISFITS[message]), 0)
+
+
+def test_after_reset_another_batch_and_dtype_are_welcome():
+    cache = new_cache()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    cache.update(*states(5, 3, tokens=40, dtype=torch.bfloat16), 0)
+    assert (cache.get_seq_length(), cache.layers[0].batch_size) == (40, 3)
+
+
+@pytest.mark.parametrize("held", [0, 300], ids=["empty", "filled"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_mixed_devices_are_refused(held, tokens, limit):
+    cache = new_cache(held, max_cache_len=limit)
+    keys, values = states(5, 2, tokens=tokens)
+    with unchanged(cache), pytest.raises(ValueError, match="Keys are on cpu and values on meta.* move both"):
+        cache.update(keys, values.to("meta"), 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_states_of_another_device_than_the_caches_are_refused(tokens, limit):
+    cache = new_cache(max_cache_len=limit)
+    keys, values = states(5, 2, tokens=tokens)
+    with unchanged(cache), pytest.raises(ValueError, match="on device cpu|device cpu.* device meta"):
+        cache.update(keys.to("meta"), values.to("meta"), 0)
+
+
+@pytest.mark.parametrize("held", [0, 300], ids=["empty", "filled"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        (lambda k, v: (k[..., :0], v[..., :0]), "head_dim of 0"),
+        (lambda k, v: (k[:, :0], v[:, :0]), "no heads"),
+        (lambda k, v: (k, v[:, :, 1:]), "agree in batch, heads and tokens"),
+        (lambda k, v: (k, v[:1]), "agree in batch, heads and tokens"),
+        (lambda k, v: (k, v.half()), "one floating-point dtype"),
+        (lambda k, v: (k.long(), v.long()), "one floating-point dtype"),
+        (lambda k, v: (k[0], v[0]), r"shape \[batch, KV heads, tokens, head_dim\]"),
+    ],
+    ids=["head_dim", "heads", "tokens", "batch", "dtype", "integers", "3d"],
+)
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_states_that_are_no_keys_and_values_are_refused(broken, message, held, tokens, limit):
+    cache = new_cache(held, max_cache_len=limit)
+    with unchanged(cache), pytest.raises(ValueError, match=message):
+        cache.update(*broken(*states(5, 2, tokens=tokens)), 0)
+
+
+def test_the_shape_is_looked_at_before_the_room_for_it():
+    cache = new_cache(0, max_cache_len=10)
+    with unchanged(cache), pytest.raises(ValueError, match=r"shape \[batch, KV heads, tokens, head_dim\]"):
+        cache.update(torch.zeros(16), torch.zeros(16), 0)
+
+
+def test_exceeding_max_cache_len_with_the_prompt_is_refused():
+    cache = new_cache(0, max_cache_len=200)
+    with unchanged(cache), pytest.raises(ValueError, match="prompt has 201 tokens and `max_cache_len` is 200.*larger"):
+        cache.update(*states(5, 2, tokens=201), 0)
+    cache.update(*states(5, 2, tokens=200), 0)
+    assert cache.get_seq_length() == 200
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 300])
+def test_exceeding_max_cache_len_while_decoding_is_refused(tokens):
+    cache = new_cache(300, max_cache_len=300)
+    with unchanged(cache), pytest.raises(ValueError, match=f"{tokens} tokens to the 300.*`max_cache_len` of 300"):
+        cache.update(*states(5, 2, tokens=tokens), 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_a_positive_crop_is_refused(tokens):
+    cache = new_cache()
+    with unchanged(cache), pytest.raises(ValueError, match=f"called with {tokens}.*negative number, e.g. -1"):
+        cache.crop(tokens)
+    with pytest.raises(ValueError, match="negative number"):
+        new_cache(0).crop(tokens)
+
+
+def test_after_a_refusal_the_cache_goes_on_as_if_nothing_had_happened():
+    cache, undisturbed = new_cache(max_cache_len=400), new_cache(max_cache_len=400)
+    for wrong in (states(5, 3, tokens=1), states(5, 2, tokens=101), states(5, 2, tokens=1, dtype=torch.half)):
+        with pytest.raises(ValueError):
+            cache.update(*wrong, 0)
+    with pytest.raises(ValueError):
+        cache.crop(1)
+    for seed in range(3):
+        more = states(seed, 2, tokens=20)
+        for after, before in zip(cache.update(*more, 0), undisturbed.update(*more, 0), strict=True):
+            assert torch.equal(after, before)
+
+
+def test_a_copy_is_not_touched_by_its_original():
+    cache = new_cache()
+    twin = copy.deepcopy(cache)
+    with unchanged(twin):
+        cache.update(*states(5, 2, tokens=200), 0)
+        cache.crop(-150)
+        cache.reorder_cache(torch.tensor([1, 1]))

@@ -1,0 +1,201 @@
+"""The footprint is what is held: every tensor reachable from a cache, to the byte, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import types
+
+import pytest
+import torch
+from helpers import BLOCK, llama_config, prefill_bytes, states
+from transformers import DynamicCache, Gemma3TextConfig
+
+from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer
+
+LAYERS = 2
+
+
+def storages_reachable_from(root: object) -> dict[int, int]:
+    """Bytes of every tensor storage in an object graph, by address, found by the garbage collector."""
+    found, seen, queue = {}, set(), [root]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(item, (type, types.ModuleType, types.FunctionType, types.MethodType)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
+        queue.extend(gc.get_referents(item))
+    return found
+
+
+def pushed(cache, seed: int, tokens: int, layers: int = LAYERS, dtype: torch.dtype = torch.bfloat16, **shape):
+    """`cache` with `tokens` more tokens in every layer."""
+    for layer in range(layers):
+        cache.update(*states(seed + layer, tokens=tokens, dtype=dtype, **shape), layer)
+    return cache
+
+
+def gemma_config() -> Gemma3TextConfig:
+    return Gemma3TextConfig(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=64,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_4k_cache_holds_the_bytes_of_config_arithmetic(name):
+    cache = pushed(TurboQuantCache(llama_config(LAYERS, dim=128), name), 0, 4096, dim=128)
+    footprint = cache.memory_footprint()
+    expected = prefill_bytes(PRESETS[name], batch=1, heads=2, dim=128, tokens=4096, itemsize=2)
+    assert {kind: getattr(footprint, kind) for kind in expected} == {k: LAYERS * n for k, n in expected.items()}
+    assert footprint.uncompressed == 0
+    assert footprint.bf16_equivalent == LAYERS * 2 * 4096 * 4 * 128
+    assert footprint.total == sum(storages_reachable_from(cache).values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_packed_part_of_a_4k_cache_is_the_presets_slot_bytes(name):
+    """30 of 32 blocks are packed at 4096 tokens: 4 sinks and a residual window of 128 stay dense."""
+    cache = pushed(TurboQuantCache(llama_config(1, dim=64), name), 0, 4096, layers=1, dim=64)
+    footprint, layout = cache.memory_footprint(), PRESETS[name].layout(64)
+    assert footprint.packed + footprint.metadata - 2 == 2 * 30 * (BLOCK * layout.slot_bytes + layout.mean_bytes)
+
+
+@pytest.mark.parametrize("calls", [[1], [700], [700, 1, 1], [300, 128, 129, 60, 60, 500]])
+@pytest.mark.parametrize(
+    "options", [{}, dict(residual_length=0, sink_tokens=0), dict(key_mean=False), dict(max_cache_len=1200)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_footprint_is_every_tensor_the_cache_reaches(calls, options, dtype):
+    cache = TurboQuantCache(llama_config(LAYERS), **options)
+    for seed, tokens in enumerate(calls):
+        pushed(cache, seed, tokens, batch=2, dtype=dtype)
+        assert cache.memory_footprint().total == sum(storages_reachable_from(cache).values())
+
+
+def test_footprint_stays_exact_through_cache_operations():
+    cache = pushed(TurboQuantCache(llama_config(LAYERS)), 0, 700, batch=3)
+    for operation in (
+        lambda: cache.crop(-20),
+        lambda: cache.reorder_cache(torch.tensor([2, 0, 0])),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([1])),
+        lambda: cache.crop(-400),
+        lambda: pushed(cache, 5, 300),
+        lambda: cache.layers[0].keys,
+    ):
+        operation()
+        assert cache.memory_footprint().total == sum(storages_reachable_from(cache).values())
+
+
+def test_dropping_sequences_releases_their_bytes():
+    cache = pushed(TurboQuantCache(llama_config(LAYERS)), 0, 700, batch=4)
+    before = cache.memory_footprint()
+    cache.batch_select_indices(torch.tensor([3]))
+    after = cache.memory_footprint()
+    assert (after.packed, after.window, after.sinks) == (before.packed // 4, before.window // 4, before.sinks // 4)
+    assert after.bf16_equivalent == before.bf16_equivalent // 4
+
+
+def test_sliding_and_skipped_layers_count_as_uncompressed():
+    cache = TurboQuantCache(gemma_config(), skip_layers=(-1,))
+    kinds = [isinstance(layer, TurboQuantLayer) for layer in cache.layers]
+    assert kinds == [False, True, False, False]
+    pushed(cache, 0, 500, layers=4)
+    plain = pushed(DynamicCache(config=gemma_config()), 0, 500, layers=4)
+    footprint = cache.memory_footprint()
+    dense = [storages_reachable_from(layer) for layer in plain.layers]
+    assert footprint.uncompressed == sum(sum(dense[i].values()) for i in (0, 2, 3))
+    compressed = prefill_bytes(cache.config, batch=1, heads=2, dim=16, tokens=500, itemsize=2)
+    assert footprint.total == footprint.uncompressed + sum(compressed.values())
+    assert footprint.total == sum(storages_reachable_from(cache).values())
+
+
+def test_bf16_equivalent_is_what_a_dynamic_cache_of_the_same_model_holds():
+    """For float32 states too: the comparison is with a 16-bit cache, sliding layers at their window."""
+    plain = pushed(DynamicCache(config=gemma_config()), 0, 500, layers=4)
+    bf16 = sum(layer.keys.numel() + layer.values.numel() for layer in plain.layers) * 2
+    for dtype in (torch.bfloat16, torch.float32):
+        cache = pushed(TurboQuantCache(gemma_config(), skip_layers=(-1,)), 0, 500, layers=4, dtype=dtype)
+        assert cache.memory_footprint().bf16_equivalent == bf16
+
+
+def test_room_for_growth_is_counted():
+    cache = pushed(TurboQuantCache(llama_config(1), residual_length=0, sink_tokens=0), 0, 20 * BLOCK, layers=1)
+    tight = cache.memory_footprint().packed
+    pushed(cache, 1, BLOCK, layers=1)
+    store = cache.layers[0].store
+    used, capacity = store.num_blocks + store.num_pending, store.blocks.capacity
+    assert used == 21 and capacity > used
+    assert cache.memory_footprint().packed == tight // 20 * capacity
+
+
+def test_a_preallocated_cache_counts_what_it_reserves():
+    config = TurboQuantConfig(residual_length=0, sink_tokens=0)
+    cache = pushed(TurboQuantCache(llama_config(1), config, max_cache_len=20 * BLOCK), 0, 10, layers=1)
+    layout = config.layout(16)
+    assert cache.memory_footprint().packed == 2 * 20 * 4 * (layout.key_words + layout.value_words)
+    assert cache.memory_footprint().bf16_equivalent == 2 * 10 * layout.dense_bytes
+
+
+def test_devices_sum_to_the_total():
+    cache = pushed(TurboQuantCache(gemma_config()), 0, 500, layers=4)
+    footprint = cache.memory_footprint()
+    assert footprint.by_device == {"cpu": footprint.total}
+    kinds = ("packed", "metadata", "window", "sinks", "uncompressed")
+    assert footprint.total == sum(getattr(footprint, kind) for kind in kinds)
+    assert all(getattr(footprint, kind) > 0 for kind in kinds)
+
+
+def test_layers_on_several_devices_are_told_apart():
+    cache = pushed(TurboQuantCache(llama_config(LAYERS)), 0, 500)
+    total = cache.memory_footprint().total
+    moved = sum(t.nbytes for group in cache.layers[1].store.tensors().values() for t in group)
+    cache.layers[1].store = cache.layers[1].store.mapped(lambda tensor: tensor.to("meta"))
+    footprint = cache.memory_footprint()
+    assert set(footprint.by_device) == {"cpu", "meta"}
+    assert footprint.by_device["cpu"] == total - moved
+    assert sum(footprint.by_device.values()) == footprint.total
+
+
+def test_a_storage_held_twice_is_counted_once():
+    cache = pushed(TurboQuantCache(llama_config(LAYERS)), 0, 500)
+    once = cache.memory_footprint().total
+    cache.layers[1].store = cache.layers[0].store
+    cache.layers[1]._nan = cache.layers[0]._nan
+    assert cache.memory_footprint().total == once // 2
+
+
+def test_an_empty_or_reset_cache_holds_nothing():
+    cache = TurboQuantCache(llama_config(LAYERS))
+    assert (cache.memory_footprint().total, cache.memory_footprint().ratio) == (0, 0.0)
+    pushed(cache, 0, 300)
+    cache.reset()
+    footprint = cache.memory_footprint()
+    assert (footprint.total, footprint.bf16_equivalent, footprint.by_device) == (0, 0, {})
+    assert sum(storages_reachable_from(cache).values()) <= 2 * LAYERS  # the placeholders' NaN
+
+
+def test_ratio_and_summary_follow_the_bytes():
+    footprint = pushed(TurboQuantCache(llama_config(LAYERS, dim=128)), 0, 1000, dim=128).memory_footprint()
+    assert footprint.ratio == footprint.total / footprint.bf16_equivalent
+    text = str(footprint)
+    assert f"{footprint.total / 2**20:.2f} MiB" in text and f"{footprint.bf16_equivalent / 2**20:.2f} MiB" in text
+    assert f"{footprint.ratio:.1%}" in text
+
+
+def test_no_dense_shadow_of_the_history_is_held():
+    """The trap peers fell into: bytes per token of a long cache are those of its slots."""
+    config = TurboQuantConfig(residual_length=0, sink_tokens=0)
+    cache = TurboQuantCache(llama_config(1, dim=128), config)
+    short = pushed(cache, 0, 8 * BLOCK, layers=1, dim=128).memory_footprint().total
+    long = pushed(TurboQuantCache(llama_config(1, dim=128), config), 0, 16 * BLOCK, layers=1, dim=128)
+    assert long.memory_footprint().total - short == 2 * 8 * config.layout(128).block_bytes
