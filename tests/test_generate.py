@@ -255,3 +255,19 @@ def test_a_reset_cache_serves_another_batch_size():
     assert cache.get_seq_length() == 0 and cache.memory_footprint().total == 0
     again = generate(model, cache, prompts(3, 140))
     assert torch.equal(again, generate(model, TurboQuantCache(model.config, **EVERYTHING_PACKED), prompts(3, 140)))
+
+
+@pytest.mark.parametrize("preallocated", [None, 400])
+def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    outputs = []
+    for context in (torch.inference_mode, torch.no_grad):
+        cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
+        ids = prompts(2, 300)["input_ids"]
+        with context():
+            for start in range(0, 260, 130):
+                model(ids[:, start : start + 130], past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0]))
+        outputs.append(generate(model, cache, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
+    assert torch.equal(*outputs)

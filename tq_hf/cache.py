@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
@@ -11,6 +12,7 @@ from transformers.utils import logging
 from .config import TurboQuantConfig
 from .layer import TurboQuantLayer
 from .memory import MemoryFootprint, measure
+from .serialization import load_cache, save_cache
 
 logger = logging.get_logger(__name__)
 
@@ -86,6 +88,40 @@ class TurboQuantCache(Cache):
     def memory_footprint(self) -> MemoryFootprint:
         """Bytes this cache holds now, by kind and device, and what a 16-bit cache of the same tokens would hold."""
         return measure(self.layers)
+
+    def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
+        """Write this cache to a safetensors file, so that a prompt processed once can be reused after a restart.
+
+        The old file stays until the new one is complete. Token ids are not kept: `generate()` wants them again.
+
+        Args:
+            path: The file, by convention `*.safetensors`.
+            model: The model that filled this cache. By default it is looked for among the models of this process, by
+                the config the cache was made from.
+
+        Raises:
+            ValueError: The cache is empty, its model cannot be found, or `path` is not a place for a file.
+            FileNotFoundError: The folder does not exist.
+        """
+        save_cache(self, path, model)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: Any, preset: str | TurboQuantConfig | None = None
+    ) -> TurboQuantCache:
+        """A cache from a file that `save` wrote: the same bits, each layer on the device where `model` runs it.
+
+        Args:
+            path: The file. It may come from anywhere: nothing in it is executed or believed unchecked.
+            model: The model the cache was made with, in the same dtype. It is run on a few tokens, to learn what it
+                caches.
+            preset: What the cache must have been compressed with, or `None` to take what the file says.
+
+        Raises:
+            ValueError: The file is damaged, is not one of a cache, or belongs to another model or `preset`.
+            FileNotFoundError: There is no such file.
+        """
+        return load_cache(cls, path, model, preset)[0]
 
 
 def _skipped(skip_layers: tuple[int, ...], num_layers: int) -> set[int]:

@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from .kept import keeps_tensors
+
 POSITIVE_CENTROIDS = {
     2: (0.452780, 1.510418),
     3: (0.245094, 0.756005, 1.343909, 2.151946),
@@ -29,6 +31,7 @@ factor, scales undo it."""
 
 
 @lru_cache
+@keeps_tensors
 def _levels(bits: int) -> torch.Tensor:
     if bits == 8:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -38,6 +41,7 @@ def _levels(bits: int) -> torch.Tensor:
 
 
 @lru_cache
+@keeps_tensors
 def levels(bits: int, device: torch.device) -> torch.Tensor:
     """What each code stands for, in units of its vector's scale.
 
@@ -48,6 +52,7 @@ def levels(bits: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache
+@keeps_tensors
 def boundaries(bits: int, device: torch.device) -> torch.Tensor:
     """Midpoints between neighbouring centroids, `[2**bits - 1]` float32, ascending."""
     centroids = _levels(bits)

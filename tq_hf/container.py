@@ -1,8 +1,9 @@
 """A safetensors file, written so that a kill leaves the old one, and read as if its author meant harm.
 
-The format is eight bytes of header length, a JSON header, and the tensors' bytes. Reading trusts none of it: the file
-must be a regular one, the header small and well-formed, and the tensors must lie in the file one after the other
-without gap or overlap. Nothing of a tensor is allocated before that has been checked.
+The format is eight bytes of header length, a JSON header, and the tensors' bytes. (The safetensors package reads what
+is written here; it also writes, but not in one step that can be forced to the disk first.) Reading trusts none of it:
+the file must be a regular one, the header small and well-formed, and the tensors must lie in the file one after the
+other without gap or overlap. Nothing of a tensor is allocated before that has been checked.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import save_file
 
 MAX_HEADER_BYTES = 16 * 2**20
 """A header has about a hundred bytes a tensor; that of a thousand layers has one MiB."""
@@ -88,23 +88,39 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
     # Beside the target: a rename across file systems is not one step.
     temporary = target.with_name(f".{target.name[:64]}.{secrets.token_hex(8)}.tmp")
     try:
-        # Made here with the permissions of any new file; the writer then only opens it.
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        save_file(dict(tensors), temporary, metadata=dict(metadata))
-        _sync(temporary)
+        with open(temporary, "xb") as file:
+            for part in _contents(tensors, metadata):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
     if os.name == "posix":
-        _sync(target.parent)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _contents(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[Any]:
+    """The parts of a file, in order."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # Wide dtypes first, as safetensors does: every tensor is then aligned.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    end = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in names:
+            raise ValueError(f"Tensors of {tensor.dtype} cannot be saved; {name!r} is one.")
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield _bytes(tensor)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -148,6 +164,20 @@ def parse_json(text: str | bytes, what: str) -> Any:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not valid JSON ({str(error)[:80]}): the file is damaged.") from None
+
+
+def typed(value: Any, types: type | tuple[type, ...]) -> bool:
+    """`isinstance`, with a bool not taken for an int."""
+    return isinstance(value, types) and (not isinstance(value, bool) or types is bool)
+
+
+def check_fields(table: Any, fields: Mapping[str, Any], what: str) -> None:
+    """Raise a `ValueError` unless a JSON table has exactly these fields, of these types."""
+    if not isinstance(table, dict) or table.keys() != fields.keys():
+        raise ValueError(f"{what} does not have exactly the fields {', '.join(fields)}: the file is damaged.")
+    for name, types in fields.items():
+        if not typed(table[name], types):
+            raise ValueError(f"`{name}` ({what.lower()}) is {str(table[name])[:64]}: the file is damaged.")
 
 
 def read_header(file: BinaryIO) -> Header:

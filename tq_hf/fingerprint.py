@@ -61,14 +61,14 @@ def check(saved: dict[str, Any], model: Any) -> None:
     ours = identify(model)
     if saved.keys() != ours.keys() or not isinstance(saved["config"], dict):
         raise ValueError("The file's description of its model is damaged; save the cache again.")
-    differing = sorted(
-        name for name in {*saved["config"], *ours["config"]} if saved["config"].get(name) != ours["config"].get(name)
-    )
+    # Not fields that only one has: configs gain fields from version to version.
+    common = [name for name in CONFIG_FIELDS if name in saved["config"] and name in ours["config"]]
+    differing = [name for name in common if saved["config"][name] != ours["config"][name]]
     if differing:
         name = differing[0]
         raise ValueError(
-            f"The cache belongs to another model: its `{name}` is {str(saved['config'].get(name))[:80]}, and this "
-            f"model's is {str(ours['config'].get(name))[:80]}. Load it with the model it was made with."
+            f"The cache belongs to another model: its `{name}` is {str(saved['config'][name])[:80]}, and this "
+            f"model's is {str(ours['config'][name])[:80]}. Load it with the model it was made with."
         )
     if saved["dtype"] != ours["dtype"]:
         raise ValueError(

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import ops, static_ops
 from .config import TurboQuantConfig
+from .kept import keeps_tensors
 from .static_store import StaticStore
 from .store import LayerStore, check_states
 from .ticket import Receipt, Ticket, attach, placeholders
@@ -79,6 +80,7 @@ class TurboQuantLayer(CacheLayerMixin):
         assert self.store is not None
         return self.store.view()
 
+    @keeps_tensors
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0)."""
         check_states(key_states, value_states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import reference, reference_attention
+from . import reference, reference_attention, triton_backend
 from .blocks import PackedBlocks
 from .config import TurboQuantConfig
 from .view import StoreView
@@ -14,12 +14,14 @@ from .window import KeyValue
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
     of `out`."""
-    reference.encode(config, keys, values, out, start)
+    backend = triton_backend if triton_backend.serves(keys, out.layout) else reference
+    backend.encode(config, keys, values, out, start)
 
 
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
-    reference.dequantise(config, blocks, keys, values)
+    backend = triton_backend if triton_backend.serves(keys, blocks.layout) else reference
+    backend.dequantise(config, blocks, keys, values)
 
 
 def dense(view: StoreView) -> KeyValue:
@@ -50,6 +52,8 @@ def attend(
 
     Arguments are those of `tq_hf.reference_attention.attend`.
     """
+    if triton_backend.can_attend(query, view, mask, position_bias):
+        return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
     return reference_attention.attend(
         query,
         view,

@@ -16,8 +16,11 @@ from functools import lru_cache
 
 import torch
 
+from .kept import keeps_tensors
+
 
 @lru_cache
+@keeps_tensors
 def signs(dim: int, seed: int, device: torch.device) -> torch.Tensor:
     """Random signs, `[dim]` float32 of +1 and -1, equal on every device."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,6 +62,7 @@ def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @lru_cache
+@keeps_tensors
 def rotation_matrix(dim: int, seed: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """R as a dense matrix, `[dim, dim]`: `rotate(x) = x @ R.T`. For kernels that rotate with tensor cores."""
     return rotate(torch.eye(dim), seed).T.contiguous().to(device=device, dtype=dtype)

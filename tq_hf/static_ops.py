@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import ops, triton_backend
 from .blocks import PackedBlocks
 from .static_store import StaticStore, numbered_config
 from .store import check_fits
@@ -87,12 +87,17 @@ def _append_token(
     max_length: int,
 ) -> None:
     tensors = (key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values)
-    with _store(config, max_length, tensors, state, seen, length).opened() as store:
+    static = _store(config, max_length, tensors, state, seen, length)
+    if triton_backend.serves(keys, static.blocks.layout):
+        triton_backend.append_token(static, keys, values)
+        return
+    with static.opened() as store:
         view = store.append(keys, values)
         if view.new is not None:  # a prompt of one token: only the store itself holds it where `seen` can name it
             view = store.view()
         slot = view.window.first % view.window.capacity
-        seen.copy_(torch.tensor([view.sinks[0].shape[2], view.num_blocks, view.num_window, slot], dtype=torch.int32))
+        counts = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending)
+        seen.copy_(torch.tensor(counts, dtype=torch.int32))
 
 
 def append_token(store: StaticStore, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -116,7 +121,7 @@ def append_token(store: StaticStore, keys: torch.Tensor, values: torch.Tensor) -
 
 
 def _seen(store: StaticStore) -> StoreView:
-    sinks, blocks, rows, _ = store.seen.tolist()
+    sinks, blocks, rows, _, _ = store.seen.tolist()
     window = DenseWindow.resumed(*store.window, blocks * store.blocks.layout.tokens, rows)
     return StoreView(
         config=store.config,
@@ -150,7 +155,10 @@ def _attend_token(
     max_length: int,
 ) -> torch.Tensor:
     tensors = (key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values)
-    view = _seen(_store(config, max_length, tensors, seen, seen, seen))
+    static = _store(config, max_length, tensors, seen, seen, seen)
+    if triton_backend.serves(query, static.blocks.layout):
+        return triton_backend.attend_token(query, static, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    view = _seen(static)
     return ops.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux).contiguous()
 
 

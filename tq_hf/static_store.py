@@ -4,7 +4,8 @@ The tensors are those of `LayerStore`, allocated once and written in place. What
 three small tensors, so that a captured graph serves every length:
 
     state  [4] int32   what is held between calls, as `Counts`
-    seen   [4] int32   what the last decode step attends to: sinks, blocks, window rows, slot of the first window row
+    seen   [5] int32   what the last decode step attends to: sinks, blocks, window rows, slot of the first window row;
+                       and the blocks that became due in it
     length []  int64   tokens held, as `get_seq_length` returns it
 
 Decode steps (one new token) never read them on the host. Everything else does, through `opened`: it takes a
@@ -21,6 +22,7 @@ import torch
 
 from .blocks import PackedBlocks
 from .config import TurboQuantConfig
+from .kept import keeps_tensors
 from .store import Counts, LayerStore, stored_tensors
 from .window import KeyValue
 
@@ -66,6 +68,7 @@ class StaticStore:
     length: torch.Tensor
 
     @classmethod
+    @keeps_tensors
     def allocate(
         cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_length: int
     ) -> StaticStore:
@@ -79,7 +82,7 @@ class StaticStore:
             sinks=store.sinks,
             window=(store.window.keys, store.window.values),
             state=torch.zeros(4, dtype=torch.int32, device=keys.device),
-            seen=torch.zeros(4, dtype=torch.int32, device=keys.device),
+            seen=torch.zeros(5, dtype=torch.int32, device=keys.device),
             length=torch.zeros((), dtype=torch.int64, device=keys.device),
         )
         for tensors in static.tensors().values():
@@ -103,6 +106,7 @@ class StaticStore:
         self.state.copy_(torch.tensor(store.counts, dtype=torch.int32))
         self.length.fill_(store.length)
 
+    @keeps_tensors
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> StaticStore:
         """A store of the results of `function` on every tensor of the tokens (batch selection, device moves)."""
         return replace(

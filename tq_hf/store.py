@@ -20,6 +20,7 @@ import torch
 from . import ops
 from .blocks import PackedBlocks
 from .config import GROWTH, TurboQuantConfig
+from .kept import keeps_tensors
 from .layout import BlockLayout
 from .view import StoreView
 from .window import DenseWindow, KeyValue, ring_capacity
@@ -50,6 +51,7 @@ class LayerStore:
         ValueError: The tensors do not fit each other.
     """
 
+    @keeps_tensors
     def __init__(
         self, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_length: int | None = None
     ) -> None:
@@ -124,6 +126,7 @@ class LayerStore:
                 f"`max_cache_len` of {self.max_length}. Make the cache with a larger `max_cache_len`."
             )
 
+    @keeps_tensors
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         """Store new tokens and return what their queries attend to.
 
@@ -216,6 +219,7 @@ class LayerStore:
         settled.settle()
         return settled._view(self.length, self.num_sinks)
 
+    @keeps_tensors
     def crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens. Exact within the window; a packed block that is cut moves its surviving
         tokens to the window, dequantised."""
@@ -235,6 +239,7 @@ class LayerStore:
             slots = slice(self.window.first % self.window.capacity, self.window.first % self.window.capacity + block)
             ops.dequantise(self.config, cut, self.window.keys[:, :, slots], self.window.values[:, :, slots])
 
+    @keeps_tensors
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
         """A store of the results of `function` on every tensor (batch selection, device moves)."""
         sinks = (function(self.sinks[0]), function(self.sinks[1]))

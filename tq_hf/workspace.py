@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .kept import keeps_tensors
+
 
 @dataclass(frozen=True)
 class Scratch:
@@ -68,6 +70,7 @@ class Workspace:
             views[name] = data[: math.prod(request.shape)].view(request.shape)
         return views
 
+    @keeps_tensors
     def _fit(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
         buffer = self._buffers.get(name)
         limits: Sequence[int] = request.shape

@@ -1,0 +1,20 @@
+"""Tensors that outlive a call.
+
+Under `torch.inference_mode` every new tensor is an inference tensor, which may never be written to in place outside
+of it. A cache that was filled there must still serve a plain `generate()`, so what is kept is made outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def keeps_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` outside of inference mode and without gradients, whatever the caller is in."""
+    return torch.no_grad()(torch.inference_mode(False)(function))

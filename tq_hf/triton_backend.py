@@ -1,0 +1,219 @@
+"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` and `static_ops` call it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from .blocks import PackedBlocks
+from .config import TurboQuantConfig
+from .kept import keeps_tensors
+from .layout import BlockLayout
+from .rotation import rotation_matrix
+from .static_store import StaticStore
+from .view import StoreView
+from .window import KeyValue
+from .workspace import Scratch, current_workspace
+
+if HAS_TRITON := find_spec("triton") is not None:
+    from tq_kernels.append import append_token as append_rows
+    from tq_kernels.append import finish_step
+    from tq_kernels.dequantise import dequantise as dequantise_blocks
+    from tq_kernels.encode import encode as encode_blocks
+    from tq_kernels.launch import decode_attention, decode_scratch_size, interpreted
+
+MAX_QUERIES = 16
+"""Queries a sequence that the decode kernel takes; more are the business of prefill."""
+MAX_HEAD_DIM = 256
+
+
+def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels run on this tensor's device, for heads of this size."""
+    runs = HAS_TRITON and (tensor.is_cuda or interpreted())
+    return runs and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+
+
+def can_attend(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
+) -> bool:
+    """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
+    return (
+        serves(query, view.blocks.layout)
+        and query.shape[2] <= MAX_QUERIES
+        and view.new is None
+        and position_bias is None
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+    )
+
+
+@lru_cache
+@keeps_tensors
+def _rotations(
+    config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value rotations `[D, D]`: R in float32, sqrt(D) R (+-1 for powers of two) in float16."""
+    matrices = []
+    for dim in (layout.key_dim_padded, layout.value_dim_padded):
+        matrix = rotation_matrix(dim, config.seed, torch.device("cpu"), torch.float32)
+        matrices.append((matrix * dim**0.5 if dtype == torch.float16 else matrix).to(device, dtype))
+    return matrices[0], matrices[1]
+
+
+@lru_cache(maxsize=65536)
+@keeps_tensors
+def _device_int(value: int, device: torch.device) -> torch.Tensor:
+    """`value` as an int32 scalar on the device; kept, so that a length costs no copy when it comes up again."""
+    return torch.tensor(value, dtype=torch.int32, device=device)
+
+
+def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
+    """`tq_hf.reference.encode` on the GPU."""
+    _encode(config, keys, values, out, start)
+
+
+def _encode(
+    config: TurboQuantConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: PackedBlocks,
+    start: int,
+    due: torch.Tensor | None = None,
+) -> None:
+    key_rotation, value_rotation = _rotations(config, out.layout, keys.device, torch.float32)
+    encode_blocks(
+        keys,
+        values,
+        out.key_words,
+        out.value_words,
+        out.scalars,
+        out.key_means,
+        start,
+        key_bits=config.key_bits,
+        value_bits=config.value_bits,
+        key_correction=config.key_correction,
+        value_correction=config.value_correction,
+        key_rotation=key_rotation,
+        value_rotation=value_rotation,
+        due=due,
+    )
+
+
+def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`tq_hf.reference.dequantise` on the GPU."""
+    key_rotation, value_rotation = _rotations(config, blocks.layout, keys.device, torch.float32)
+    dequantise_blocks(
+        blocks.key_words,
+        blocks.value_words,
+        blocks.scalars,
+        blocks.key_means,
+        0,
+        blocks.capacity,
+        keys,
+        values,
+        key_bits=config.key_bits,
+        value_bits=config.value_bits,
+        key_rotation=key_rotation,
+        value_rotation=value_rotation,
+    )
+
+
+def _decode(
+    config: TurboQuantConfig,
+    query: torch.Tensor,
+    blocks: PackedBlocks,
+    num_blocks: torch.Tensor,
+    sinks: KeyValue,
+    window: KeyValue,
+    num_window: torch.Tensor,
+    num_sinks: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """The decode kernel with scratch from the workspace; `[B, S, Hq, Dv]`."""
+    batch, query_heads, queries, key_dim = query.shape
+    layout = blocks.layout
+    size = decode_scratch_size(
+        batch,
+        query_heads,
+        sinks[0].shape[1],
+        queries,
+        key_dim,
+        layout.value_dim,
+        layout.key_bits,
+        layout.value_bits,
+        capacity=blocks.capacity,
+        dense_capacity=sinks[0].shape[2] + window[0].shape[2],
+        device=query.device,
+    )
+    workspace = current_workspace(query.device)
+    scratch = workspace.acquire("decode attention", {"decode": Scratch((size,), torch.float32)})["decode"]
+    key_rotation, value_rotation = _rotations(config, layout, query.device, torch.float16)
+    return decode_attention(
+        query,
+        blocks.key_words,
+        blocks.value_words,
+        blocks.scalars,
+        blocks.key_means,
+        num_blocks,
+        sinks,
+        window,
+        num_window,
+        num_sinks,
+        key_rotation,
+        value_rotation,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        scratch=scratch,
+        out=query.new_empty(batch, queries, query_heads, layout.value_dim),
+        mask=None if mask is None else mask.expand(batch, -1, -1, -1),
+        **options,
+    )
+
+
+def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """`tq_hf.reference_attention.attend` on the GPU, for calls that `can_attend`."""
+    device = query.device
+    window = (view.window.keys, view.window.values)
+    counts = (_device_int(count, device) for count in (view.num_blocks, view.num_window, view.sinks[0].shape[2]))
+    num_blocks, num_window, num_sinks = counts
+    return _decode(
+        view.config, query, view.blocks, num_blocks, view.sinks, window, num_window, num_sinks, mask, **options
+    )
+
+
+def append_token(store: StaticStore, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`tq_hf.static_ops.append_token` on the GPU: nothing is read on the host."""
+    config, blocks = store.config, store.blocks
+    append_rows(
+        keys,
+        values,
+        store.sinks,
+        store.window,
+        store.state,
+        store.seen,
+        residual_length=config.residual_length,
+        max_length=store.max_length,
+    )
+    if blocks.capacity:
+        _encode(config, *store.window, blocks, 0, due=store.seen)
+    finish_step(store.state, store.seen, store.length)
+
+
+def attend_token(query: torch.Tensor, store: StaticStore, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """`tq_hf.static_ops.attend_token` on the GPU: nothing is read on the host."""
+    num_sinks, num_blocks, num_window, _, _ = store.seen.unbind()
+    return _decode(
+        store.config,
+        query,
+        store.blocks,
+        num_blocks,
+        store.sinks,
+        store.window,
+        num_window,
+        num_sinks,
+        mask,
+        **options,
+    )
