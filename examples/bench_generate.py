@@ -1,0 +1,132 @@
+"""Decode time and memory of generate(), with transformers' caches and with ours, on an 8B-shaped random Llama or any model.
+
+A cache is filled with random keys and values for `context` tokens (the time of a prefill is not measured and would dwarf the rest), then
+`generate` continues from it twice, for two numbers of new tokens; the difference of the two times over the difference of the numbers is
+the time of a step. Every cache starts from a fresh fill of the same length.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from report import provenance
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.cache_utils import Cache
+
+from tq_hf import TurboQuantCache
+
+SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
+NEW_TOKENS = (16, 80)
+ROOM = 256
+LLAMA_8B = dict(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=262144,
+    rope_theta=500000.0,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+
+
+def random_llama(device: torch.device, layers: int) -> PreTrainedModel:
+    """A random Llama of 8B shape in bf16 with `layers` layers."""
+    config = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": layers})
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def variants(model: PreTrainedModel, context: int) -> dict[str, tuple[str, Callable[[], Cache]]]:
+    """Name to attention implementation and cache constructor."""
+    config = model.config
+    return {
+        "DynamicCache": ("sdpa", lambda: DynamicCache(config=config)),
+        "static, compiled": ("sdpa", lambda: StaticCache(config, max_cache_len=context + ROOM)),
+        "quantized fp8": ("sdpa", lambda: QuantizedCache(backend="fp8", config=config)),
+        "4bit_nc": ("turboquant", lambda: TurboQuantCache(config)),
+        "4bit_nc, compiled": ("turboquant", lambda: TurboQuantCache(config, max_cache_len=context + ROOM)),
+        "k8v4, compiled": ("turboquant", lambda: TurboQuantCache(config, "k8v4", max_cache_len=context + ROOM)),
+        "3bit_nc, compiled": ("turboquant", lambda: TurboQuantCache(config, "3bit_nc", max_cache_len=context + ROOM)),
+    }
+
+
+@torch.inference_mode()
+def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int) -> None:
+    """Random keys and values for `context` tokens in every layer, like a prompt's."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in range(config.num_hidden_layers):
+        shape = (batch, heads, context, dim)
+        keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        cache.update(keys, values, layer)
+
+
+def measure(model: PreTrainedModel, attention: str, make: Callable[[], Cache], batch: int, context: int) -> dict[str, Any]:
+    """Milliseconds a step, and peak bytes beyond weights while decoding."""
+    model.set_attn_implementation(attention)
+    ids = torch.randint(3, 1000, (batch, context + 1), device=model.device)
+    mask = torch.ones_like(ids)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    seconds: dict[int, list[float]] = {}
+    peak = 0
+    # The first run of each length compiles and warms up.
+    for repeat in range(3):
+        for new_tokens in NEW_TOKENS:
+            cache = make()
+            fill(cache, model, batch, context)
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                do_sample=False,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
+            )
+            torch.cuda.synchronize()
+            if repeat:
+                seconds.setdefault(new_tokens, []).append(time.perf_counter() - start)
+                peak = torch.cuda.max_memory_allocated() - weights
+            del cache
+    short, long = (min(seconds[n]) for n in NEW_TOKENS)
+    return {"ms_per_step": 1e3 * (long - short) / (NEW_TOKENS[1] - NEW_TOKENS[0]), "peak_bytes_beyond_weights": peak}
+
+
+def run(model_name: str | None, layers: int, only: str | None) -> dict[str, Any]:
+    """All shapes and variants; prints a line each and returns the record."""
+    device = torch.device("cuda")
+    if model_name is None:
+        model = random_llama(device, layers)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.bfloat16, device_map=device).eval()
+    model.generation_config.eos_token_id = None
+    record: dict[str, Any] = provenance(device, model_name or f"random Llama, 8B shape, {layers} layers")
+    record["rows"] = rows = []
+    for batch, context in SHAPES:
+        for name, (attention, make) in variants(model, context).items():
+            if only is not None and only not in f"{batch}x{context} {name}":
+                continue
+            torch._dynamo.reset()
+            try:
+                result = measure(model, attention, make, batch, context)
+            except torch.OutOfMemoryError:
+                result = {"error": "out of memory"}
+            rows.append({"batch": batch, "context": context, "cache": name, **result})
+            print(rows[-1], flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    return record

@@ -1,0 +1,243 @@
+"""Measure the kernels: `python examples/benchmark.py kernels`.
+
+Every figure of a run comes from one process on one GPU: the read ceiling, the best scaled-dot-product attention in
+bf16, and decode attention over packed blocks (rotation, attention, reduction: the whole call). Medians, with the L2
+cache overwritten before every repetition. Writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from tq_kernels import decode_attention, decode_scratch_size, device_int
+from triton.testing import do_bench
+
+from tq_hf import TurboQuantConfig
+from tq_hf.blocks import PackedBlocks
+from tq_hf.layout import BlockLayout
+from tq_hf.reference import dequantise, encode
+from tq_hf.rotation import rotation_matrix
+
+SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
+HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
+PRESETS = ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"]
+SINKS, WINDOW, WINDOW_CAPACITY = 4, 100, 256
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def microseconds(function: Callable[[], Any], repeat: int) -> float:
+    """Median device time of a call; `repeat` is in milliseconds."""
+    return do_bench(function, warmup=5, rep=repeat, return_mode="median") * 1e3
+
+
+def read_gigabytes_per_second(device: torch.device) -> float:
+    """Rate at which row maxima of 2 GiB are taken: the fastest read there is."""
+    data = torch.empty(2 << 30, dtype=torch.uint8, device=device).random_(0, 256).view(-1, 16384).view(torch.int32)
+    return data.nbytes / microseconds(lambda: data.amax(1), 100) / 1e3
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], None]:
+    """`function` as a CUDA graph."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def sdpa(batch: int, length: int, heads: tuple[int, int, int], device: torch.device, repeat: int) -> dict[str, float]:
+    """Time of each backend in bf16 with grouped heads."""
+    query_heads, kv_heads, dim = heads
+    query = torch.randn(batch, query_heads, 1, dim, device=device, dtype=torch.bfloat16)
+    keys, values = (torch.randn(batch, kv_heads, length, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = {}
+    for name, backend in BACKENDS.items():
+        try:
+            with sdpa_kernel(backend):
+                times[name] = microseconds(
+                    lambda: scaled_dot_product_attention(query, keys, values, enable_gqa=query_heads != kv_heads),
+                    repeat,
+                )
+        except RuntimeError:
+            continue  # this backend does not take the shape
+    return times
+
+
+def random_blocks(layout: BlockLayout, batch: int, kv_heads: int, blocks: int, device: torch.device) -> PackedBlocks:
+    """Blocks of random codes and plausible scales."""
+    packed = PackedBlocks.allocate(layout, batch, kv_heads, blocks, device)
+    for words, bits in ((packed.key_words, layout.key_bits), (packed.value_words, layout.value_bits)):
+        words.random_(-(2**31), 2**31 - 1)
+        if bits == 8:
+            words &= 0x3F3F3F3F  # no NaN
+    scales = torch.rand(*packed.scalars.shape, 2, device=device).mul_(0.1).add_(0.05).half()
+    packed.scalars.copy_(scales.view(torch.int32).squeeze(-1))
+    if packed.key_means is not None:
+        packed.key_means.normal_(std=0.1)
+    return packed
+
+
+def prepared(
+    config: TurboQuantConfig, packed: PackedBlocks, query_heads: int, dtype: torch.dtype
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A decode step over `packed`, its sinks and its window, and the tensors it reads."""
+    layout, device = packed.layout, packed.scalars.device
+    batch, kv_heads, blocks = packed.scalars.shape[:3]
+
+    def dense(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(
+            torch.randn(batch, kv_heads, rows, dim, device=device, dtype=dtype)
+            for dim in (layout.key_dim, layout.value_dim)
+        )  # type: ignore[return-value]
+
+    sinks, window = dense(SINKS), dense(WINDOW_CAPACITY)
+    query = torch.randn(batch, query_heads, 1, layout.key_dim, device=device, dtype=dtype)
+    size = decode_scratch_size(
+        batch,
+        query_heads,
+        kv_heads,
+        1,
+        layout.key_dim,
+        layout.value_dim,
+        layout.key_bits,
+        layout.value_bits,
+        capacity=blocks,
+        dense_capacity=SINKS + WINDOW_CAPACITY,
+        device=device,
+    )
+    scratch = torch.empty(size, device=device)
+    out = torch.empty(batch, 1, query_heads, layout.value_dim, device=device, dtype=dtype)
+    rotations = [
+        rotation_matrix(dim, config.seed, torch.device("cpu"), torch.float32).mul(dim**0.5).half().to(device)
+        for dim in (layout.key_dim_padded, layout.value_dim_padded)
+    ]
+
+    def step() -> torch.Tensor:
+        return decode_attention(
+            query,
+            packed.key_words,
+            packed.value_words,
+            packed.scalars,
+            packed.key_means,
+            device_int(blocks, device),
+            sinks,
+            window,
+            device_int(WINDOW, device),
+            device_int(SINKS, device),
+            *rotations,
+            key_bits=layout.key_bits,
+            value_bits=layout.value_bits,
+            scaling=layout.key_dim**-0.5,
+            scratch=scratch,
+            out=out,
+        )
+
+    return step, {"query": query, "sinks": sinks, "window": window}
+
+
+def relative_error(preset: str, heads: tuple[int, int, int], device: torch.device) -> float:
+    """Relative RMS against fp64 attention over the same dequantised keys and values, 2 x 2k tokens of Gaussian
+    states, fp16."""
+    query_heads, kv_heads, dim = heads
+    config = TurboQuantConfig.from_preset(preset)
+    packed = PackedBlocks.allocate(config.layout(dim), 2, kv_heads, 16, device)
+    states = [torch.randn(2, kv_heads, 2048, dim, device=device) for _ in range(2)]
+    encode(config, states[0], states[1], packed, 0)
+    step, inputs = prepared(config, packed, query_heads, torch.float16)
+    middle = [torch.empty(2, kv_heads, 2048, dim, device=device) for _ in range(2)]
+    dequantise(config, packed, middle[0], middle[1])
+    start = 2048 % WINDOW_CAPACITY
+    keys, values = (
+        torch.cat(
+            [sinks.double(), packed_part.double(), window.double().roll(-start, 2)[:, :, :WINDOW]], 2
+        ).repeat_interleave(query_heads // kv_heads, 1)
+        for sinks, packed_part, window in zip(inputs["sinks"], middle, inputs["window"], strict=True)
+    )
+    weights = torch.softmax(inputs["query"].double() @ keys.transpose(-1, -2) * dim**-0.5, -1)
+    expected = (weights @ values).transpose(1, 2)
+    return ((step().double() - expected).norm() / expected.norm()).item()
+
+
+def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All cells of B x context, heads and presets."""
+    device = torch.device("cuda", 0)
+    read = read_gigabytes_per_second(device)
+    print(f"{torch.cuda.get_device_name(device)}: reads {read:.0f} GB/s")
+    cells, errors = [], []
+    for heads in HEADS if arguments.all_heads else HEADS[:1]:
+        query_heads, kv_heads, dim = heads
+        for preset in PRESETS:
+            errors.append({"heads": heads, "preset": preset, "relative_rms": relative_error(preset, heads, device)})
+            print(f"error {heads} {preset}: {errors[-1]['relative_rms']:.1e}")
+        for batch, length in SHAPES:
+            baseline = sdpa(batch, length, heads, device, arguments.repeat)
+            best = min(baseline.values())
+            for preset in PRESETS:
+                config = TurboQuantConfig.from_preset(preset)
+                layout = config.layout(dim)
+                packed = random_blocks(layout, batch, kv_heads, length // layout.tokens, device)
+                step, _ = prepared(config, packed, query_heads, torch.bfloat16)
+                step()
+                eager, graph = microseconds(step, arguments.repeat), microseconds(captured(step), arguments.repeat)
+                gigabytes = batch * kv_heads * (length // layout.tokens) * layout.block_bytes / 1e9
+                cell = {
+                    "batch": batch,
+                    "length": length,
+                    "heads": heads,
+                    "preset": preset,
+                    "sdpa_us": baseline,
+                    "eager_us": eager,
+                    "graph_us": graph,
+                    "speedup": best / min(eager, graph),
+                    "floor_us": gigabytes / read * 1e6,
+                    "of_read": gigabytes / read * 1e6 / min(eager, graph),
+                }
+                cells.append(cell)
+                print(
+                    f"{heads} {batch} x {length // 1024}k {preset}: eager {eager:.1f} us, graph {graph:.1f} us, "
+                    f"sdpa {best:.1f} us, {cell['speedup']:.2f}x, {cell['of_read']:.0%} of read"
+                )
+                del packed, step
+    return {"read_gb_s": read, "errors": errors, "cells": cells}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("kernels", help="decode attention against bf16 attention")
+    command.add_argument("--all-heads", action="store_true", help="all head shapes, not only (32, 8, 128)")
+    command.add_argument("--repeat", type=int, default=20, help="milliseconds of repetitions per figure")
+    command.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    command.set_defaults(run=kernels)
+    arguments = parser.parse_args()
+    result = {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", "examples/benchmark.py", *sys.argv[1:]]),
+        **arguments.run(arguments),
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^a-z0-9]+", "-", result["gpu"].lower())
+    path = arguments.output / f"{arguments.command}-{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Hide a pass key in a long prompt, and ask for it: once with transformers' own cache, once with each preset.
+
+    python examples/quickstart.py
+    python examples/quickstart.py --model Qwen/Qwen3-4B --tokens 32000 --presets 4bit_nc 3bit_nc
+
+The default model is the small one in `examples/needle`, made for this by `train_needle.py`; it needs no download and
+no GPU. Any causal model of the hub can take its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import needle_data as needle
+import torch
+from report import BASELINE, SHIPPED_MODEL, bytes_held, provenance
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from tq_hf import PRESETS, TurboQuantCache
+
+MIB = 2**20
+
+
+@dataclass
+class Row:
+    """What came of one cache: the answer, decoding speed, and bytes of KV cache held at the end."""
+
+    cache: str
+    attention: str
+    answer: str
+    right: bool
+    new_tokens: int
+    tokens_per_second: float
+    bytes_held: int
+
+
+@dataclass
+class TokenClock(BaseStreamer):
+    """Notes the time of each new token; `generate` calls it with the prompt first."""
+
+    progress: Progress
+    times: list[float] = field(default_factory=list)
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.times:
+            self.progress.advance(self.progress.task_ids[-1])
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of decoding: without the first token, which is the prefill's."""
+        steps = len(self.times) - 2
+        return steps / (self.times[-1] - self.times[1]) if steps > 0 else 0.0
+
+
+def make_prompt(tokenizer: Any, tokens: int, depth: float, seed: int) -> tuple[torch.Tensor, str]:
+    """A prompt of at least `tokens` tokens as ids `[1, T]`, and the pass key it asks for."""
+    characters = tokens
+    while True:
+        prompt, answer = needle.passkey_prompt(characters, depth, seed)
+        if tokenizer.chat_template:
+            document = prompt.removesuffix(needle.question(needle.PASSKEY))
+            ask = f"What is the {needle.PASSKEY} in the text above? Answer with its six digits only."
+            chat: list[dict[str, str]] = [{"role": "user", "content": f"{document}\n\n{ask}"}]
+            # Reasoning models answer at once where their template knows how to.
+            prompt = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False, enable_thinking=False
+            )
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        if ids.shape[1] >= tokens:
+            return ids, answer
+        characters += max(64, characters * (tokens - ids.shape[1]) // max(1, ids.shape[1]))
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    answer: str,
+    name: str,
+    new_tokens: int,
+    progress: Progress,
+) -> Row:
+    """Generate from `ids` `[1, T]` with the cache called `name`: a preset, or the baseline."""
+    attention = "sdpa" if name == BASELINE else "turboquant"
+    model.set_attn_implementation(attention)
+
+    def generate(count: int, streamer: TokenClock | None) -> tuple[torch.Tensor, Cache]:
+        cache: Cache
+        cache = DynamicCache(config=model.config) if name == BASELINE else TurboQuantCache(model.config, name)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=count,
+            do_sample=False,
+            streamer=streamer,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+        return output, cache
+
+    if model.device.type == "cuda":
+        generate(3, None)  # kernels are compiled on first use
+    clock = TokenClock(progress)
+    output, cache = generate(new_tokens, clock)
+    text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    row = Row(
+        cache=name,
+        attention=attention,
+        answer=text.strip()[: needle.ANSWER_DIGITS],
+        right=answer in text[: 4 * needle.ANSWER_DIGITS],
+        new_tokens=output.shape[1] - ids.shape[1],
+        tokens_per_second=clock.tokens_per_second,
+        bytes_held=bytes_held(cache),
+    )
+    del cache
+    gc.collect()
+    return row
+
+
+def make_table(rows: list[Row], dtype: str) -> Table:
+    """The rows as a table; ratios are against the bytes of the first row."""
+    table = Table(title=f"Model and {BASELINE} in {dtype}; KV memory as held after the last token")
+    for heading in ("cache", "answer", ""):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("decoding, tokens/s", "KV held, MiB", "times smaller"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.cache,
+            row.answer,
+            "[green]right[/]" if row.right else "[red]wrong[/]",
+            f"{row.tokens_per_second:.1f}",
+            f"{row.bytes_held / MIB:.2f}",
+            f"{rows[0].bytes_held / row.bytes_held:.2f}",
+        )
+    return table
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=SHIPPED_MODEL, help="a folder or a model of the hub")
+    parser.add_argument("--tokens", type=int, default=4000, help="length of the prompt, at least")
+    parser.add_argument("--depth", type=float, default=0.4, help="where the pass key is hidden, from 0 to 1")
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens to generate with each cache")
+    parser.add_argument("--seed", type=int, default=0, help="selects the text and the pass key")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console()
+    logging.disable_progress_bar()
+    device = torch.device(arguments.device)
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, device_map=device).eval()
+    ids, answer = make_prompt(tokenizer, arguments.tokens, arguments.depth, arguments.seed)
+    ids = ids.to(device)
+    size = f"{model.num_parameters() / 1e6:.0f}M parameters"
+    console.print(f"{arguments.model}, {size}, {arguments.dtype} on {device}.")
+    console.print(f"The pass key [bold]{answer}[/] is hidden in a prompt of {ids.shape[1]} tokens.\n")
+    names = [BASELINE, *arguments.presets]
+    rows: list[Row] = []
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, torch.inference_mode():
+        for name in names:
+            task = progress.add_task(name, total=arguments.new_tokens)
+            rows.append(run(model, tokenizer, ids, answer, name, arguments.new_tokens, progress))
+            progress.update(task, completed=arguments.new_tokens)
+    console.print(make_table(rows, arguments.dtype))
+    if arguments.json:
+        record = provenance(device, arguments.model) | {
+            "dtype": arguments.dtype,
+            "prompt_tokens": ids.shape[1],
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

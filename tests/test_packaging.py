@@ -1,0 +1,265 @@
+"""What is built, what an installation exposes, and what importing it does."""
+
+from __future__ import annotations
+
+import ast
+import email
+import email.message
+import graphlib
+import os
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "kernels"
+
+GENERATE = """
+import torch, tq_hf
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="turboquant")).eval()
+prompt = torch.arange(300)[None] % 32
+cache = tq_hf.TurboQuantCache(model.config, residual_length=0)
+output = model.generate(prompt, past_key_values=cache, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+assert output.shape == (1, 303)
+assert cache.memory_footprint().packed > 0
+"""
+
+NO_TRITON = """
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *rest: None if name.partition(".")[0] == "triton" else find_spec(name, *rest)
+)
+try:
+    import triton
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("triton was not hidden")
+"""
+
+
+def run(python: Path | str, code: str, cwd: Path) -> str:
+    """Standard output of `python -c code`, run in `cwd` (which is then first on its `sys.path`)."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [str(python), "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def pip(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def make_environment(folder: Path) -> Path:
+    """A new virtual environment that sees the packages of the running one, but not what that one has installed in
+    editable form (`.pth` files in a folder that a `.pth` file names are not read). Returns its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    purelib = Path(run(python, "import sysconfig; print(sysconfig.get_path('purelib'), end='')", folder))
+    (purelib / "running_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--wheel-dir", folder, ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a throw-away environment in which the project is installed."""
+    python = make_environment(tmp_path_factory.mktemp(request.param) / "venv")
+    if request.param == "wheel":
+        pip("--python", python, "install", "--no-deps", request.getfixturevalue("wheel"))
+    else:
+        pip("--python", python, "install", "--no-deps", "editables", "--editable", ROOT)
+    return python
+
+
+def test_an_installation_imports_and_generates_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
+    code = GENERATE + "import tq_kernels\nprint(tq_hf.__file__, tq_kernels.__file__, sep='\\n', end='')"
+    files = run(installed, code, tmp_path).splitlines()
+    home = installed.parent.parent if "wheel" in str(installed) else ROOT
+    assert all(Path(file).is_relative_to(home) for file in files), files
+
+
+def test_an_installation_exposes_no_other_names(installed: Path, tmp_path: Path) -> None:
+    code = """
+        import importlib.util
+        for name in ("kernels", "tests", "examples", "conftest", "tq_kernels", "tq_hf"):
+            spec = importlib.util.find_spec(name)
+            print(name, *([] if spec is None else spec.submodule_search_locations or [spec.origin]))
+    """
+    found = {name: places for name, *places in map(str.split, run(installed, code, tmp_path).splitlines())}
+    assert found.pop("tq_hf") and found.pop("tq_kernels")
+    ours = [place for places in found.values() for place in places if place.startswith((str(ROOT), str(installed)))]
+    assert ours == []
+
+
+def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    assert {name.partition("/")[0] for name in names} == {"tq_hf", "tq_kernels"}
+    sources = [*(ROOT / "tq_hf").rglob("*.py"), *(KERNELS / "tq_kernels").rglob("*.py")]
+    wanted = {str(path.relative_to(KERNELS if path.is_relative_to(KERNELS) else ROOT)) for path in sources}
+    assert wanted == {name for name in names if name.endswith(".py")}
+
+
+def test_metadata_names_the_pythons_and_the_dependencies(metadata: email.message.Message) -> None:
+    classifiers = metadata.get_all("Classifier", [])
+    pythons = [f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)]
+    assert set(pythons) <= set(classifiers)
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    needed = {r.name for r in requirements if r.marker is None or "extra" not in str(r.marker)}
+    assert needed == {"torch", "transformers", "accelerate", "safetensors", "triton", "psutil", "rich", "typer"}
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "has_wheels"),
+    [
+        ("linux", "x86_64", True),
+        ("linux", "aarch64", True),
+        ("linux", "ppc64le", False),
+        ("darwin", "arm64", False),
+        ("darwin", "x86_64", False),
+        ("win32", "AMD64", False),
+    ],
+)
+def test_triton_is_required_where_it_has_wheels(
+    metadata: email.message.Message, system: str, machine: str, has_wheels: bool
+) -> None:
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    (triton,) = (requirement for requirement in requirements if requirement.name == "triton")
+    assert triton.marker is not None
+    assert triton.marker.evaluate({"sys_platform": system, "platform_machine": machine}) is has_wheels
+
+
+def test_the_kernels_folder_is_a_source_root_and_no_package() -> None:
+    assert not (KERNELS / "__init__.py").exists()
+    assert [path.name for path in KERNELS.iterdir() if path.name != "__pycache__"] == ["tq_kernels"]
+    tests = [path for pattern in ("test_*.py", "*_test.py", "conftest.py") for path in KERNELS.rglob(pattern)]
+    assert tests == []
+
+
+def test_transformers_imports_and_generates_from_the_repository_root() -> None:
+    output = run(sys.executable, "import sys; assert sys.path[0] == ''\n" + GENERATE + "print('done')", ROOT)
+    assert output.strip() == "done"
+
+
+def test_importing_registers_the_attention_and_its_mask_and_changes_nothing_else(tmp_path: Path) -> None:
+    code = """
+        import sys
+        import transformers
+        from transformers import cache_utils, masking_utils, modeling_utils
+        from transformers.generation import utils
+        from transformers.integrations import sdpa_attention
+
+        def snapshot():
+            registries = {
+                "attention": modeling_utils.ALL_ATTENTION_FUNCTIONS,
+                "mask": masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
+                "dynamic": cache_utils.DYNAMIC_LAYER_TYPE_MAPPING,
+                "static": cache_utils.STATIC_LAYER_TYPE_MAPPING,
+            }
+            entries = {(name, key): value for name, registry in registries.items() for key, value in registry.items()}
+            for module in [value for name, value in sys.modules.items() if name.split(".")[0] == "transformers"]:
+                for name, value in list(vars(module).items()):
+                    entries[module.__name__, name] = value
+                    if isinstance(value, type) and value.__module__ == module.__name__:
+                        entries |= {(module.__name__, name, key): member for key, member in vars(value).items()}
+            return entries
+
+        before = snapshot()
+        import tq_hf
+        after = snapshot()
+        # Modules that the import loads, and their names in other modules, are no change; a new entry or member is.
+        known = lambda key: key[:-1] in before or key[0] in ("attention", "mask", "dynamic", "static")
+        print("changed", *[key for key in before if after.get(key) is not before[key]])
+        print("added", *sorted(":".join(key) for key in after if key not in before and known(key)))
+    """
+    lines = run(sys.executable, code, tmp_path).splitlines()
+    assert lines == ["changed", "added attention:turboquant mask:turboquant"]
+
+
+def test_without_triton_it_imports_and_generates_on_the_cpu(tmp_path: Path) -> None:
+    run(sys.executable, NO_TRITON + GENERATE, tmp_path)
+
+
+def imported_modules(path: Path, package: str) -> set[str]:
+    """Absolute names of the modules a file imports, anywhere in it, except for type checking only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    only_for_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in only_for_types:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            # `from . import ops` and `from .ops import attend` both import the module `ops`.
+            names |= {module} if node.module and node.module != package else {f"{module}.{a.name}" for a in node.names}
+    return names
+
+
+def import_graph(folder: Path) -> dict[str, set[str]]:
+    """Each module of a package, with the modules of the same package that it imports."""
+    package = folder.name
+    modules = {f"{package}.{path.stem}": path for path in folder.glob("*.py") if path.stem != "__init__"}
+    return {name: imported_modules(path, package) & set(modules) for name, path in modules.items()}
+
+
+@pytest.mark.parametrize("folder", [ROOT / "tq_hf", KERNELS / "tq_kernels"], ids=lambda folder: folder.name)
+def test_imports_inside_a_package_go_one_way(folder: Path) -> None:
+    graph = import_graph(folder)
+    assert graph
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of a cycle
+
+
+def test_kernels_import_neither_the_package_nor_transformers() -> None:
+    for path in (KERNELS / "tq_kernels").rglob("*.py"):
+        tops = {name.partition(".")[0] for name in imported_modules(path, "tq_kernels")}
+        assert tops <= {"torch", "triton", "tq_kernels", *sys.stdlib_module_names}, f"{path.name} imports {tops}"
+
+
+def test_the_reference_knows_nothing_of_the_cache() -> None:
+    """The oracle is below what it judges: it imports neither the operations, the kernels nor anything of a cache."""
+    graph = import_graph(ROOT / "tq_hf")
+    above = {f"tq_hf.{name}" for name in ("ops", "layer", "cache", "attention", "ticket", "memory")}
+    for name in ("reference", "reference_attention"):
+        assert not graph[f"tq_hf.{name}"] & above
+        assert not any(m.startswith("tq_kernels") for m in imported_modules(ROOT / "tq_hf" / f"{name}.py", "tq_hf"))

@@ -1,0 +1,32 @@
+"""README.md says what the package and the committed results say."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import make_tables
+
+TEXT = make_tables.README.read_text(encoding="utf-8")
+
+
+def test_tables_are_those_of_the_results_files() -> None:
+    assert make_tables.updated(TEXT) == TEXT, "run `make tables`"
+
+
+def test_every_results_file_has_its_table() -> None:
+    shown = {name for _, name, _ in make_tables.SECTION.findall(TEXT)}
+    assert {path.stem for path in make_tables.RESULTS.glob("*.json")} <= shown
+
+
+def test_links_into_the_repository_exist() -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", TEXT)
+    assert links
+    assert [link for link in links if not (make_tables.ROOT / link).exists()] == []
+
+
+def test_python_examples_parse() -> None:
+    examples = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert examples
+    for example in examples:
+        ast.parse(example)
