@@ -1,8 +1,8 @@
-"""Decode time and memory of generate(), with transformers' caches and with ours, on an 8B-shaped random Llama or any model.
+"""Decode time and memory of generate(), with transformers' caches and ours, on an 8B-shaped random Llama or any model.
 
-A cache is filled with random keys and values for `context` tokens (the time of a prefill is not measured and would dwarf the rest), then
-`generate` continues from it twice, for two numbers of new tokens; the difference of the two times over the difference of the numbers is
-the time of a step. Every cache starts from a fresh fill of the same length.
+A cache is filled with random keys and values for `context` tokens (the time of a prefill would dwarf the rest), then
+`generate` continues from it, for two numbers of new tokens; the difference of the two times over the difference of the
+numbers is the time of a step. Every generation starts from a fresh fill of the same length.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int) -> None
         cache.update(keys, values, layer)
 
 
-def measure(model: PreTrainedModel, attention: str, make: Callable[[], Cache], batch: int, context: int) -> dict[str, Any]:
+def measure(
+    model: PreTrainedModel, attention: str, make: Callable[[], Cache], batch: int, context: int
+) -> dict[str, Any]:
     """Milliseconds a step, and peak bytes beyond weights while decoding."""
     model.set_attn_implementation(attention)
     ids = torch.randint(3, 1000, (batch, context + 1), device=model.device)

@@ -1,0 +1,93 @@
+"""Logits as decode attention treats them, and attention over one job of dense tokens."""
+
+import triton
+import triton.language as tl
+
+from .schedule import DENSE_TOKENS
+
+
+@triton.jit
+def soft_capped(logit, cap_log2):
+    """cap tanh(logit / cap), all in base-2 units."""
+    # tanh(x) = 1 - 2 / (1 + e^2x); e^2x overflowing to inf gives 1.
+    doubled = tl.exp2(logit * (2.0 * 1.4426950408889634) / cap_log2)
+    return cap_log2 * (1.0 - 2.0 / (1.0 + doubled))
+
+
+@triton.jit
+def allowed_tile(mask, t, r_offset, stride_t, valid):
+    """Mask tile [32, BR] of tokens `t` [32]."""
+    return tl.load(mask + (t.to(tl.int64) * stride_t)[:, None] + r_offset[None, :], mask=valid, other=False)
+
+
+@triton.jit
+def finite(x):
+    """x with -inf replaced by 0: a row that has attended to nothing shifts its logits by 0."""
+    return tl.where(x == -float("inf"), 0.0, x)
+
+
+@triton.jit
+def log2_sum(shift, total):
+    """log2 of total * 2**shift; -inf for an empty sum."""
+    return tl.where(total > 0, shift + tl.log2(tl.where(total > 0, total, 1.0)), -float("inf"))
+
+
+@triton.jit
+def dense_job(
+    low,
+    sink_count,
+    window_count,
+    window_start,
+    window_capacity,
+    packed_count,
+    q,
+    factor,
+    cap_log2,
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
+    mask,
+    mask_t,
+    mask_offset,
+    queries,
+    r,
+    rows,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Attention over dense tokens `low` to `low + 32`, counting sinks, then window: (sum [BDM, BR], total [BR],
+    maximum [BR])."""
+    t = low + tl.arange(0, DENSE_TOKENS)
+    dk = tl.arange(0, BLOCK_DK)
+    dv = tl.arange(0, BLOCK_DM)
+    inside = t < sink_count + window_count
+    sink = t < sink_count
+    row = window_start + t - sink_count  # the window is a ring
+    row = tl.where(row >= window_capacity, row - window_capacity, row)
+    k_row = tl.where(sink, sink_keys + t * DK, window_keys + row * DK)  # [32] pointers
+    v_row = tl.where(sink, sink_values + t * DV, window_values + row * DV)
+    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0).to(
+        tl.float16
+    )  # [32, BDK]
+    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0).to(
+        tl.float16
+    )  # [BDM, 32]
+    x = tl.dot(k, q) * factor[None, :]  # [32, BR]
+    if SOFTCAP:
+        x = soft_capped(x, cap_log2)
+    allowed = inside[:, None] & (r < rows)[None, :]
+    if CAUSAL:
+        allowed = allowed & ((t - sink_count)[:, None] <= (window_count - queries + r % queries)[None, :])
+    if MASK:
+        position = tl.where(sink, t, t + packed_count)
+        allowed = allowed & allowed_tile(mask, position, mask_offset, mask_t, allowed)
+    x = tl.where(allowed, x, -float("inf"))
+    maximum = tl.max(x, 0)
+    p = tl.exp2(x - finite(maximum)[None, :])
+    return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum

@@ -1,0 +1,138 @@
+"""What one block contributes to decode attention: scores from its key words, operands from its value words, scales."""
+
+import triton
+import triton.language as tl
+
+from .primitives import load_words, unpack2, unpack3, unpack4, unpack8
+
+ROWS32 = tl.constexpr(32)
+"""Tokens of a plane."""
+
+
+@triton.jit
+def prefetch(pointer, LINES: tl.constexpr, valid):
+    """Start to move LINES lines of 128 bytes to the L2 cache."""
+    line = tl.arange(0, triton.next_power_of_2(LINES))
+    if valid:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointer + tl.minimum(line, LINES - 1) * 32],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def key_scores(
+    words,
+    q0,
+    q1,
+    q2,
+    q3,
+    row,
+    column,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """level . q of a block's tokens, four [32, BR] float32 planes; `q*` are the CHUNKS channel chunks of the queries,
+    [BC, BR]."""
+    WIDTH: tl.constexpr = DIM // CHUNKS
+    TILE: tl.constexpr = 32 * DIM // 8  # int32 words of a crumb tile
+    odd = column % 2  # [1, BC]
+    mask = None if column.shape[1] == WIDTH else column < WIDTH
+    s0 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    s1 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    s2 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    s3 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    if BITS == 3:
+        signs = load_words(words + 2 * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
+    for chunk in tl.static_range(CHUNKS):
+        q = q0 if chunk == 0 else (q1 if chunk == 1 else (q2 if chunk == 2 else q3))  # [BC, BR]
+        if BITS == 4:
+            w = load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM)  # [32, BC]
+            k0, k1, k2, k3 = unpack4(w, odd, ASM)
+        elif BITS == 8:
+            k0, k1 = unpack8(load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM), odd, ASM)
+            k2, k3 = unpack8(
+                load_words(words + (16 * DIM + chunk * (WIDTH // 2)), row, column, mask, DIM // 2, ASM), odd, ASM
+            )
+        else:
+            if chunk % 2 == 0:
+                w = load_words(words + (chunk // 2) * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
+            if BITS == 3:
+                k0, k1, k2, k3 = unpack3(w, signs, odd, chunk, ASM)
+            else:
+                k0, k1, k2, k3 = unpack2(w, odd, chunk, ASM)
+        s0 = tl.dot(k0, q, s0)
+        s1 = tl.dot(k1, q, s1)
+        s2 = tl.dot(k2, q, s2)
+        s3 = tl.dot(k3, q, s3)
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def add_dots(a, v0, v1, v2, v3, p0, p1, p2, p3):
+    """a + sum of v_plane @ p_plane."""
+    a = tl.dot(v0, p0, a)
+    a = tl.dot(v1, p1, a)
+    a = tl.dot(v2, p2, a)
+    return tl.dot(v3, p3, a)
+
+
+@triton.jit
+def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Four planes [BV, 32] of a block's values at 4 or 8 bits."""
+    odd = column % 2  # [1, 32]
+    mask = None if row.shape[0] == DIM else row < DIM
+    if BITS == 4:
+        v0, v1, v2, v3 = unpack4(load_words(words, row, column, mask, 16, ASM), odd, ASM)
+    else:
+        v0, v1 = unpack8(load_words(words, row, column, mask, 16, ASM), odd, ASM)
+        v2, v3 = unpack8(load_words(words + DIM * 16, row, column, mask, 16, ASM), odd, ASM)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def chunk_levels(words, row, column, CHUNK: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Four planes [BV, 32] of quarter CHUNK of the channels of a block's values."""
+    HEIGHT: tl.constexpr = DIM // 4
+    odd = column % 2  # [1, 32]
+    mask = None if row.shape[0] == HEIGHT else row < HEIGHT
+    if BITS == 4:
+        v0, v1, v2, v3 = unpack4(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
+    elif BITS == 8:
+        v0, v1 = unpack8(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
+        v2, v3 = unpack8(load_words(words + (4 + CHUNK) * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
+    else:
+        crumbs = load_words(words + (CHUNK // 2) * (HEIGHT * 16), row, column, mask, 16, ASM)
+        if BITS == 3:
+            signs = load_words(words + 2 * (HEIGHT * 16), row, column, mask, 16, ASM)
+            v0, v1, v2, v3 = unpack3(crumbs, signs, odd, CHUNK, ASM)
+        else:
+            v0, v1, v2, v3 = unpack2(crumbs, odd, CHUNK, ASM)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def load_scalars(pointer, valid):
+    """Scalars of a block's four planes, [32] int32 each; `pointer` is to plane 0's."""
+    return (
+        tl.load(pointer, mask=valid, other=0),
+        tl.load(pointer + 32, mask=valid, other=0),
+        tl.load(pointer + 64, mask=valid, other=0),
+        tl.load(pointer + 96, mask=valid, other=0),
+    )
+
+
+@triton.jit
+def halves_of(scalars):
+    """int32 scalars -> float32 key scale and value scale."""
+    w = scalars.to(tl.uint32, bitcast=True)
+    key = (w & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    value = (w >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return key, value

@@ -1,0 +1,232 @@
+"""Inputs for the decode kernels and the fp64 attention they must agree with."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from tq_hf.blocks import PackedBlocks
+from tq_hf.config import TurboQuantConfig
+from tq_hf.reference import dequantise, encode
+from tq_hf.rotation import rotation_matrix
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton reads this when it is imported, so tests that need the interpreter run in a child process with it set."""
+
+
+def _patch_interpreter() -> None:
+    """Let Triton 3.6's interpreter take loop bounds from one-element arrays, which NumPy 2.4 no longer converts."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: object) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETED:
+    _patch_interpreter()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `decode_attention`.
+
+    `blocks` of the store's `capacity` blocks and `window` of its window's rows are in use. `mask` is `None`, "padding"
+    (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random).
+    """
+
+    B: int = 1
+    Hq: int = 4
+    Hkv: int = 1
+    S: int = 1
+    Dk: int = 64
+    Dv: int = 64
+    preset: str = "4bit_nc"
+    dtype: torch.dtype = torch.float16
+    blocks: int = 3
+    capacity: int = 4
+    sinks: int = 4
+    window: int = 37
+    window_capacity: int = 96
+    mask: str | None = None
+    causal: bool = True
+    softcap: float | None = None
+    s_aux: bool = False
+    key_mean: bool = True
+    value_scale: float = 1.0
+
+    def __str__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(f"{f.name}{getattr(self, f.name)}".replace("torch.", "") for f in changed) or "default"
+
+    @property
+    def length(self) -> int:
+        """Tokens attended to."""
+        return self.sinks + 128 * self.blocks + self.window
+
+    def with_(self, **changes: object) -> Case:
+        """This case with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case."""
+
+    case: Case
+    config: TurboQuantConfig
+    query: torch.Tensor
+    packed: PackedBlocks
+    sinks: tuple[torch.Tensor, torch.Tensor]
+    window: tuple[torch.Tensor, torch.Tensor]
+    mask: torch.Tensor | None
+    s_aux: torch.Tensor | None
+    scaling: float
+
+
+def window_start(case: Case) -> int:
+    """The slot of the window's first row."""
+    return 128 * case.blocks % case.window_capacity
+
+
+def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """Random inputs. Rows and blocks out of use are poisoned with NaN and random words."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    config = TurboQuantConfig.from_preset(case.preset, key_mean=case.key_mean)
+    layout = config.layout(case.Dk, case.Dv)
+    packed = PackedBlocks.allocate(layout, case.B, case.Hkv, case.capacity, torch.device("cpu"))
+    for tensor in packed.tensors().values():
+        tensor.copy_(torch.randint(-(2**15), 2**15, tensor.shape, generator=generator))
+    if case.blocks:
+        tokens = 128 * case.blocks
+        offset = 2 * randn(case.B, case.Hkv, 1, case.Dk)
+        keys = (randn(case.B, case.Hkv, tokens, case.Dk) + offset).to(case.dtype)
+        values = (randn(case.B, case.Hkv, tokens, case.Dv) * case.value_scale).to(case.dtype)
+        encode(config, keys, values, packed, 0)
+
+    def dense(rows: int, used: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = []
+        for dim, scale in ((case.Dk, 1.0), (case.Dv, case.value_scale)):
+            part = (randn(case.B, case.Hkv, rows, dim) * scale).to(case.dtype)
+            part[:, :, used:] = torch.nan
+            parts.append(part.roll(start, dims=2).to(device))
+        return parts[0], parts[1]
+
+    mask = None
+    if case.mask == "padding":
+        position = torch.arange(case.length)
+        mask = (position >= 5 + 150 * torch.arange(case.B)[:, None])[:, None, None, :].to(device)
+    elif case.mask == "full":
+        mask = (torch.rand(case.B, 1, case.S, case.length, generator=generator) < 0.5).to(device)
+    # Transposed, as models give it.
+    query = (3 * randn(case.B, case.S, case.Hq, case.Dk)).to(case.dtype).transpose(1, 2)
+    return Inputs(
+        case=case,
+        config=config,
+        query=query.to(device),
+        packed=packed.map(lambda tensor: tensor.to(device)),
+        sinks=dense(case.sinks, case.sinks),
+        window=dense(case.window_capacity, case.window, window_start(case)),
+        mask=mask,
+        s_aux=randn(case.Hq).to(device) if case.s_aux else None,
+        scaling=case.Dk**-0.5,
+    )
+
+
+def oracle(inputs: Inputs) -> torch.Tensor:
+    """fp64 attention over the dequantised keys and values, `[B, S, Hq, Dv]`."""
+    case = inputs.case
+    packed = inputs.packed.slice(0, case.blocks).map(torch.Tensor.cpu)
+    middle = [torch.empty(case.B, case.Hkv, 128 * case.blocks, dim, dtype=torch.float32) for dim in (case.Dk, case.Dv)]
+    if case.blocks:
+        dequantise(inputs.config, packed, middle[0], middle[1])
+    keys, values = (
+        torch.cat(
+            [sinks.cpu().float(), packed, window.roll(-window_start(case), dims=2)[:, :, : case.window].cpu().float()],
+            dim=2,
+        ).double()
+        for sinks, packed, window in zip(inputs.sinks, middle, inputs.window, strict=True)
+    )
+    groups = case.Hq // case.Hkv
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    logits = inputs.query.cpu().double() @ keys.transpose(-1, -2) * inputs.scaling
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    if inputs.mask is not None:
+        logits = logits.masked_fill(~inputs.mask.cpu(), -torch.inf)
+    elif case.causal:
+        newest = torch.arange(case.length) - case.length + case.S
+        logits = logits.masked_fill(newest > torch.arange(case.S)[:, None], -torch.inf)
+    if inputs.s_aux is not None:
+        aux = inputs.s_aux.cpu().double().view(1, -1, 1, 1).expand(case.B, -1, case.S, 1)
+        logits = torch.cat([logits, aux], -1)
+        values = torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
+    weights = torch.softmax(logits, -1).nan_to_num(0.0)
+    return (weights @ values).transpose(1, 2)
+
+
+def run_decode(
+    inputs: Inputs,
+    scratch_fill: float = torch.nan,
+    num_blocks: torch.Tensor | None = None,
+    num_window: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` on `inputs`, with scratch and output poisoned."""
+    from tq_kernels import decode_attention, decode_scratch_size, device_int
+
+    case, packed = inputs.case, inputs.packed
+    layout, device = packed.layout, inputs.query.device
+    size = decode_scratch_size(
+        case.B,
+        case.Hq,
+        case.Hkv,
+        case.S,
+        case.Dk,
+        case.Dv,
+        layout.key_bits,
+        layout.value_bits,
+        capacity=packed.capacity,
+        dense_capacity=case.sinks + case.window_capacity,
+        device=device,
+    )
+    rotations = [
+        rotation_matrix(dim, inputs.config.seed, device, torch.float32).mul(dim**0.5).half()
+        for dim in (layout.key_dim_padded, layout.value_dim_padded)
+    ]
+    return decode_attention(
+        inputs.query,
+        packed.key_words,
+        packed.value_words,
+        packed.scalars,
+        packed.key_means,
+        device_int(case.blocks, device) if num_blocks is None else num_blocks,
+        inputs.sinks,
+        inputs.window,
+        device_int(case.window, device) if num_window is None else num_window,
+        device_int(case.sinks, device),
+        *rotations,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        scaling=inputs.scaling,
+        scratch=torch.full((size,), scratch_fill, device=device),
+        out=torch.full((case.B, case.S, case.Hq, case.Dv), torch.nan, dtype=case.dtype, device=device),
+        mask=inputs.mask,
+        causal=case.causal,
+        softcap=case.softcap,
+        s_aux=inputs.s_aux,
+    )
+
+
+def relative_rms(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """|out - expected| / |expected|; NaN if anything is."""
+    return ((out.cpu().double() - expected).norm() / expected.norm()).item()
