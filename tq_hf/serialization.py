@@ -21,6 +21,7 @@ import transformers
 
 from . import container, fingerprint
 from .config import PRESETS, TurboQuantConfig
+from .kept import keeps_tensors
 from .layer import TurboQuantLayer
 from .saved_layers import Loader, describe_compressed, describe_stock
 
@@ -100,6 +101,7 @@ def save_cache(
     container.write(path, tensors, metadata)
 
 
+@keeps_tensors
 def load_cache(
     kind: type[TurboQuantCache],
     path: str | os.PathLike[str],

@@ -89,15 +89,18 @@ def _append_token(
     tensors = (key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values)
     static = _store(config, max_length, tensors, state, seen, length)
     if triton_backend.serves(keys, static.blocks.layout):
-        triton_backend.append_token(static, keys, values)
+        counts = (state, seen, length)
+        triton_backend.append_token(
+            static.config, keys, values, static.blocks, static.sinks, static.window, counts, max_length
+        )
         return
     with static.opened() as store:
         view = store.append(keys, values)
         if view.new is not None:  # a prompt of one token: only the store itself holds it where `seen` can name it
             view = store.view()
         slot = view.window.first % view.window.capacity
-        counts = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending)
-        seen.copy_(torch.tensor(counts, dtype=torch.int32))
+        visible = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending)
+        seen.copy_(torch.tensor(visible, dtype=torch.int32))
 
 
 def append_token(store: StaticStore, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -157,7 +160,18 @@ def _attend_token(
     tensors = (key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values)
     static = _store(config, max_length, tensors, seen, seen, seen)
     if triton_backend.serves(query, static.blocks.layout):
-        return triton_backend.attend_token(query, static, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        return triton_backend.attend_token(
+            static.config,
+            query,
+            static.blocks,
+            static.sinks,
+            static.window,
+            seen,
+            mask,
+            scaling=scaling,
+            softcap=softcap,
+            s_aux=s_aux,
+        )
     view = _seen(static)
     return ops.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux).contiguous()
 

@@ -13,7 +13,6 @@ from .config import TurboQuantConfig
 from .kept import keeps_tensors
 from .layout import BlockLayout
 from .rotation import rotation_matrix
-from .static_store import StaticStore
 from .view import StoreView
 from .window import KeyValue
 from .workspace import Scratch, current_workspace
@@ -184,36 +183,43 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **op
     )
 
 
-def append_token(store: StaticStore, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """`tq_hf.static_ops.append_token` on the GPU: nothing is read on the host."""
-    config, blocks = store.config, store.blocks
+def append_token(
+    config: TurboQuantConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: PackedBlocks,
+    sinks: KeyValue,
+    window: KeyValue,
+    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    max_length: int,
+) -> None:
+    """`tq_hf.static_ops.append_token` on the GPU; `counts` are the store's `state`, `seen` and `length`."""
+    state, seen, length = counts
     append_rows(
         keys,
         values,
-        store.sinks,
-        store.window,
-        store.state,
-        store.seen,
+        sinks,
+        window,
+        state,
+        seen,
         residual_length=config.residual_length,
-        max_length=store.max_length,
+        max_length=max_length,
     )
     if blocks.capacity:
-        _encode(config, *store.window, blocks, 0, due=store.seen)
-    finish_step(store.state, store.seen, store.length)
+        _encode(config, *window, blocks, 0, due=seen)
+    finish_step(state, seen, length)
 
 
-def attend_token(query: torch.Tensor, store: StaticStore, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """`tq_hf.static_ops.attend_token` on the GPU: nothing is read on the host."""
-    num_sinks, num_blocks, num_window, _, _ = store.seen.unbind()
-    return _decode(
-        store.config,
-        query,
-        store.blocks,
-        num_blocks,
-        store.sinks,
-        store.window,
-        num_window,
-        num_sinks,
-        mask,
-        **options,
-    )
+def attend_token(
+    config: TurboQuantConfig,
+    query: torch.Tensor,
+    blocks: PackedBlocks,
+    sinks: KeyValue,
+    window: KeyValue,
+    seen: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """`tq_hf.static_ops.attend_token` on the GPU."""
+    num_sinks, num_blocks, num_window, _, _ = seen.unbind()
+    return _decode(config, query, blocks, num_blocks, sinks, window, num_window, num_sinks, mask, **options)
