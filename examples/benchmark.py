@@ -1,8 +1,8 @@
-"""Measure the kernels: `python examples/benchmark.py kernels`.
+"""Measure the kernels, `python examples/benchmark.py kernels`, or decoding, `python examples/benchmark.py generate`.
 
-Every figure of a run comes from one process on one GPU: the read ceiling, the best scaled-dot-product attention in
-bf16, and decode attention over packed blocks (rotation, attention, reduction: the whole call). Medians, with the L2
-cache overwritten before every repetition. Writes JSON.
+`generate` is described in `bench_generate.py`. For `kernels`, every figure of a run comes from one process on one GPU:
+the read ceiling, the best scaled-dot-product attention in bf16, and decode attention over packed blocks (rotation,
+attention, reduction: the whole call). Medians, with the L2 cache overwritten before every repetition. Writes JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_generate
 import torch
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -220,8 +221,14 @@ def main() -> None:
     command = commands.add_parser("kernels", help="decode attention against bf16 attention")
     command.add_argument("--all-heads", action="store_true", help="all head shapes, not only (32, 8, 128)")
     command.add_argument("--repeat", type=int, default=20, help="milliseconds of repetitions per figure")
-    command.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     command.set_defaults(run=kernels)
+    command = commands.add_parser("generate", help="a decode step of generate(), with transformers' caches and ours")
+    command.add_argument("--model", help="a model of the hub or a folder; by default a random Llama of 8B shape")
+    command.add_argument("--layers", type=int, default=32, help="layers of the random Llama")
+    command.add_argument("--only", help="only cells whose name contains this, e.g. '8x32768 4bit_nc'")
+    command.set_defaults(run=lambda arguments: bench_generate.run(arguments.model, arguments.layers, arguments.only))
+    for command in commands.choices.values():
+        command.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     result = {
         "gpu": torch.cuda.get_device_name(0),

@@ -27,12 +27,18 @@ if HAS_TRITON := find_spec("triton") is not None:
 MAX_QUERIES = 16
 """Queries a sequence that the decode kernel takes; more are the business of prefill."""
 MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels run on this tensor's device, for heads of this size."""
-    runs = HAS_TRITON and (tensor.is_cuda or interpreted())
+    """Whether kernels run on this tensor's device, in its dtype and for heads of this size."""
+    runs = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
     return runs and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """`states` with contiguous rows, as models make them."""
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def can_attend(
@@ -83,8 +89,8 @@ def _encode(
 ) -> None:
     key_rotation, value_rotation = _rotations(config, out.layout, keys.device, torch.float32)
     encode_blocks(
-        keys,
-        values,
+        _rows(keys),
+        _rows(values),
         out.key_words,
         out.value_words,
         out.scalars,
@@ -151,7 +157,7 @@ def _decode(
     scratch = workspace.acquire("decode attention", {"decode": Scratch((size,), torch.float32)})["decode"]
     key_rotation, value_rotation = _rotations(config, layout, query.device, torch.float16)
     return decode_attention(
-        query,
+        _rows(query),
         blocks.key_words,
         blocks.value_words,
         blocks.scalars,
@@ -196,8 +202,8 @@ def append_token(
     """`tq_hf.static_ops.append_token` on the GPU; `counts` are the store's `state`, `seen` and `length`."""
     state, seen, length = counts
     append_rows(
-        keys,
-        values,
+        _rows(keys),
+        _rows(values),
         sinks,
         window,
         state,
