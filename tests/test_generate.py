@@ -271,3 +271,24 @@ def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
             cache.reorder_cache(torch.tensor([1, 0]))
         outputs.append(generate(model, cache, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
     assert torch.equal(*outputs)
+
+
+def test_offloading_between_steps_changes_nothing():
+    """On a CPU both moves stay in place; what is tested is that a store and a view taken before survive them."""
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    outputs = []
+    for offloaded in (False, True):
+        cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
+        ids = prompts(2, 300)["input_ids"]
+        for start in range(0, 300, 60):
+            with torch.no_grad():
+                out = model(ids[:, start : start + 60], past_key_values=cache)
+            if offloaded:
+                for layer in packed_layers(cache):
+                    view = layer._view()
+                    layer.offload()
+                    layer.prefetch()
+                    assert torch.equal(view.sinks[0], layer._view().sinks[0]) and view.length == start + 60
+        outputs.append(out.logits)
+    assert torch.equal(*outputs)

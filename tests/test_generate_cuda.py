@@ -123,3 +123,15 @@ def test_decoding_allocates_nothing_after_the_first_step(model, tokenizer):
                 model(ids[:, -t : -t + 1], past_key_values=cache)
         allocated[name] = torch.cuda.memory_reserved() - reserved
     assert allocated["ours"] == 0
+
+
+def test_offloaded_layers_give_the_same_tokens_from_less_device_memory(model, tokenizer):
+    prompt, _ = needle.passkey_prompt(3000, depth=0.5, seed=0)
+    ids = tokenizer(prompt, return_tensors="pt").to("cuda")
+    plain, offloaded = (TurboQuantCache(model.config, offloading=offloading) for offloading in (False, True))
+    expected, actual = (
+        model.generate(**ids, past_key_values=cache, do_sample=False, max_new_tokens=40) for cache in (plain, offloaded)
+    )
+    assert torch.equal(actual, expected)
+    devices = [layer.store.window.keys.device.type for layer in offloaded.layers]
+    assert devices.count("cuda") <= 2 and devices.count("cpu") >= 1
