@@ -22,7 +22,7 @@ if HAS_TRITON := find_spec("triton") is not None:
     from tq_kernels.append import finish_step
     from tq_kernels.dequantise import dequantise as dequantise_blocks
     from tq_kernels.encode import encode as encode_blocks
-    from tq_kernels.launch import decode_attention, decode_scratch_size, interpreted
+    from tq_kernels.launch import decode_attention, decode_scratch_size, device_int, interpreted
 
 MAX_QUERIES = 16
 """Queries a sequence that the decode kernel takes; more are the business of prefill."""
@@ -65,13 +65,6 @@ def _rotations(
         matrix = rotation_matrix(dim, config.seed, torch.device("cpu"), torch.float32)
         matrices.append((matrix * dim**0.5 if dtype == torch.float16 else matrix).to(device, dtype))
     return matrices[0], matrices[1]
-
-
-@lru_cache(maxsize=65536)
-@keeps_tensors
-def _device_int(value: int, device: torch.device) -> torch.Tensor:
-    """`value` as an int32 scalar on the device; kept, so that a length costs no copy when it comes up again."""
-    return torch.tensor(value, dtype=torch.int32, device=device)
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
@@ -182,7 +175,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **op
     """`tq_hf.reference_attention.attend` on the GPU, for calls that `can_attend`."""
     device = query.device
     window = (view.window.keys, view.window.values)
-    counts = (_device_int(count, device) for count in (view.num_blocks, view.num_window, view.sinks[0].shape[2]))
+    counts = (device_int(count, device) for count in (view.num_blocks, view.num_window, view.sinks[0].shape[2]))
     num_blocks, num_window, num_sinks = counts
     return _decode(
         view.config, query, view.blocks, num_blocks, view.sinks, window, num_window, num_sinks, mask, **options

@@ -62,7 +62,8 @@ class Kernel:
 ROTATE, SPLIT, REDUCE = Kernel(rotate_query), Kernel(decode_split), Kernel(reduce_splits)
 
 
-@lru_cache
+@lru_cache(maxsize=65536)
+@torch.inference_mode(False)
 def device_int(value: int, device: torch.device) -> torch.Tensor:
     """`value` as an int32 scalar on the device; cached, so that a length costs no copy when it comes up again."""
     return torch.tensor(value, dtype=torch.int32, device=device)
