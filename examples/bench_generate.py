@@ -59,7 +59,7 @@ def variants(model: PreTrainedModel, context: int) -> dict[str, tuple[str, Calla
     }
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int) -> None:
     """Random keys and values for `context` tokens in every layer, like a prompt's."""
     config = model.config.get_text_config(decoder=True)
@@ -76,7 +76,8 @@ def measure(
 ) -> dict[str, Any]:
     """Milliseconds a step, and peak bytes beyond weights while decoding."""
     model.set_attn_implementation(attention)
-    ids = torch.randint(3, 1000, (batch, context + 1), device=model.device)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(3, vocabulary, (batch, context + 1), device=model.device)
     mask = torch.ones_like(ids)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     seconds: dict[int, list[float]] = {}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from . import triton_backend
 from .blocks import PackedBlocks
 from .config import TurboQuantConfig
 from .kept import keeps_tensors
@@ -85,6 +86,7 @@ class StaticStore:
             seen=torch.zeros(5, dtype=torch.int32, device=keys.device),
             length=torch.zeros((), dtype=torch.int64, device=keys.device),
         )
+        triton_backend.prepare(config, store.layout, keys)
         for tensors in static.tensors().values():
             for tensor in tensors:
                 torch._dynamo.mark_static_address(tensor)

@@ -15,7 +15,7 @@ from .layout import BlockLayout
 from .rotation import rotation_matrix
 from .view import StoreView
 from .window import KeyValue
-from .workspace import Scratch, current_workspace
+from .workspace import Scratch, Workspace, acquire, current_workspace
 
 if HAS_TRITON := find_spec("triton") is not None:
     from tq_kernels.append import append_token as append_rows
@@ -65,6 +65,13 @@ def _rotations(
         matrix = rotation_matrix(dim, config.seed, torch.device("cpu"), torch.float32)
         matrices.append((matrix * dim**0.5 if dtype == torch.float16 else matrix).to(device, dtype))
     return matrices[0], matrices[1]
+
+
+def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -> None:
+    """Make the tables that kernels on `like.device` read: made inside a captured graph, they would live in it."""
+    if serves(like, layout):
+        for dtype in (torch.float32, torch.float16):
+            _rotations(config, layout, like.device, dtype)
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
@@ -128,9 +135,10 @@ def _decode(
     num_window: torch.Tensor,
     num_sinks: torch.Tensor,
     mask: torch.Tensor | None,
+    workspace: Workspace | None,
     **options: Any,
 ) -> torch.Tensor:
-    """The decode kernel with scratch from the workspace; `[B, S, Hq, Dv]`."""
+    """The decode kernel with scratch from `workspace`, or of its own; `[B, S, Hq, Dv]`."""
     batch, query_heads, queries, key_dim = query.shape
     layout = blocks.layout
     size = decode_scratch_size(
@@ -146,8 +154,8 @@ def _decode(
         dense_capacity=sinks[0].shape[2] + window[0].shape[2],
         device=query.device,
     )
-    workspace = current_workspace(query.device)
-    scratch = workspace.acquire("decode attention", {"decode": Scratch((size,), torch.float32)})["decode"]
+    requests = {"decode": Scratch((size,), torch.float32)}
+    scratch = acquire(workspace, "decode attention", query.device, requests)["decode"]
     key_rotation, value_rotation = _rotations(config, layout, query.device, torch.float16)
     return decode_attention(
         _rows(query),
@@ -177,8 +185,19 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **op
     window = (view.window.keys, view.window.values)
     counts = (device_int(count, device) for count in (view.num_blocks, view.num_window, view.sinks[0].shape[2]))
     num_blocks, num_window, num_sinks = counts
+    workspace = current_workspace(device)
     return _decode(
-        view.config, query, view.blocks, num_blocks, view.sinks, window, num_window, num_sinks, mask, **options
+        view.config,
+        query,
+        view.blocks,
+        num_blocks,
+        view.sinks,
+        window,
+        num_window,
+        num_sinks,
+        mask,
+        workspace,
+        **options,
     )
 
 
@@ -219,6 +238,10 @@ def attend_token(
     mask: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
-    """`tq_hf.static_ops.attend_token` on the GPU."""
+    """`tq_hf.static_ops.attend_token` on the GPU.
+
+    Scratch is per call: in a captured graph it comes from the graph's own memory, where one layer's is free again for
+    the next, and the capturing stream has no workspace that could outlive the graph.
+    """
     num_sinks, num_blocks, num_window, _, _ = seen.unbind()
-    return _decode(config, query, blocks, num_blocks, sinks, window, num_window, num_sinks, mask, **options)
+    return _decode(config, query, blocks, num_blocks, sinks, window, num_window, num_sinks, mask, None, **options)
