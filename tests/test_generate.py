@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -292,3 +294,51 @@ def test_offloading_between_steps_changes_nothing():
                     assert torch.equal(view.sinks[0], layer._view().sinks[0]) and view.length == start + 60
         outputs.append(out.logits)
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("preallocated", [None, 800])
+def test_nothing_keeps_the_prompt_alive_after_a_forward(preallocated, monkeypatch):
+    alive = []
+    update = TurboQuantLayer.update
+
+    def watched(self, keys, values, *args, **kwargs):
+        alive.extend(weakref.ref(tensor) for tensor in (keys, values))
+        return update(self, keys, values, *args, **kwargs)
+
+    monkeypatch.setattr(TurboQuantLayer, "update", watched)
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            for tokens in (400, 200, 1):
+                model(prompts(1, tokens)["input_ids"], past_key_values=cache)
+        assert len(alive) == 3 * 2 * len(cache.layers)
+        assert not [reference for reference in alive if reference() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("preallocated", [None, 800])
+def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
+    for tokens in (300, 20, 1):
+        model(prompts(1, tokens)["input_ids"], past_key_values=cache)
+    tensors = [t for layer in cache.layers for kind in layer.store.tensors().values() for t in kind]
+    assert not any(tensor.requires_grad for tensor in tensors)
+    copy.deepcopy(cache)
+
+
+def test_a_mask_a_preallocated_cache_cannot_use_is_named():
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=400, **EVERYTHING_PACKED)
+    with torch.no_grad():
+        model(prompts(1, 200)["input_ids"], past_key_values=cache)
+        model(prompts(1, 1)["input_ids"], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"mask of torch.float32 and shape \[1, 1, 1, 400\].*mask == 0"):
+            model(prompts(1, 1)["input_ids"], attention_mask=torch.zeros(1, 1, 1, 400), past_key_values=cache)

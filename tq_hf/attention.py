@@ -99,9 +99,10 @@ def _attend_static(
     position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     if position_bias is not None or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1)):
+        came = "a position bias" if mask is None else f"a mask of {mask.dtype} and shape {list(mask.shape)}"
         raise ValueError(
-            "A preallocated cache is read with boolean masks shared by all heads, and no position bias. For this model "
-            "make the cache without `max_cache_len`."
+            f"A preallocated cache is read with boolean masks [batch, 1, queries, keys] and no position bias, but got "
+            f"{came}. Pass a boolean mask (`mask == 0` of an additive one), or make the cache without `max_cache_len`."
         )
     return static_ops.attend_token(query, store, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 

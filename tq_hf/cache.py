@@ -74,10 +74,12 @@ class TurboQuantCache(Cache):
             layers = DynamicCache(config=model_config).layers
         else:
             layers = StaticCache(model_config, max_cache_len).layers
+        # Its attention implementation is looked at later, so it must live on; an encoder-decoder's is made on the fly.
+        watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
-                layers[index] = TurboQuantLayer(self.config, decoder_config, max_cache_len)
+                layers[index] = TurboQuantLayer(self.config, watched, max_cache_len)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
                 f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "

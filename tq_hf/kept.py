@@ -17,4 +17,5 @@ R = TypeVar("R")
 
 def keeps_tensors(function: Callable[P, R]) -> Callable[P, R]:
     """Run `function` outside of inference mode and without gradients, whatever the caller is in."""
-    return torch.no_grad()(torch.inference_mode(False)(function))
+    # In this order: leaving inference mode turns gradients on.
+    return torch.inference_mode(False)(torch.no_grad()(function))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
+from transformers.utils import logging
 
 from . import ops, static_ops
 from .config import TurboQuantConfig
@@ -18,6 +19,8 @@ from .store import LayerStore, check_states
 from .ticket import Receipt, Ticket, attach, placeholders
 from .view import StoreView
 from .window import KeyValue
+
+logger = logging.get_logger(__name__)
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -116,7 +119,8 @@ class TurboQuantLayer(CacheLayerMixin):
             view = self.store.append(key_states, value_states)
         self._receipt = Receipt()
         if view.past_length == 0:
-            states = (key_states, value_states)
+            # An alias of the keys: with the ticket on the very tensor its view holds, they would keep each other alive.
+            states = (key_states.view_as(key_states), value_states)
         elif wants_ticket and takes_tickets:
             states = placeholders(view.shaped(view.length), self._nan)
         else:
@@ -149,6 +153,11 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _wants_ticket(self) -> bool:
         model_config = None if self._model_config is None else self._model_config()
+        if self._model_config is not None and model_config is None:
+            logger.warning_once(
+                "The config this cache was made from no longer exists, so it is read dequantised. Make the cache from "
+                "`model.config`."
+            )
         return getattr(model_config, "_attn_implementation", None) == "turboquant"
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
