@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -31,6 +33,19 @@ def _patch_interpreter() -> None:
 
 if INTERPRETED:
     _patch_interpreter()
+
+
+def assert_passes_in_the_interpreter(file: str) -> None:
+    """Run the tests of `file` that need no GPU in a child process with Triton's interpreter."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not cuda", "-p", "no:cacheprovider", file],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,15 @@ On a machine without a GPU the file runs again in a child process under Triton's
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import kernel_cases  # noqa: F401 - patches the interpreter before kernels are imported
 import pytest
 import torch
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
 
 from tq_hf import TurboQuantConfig, reference_attention
 from tq_hf.static_ops import append_token, attend_token
 from tq_hf.static_store import StaticStore
 from tq_hf.store import LayerStore
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] + (["cpu"] if INTERPRETED else [])
 
 HEADS, GROUP, DIM = 2, 3, 32
@@ -26,11 +21,7 @@ HEADS, GROUP, DIM = 2, 3, 32
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")
 def test_under_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not cuda", __file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 def states(tokens: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

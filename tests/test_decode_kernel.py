@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, Case, make_inputs, oracle, relative_rms, run_decode
+from kernel_cases import (
+    INTERPRETED,
+    Case,
+    assert_passes_in_the_interpreter,
+    make_inputs,
+    oracle,
+    relative_rms,
+    run_decode,
+)
 
 from tq_hf.config import PRESETS
 
@@ -71,14 +75,7 @@ def check(case: Case, device: torch.device) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="this is the child process")
 def test_all_cases_in_the_interpreter() -> None:
     """Runs this file again with the interpreter switched on before Triton is imported."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not cuda", "-p", "no:cacheprovider", str(Path(__file__))],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert_passes_in_the_interpreter(__file__)
 
 
 if INTERPRETED:

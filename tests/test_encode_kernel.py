@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
 
 from tq_hf.blocks import PackedBlocks
 from tq_hf.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
@@ -206,14 +202,7 @@ def check_e4m3(device: torch.device) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="this is the child process")
 def test_all_cases_in_the_interpreter() -> None:
     """Runs this file again with the interpreter switched on before Triton is imported."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not cuda", "-p", "no:cacheprovider", str(Path(__file__))],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert_passes_in_the_interpreter(__file__)
 
 
 if INTERPRETED:

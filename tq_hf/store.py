@@ -146,10 +146,11 @@ class LayerStore:
             buffer[:, :, sinks_before : sinks_before + to_sinks] = states[:, :, :to_sinks]
         self.num_sinks += to_sinks
         rest = (keys[:, :, to_sinks:], values[:, :, to_sinks:])
-        view = self._append_short if new_tokens <= SHORT_CALL and past > 0 else self._append_long
-        return view(past, sinks_before, rest, (keys, values))
+        if new_tokens <= SHORT_CALL and past > 0:
+            return self._append_short(past, rest)
+        return self._append_long(past, sinks_before, rest, (keys, values))
 
-    def _append_short(self, past: int, sinks_before: int, rest: KeyValue, new: KeyValue) -> StoreView:
+    def _append_short(self, past: int, rest: KeyValue) -> StoreView:
         rows = self.window.count + rest[0].shape[2]
         if rows > self.window.capacity:
             self.window = self.window.copied(self._window_capacity(rows))
