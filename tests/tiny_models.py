@@ -126,10 +126,12 @@ def dense_attention(name: str) -> str:
     return DENSE_ATTENTION.get(name, "sdpa")
 
 
-def build(name: str, seed: int = 1) -> PreTrainedModel:
-    """A random model of a family, float32, in eval mode."""
+def build(name: str, seed: int = 1, **changes: int) -> PreTrainedModel:
+    """A random model of a family, float32, in eval mode; `changes` replace sizes of its config."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    config = CONFIGS[name]()
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         if parameter.dim() >= 2:

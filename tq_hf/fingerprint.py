@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 CONFIG_FIELDS = (
@@ -48,12 +49,13 @@ SAMPLES = 64
 
 
 def identify(model: Any) -> dict[str, Any]:
-    """The fingerprint of a model: JSON with `config`, `dtype` and `weights`."""
+    """The fingerprint of a model: JSON with `config`, `dtype`, `shard` and `weights`."""
     decoder_config = model.config.get_text_config(decoder=True)
     fields = {name: getattr(decoder_config, name) for name in CONFIG_FIELDS if hasattr(decoder_config, name)}
     # Through JSON, so that what comes out of a file compares equal.
     config = json.loads(json.dumps(fields, sort_keys=True, default=str))
-    return {"config": config, "dtype": str(model.dtype), "weights": _hash_weights(_decoder(model))}
+    decoder = _decoder(model)
+    return {"config": config, "dtype": str(model.dtype), "shard": _shard(decoder), "weights": _hash_weights(decoder)}
 
 
 def check(saved: dict[str, Any], model: Any) -> None:
@@ -74,6 +76,12 @@ def check(saved: dict[str, Any], model: Any) -> None:
         raise ValueError(
             f"The cache was made by this kind of model in {str(saved['dtype'])[:32]}, and this one is in "
             f"{ours['dtype']}. Load the model with `dtype={str(saved['dtype'])[:32]}`."
+        )
+    if saved["shard"] != ours["shard"]:
+        came = saved["shard"] if isinstance(saved["shard"], str) else "a whole model"
+        raise ValueError(
+            f"The cache holds the KV heads of {came[:64]}, and this model is {ours['shard'] or 'whole'}. Under tensor "
+            "parallelism every rank saves a file of its own heads; load it on the same rank of as many processes."
         )
     if saved["weights"] != ours["weights"]:
         raise ValueError(
@@ -110,6 +118,15 @@ def _decoder(model: Any) -> torch.nn.Module:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
+def _shard(decoder: torch.nn.Module) -> str | None:
+    """Which part of a tensor-parallel model this process holds, or `None` for all of it."""
+    for parameter in decoder.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            return f"rank {mesh.get_local_rank()} of {mesh.size()}"
+    return None
+
+
 def _samples(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in decoder.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
@@ -117,6 +134,8 @@ def _samples(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         offloaded = any(parameter.is_meta for parameter in parameters.values())
         with align_module_device(module) if offloaded else nullcontext():
             for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):
+                    parameter = parameter.to_local()
                 count = min(SAMPLES, parameter.numel())
                 flat = torch.arange(count, device=parameter.device) * max(1, parameter.numel() // SAMPLES)
                 # Indexed by position: flattening could copy the whole parameter.
