@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +40,12 @@ def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
 def _rows(states: torch.Tensor) -> torch.Tensor:
     """`states` with contiguous rows, as models make them."""
     return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _launching_on(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device; layers of a model spread over several GPUs are not on it."""
+    away = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if away else nullcontext()
 
 
 def can_attend(
@@ -88,41 +95,43 @@ def _encode(
     due: torch.Tensor | None = None,
 ) -> None:
     key_rotation, value_rotation = _rotations(config, out.layout, keys.device, torch.float32)
-    encode_blocks(
-        _rows(keys),
-        _rows(values),
-        out.key_words,
-        out.value_words,
-        out.scalars,
-        out.key_means,
-        start,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        key_correction=config.key_correction,
-        value_correction=config.value_correction,
-        key_rotation=key_rotation,
-        value_rotation=value_rotation,
-        due=due,
-    )
+    with _launching_on(keys.device):
+        encode_blocks(
+            _rows(keys),
+            _rows(values),
+            out.key_words,
+            out.value_words,
+            out.scalars,
+            out.key_means,
+            start,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            key_correction=config.key_correction,
+            value_correction=config.value_correction,
+            key_rotation=key_rotation,
+            value_rotation=value_rotation,
+            due=due,
+        )
 
 
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`tq_hf.reference.dequantise` on the GPU."""
     key_rotation, value_rotation = _rotations(config, blocks.layout, keys.device, torch.float32)
-    dequantise_blocks(
-        blocks.key_words,
-        blocks.value_words,
-        blocks.scalars,
-        blocks.key_means,
-        0,
-        blocks.capacity,
-        keys,
-        values,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        key_rotation=key_rotation,
-        value_rotation=value_rotation,
-    )
+    with _launching_on(keys.device):
+        dequantise_blocks(
+            blocks.key_words,
+            blocks.value_words,
+            blocks.scalars,
+            blocks.key_means,
+            0,
+            blocks.capacity,
+            keys,
+            values,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            key_rotation=key_rotation,
+            value_rotation=value_rotation,
+        )
 
 
 def _decode(
@@ -213,19 +222,20 @@ def append_token(
 ) -> None:
     """`tq_hf.static_ops.append_token` on the GPU; `counts` are the store's `state`, `seen` and `length`."""
     state, seen, length = counts
-    append_rows(
-        _rows(keys),
-        _rows(values),
-        sinks,
-        window,
-        state,
-        seen,
-        residual_length=config.residual_length,
-        max_length=max_length,
-    )
-    if blocks.capacity:
-        _encode(config, *window, blocks, 0, due=seen)
-    finish_step(state, seen, length)
+    with _launching_on(keys.device):
+        append_rows(
+            _rows(keys),
+            _rows(values),
+            sinks,
+            window,
+            state,
+            seen,
+            residual_length=config.residual_length,
+            max_length=max_length,
+        )
+        if blocks.capacity:
+            _encode(config, *window, blocks, 0, due=seen)
+        finish_step(state, seen, length)
 
 
 def attend_token(
