@@ -148,6 +148,30 @@ def recall_prompt(tokens: int, n_facts: int, seed: int) -> tuple[str, list[tuple
     return "".join(pieces) + text[previous:], asked
 
 
+def answered(prompt: str, asked: Iterable[tuple[str, str]]) -> tuple[str, list[int]]:
+    """A prompt with its questions and their right answers appended, and the offset of each answer's first digit."""
+    text, starts = prompt, []
+    for ask, answer in asked:
+        starts.append(len(text) + len(ask))
+        text += ask + answer + TERMINATOR
+    return text, starts
+
+
+def recalled_at(guesses, ids, starts: Iterable[int]) -> list[bool]:
+    """Whether greedy decoding would give the answers that stand at ``starts``.
+
+    It does exactly if each of an answer's tokens is the likeliest after the tokens before it, so one pass over the
+    text with the answers in it tells.
+
+    Args:
+        guesses: likeliest next token at each position, (1, T) int64 tensor.
+        ids: the tokens of the text, (1, T) int64.
+        starts: offsets of the answers.
+    """
+    right = guesses[0, :-1] == ids[0, 1:]  # right[i]: token i + 1 is foretold
+    return [bool(right[start - 1 : start - 1 + ANSWER_TOKENS].all()) for start in starts]
+
+
 def _sources(root: Path, relative_paths: Iterable[Path]) -> Iterator[str]:
     """The texts of those files that are UTF-8 (some of the library's own tests deliberately are not)."""
     for path in sorted(relative_paths):
