@@ -40,7 +40,7 @@ PRESET = "4bit_nc"
 SHAPE = (8, 32768)
 PROMPT, STEPS = 2048, 64
 NEW_TOKENS = (8, 40)
-TINY = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+TINY = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 ON_GPU = torch.cuda.is_available()
 
 
