@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, triton_backend
 
 EXACT = "float32 cache"
 NOISE = "bf16 model"
@@ -114,6 +114,9 @@ def ablations(config: Any, tokens: int) -> list[Method]:
         "no window": SINKS,
         "no sinks": {"sink_tokens": 0},
         "no key mean": {"key_mean": False},
+        "no random signs": {"random_signs": False},
+        "no signs, no key mean": {"random_signs": False, "key_mean": False},
+        "values not rotated": {"rotate_values": False},
         "keys: none": {"key_correction": "none"},
         "keys: inner": {"key_correction": "inner"},
         "keys: projection": {"key_correction": "projection"},
@@ -195,13 +198,15 @@ class Evaluation:
         self.outcomes[NOISE, 0.0] = outcome
         self._add(self._row(NOISE, 4.0 * dim, 4.0 * dim, 0.0, outcome))
 
-    def generate(self, methods: list[Method]) -> None:
+    def generate(self, methods: list[Method], deadline: float) -> None:
         """Add to their rows where free generation first differs from the float32 cache's."""
         tokens = self.arguments.generate
         chosen = [i for i, document in enumerate(self.read) if not document.single][: self.arguments.generated]
         prompts = self.ids[chosen, : self.arguments.tokens - tokens]
         exact = continued(self.model, prompts, DynamicCache(config=self.config), "sdpa", tokens)
         for method in methods:
+            if time.monotonic() > deadline:
+                break
             came = continued(self.model, prompts, method.make(), method.attention, tokens)
             differs = torch.cat([came != exact, torch.ones_like(came[:, :1], dtype=torch.bool)], dim=1)
             (row,) = (row for row in self.rows if row["cache"] == method.name and row["injection"] == 0)
@@ -278,6 +283,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recalls", type=int, default=3, help="documents with 16 facts, for each seed")
     parser.add_argument("--generate", type=int, default=512, help="tokens to generate freely; 0 leaves it out")
     parser.add_argument("--generated", type=int, default=8, help="at most so many documents are continued")
+    parser.add_argument("--torch", action="store_true", help="read blocks in torch even where kernels could")
     parser.add_argument("--minutes", type=float, default=60.0, help="measure no further row after this long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
@@ -287,6 +293,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     logging.disable_progress_bar()
+    if arguments.torch:
+        triton_backend.HAS_TRITON = False
     started = time.monotonic()
     evaluation = Evaluation(arguments)
     config = evaluation.config
@@ -305,8 +313,8 @@ def main() -> None:
                 skipped[f"{method.name} x{strength:g}"] = f"no time left after {arguments.minutes} minutes"
             elif strength == 0 or method.stressed:
                 evaluation.measure(method, strength)
-        if strength == 0 and arguments.generate and not arguments.ablate:
-            evaluation.generate([method for method in methods if method.generates])
+    if arguments.generate and not arguments.ablate:
+        evaluation.generate([method for method in methods if method.generates], started + 60 * arguments.minutes)
     comparisons = evaluation.comparisons()
     evaluation.write({"comparisons": comparisons, "skipped": skipped, "seconds": round(time.monotonic() - started)})
     for pair in comparisons:

@@ -14,6 +14,7 @@ stored, a call of one token reads that too as stored, as vLLM's prefill and deco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ from transformers import PreTrainedConfig, QuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from tq_hf.codebook import FP8_MAX, boundaries, levels
-from tq_hf.rotation import hadamard
+from tq_hf.rotation import hadamard, rotate, rotate_back
 
 Code = Callable[[torch.Tensor], torch.Tensor]
 """States `[B, H, T, D]` to what is read back of them, in the same dtype."""
@@ -73,6 +74,56 @@ def vllm_keys(bits: int) -> Code:
     return code
 
 
+def paper_mse(bits: int) -> Code:
+    """TurboQuant_mse (arXiv 2504.19874, algorithm 1): norm in fp16, random rotation, nearest centroid."""
+
+    def code(x: torch.Tensor) -> torch.Tensor:
+        norm, centroids, _ = _paper_parts(x, bits)
+        return rotate_back(norm * centroids, 0).to(x.dtype)
+
+    return code
+
+
+def paper_prod(bits: int) -> Code:
+    """TurboQuant_prod (algorithm 2): `bits - 1` as in `paper_mse`, and the signs of a random projection of the
+    residual (QJL) with the residual's norm in fp16."""
+
+    def code(x: torch.Tensor) -> torch.Tensor:
+        dim = x.shape[-1]
+        norm, centroids, residual = _paper_parts(x, bits - 1)
+        projection = torch.randn(dim, dim, generator=torch.Generator().manual_seed(1)).to(x.device)
+        signs = (residual @ projection.T).sign()
+        length = residual.norm(dim=-1, keepdim=True).half().float()
+        restored = centroids + (math.pi / 2) ** 0.5 / dim * length * (signs @ projection)
+        return rotate_back(norm * restored, 0).to(x.dtype)
+
+    return code
+
+
+def _paper_parts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp16 norms `[..., 1]`, centroids of the rotated unit vectors and what they miss, `[..., D]` float32."""
+    norm = x.float().norm(dim=-1, keepdim=True)
+    unit = rotate(x.float() / norm.clamp_min(1e-8), 0)
+    scale = x.shape[-1] ** 0.5
+    centroids = levels(bits, x.device)[torch.bucketize(unit * scale, boundaries(bits, x.device))] / scale
+    return norm.half().float(), centroids, unit - centroids
+
+
+def outlier_channels(bits: int) -> Code:
+    """The paper's 2.5 and 3.5 bits: a quarter of the channels with a bit more, as an instance of their own.
+
+    Outliers are, for each head, the channels of most energy in the tokens encoded together."""
+
+    def code(x: torch.Tensor) -> torch.Tensor:
+        order = x.float().square().sum(2).argsort(-1, descending=True)[:, :, None].expand_as(x)  # [B, H, T, D]
+        split = x.shape[-1] // 4
+        sorted_channels = x.gather(-1, order)
+        parts = paper_mse(bits + 1)(sorted_channels[..., :split]), paper_mse(bits)(sorted_channels[..., split:])
+        return torch.empty_like(x).scatter_(-1, order, torch.cat(parts, dim=-1))
+
+    return code
+
+
 @dataclass(frozen=True)
 class Codec:
     """How a peer stores keys and values.
@@ -87,8 +138,8 @@ class Codec:
 
     keys: Code
     values: Code
-    bits: tuple[int, int]
-    scalars: int = 0
+    bits: tuple[float, float]
+    scalars: float = 0
     group: int | None = None
 
     def bytes_per_token(self, head_dim: int) -> float:
@@ -106,6 +157,11 @@ CODECS: dict[str, Codec] = {
     "vLLM 4bit_nc": Codec(vllm_keys(4), min_max(4), (4, 4), scalars=6),
     "vLLM k3v4_nc": Codec(vllm_keys(3), min_max(4), (3, 4), scalars=6),
     "vLLM 3bit_nc": Codec(vllm_keys(3), min_max(3), (3, 3), scalars=6),
+    "paper 4 bits, mse": Codec(paper_mse(4), paper_mse(4), (4, 4), scalars=4),
+    "paper 4 bits, prod": Codec(paper_prod(4), paper_mse(4), (4, 4), scalars=6),
+    # Two norms, and two masks of a bit a channel for 128 tokens.
+    "paper 3.5 bits": Codec(outlier_channels(3), outlier_channels(3), (3.25, 3.25), scalars=8.25),
+    "paper 2.5 bits": Codec(outlier_channels(2), outlier_channels(2), (2.25, 2.25), scalars=8.25),
 }
 
 

@@ -34,6 +34,9 @@ class TurboQuantConfig:
         skip_layers: Layers that are not compressed, as indices into the model's layers; negative ones count from the
             end.
         seed: Seed of the random signs of the rotation. Equal seeds give equal bits on every device and rank.
+        random_signs: Flip the signs of random channels before the Hadamard transform. Without it (as in vLLM) a mean
+            that is aligned with a row of the matrix ends up in one channel.
+        rotate_values: Rotate values like keys. Unrotated values are read by the torch path only, on a GPU too.
         key_mean: Remove the mean key of each block before quantising and add `q . mean` back to the logits. Exact in
             real arithmetic; without it models with a key bias (Qwen2) break.
         key_correction: How the stored key norm makes up for quantisation, with z the rotated key and c its centroids:
@@ -52,6 +55,8 @@ class TurboQuantConfig:
     sink_tokens: int = 4
     skip_layers: tuple[int, ...] = ()
     seed: int = 0
+    random_signs: bool = True
+    rotate_values: bool = True
     key_mean: bool = True
     key_correction: Correction = "norm"
     value_correction: Correction = "projection"
@@ -66,6 +71,9 @@ class TurboQuantConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"`{name}` is {value!r}; it must be a number of tokens, 0 or more.")
+        for name in ("random_signs", "rotate_values", "key_mean"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be True or False.")
         for name in ("key_correction", "value_correction"):
             if getattr(self, name) not in get_args(Correction):
                 raise ValueError(
@@ -105,6 +113,11 @@ class TurboQuantConfig:
         """Number of levels a value channel can take."""
         return 2**self.value_bits
 
+    @property
+    def rotation_seed(self) -> int | None:
+        """Seed of the random signs for `tq_hf.rotation`; `None` for no signs."""
+        return self.seed if self.random_signs else None
+
     def layout(self, head_dim: int, value_head_dim: int | None = None) -> BlockLayout:
         """Every byte size of this configuration for heads of `head_dim` channels (`value_head_dim` for values, if
         they differ)."""
@@ -114,6 +127,7 @@ class TurboQuantConfig:
             key_bits=self.key_bits,
             value_bits=self.value_bits,
             key_mean=self.key_mean,
+            rotated_values=self.rotate_values,
         )
 
     def num_blocks(self, length: int) -> int:

@@ -35,6 +35,7 @@ class BlockLayout:
         key_bits: Bits per key channel.
         value_bits: Bits per value channel.
         key_mean: Whether blocks carry the mean of their keys.
+        rotated_values: Whether values are stored rotated, like keys.
     """
 
     tokens: ClassVar[int] = 128
@@ -44,6 +45,7 @@ class BlockLayout:
     key_bits: int
     value_bits: int
     key_mean: bool = True
+    rotated_values: bool = True
 
     def __post_init__(self) -> None:
         for name in ("key_dim", "value_dim"):

@@ -34,12 +34,9 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
     return x.squeeze(-1)
 
 
-def _rotate_padded(x: torch.Tensor, dim: int, seed: int) -> torch.Tensor:
-    """`x` in float32, padded with zeros to `dim` channels and rotated."""
-    x = x.float()
-    if x.shape[-1] < dim:
-        x = torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
-    return rotate(x, seed)
+def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`x` in float32, padded with zeros to `dim` channels."""
+    return torch.nn.functional.pad(x.float(), (0, dim - x.shape[-1]))
 
 
 def _safe_divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -100,13 +97,15 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         tile = slice(first * layout.tokens, min(first + TILE_BLOCKS, blocks) * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (-1, layout.tokens)) for x in (keys, values))
         target = out.slice(start + first, start + min(first + TILE_BLOCKS, blocks))
-        z = _rotate_padded(k, layout.key_dim_padded, config.seed)
+        z = rotate(_padded(k, layout.key_dim_padded), config.rotation_seed)
         if target.key_means is not None:
             target.key_means.copy_(_half(_sum(z.transpose(-1, -2)) / layout.tokens))
             z = z - target.key_means.float()[..., None, :]
         codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
-        z = _rotate_padded(v, layout.value_dim_padded, config.seed)
+        z = _padded(v, layout.value_dim_padded)
+        if config.rotate_values:
+            z = rotate(z, config.rotation_seed)
         codes, value_scales = quantize(z, layout.value_bits, config.value_correction)
         target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
         target.scalars.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
@@ -118,7 +117,8 @@ def _dequantise(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, 
 
 
 def dequantise_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, still rotated."""
+    """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, as stored: rotated, values
+    unless the layout says otherwise."""
     layout: BlockLayout = blocks.layout
     scales = blocks.scalars.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
     keys = _dequantise(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
@@ -141,5 +141,9 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     for first in range(0, blocks.capacity, TILE_BLOCKS):
         last = min(first + TILE_BLOCKS, blocks.capacity)
         rows = slice(first * layout.tokens, last * layout.tokens)
-        for out, rotated in zip((keys, values), dequantise_rotated(blocks.slice(first, last)), strict=True):
-            out[:, :, rows] = rotate_back(rotated, config.seed)[..., : out.shape[-1]].flatten(2, 3)
+        key, value = dequantise_rotated(blocks.slice(first, last))
+        key = rotate_back(key, config.rotation_seed)
+        if config.rotate_values:
+            value = rotate_back(value, config.rotation_seed)
+        for out, states in ((keys, key), (values, value)):
+            out[:, :, rows] = states[..., : out.shape[-1]].flatten(2, 3)

@@ -21,8 +21,10 @@ from .kept import keeps_tensors
 
 @lru_cache
 @keeps_tensors
-def signs(dim: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Random signs, `[dim]` float32 of +1 and -1, equal on every device."""
+def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
+    """Random signs, `[dim]` float32 of +1 and -1, equal on every device; all +1 for a seed of `None`."""
+    if seed is None:
+        return torch.ones(dim, device=device)
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(0, 2, (dim,), generator=generator) * 2.0 - 1.0).to(device)
 
@@ -51,18 +53,18 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return out.flatten(-2) * dim**-0.5
 
 
-def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
+def rotate(x: torch.Tensor, seed: int | None) -> torch.Tensor:
     """R x over the last dimension; `[..., D]` float32."""
     return hadamard(x * signs(x.shape[-1], seed, x.device))
 
 
-def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:
+def rotate_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
     """R^-1 x over the last dimension; `[..., D]` float32."""
     return hadamard(x) * signs(x.shape[-1], seed, x.device)
 
 
 @lru_cache
 @keeps_tensors
-def rotation_matrix(dim: int, seed: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def rotation_matrix(dim: int, seed: int | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """R as a dense matrix, `[dim, dim]`: `rotate(x) = x @ R.T`. For kernels that rotate with tensor cores."""
     return rotate(torch.eye(dim), seed).T.contiguous().to(device=device, dtype=dtype)

@@ -32,9 +32,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels run on this tensor's device, in its dtype and for heads of this size."""
+    """Whether kernels run on this tensor's device, in its dtype, for heads of this size and for values stored so."""
     runs = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
-    return runs and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+    return runs and layout.rotated_values and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _rotations(
     """Key and value rotations `[D, D]`: R in float32, sqrt(D) R (+-1 for powers of two) in float16."""
     matrices = []
     for dim in (layout.key_dim_padded, layout.value_dim_padded):
-        matrix = rotation_matrix(dim, config.seed, torch.device("cpu"), torch.float32)
+        matrix = rotation_matrix(dim, config.rotation_seed, torch.device("cpu"), torch.float32)
         matrices.append((matrix * dim**0.5 if dtype == torch.float16 else matrix).to(device, dtype))
     return matrices[0], matrices[1]
 
