@@ -71,8 +71,11 @@ def save_cache(
         compressed = (layer for layer in cache.layers if isinstance(layer, TurboQuantLayer))
         reference = next((layer._model_config for layer in compressed), None)
         model = fingerprint.owner(reference() if reference is not None else None)
-    if cache.offloading and torch.cuda.is_available():
-        torch.cuda.synchronize()  # layers move to the CPU on their own streams
+    if cache.offloading:
+        # Layers move to the CPU on streams of their own, and may be of several GPUs.
+        for device in {getattr(layer, "device", None) for layer in cache.layers}:
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
