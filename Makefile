@@ -11,19 +11,31 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The oldest versions allowed, over the packages of $(VENV): only what differs is installed twice.
+OLDEST := $(VENV)-oldest
+OLDEST_STAMP := $(OLDEST)/.installed
+OLDEST_TESTS := $(addprefix tests/,test_generate.py test_compiled.py test_estimate.py test_cli.py)
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.
 PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-cuda lint format tables clean
+.PHONY: help venv demo test test-newest test-oldest test-slow test-cuda lint format tables clean
 
 help:
-	@echo "make demo | test | test-slow | test-cuda | lint | format | tables | venv | clean"
+	@echo "make demo | test | test-newest | test-oldest | test-slow | test-cuda | lint | format | tables | venv | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	touch $@
+
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+$(OLDEST_STAMP): $(STAMP) constraints-oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(BIN)/python $(PURELIB) > "$$($(OLDEST)/bin/python $(PURELIB))/newest.pth"
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e .
 	touch $@
 
 venv: $(STAMP)
@@ -41,8 +53,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
+test: lint test-newest test-oldest
+
+test-newest: $(STAMP)
 	$(PARALLEL) $(PYTEST) -n $(WORKERS) -m "not slow and not cuda" --nbmake tests examples
+
+# What touches transformers most, on its oldest supported version.
+test-oldest: $(OLDEST_STAMP)
+	$(PARALLEL) $(OLDEST)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) -n $(WORKERS) \
+		-m "not slow and not cuda" -o cache_dir=.pytest_cache/oldest $(OLDEST_TESTS)
 
 test-slow: $(STAMP)
 	$(PARALLEL) $(PYTEST) -n $(WORKERS) -m "slow and not cuda" tests
@@ -50,10 +69,11 @@ test-slow: $(STAMP)
 test-cuda: $(STAMP)
 	$(PYTEST) -m cuda tests
 
-# The tables of README.md from the results in examples/results.
+# The tables of README.md and the pictures, from the results in examples/results.
 tables: $(STAMP)
 	$(BIN)/python examples/make_tables.py
+	$(BIN)/python examples/plots.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
