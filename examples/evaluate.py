@@ -107,7 +107,7 @@ def our_methods(config: Any, tokens: int) -> list[Method]:
 
 
 def ablations(config: Any, tokens: int) -> list[Method]:
-    """One part of the recipe switched at a time, for presets of 4, 3 and 2 bits."""
+    """One part of the recipe switched at a time, for presets of 4 and 3 bits."""
     switches: dict[str, dict[str, Any]] = {
         "defaults": {},
         "packed only": PACKED,
@@ -128,7 +128,7 @@ def ablations(config: Any, tokens: int) -> list[Method]:
     }
     return [
         compressed(config, f"{preset}, {what}", replace(PRESETS[preset], **options), tokens)
-        for preset in ("4bit_nc", "3bit_nc", "2bit_nc")
+        for preset in ("4bit_nc", "3bit_nc")
         for what, options in switches.items()
     ]
 
