@@ -57,21 +57,22 @@ def bytes_held(cache: TurboQuantCache) -> dict[str, int]:
     return {kind: getattr(footprint, kind) for kind in ("packed", "window", "sinks", "bf16_equivalent")}
 
 
-def shares_of_packed_heads(model: PreTrainedModel, rank: int) -> dict[str, bool]:
-    """Whether a rank given its heads of some states packs what one process packs for those heads, bit for bit."""
-    local = model.config.num_key_value_heads // dist.get_world_size()
-    whole = states(7, heads=model.config.num_key_value_heads, tokens=700)
+def shares_are_the_whole(model: PreTrainedModel, rank: int) -> dict[str, bool]:
+    """Whether what the ranks pack of some states, each of its own heads, is together what this process packs of all
+    heads, bit for bit."""
+    ranks, heads = dist.get_world_size(), model.config.num_key_value_heads
+    states_of_all = states(7, heads=heads, tokens=700)
     equal = {}
     for preset in PRESETS:
-        mine, full = TurboQuantCache(model.config, preset), TurboQuantCache(model.config, preset)
-        heads = slice(rank * local, (rank + 1) * local)
-        mine.update(*(part[:, heads] for part in whole), 0)
-        full.update(*whole, 0)
-        ours, theirs = mine.layers[0].store.tensors(), full.layers[0].store.tensors()
+        mine, whole = TurboQuantCache(model.config, preset), TurboQuantCache(model.config, preset)
+        mine.update(*(part.chunk(ranks, dim=1)[rank] for part in states_of_all), 0)
+        whole.update(*states_of_all, 0)
+        shares: list[Any] = [None] * ranks
+        dist.all_gather_object(shares, mine.layers[0].store.tensors())
         equal[preset] = all(
-            torch.equal(part, other[:, heads])
-            for kind in ours
-            for part, other in zip(ours[kind], theirs[kind], strict=True)
+            torch.equal(torch.cat([share[kind][index] for share in shares], dim=1), expected)
+            for kind, group in whole.layers[0].store.tensors().items()
+            for index, expected in enumerate(group)
         )
     return equal
 
@@ -116,7 +117,7 @@ def main() -> None:
         found["tokens"][preset] = [tokens, expected[preset][0]]
         found["bytes"][preset] = [bytes_held(cache), expected[preset][1]]
         found["heads"] += [layer.store.num_heads for layer in cache.layers]
-    found["same_packed"] = shares_of_packed_heads(alone, rank)
+    found["same_packed"] = shares_are_the_whole(alone, rank)
 
     counters.clear()
     cache = TurboQuantCache(sharded.config, max_cache_len=300, **OPTIONS)

@@ -69,7 +69,7 @@ def test_a_rank_holds_its_own_kv_heads_whole_and_half_of_the_bytes(found):
 
 
 def test_ranks_rotate_and_quantise_alike(found):
-    """A rank's packed bits are those of its heads in one process: no seed depends on the rank."""
+    """The packed bits of all ranks together are those of one process: no seed depends on the rank."""
     for rank in RANKS:
         assert found[rank]["same_packed"] == dict.fromkeys(PRESETS, True)
 
