@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_generate
+import bench_prefix
 import torch
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -227,6 +228,10 @@ def main() -> None:
     command.add_argument("--layers", type=int, default=32, help="layers of the random Llama")
     command.add_argument("--only", help="only cells whose name contains this, e.g. '8x32768 4bit_nc'")
     command.set_defaults(run=lambda arguments: bench_generate.run(arguments.model, arguments.layers, arguments.only))
+    command = commands.add_parser("prefix", help="many queries over packed history against bf16 attention")
+    command.set_defaults(run=lambda arguments: bench_prefix.run())
+    command = commands.add_parser("prefill", help="time to the first token, and a prefill of a million tokens")
+    command.set_defaults(run=lambda arguments: bench_prefix.run_prefill())
     for command in commands.choices.values():
         command.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()

@@ -120,7 +120,8 @@ def turboquant_mask(
     """transformers' `sdpa_mask`, left out only where `None` means the same to `turboquant_attention`.
 
     sdpa reads `None` as a top-left causal mask in some shapes, bottom-right in others. Here it is always bottom-right:
-    the skip is allowed for a single query over keys that end with it, and for a prefill without a past.
+    the skip is allowed for queries over keys that end with them. (A mask of 2,048 queries over a million tokens would
+    take 2 GiB.)
 
     Raises:
         ValueError: The padding mask is longer than the keys: a preallocated cache would overrun.
@@ -133,6 +134,12 @@ def turboquant_mask(
                 f"This step needs room for {attention_mask.shape[-1]} tokens, but `max_cache_len` of the cache is "
                 f"{kv_length}. Make the cache with a larger `max_cache_len`."
             )
+    local = kwargs.get("local_size")
+    if allow_is_causal_skip and not preallocated and 1 < q_length < kv_length and local is None:
+        ends = q_offset + q_length == kv_length + kwargs.get("kv_offset", 0)
+        known = not torch.compiler.is_compiling()  # whether anything is padded takes a look at the mask
+        if ends and (attention_mask is None or (known and bool(attention_mask.all()))):
+            return None
     ends_with_query = q_length == kv_length or (q_length == 1 and not preallocated)
     return sdpa_mask(
         batch_size=batch_size,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from . import reference, reference_attention, triton_backend
+from . import continuation, reference, reference_attention, triton_backend
 from .blocks import PackedBlocks
 from .config import TurboQuantConfig
 from .view import StoreView
 from .window import KeyValue
+from .workspace import Scratch, current_workspace
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
@@ -26,15 +27,31 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 def dense(view: StoreView) -> KeyValue:
     """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
-    tokens = view.num_blocks * view.blocks.layout.tokens
     keys, values = (part.new_empty(shape) for part, shape in zip(view.sinks, view.shaped(view.length), strict=True))
+    _write_dense(view, keys, values)
+    return keys, values
+
+
+def _write_dense(view: StoreView, keys: torch.Tensor, values: torch.Tensor) -> None:
+    tokens = view.num_blocks * view.blocks.layout.tokens
     for start, part in view.dense_parts:
         for out, states in zip((keys, values), part, strict=True):
             out[:, :, start : start + states.shape[2]] = states
     if tokens:
         packed = slice(view.sinks[0].shape[2], view.sinks[0].shape[2] + tokens)
         dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
-    return keys, values
+
+
+def buffered_attend(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, *, scaling: float, causal: bool = True
+) -> torch.Tensor:
+    """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
+    shapes = zip(("continuation keys", "continuation values"), view.shaped(view.length), strict=True)
+    requests = {name: Scratch(shape, view.sinks[0].dtype) for name, shape in shapes}
+    workspace = current_workspace(query.device)
+    keys, values = workspace.acquire("continuation prefill", requests).values()
+    _write_dense(view, keys, values)
+    return continuation.attend_buffer(query, keys, values, mask, scaling=scaling, causal=causal)
 
 
 def attend(
@@ -54,6 +71,18 @@ def attend(
     """
     if triton_backend.can_attend(query, view, mask, position_bias):
         return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
+    way = continuation.choose(
+        query.shape[2],
+        sum(shape.numel() for shape in view.shaped(view.length)) * query.element_size(),
+        fused=triton_backend.can_attend_many(query, view, mask, position_bias),
+        buffered=continuation.sdpa_takes(query, softcap, s_aux, position_bias),
+    )
+    if way == "fused":
+        return triton_backend.attend_many(
+            query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux
+        )
+    if way == "buffered":
+        return buffered_attend(query, view, mask, scaling=scaling, causal=causal)
     return reference_attention.attend(
         query,
         view,

@@ -24,6 +24,7 @@ if HAS_TRITON := find_spec("triton") is not None:
     from tq_kernels.dequantise import dequantise as dequantise_blocks
     from tq_kernels.encode import encode as encode_blocks
     from tq_kernels.launch import decode_attention, decode_scratch_size, device_int, interpreted
+    from tq_kernels.prefix_launch import attend_prefix, prefix_takes
 
 MAX_QUERIES = 16
 """Queries a sequence that the decode kernel takes; more are the business of prefill."""
@@ -56,6 +57,20 @@ def can_attend(
         serves(query, view.blocks.layout)
         and query.shape[2] <= MAX_QUERIES
         and view.new is None
+        and position_bias is None
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+    )
+
+
+def can_attend_many(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
+) -> bool:
+    """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
+    all heads."""
+    layout = view.blocks.layout
+    return (
+        serves(query, layout)
+        and prefix_takes(layout.key_dim, layout.value_dim, query.device)
         and position_bias is None
         and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
     )
@@ -206,6 +221,37 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **op
         num_sinks,
         mask,
         workspace,
+        **options,
+    )
+
+
+def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """`tq_hf.reference_attention.attend` on the GPU, for calls that `can_attend_many`."""
+    layout, blocks = view.blocks.layout, view.blocks
+    key_rotation, value_rotation = _rotations(view.config, layout, query.device, torch.float16)
+    workspace = current_workspace(query.device)
+
+    def scratch(size: int) -> torch.Tensor:
+        return workspace.acquire("prefix attention", {"prefix": Scratch((size,), torch.float32)})["prefix"]
+
+    return attend_prefix(
+        _rows(query),
+        blocks.key_words,
+        blocks.value_words,
+        blocks.scalars,
+        blocks.key_means,
+        view.num_blocks,
+        view.sinks,
+        (view.window.keys, view.window.values),
+        view.num_window,
+        None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
+        key_rotation,
+        value_rotation,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        scratch=scratch,
+        out=query.new_empty(query.shape[0], query.shape[2], query.shape[1], layout.value_dim),
+        mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         **options,
     )
 

@@ -76,6 +76,8 @@ def _weights(x, shift, gain):
 
 @triton.jit(
     do_not_specialize=[
+        "blocks_b",
+        "blocks_h",
         "rows",
         "groups",
         "kv_heads",

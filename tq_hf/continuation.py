@@ -1,0 +1,80 @@
+"""Many queries over compressed history (a second turn, a chunk of a long prompt): which way, and the buffered one.
+
+Up to `triton_backend.MAX_QUERIES` queries go to the decode kernel. More go to the *fused* kernel, which unpacks tiles
+of history as it needs them, or to the *buffered* way: the history is dequantised into the shared workspace, new tokens
+are written beside it, and sdpa runs over the buffer. One buffer serves all layers in turn (vLLM, pull request 40941),
+and nothing is concatenated. The buffered way also takes what the fused kernel does not: additive masks, masks per head,
+devices without matrix units.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+BUFFERED_QUERIES = 1 << 30
+"""From so many queries on, dequantising once is repaid by sdpa's faster products."""
+BUFFERED_BYTES = 64 << 20
+"""Largest buffer the switch spends on speed; where only the buffered way works, it takes what it needs."""
+
+Way = Literal["fused", "buffered", "reference"]
+
+
+def choose(queries: int, buffer_bytes: int, *, fused: bool, buffered: bool) -> Way:
+    """The way for a call.
+
+    Args:
+        queries: S, more than the decode kernel takes.
+        buffer_bytes: Dense keys and values of one layer.
+        fused: Whether the fused kernel takes the call.
+        buffered: Whether sdpa does.
+    """
+    if buffered and (not fused or (queries >= BUFFERED_QUERIES and buffer_bytes <= BUFFERED_BYTES)):
+        return "buffered"
+    return "fused" if fused else "reference"
+
+
+def sdpa_takes(
+    query: torch.Tensor, softcap: float | None, s_aux: torch.Tensor | None, position_bias: torch.Tensor | None
+) -> bool:
+    """Whether `attend_buffer` computes this call: on a GPU, where sdpa is fast, and without what sdpa has not."""
+    return query.is_cuda and softcap is None and s_aux is None and position_bias is None
+
+
+def attend_buffer(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    causal: bool = True,
+) -> torch.Tensor:
+    """Attention of the newest S tokens over dense states by sdpa.
+
+    Args:
+        query: `[B, Hq, S, Dk]`.
+        keys: `[B, Hkv, T, Dk]`.
+        values: `[B, Hkv, T, Dv]`.
+        mask: `[B or 1, 1 or Hq, S or 1, >= T]`, bool or additive; `None` is bottom-right causal, or full if not
+            `causal`.
+        scaling: Factor of the logits.
+        causal: What a mask of `None` means.
+
+    Returns:
+        `[B, S, Hq, Dv]`. Rows that may attend to nothing are 0.
+    """
+    queries, length = query.shape[2], keys.shape[2]
+    if mask is not None:
+        mask = mask[..., :length]
+        mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+    elif causal and queries > 1 and not query.is_cuda:
+        mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
+    elif causal and queries > 1:
+        mask = causal_lower_right(queries, length)  # flash needs no tensor for it
+    grouped = query.shape[1] != keys.shape[1]
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2)
