@@ -3,7 +3,7 @@
     python examples/multi_gpu.py
 
 measures, on an 8B-shaped random Llama: one GPU; both GPUs in one process with `device_map="auto"`; and both with
-tensor parallelism, for which it starts itself once more, as one would any script that says `tp_plan="auto"`:
+tensor parallelism, for which it starts itself once more, as one would any script that asks transformers for it:
 
     torchrun --nproc-per-node 2 examples/multi_gpu.py --folder FOLDER
 
@@ -30,15 +30,17 @@ import torch
 import torch.distributed as dist
 from bench_generate import LLAMA_8B
 from report import RESULTS, bytes_held, provenance, slug
+from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.distributed import DistributedConfig
 
 from tq_hf import TurboQuantCache
 
 PRESET = "4bit_nc"
 SHAPE = (8, 32768)
-PROMPT, STEPS = 2048, 64
+PROMPT, STEPS = 2048, 48
 NEW_TOKENS = (8, 40)
 TINY = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 ON_GPU = torch.cuda.is_available()
@@ -62,12 +64,8 @@ def random_weights(config: LlamaConfig, rank: int = 0) -> dict[str, torch.Tensor
 
 
 def load(config: LlamaConfig, weights: dict[str, torch.Tensor], **placement: Any) -> PreTrainedModel:
-    """The model, placed by `device_map` or `tp_plan`: this is where one would name a checkpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer transformers prefer `distributed_config`
-        model = LlamaForCausalLM.from_pretrained(
-            None, config=config, state_dict=weights, dtype=torch.bfloat16, **placement
-        )
+    """The model, placed by `device_map` or `distributed_config`: this is where one would name a checkpoint."""
+    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16, **placement)
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -206,6 +204,15 @@ def host_synchronisations(model: PreTrainedModel, make: Make, prompt: int) -> in
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
+def compiler_counts() -> dict[str, int]:
+    """What `torch.compile` did since the counters were cleared; skipped graphs are launched kernel by kernel."""
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "cuda_graphs_skipped": counters["inductor"]["cudagraph_skips"],
+    }
+
+
 def sizes(arguments: argparse.Namespace) -> tuple[LlamaConfig, tuple[int, int], int, int]:
     """Config, batch and context of the timed steps, prompt of the others, and room of a preallocated cache."""
     changes = {"num_hidden_layers": arguments.layers} | (TINY | {"vocab_size": 256} if arguments.tiny else {})
@@ -219,7 +226,7 @@ def tensor_parallel(arguments: argparse.Namespace) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ON_GPU:
         torch.cuda.set_device(rank)
-    model = load(config, random_weights(config, rank), tp_plan="auto")
+    model = load(config, random_weights(config, rank), distributed_config=DistributedConfig(tp_plan="auto"))
     expected = torch.load(arguments.folder / "logits.pt")
     record: dict[str, Any] = {"logits": {}, "collectives_a_step": {}, "host_synchronisations_in_8_steps": {}}
     for name, make in {"DynamicCache": dynamic, PRESET: ours}.items():
@@ -238,7 +245,9 @@ def tensor_parallel(arguments: argparse.Namespace) -> None:
     dist.all_gather(every, held)
     record["bytes_held"], record["bytes_with_heads"] = torch.stack(every).T.tolist()
     del cache
+    counters.clear()
     record["ms_compiled"] = ms_per_step(model, preallocated, shape, rank, ranks)
+    record["compiled"] = compiler_counts()
     if rank == 0:
         (arguments.folder / "tensor_parallel.json").write_text(json.dumps(record), encoding="utf-8")
     dist.barrier()
@@ -282,7 +291,9 @@ def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any],
     fill(cache, one, *shape)
     record["one_gpu"] |= {"bytes_held": bytes_held(cache), "bytes_with_heads": bytes_with_heads(cache)}
     del cache
+    counters.clear()
     record["one_gpu"]["ms_compiled"] = ms_per_step(one, preallocated, shape)
+    record["one_gpu"]["compiled"] = compiler_counts()
     show(one_gpu=record["one_gpu"])
 
     del one, weights, preallocated

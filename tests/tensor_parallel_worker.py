@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.distributed import DistributedConfig
 
 from tq_hf import PRESETS, TurboQuantCache
 
@@ -28,12 +28,8 @@ OPTIONS = dict(residual_length=0, sink_tokens=2)
 
 
 def load(path: Path, **options: Any) -> PreTrainedModel:
-    """The model in `path`, with attention on packed blocks; `tp_plan="auto"` shards it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer transformers prefer `distributed_config`
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="turboquant", **options
-        )
+    """The model in `path`, with attention on packed blocks; a `distributed_config` shards it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="turboquant", **options)
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -97,7 +93,7 @@ def error_of_loading(path: Path, model: PreTrainedModel) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    sharded = load(folder / "model", tp_plan="auto")
+    sharded = load(folder / "model", distributed_config=DistributedConfig(tp_plan="auto"))
     alone = load(folder / "model")
     rank, size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"tokens": {}, "bytes": {}, "heads": []}

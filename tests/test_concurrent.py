@@ -176,6 +176,7 @@ def test_two_models_in_two_threads_on_two_streams(gpu_models, partial_results_ar
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("default")  # what the compiler says on its way
 def test_two_models_compiled_in_one_process_do_not_disturb_each_other(gpu_models):
     """Captured graphs of both live side by side, each with its own scratch and its cache's addresses."""
     torch._dynamo.reset()

@@ -130,8 +130,9 @@ def test_layers_offloaded_to_the_cpu_give_the_same_tokens(one_gpu, options):
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
 def test_two_gpus_give_the_tokens_of_one(one_gpu, two_gpus, options):
     assert everything(two_gpus, **options) == everything(one_gpu, **options)
-    used = {device for device, _ in workspace._local.workspaces}
-    assert {torch.device("cuda", 0), torch.device("cuda", 1)} <= used or options
+    if not options:  # a preallocated store takes scratch for each call
+        used = {device for device, _ in workspace._local.workspaces}
+        assert {torch.device("cuda", 0), torch.device("cuda", 1)} <= used
 
 
 @pytest.mark.cuda
@@ -163,6 +164,7 @@ def test_a_file_is_loaded_onto_the_gpus_of_the_model(one_gpu, two_gpus, tmp_path
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("default")  # what the compiler says of graphs over two devices
 @TWO_GPUS
 def test_compiled_decoding_over_two_gpus_recalls_a_passkey(two_gpus):
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "needle")
