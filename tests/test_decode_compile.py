@@ -45,12 +45,27 @@ def plan(
     dim: int = 128,
     value_dim: int | None = None,
     queries: int = 1,
-    mask: bool = False,
+    mask_rows: int = 0,
 ) -> Plan:
     nvidia = isinstance(arch, int)
     on = Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90)
     return plan_decode(
-        1, 32, 8, queries, dim, value_dim or dim, key_bits, value_bits, True, 256, 260, True, mask, False, False, on
+        1,
+        32,
+        8,
+        queries,
+        dim,
+        value_dim or dim,
+        key_bits,
+        value_bits,
+        True,
+        256,
+        260,
+        True,
+        mask_rows,
+        False,
+        False,
+        on,
     )
 
 
@@ -83,7 +98,7 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Any:
         *[dtype] * 4,
         "*i32",
         "*i32",
-        "*i1",
+        "*u8",
         *["i32"] * 13,
         "fp32",
         "fp32",
@@ -164,7 +179,8 @@ def test_compiles_for(arch: int | str, preset: str) -> None:
         dict(dim=256),
         dict(queries=5),
         dict(queries=16),
-        dict(mask=True),
+        dict(mask_rows=1),
+        dict(mask_rows=2),
         dict(dtype="*bf16"),
     ],
     ids=str,

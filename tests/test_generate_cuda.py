@@ -18,7 +18,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 import needle_data as needle  # noqa: E402
 
-pytestmark = pytest.mark.cuda
+pytestmark = [
+    pytest.mark.cuda,
+    # PyTorch itself captures an empty graph when it sets up its graph trees.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +100,14 @@ def test_memory_footprint_is_what_the_allocator_says(model):
     for _ in range(2):  # once to make the tables and scratch every cache shares
         gc.collect()
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         cache = TurboQuantCache(config)
         for layer in range(8):
             cache.update(keys, keys, layer)
-        held = torch.cuda.memory_allocated() - before
+        held = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
         footprint = cache.memory_footprint().total
-        tensors = 8 * 9
         del cache
-    assert footprint <= held <= footprint + 512 * tensors  # the allocator rounds each tensor up to 512 bytes
+    assert held == footprint
 
 
 def test_decoding_allocates_nothing_after_the_first_step(model, tokenizer):

@@ -23,7 +23,17 @@ from triton.language.extra import cuda
 from .dense import allowed_tile, dense_job, finite, log2_sum, soft_capped
 from .rotate import LINE
 from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
-from .tiles import ROWS32, add_dots, chunk_levels, halves_of, key_scores, load_scalars, prefetch, value_levels
+from .tiles import (
+    ROWS32,
+    add_dots,
+    chunk_levels,
+    halves_of,
+    key_scores,
+    load_bias,
+    load_scalars,
+    prefetch,
+    value_levels,
+)
 
 TOKENS = tl.constexpr(128)
 PROBABILITY_BITS = tl.constexpr(4.0)
@@ -69,7 +79,7 @@ def decode_split(
     window_values,  # [B, Hkv, window_capacity, DV]
     num_window,  # [] int32
     num_sinks,  # [] int32
-    mask,  # [B, 1, S or 1, T] bool
+    mask,  # [B, 1, S or 1, T] uint8, 0 or 1
     rows,
     queries,
     kv_heads,
@@ -101,7 +111,7 @@ def decode_split(
     HAS_MEAN: tl.constexpr,
     DENSE_SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
+    MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
     SOFTCAP: tl.constexpr,
     KEY_CHUNKS: tl.constexpr,
     VALUE_CHUNKS: tl.constexpr,
@@ -120,7 +130,7 @@ def decode_split(
     DM: tl.constexpr = DV if DV > DVP else DVP
     if PDL:
         cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    # Before the wait: all but the queries is older than the kernel in front.
     blocks = tl.load(num_blocks)
     window_count = tl.load(num_window)
     sink_count = tl.load(num_sinks)
@@ -142,6 +152,8 @@ def decode_split(
         )
         prefetch(key_words + first_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
         prefetch(value_words + first_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
+    if PDL:
+        cuda.gdc_wait()
 
     jobs = dense_jobs(sink_count + window_count)
     window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
@@ -199,9 +211,18 @@ def decode_split(
 
     for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream, num_stages=1):
         first = tl.maximum(start - stream * per_stream, 0)
-        # Through a reduction, so that the compiler takes it for different per lane: with a uniform bound it
-        # recomputes the predicate of every prefetching copy from a uniform register, 200 cycles a block.
-        last = tl.max(tl.zeros([32], tl.int32) + tl.minimum(end - stream * per_stream, per_stream))
+        last = tl.minimum(end - stream * per_stream, per_stream)
+        if ASM:
+            # Adds zero. The compiler must take it for different per lane: with a uniform bound it recomputes the
+            # predicate of every prefetching copy from a uniform register, 200 cycles a block.
+            last = tl.inline_asm_elementwise(
+                "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.s32 $0, $1, z; }",
+                "=r,r",
+                [last],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
         head = stream // row_tiles
         batch = head // kv_heads
         kv_head = head % kv_heads
@@ -244,6 +265,9 @@ def decode_split(
         scalar_at = scalars + block0 * TOKENS + n
         # Scalars are read a block ahead into registers: as asynchronous copies they would cost four branches a block.
         w0, w1, w2, w3 = load_scalars(scalar_at + first * TOKENS, first < last)
+        if MASK == 1:
+            mask_at = mask + batch.to(tl.int64) * mask_b + (sink_count + n).to(tl.int64) * mask_t
+            m0, m1, m2, m3 = load_bias(mask_at, first, mask_t)
         for block in tl.range(first, last):
             at = block0 + block
             key_at = key_words + at * KEY_SIZE
@@ -276,7 +300,13 @@ def decode_split(
                 x1 = soft_capped(x1 * factor[None, :], cap_log2)
                 x2 = soft_capped(x2 * factor[None, :], cap_log2)
                 x3 = soft_capped(x3 * factor[None, :], cap_log2)
-            if MASK:
+            if MASK == 1:
+                x0 += m0[:, None]
+                x1 += m1[:, None]
+                x2 += m2[:, None]
+                x3 += m3[:, None]
+                m0, m1, m2, m3 = load_bias(mask_at, tl.minimum(block + 1, last - 1), mask_t)
+            elif MASK == 2:
                 t = sink_count + block * TOKENS + n
                 valid = row_mask[None, :]
                 mask_row = mask + batch.to(tl.int64) * mask_b

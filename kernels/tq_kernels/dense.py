@@ -17,7 +17,7 @@ def soft_capped(logit, cap_log2):
 @triton.jit
 def allowed_tile(mask, t, r_offset, stride_t, valid):
     """Mask tile [32, BR] of tokens `t` [32]."""
-    return tl.load(mask + (t.to(tl.int64) * stride_t)[:, None] + r_offset[None, :], mask=valid, other=False)
+    return tl.load(mask + (t.to(tl.int64) * stride_t)[:, None] + r_offset[None, :], mask=valid, other=0) != 0
 
 
 @triton.jit

@@ -62,11 +62,19 @@ class Kernel:
 ROTATE, SPLIT, REDUCE = Kernel(rotate_query), Kernel(decode_split), Kernel(reduce_splits)
 
 
+@lru_cache
+@torch.inference_mode(False)
+def _integers(size: int, device: torch.device) -> torch.Tensor:
+    """0 to `size` on the device, 16 bytes apart, as wide as Triton's alignment."""
+    # Copied from the host, which waits for it: filled on the device, another stream might read it too early.
+    return torch.arange(size, dtype=torch.int32).repeat_interleave(4).to(device)
+
+
 @lru_cache(maxsize=65536)
 @torch.inference_mode(False)
 def device_int(value: int, device: torch.device) -> torch.Tensor:
-    """`value` as an int32 scalar on the device; cached, so that a length costs no copy when it comes up again."""
-    return torch.tensor(value, dtype=torch.int32, device=device)
+    """`value` as an int32 scalar on the device, out of a table: the host waits for a table, not for every length."""
+    return _integers(max(4096, 1 << value.bit_length()), device)[4 * value]
 
 
 def decode_attention(
@@ -147,7 +155,7 @@ def decode_attention(
         capacity,
         sink_capacity + window_capacity,
         causal,
-        mask is not None,
+        0 if mask is None else min(mask.shape[2], 2),
         softcap is not None,
         s_aux is not None,
         on,
@@ -186,7 +194,7 @@ def decode_attention(
             *window,
             num_window,
             num_sinks,
-            scratch if mask is None else mask,
+            scratch if mask is None else mask.view(torch.uint8),
         ),
         (
             rows,

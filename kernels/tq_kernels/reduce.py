@@ -135,12 +135,10 @@ def reduce_splits(
     d = tl.arange(0, BLOCK_D)
     c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     DM: tl.constexpr = DV if DV > DVP else DVP
-    # Before the wait: the matrix does not depend on the kernel in front.
+    # Before the wait: the matrix and the counts do not depend on the kernel in front.
     matrix = tl.load(
         rotation + d[None, :] * DVP + c[:, None], mask=(d < DVP)[None, :] & (c < DVP)[:, None], other=0.0
     )  # [BC out, BD in]
-    if PDL:
-        cuda.gdc_wait()
     blocks = tl.load(num_blocks)
     dense_tokens = tl.load(num_sinks) + tl.load(num_window)
     work, extra, cost = balance(blocks, streams, workers, dense_tokens)
@@ -149,6 +147,8 @@ def reduce_splits(
     last = tl.where(blocks > 0, owner(block + blocks - 1, workers, work, extra, cost) + stream + 1, first)
     dense_first = workers + streams + stream * DENSE_SPLITS
     dense_last = dense_first + dense_jobs(dense_tokens)
+    if PDL:
+        cuda.gdc_wait()
 
     head_q = (head % kv_heads) * (rows // queries) + r // queries  # [BR]
     lse = scratch + LINE * lse_at

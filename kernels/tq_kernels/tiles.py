@@ -130,6 +130,22 @@ def load_scalars(pointer, valid):
 
 
 @triton.jit
+def _bias(pointer):
+    """0 where the mask is 1, -inf where it is 0."""
+    # 0xff800000 is -inf, and 0x00800000 more is 0.
+    return (tl.load(pointer).to(tl.uint32) * 0x00800000 + 0xFF800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_bias(pointer, block, stride):
+    """A mask's summands of the logits of a block's four planes, [32] float32 each; `pointer` is to block 0's plane
+    0."""
+    plane = 32 * stride
+    pointer += 4 * block * plane
+    return _bias(pointer), _bias(pointer + plane), _bias(pointer + 2 * plane), _bias(pointer + 3 * plane)
+
+
+@triton.jit
 def halves_of(scalars):
     """int32 scalars -> float32 key scale and value scale."""
     w = scalars.to(tl.uint32, bitcast=True)
