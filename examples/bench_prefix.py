@@ -38,11 +38,10 @@ CELLS = ((2048, 30 * 1024), (128, 128 * 1024))
 SWEEP = [(s, t) for t in (4096, 32768, 131072) for s in (17, 32, 64, 128, 512, 2048)]
 PRESETS = ("4bit_nc", "k8v4", "3bit_nc")
 CANDIDATES = (
-    PrefixConfig(128, 128, 8, 2, None, 1),
+    PrefixConfig(128, 128, 8, 1, None, 1),
     PrefixConfig(128, 64, 8, 1, 128, 2),
-    PrefixConfig(128, 64, 8, 2, 128, 2),
+    PrefixConfig(64, 64, 4, 1, None, 2),
     PrefixConfig(64, 64, 4, 1, 168, 3),
-    PrefixConfig(64, 128, 4, 1, None, 2),
 )
 """Launch parameters tried against the table's."""
 

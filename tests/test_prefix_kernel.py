@@ -10,7 +10,9 @@ import torch
 from kernel_cases import INTERPRETED, Case, assert_passes_in_the_interpreter, relative_rms
 from prefix_cases import make_prefix_inputs, oracle, run_prefix
 
+from tq_hf import TurboQuantConfig, ops, reference_attention, triton_backend
 from tq_hf.config import PRESETS
+from tq_hf.store import LayerStore
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, window=37, window_capacity=128)
@@ -92,6 +94,20 @@ if INTERPRETED:
         out = run_prefix(prefix, splits=splits)
         assert relative_rms(out, oracle(prefix.inputs)) <= 1e-3
         assert (out[1, 3:9] == 0).all() and (out[1, :3] != 0).any()
+
+    @pytest.mark.parametrize("queries", [20, 130])
+    def test_a_cache_is_read_by_the_kernel_as_by_the_reference(queries: int) -> None:
+        """Up to 128 new tokens come in the window, more of them beside it; `ops` chooses the kernel for both."""
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(1, 1, 300 + queries, 32, generator=generator).half() for _ in range(2)]
+        store = LayerStore(TurboQuantConfig(residual_length=10), *states)
+        store.append(*(x[:, :, :300] for x in states))
+        view = store.append(*(x[:, :, 300:] for x in states))
+        assert (view.new is None) == (queries == 20) and view.num_blocks == 2
+        query = torch.randn(1, 2, queries, 32, generator=generator).half()
+        assert triton_backend.can_attend_many(query, view, None, None)
+        expected = reference_attention.attend(query, view, None, scaling=0.2)
+        assert relative_rms(ops.attend(query, view, None, scaling=0.2), expected.double()) <= 1e-3
 
     def test_blocks_out_of_use_are_never_read() -> None:
         clean, other = (make_prefix_inputs(BASE.with_(capacity=6), CPU, beside=False) for _ in range(2))

@@ -47,6 +47,19 @@ def _hidden(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def _parked(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
+    """`operand` [BR, BDK] by way of memory: Triton keeps operands that were loaded in shared memory, others in
+    registers."""
+    tile = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tile_count + tl.program_id(0)
+    at = operand_rows + tile.to(tl.int64) * (BLOCK_R * BLOCK_DK)
+    at += tl.arange(0, BLOCK_R)[:, None] * BLOCK_DK + tl.arange(0, BLOCK_DK)[None, :]
+    tl.debug_barrier()
+    tl.store(at, operand)
+    tl.debug_barrier()
+    return tl.load(at)
+
+
+@triton.jit
 def _masked(x, mask, s_offset, t, mask_t, valid, MASK: tl.constexpr):
     """x [BR, TILE] with -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
     at = t.to(tl.int64) * mask_t
@@ -115,7 +128,7 @@ def prefix_attention(
     out,  # [B, S, Hq, DV], last dimension contiguous; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
     lse,  # [splits, B * Hkv * rows] float32, base 2
-    rotated_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
+    operand_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
     query_b,
     query_h,
     query_s,
@@ -219,13 +232,9 @@ def prefix_attention(
             mask=key_exists[None, :] & (dk < DKP)[:, None],
             other=0.0,
         )  # [BDK in, BDK column]
-        # Through memory, because Triton keeps operands that were loaded in shared memory and others in registers.
-        row = (tl.program_id(2) * tl.num_programs(1) + head) * tile_count + tl.program_id(0)
-        parked = rotated_rows + row.to(tl.int64) * (BLOCK_R * BLOCK_DK)
-        parked += tl.arange(0, BLOCK_R)[:, None] * BLOCK_DK + dk[None, :]
-        tl.store(parked, (tl.dot(plain, matrix) * (DKP**-0.5)).to(tl.float16))
-        tl.debug_barrier()
-        rotated = tl.load(parked)  # [BR, BDK]
+        rotated = _parked(
+            (tl.dot(plain, matrix) * (DKP**-0.5)).to(tl.float16), operand_rows, tile_count, BLOCK_R, BLOCK_DK
+        )
         block0 = batch * blocks_b + kv_head * blocks_h
         n = tl.arange(0, 32)
         means = key_means + key_channel
@@ -252,8 +261,6 @@ def prefix_attention(
                 HAS_MEAN,
                 ASM,
             )
-            t = sink_count + block * TOKENS + tl.arange(0, TILE)
-            x0 = _logits(rotated, k0, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
             v0, v1 = value_tiles(
                 value_words + at * (4 * DVP * VALUE_BITS),
                 v_scale0,
@@ -265,6 +272,8 @@ def prefix_attention(
                 VALUE_BITS,
                 ASM,
             )
+            t = sink_count + block * TOKENS + tl.arange(0, TILE)
+            x0 = _logits(rotated, k0, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
             if STEP == 64:
                 acc, total, maximum = _add_tile(acc, total, maximum, x0, tl.trans(v0), gain, MASK > 0)
             x1 = _logits(rotated, k1, factor, cap_log2, mask, mask_offset, t + TILE, mask_t, MASK, SOFTCAP)
@@ -301,6 +310,7 @@ def prefix_attention(
         query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
         query_inside = (r < rows)[:, None] & (dk < DK)[None, :]
         plain, _ = _normalised_rows(query_at[:, None] + dk[None, :], query_inside)
+        plain = _parked(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense)
         sink_keys += batch * sink_b + kv_head * sink_h

@@ -57,8 +57,8 @@ def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     if largest > 128:
         return PrefixConfig(64, 64, 8 if on.dependent_launch else 4, 1, None, 1)
     if on.dependent_launch:
-        return PrefixConfig(128, 64, 8, 2, 128, 2)
-    return PrefixConfig(64, 64, 4, 1, None, 2)
+        return PrefixConfig(128, 128, 8, 2, None, 1)
+    return PrefixConfig(64, 128, 8, 1, None, 1)
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
@@ -193,9 +193,9 @@ def attend_prefix(
         resident = on.multiprocessors * config.programs_per_multiprocessor
         splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // TOKENS), resident)
     outputs = splits * heads * rows if splits > 1 else 0
-    rotated = splits * heads * row_tiles * config.block_rows * _block(key_dim) // 2
-    held = scratch(rotated + outputs * (value_dim + 1))
-    rotated_rows, partial, lse = held.split([rotated, outputs * value_dim, outputs])
+    operands = splits * heads * row_tiles * config.block_rows * _block(key_dim) // 2
+    held = scratch(operands + outputs * (value_dim + 1))
+    operand_rows, partial, lse = held.split([operands, outputs * value_dim, outputs])
     words, capacity = key_words.shape[3], max(window[0].shape[2], 1)
     # A mask of few strides: for all queries alike where its queries are.
     mask_kind = 0 if mask is None else (1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2)
@@ -218,7 +218,7 @@ def attend_prefix(
         out,
         partial,
         lse,
-        rotated_rows.view(torch.float16),
+        operand_rows.view(torch.float16),
         *query.stride()[:3],
         key_words.stride(0) // words,
         key_words.stride(1) // words,
