@@ -123,6 +123,7 @@ def ablations(config: Any, tokens: int) -> list[Method]:
         "values: none": {"value_correction": "none"},
         "values: norm": {"value_correction": "norm"},
         "values: inner": {"value_correction": "inner"},
+        "keys and values: inner": {"key_correction": "inner", "value_correction": "inner"},
         "first and last layer dense": {"skip_layers": (0, -1)},
         "another seed": {"seed": 1},
     }
