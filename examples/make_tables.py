@@ -3,8 +3,9 @@
     python examples/make_tables.py            # rewrite
     python examples/make_tables.py --check    # exit with an error if README.md is out of date
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is `presets`, or a results file without its
-ending; the part before the first hyphen says how to render it. `make tables` draws the pictures too (`plots.py`).
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is `presets`, `pictures`, or a pattern of names
+of results files without their ending, e.g. `kernels-*`; their beginning says how they are shown (see `tables.py`).
+`make tables` also draws the pictures (`plots.py`).
 """
 
 from __future__ import annotations
@@ -13,265 +14,44 @@ import argparse
 import json
 import re
 import sys
-from typing import Any
+from pathlib import Path
 
 from report import RESULTS, ROOT
-
-from tq_hf import PRESETS
+from tables import RENDERERS, presets
 
 README = ROOT / "README.md"
 SECTION = re.compile(r"(<!-- table:(\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-HEAD_DIM = 128
-MIB = 2**20
-GIB = 2**30
 
 
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is left-aligned, the others right."""
-    lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def source(record: dict[str, Any]) -> str:
-    """Where a table's numbers come from."""
-    versions = record | record.get("versions", {})
-    made_by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
-    place = ", ".join(filter(None, (record.get("device") or record["gpu"], record.get("dtype"))))
-    return f"\n`{record['command']}` on {place}, {made_by}, {record['date']}.\n"
-
-
-def shape(batch: int, context: int) -> str:
-    """Sequences and tokens, e.g. 8 × 32k."""
-    return f"{batch} × {context // 1024}k" if context % 1024 == 0 else f"{batch} × {context:,}"
-
-
-def details(summary: str, content: str) -> str:
-    """Markdown that is folded away."""
-    return f"\n<details><summary>{summary}</summary>\n\n{content}\n</details>\n"
-
-
-def presets() -> str:
-    """Sizes of the presets, from the package itself."""
-    rows = []
-    for name, config in PRESETS.items():
-        layout = config.layout(HEAD_DIM)
-        bits = ["FP8" if bits == 8 else f"{bits} bits" for bits in (config.key_bits, config.value_bits)]
-        ratio = f"{layout.compression_ratio:.2f}"
-        rows.append([f"`{name}`", *bits, str(layout.slot_bytes), f"{layout.block_bytes / layout.tokens:.0f}", ratio])
-    packed = "bytes per token and KV head"
-    return table(["preset", "keys", "values", packed, "with block means", "bf16 / packed"], rows)
-
-
-def passkey(record: dict[str, Any]) -> str:
-    """Recall and memory of each cache."""
-    rows = [
-        [
-            cache_name(row["cache"]),
-            f"{row['bytes_held'] / MIB:.2f} MiB",
-            f"{row['times_smaller']:.2f}×",
-            f"{row['passkeys_right']}/{row['passkeys_asked']}",
-            f"{row['facts_right']}/{row['facts_asked']}",
-        ]
-        for row in record["rows"]
-    ]
-    held = f"KV held, {record['document_tokens']:,} tokens"
-    return table(["cache", held, "smaller by", "pass keys", "facts"], rows) + source(record)
-
-
-def quickstart(record: dict[str, Any]) -> str:
-    """Answer, memory and speed of each cache."""
-    baseline = record["rows"][0]["bytes_held"]
-    rows = [
-        [
-            cache_name(row["cache"]),
-            "right" if row["right"] else "wrong",
-            f"{row['bytes_held'] / MIB:.2f} MiB",
-            f"{baseline / row['bytes_held']:.2f}×",
-            f"{row['tokens_per_second']:.1f}",
-        ]
-        for row in record["rows"]
-    ]
-    held = f"KV held, {record['prompt_tokens']:,} tokens"
-    return table(["cache", "answer", held, "smaller by", "decoding, tokens/s"], rows) + source(record)
-
-
-def kernel_cells(cells: list[dict[str, Any]]) -> str:
-    """Decode attention of one head shape: a row for each batch and context, a column for each preset."""
-    presets = list(dict.fromkeys(cell["preset"] for cell in cells))
-    shapes = dict.fromkeys((cell["batch"], cell["length"]) for cell in cells)
-    rows = []
-    for batch, length in shapes:
-        of_shape = {cell["preset"]: cell for cell in cells if (cell["batch"], cell["length"]) == (batch, length)}
-        backend, best = min(next(iter(of_shape.values()))["sdpa_us"].items(), key=lambda item: item[1])
-        row = [shape(batch, length), f"{best:.1f} µs ({backend})"]
-        for preset in presets:
-            cell = of_shape.get(preset)
-            time = cell and min(cell["eager_us"], cell["graph_us"])
-            row.append(f"**{cell['speedup']:.2f}×** {time:.1f} µs, {cell['of_read']:.0%}" if cell else "–")
-        rows.append(row)
-    return table(["batch × context", "sdpa, bf16", *(f"`{preset}`" for preset in presets)], rows)
-
-
-def kernels(record: dict[str, Any]) -> str:
-    """Decode attention against sdpa: all cells, those of the first head shape in sight."""
-    by_heads: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for cell in record["cells"]:
-        by_heads.setdefault(tuple(cell["heads"]), []).append(cell)
-    texts = {}
-    for heads, cells in by_heads.items():
-        errors = [f"`{e['preset']}` {e['relative_rms']:.1e}" for e in record["errors"] if tuple(e["heads"]) == heads]
-        texts[heads] = kernel_cells(cells) + f"\nError against float64: {', '.join(errors)} (relative RMS, float16).\n"
-    (first, text), *others = texts.items()
-    named = "{} query heads on {} KV heads of {} channels".format
-    text = f"{named(*first)}:\n\n{text}"
-    if others:
-        text += details("Other head shapes", "\n".join(f"{named(*heads)}:\n\n{text}" for heads, text in others))
-    return f"{text}\nThe GPU reads {record['read_gb_s']:,.0f} GB/s. Measured by {source(record).lstrip()}"
-
-
-def generated(row: dict[str, Any] | None) -> str:
-    """Time of a step and memory, or why there is none."""
-    if row is None:
-        return "–"
-    if "error" in row:
-        return row["error"]
-    return f"**{row['ms_per_step']:.1f}** ms, {row['peak_bytes_beyond_weights'] / GIB:.1f} GiB"
-
-
-def generate(record: dict[str, Any]) -> str:
-    """A step of `generate()` and memory beyond weights: a row for each cache, a column for each batch and context."""
-    rows = {(row["cache"], row["batch"], row["context"]): row for row in record["rows"]}
-    shapes = list(dict.fromkeys(key[1:] for key in rows))
-    lines = []
-    for cache in dict.fromkeys(key[0] for key in rows):
-        lines.append([cache_name(cache), *(generated(rows.get((cache, *one))) for one in shapes)])
-    return f"{record['model']}:\n\n" + table(["cache", *(shape(*one) for one in shapes)], lines) + source(record)
-
-
-def share(value: float | None) -> str:
-    """A share in percent, or a dash if nothing was asked."""
-    return "–" if value is None else f"{value:.1%}"
-
-
-def cache_name(name: str) -> str:
-    """The name of a cache with a preset's name in it as code."""
-    preset, comma, rest = name.partition(",")
-    return f"`{preset}`{comma}{rest}" if preset in PRESETS else name
-
-
-def quality_rows(rows: list[dict[str, Any]]) -> str:
-    """A row for each cache: bytes, and differences from the uncompressed float32 cache."""
-    headings = ["cache", "bytes, all in", "packed", "KL, nats (95%)", "KL, p99", "ΔPPL", "top-1", "pass keys", "facts"]
-    lines = []
-    for row in rows:
-        low, high = row["kl_95"]
-        sizes = [f"{row[key]:.0f}" for key in ("bytes_all_in", "bytes_packed")]
-        kl = [f"{row['kl']:.2g} ({low:.2g} to {high:.2g})", f"{row['kl_p99']:.2g}", f"{row['delta_ppl']:+.2%}"]
-        recalls = [share(row[key]) for key in ("top1", "passkey_recall", "recall")]
-        lines.append([cache_name(row["cache"]), *sizes, *kl, *recalls])
-    return table(headings, lines)
-
-
-def by_injection(rows: list[dict[str, Any]]) -> str:
-    """KL and recall of facts of each cache by the length of the vector added to its keys."""
-    strengths = sorted({row["injection"] for row in rows})
-    found = {(row["cache"], row["injection"]): row for row in rows}
-    stressed = dict.fromkeys(row["cache"] for row in rows if row["injection"])
-    lines = []
-    for name in stressed:
-        cells = [found.get((name, strength)) for strength in strengths]
-        lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
-    return table(["KL, facts recalled", *(f"{strength:g} × ‖k‖" for strength in strengths)], lines)
-
-
-def against_vllm(pairs: list[dict[str, Any]]) -> str:
-    """KL of ours over that of vLLM's recipe."""
-    lines = []
-    for pair in pairs:
-        low, high = pair["kl_ratio_95"]
-        sizes = [" / ".join(f"{size:.0f}" for size in pair[key]) for key in ("bytes_all_in", "bytes_packed")]
-        lines.append(
-            [
-                f"{cache_name(pair['ours'])} / {pair['theirs']}",
-                f"{pair['kl_ratio']:.2f} ({low:.2f} to {high:.2f})",
-                *sizes,
-            ]
-        )
-    return table(["ours / theirs", "KL over KL (95%)", "bytes, all in", "bytes, packed"], lines)
-
-
-def quality(record: dict[str, Any]) -> str:
-    """What each cache costs in quality; stress, comparisons and single parts folded away."""
-    rows = record["rows"]
-    main = [row for row in rows if not row["injection"]]
-    folded = [row for row in main if "," in row["cache"] and row["cache"].partition(",")[0] in PRESETS]
-    text = quality_rows([row for row in main if row not in folded])
-    if folded:
-        text += details("With less kept dense, or one part of the recipe switched", quality_rows(folded))
-    if any(row["injection"] for row in rows):
-        text += details("With a vector added to all keys, as a key bias does", by_injection(rows))
-    if record.get("comparisons"):
-        text += details("Against vLLM's recipe, a pair at a time", against_vllm(record["comparisons"]))
-    if record.get("skipped"):
-        text += "\nNot measured: " + "; ".join(f"{name} ({why})" for name, why in record["skipped"].items()) + ".\n"
-    read = f"{record['documents']} documents of {record['document_tokens']:,} tokens, read {record['chunk']} at a time"
-    model = f"{record['model']}, {record['parameters'] / 1e6:.1f}M parameters"
-    return f"{model}; {read}:\n\n{text}{source(record)}"
-
-
-def multi(record: dict[str, Any]) -> str:
-    """Two GPUs against one: a step with `device_map` and with tensor parallelism, memory, and what has to be equal."""
-    one, layers, heads = (record[part] for part in ("one_gpu", "device_map", "tensor_parallel"))
-    names = {name: f"`{name}`" if name in PRESETS else name for name in one["ms_eager"]}
-    rows = [
-        [
-            f"`device_map`, {names[name]}",
-            *(f"{part['ms_eager'][name]:.1f} ms" for part in (one, layers)),
-            f"{layers['times_slower_than_one_gpu'][name]:.2f}× the time",
-        ]
-        for name in names
-    ]
-    rows += [
-        [
-            f"tensor parallel, `{record['preset']}`, compiled",
-            *(f"{part['ms_compiled']:.1f} ms" for part in (one, heads)),
-            f"{heads['compiled_times_faster']:.2f}× as fast",
-        ],
-        [
-            f"tensor parallel, `{record['preset']}`, KV held by a GPU",
-            *(f"{size / GIB:.2f} GiB" for size in (one["bytes_held"], max(heads["bytes_held"]))),
-            "half" if heads["bytes_halved_exactly"] else "not half",
-        ],
-    ]
-    errors = ", ".join(f"{names[name]} {error['relative_rms']:.1e}" for name, error in heads["logits"].items())
-    counts = ", ".join(f"{names[name]} {count}" for name, count in heads["collectives_a_step"].items())
-    waits = ", ".join(f"{name} {count}" for name, count in heads["host_synchronisations_in_8_steps"].items())
-    text = (
-        f"\nWith `device_map`, {layers['tokens_equal']} of {layers['tokens']} greedy tokens are those of one GPU. With "
-        f"tensor parallelism, logits differ from those of one GPU by {errors} (relative RMS of decoding steps after "
-        f"{record['prompt']:,} tokens); collectives a step: {counts}; waits of the host in 8 eager steps: {waits}.\n"
-    )
-    headings = [f"a step, {shape(record['batch'], record['context'])}", "one GPU", "two GPUs", ""]
-    return f"{record['model']}:\n\n" + table(headings, rows) + text + source(record)
-
-
-RENDERERS = {
-    "multi": multi,
-    "ablation": quality,
-    "quality": quality,
-    "generate": generate,
-    "kernels": kernels,
-    "passkey": passkey,
-    "quickstart": quickstart,
+PICTURES = {
+    "memory": "KV cache in GiB by context, for DynamicCache and presets",
+    "decode": "Milliseconds of a decode step by context, for transformers' caches and presets",
+    "kernels": "How many times as fast as bf16 attention decode attention is, by batch and context",
+    "quality": "KL from the full cache by bytes, for presets and what they are compared with",
 }
+"""Pictures of `plots.py` and what to say to those who cannot see them."""
+
+
+def pictures() -> str:
+    """The pictures that are drawn, two in a row."""
+    tag = '<img src="examples/results/{}.svg" width="49%" alt="{}">'.format
+    return "\n".join(tag(name, alt) for name, alt in PICTURES.items() if (RESULTS / f"{name}.svg").exists()) + "\n"
+
+
+def files_of(name: str) -> list[Path]:
+    """The results files that the table called `name` shows."""
+    return sorted(RESULTS.glob(f"{name}.json"))
 
 
 def render(name: str) -> str:
     """The Markdown of the table called `name`."""
-    if name == "presets":
-        return presets()
-    record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return RENDERERS[name.partition("-")[0]](record)
+    if name in ("presets", "pictures"):
+        return presets() if name == "presets" else pictures()
+    texts = []
+    for path in files_of(name):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        texts.append(next(show for kind, show in RENDERERS.items() if path.stem.startswith(f"{kind}-"))(record))
+    return "\n".join(texts) or "Not measured yet.\n"
 
 
 def updated(text: str) -> str:

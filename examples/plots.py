@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -188,7 +189,7 @@ def quality_numbers() -> list[dict[str, Any]]:
         others = {
             name: place
             for name, place in rows.items()
-            if place[1] > 0 and "," not in name and name not in PRESETS and not name.startswith("vLLM ")
+            if place[1] > 0 and name != "bf16" and name not in PRESETS and not re.match("vLLM |.*,", name)
         }
         names = [name for name in PRESETS if name in rows]
         model = {"model": record["model"], "tokens": record["document_tokens"]}
@@ -204,14 +205,17 @@ def draw_quality(axes: Any, numbers: dict[str, Any]) -> None:
             colour, style = styles.get(name, ("black", "s"))
             sizes, divergences = zip(*places, strict=True)
             axes.plot(sizes, divergences, style, color=colour, markersize=4, label=name)
+    # To the lower left, where nothing else is.
+    below = {"xytext": (-4, -8), "textcoords": "offset points", "ha": "right", "fontsize": 7}
     for name, place in zip(numbers["names"], numbers["series"]["presets"], strict=True):
-        axes.annotate(name, place, xytext=(4, 4), textcoords="offset points", fontsize=7, color="#d95f02")
+        axes.annotate(name, place, color="#d95f02", **below)
     for name, place in numbers["others"].items():
         axes.plot(*place, "x", color="grey", markersize=4)
         axes.annotate(name, place, xytext=(4, -3), textcoords="offset points", fontsize=7, color="dimgrey")
     if numbers["noise"]:
         axes.axhline(numbers["noise"], color="grey", linestyle="--", linewidth=1, label="the model itself in bf16")
     axes.set_yscale("log")
+    axes.margins(x=0.18)
     axes.set_xlabel("bytes per token and KV head, all in")
     axes.set_ylabel("KL from the full cache, nats")
     axes.set_title(f"Quality by bytes: {numbers['model']}, {numbers['tokens']:,} tokens", fontsize=10)
