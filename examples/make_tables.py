@@ -33,9 +33,10 @@ PICTURES = {
 
 
 def pictures() -> str:
-    """The pictures that are drawn, two in a row."""
-    tag = '<img src="examples/results/{}.svg" width="49%" alt="{}">'.format
-    return "\n".join(tag(name, alt) for name, alt in PICTURES.items() if (RESULTS / f"{name}.svg").exists()) + "\n"
+    """The pictures that are drawn, two in a row; that of quality has a panel for each model."""
+    shown = [name for name in PICTURES if (RESULTS / f"{name}.svg").exists()]
+    tag = '<img src="examples/results/{}.svg" width="{}" alt="{}">'.format
+    return "\n".join(tag(name, "98%" if name == "quality" else "49%", PICTURES[name]) for name in shown) + "\n"
 
 
 def files_of(name: str) -> list[Path]:

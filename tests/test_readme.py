@@ -6,6 +6,7 @@ import ast
 import re
 
 import make_tables
+from tiny_models import CONFIGS
 
 TEXT = make_tables.README.read_text(encoding="utf-8")
 
@@ -30,3 +31,9 @@ def test_python_examples_parse() -> None:
     assert examples
     for example in examples:
         ast.parse(example)
+
+
+def test_every_architecture_that_is_tested_is_listed() -> None:
+    (rows,) = re.findall(r"\| architecture \|.*?\n\n", TEXT, flags=re.DOTALL)
+    names = [name for line in rows.strip().splitlines()[2:] for name in line.split("|")[1].split(",")]
+    assert sorted(re.sub(r"\W", "", name).lower() for name in names) == sorted(n.replace("_", "") for n in CONFIGS)
