@@ -15,16 +15,16 @@ from tq_hf.config import PRESETS
 from tq_hf.store import LayerStore
 
 FP32, BF16 = torch.float32, torch.bfloat16
-BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, window=37, window_capacity=128)
+BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, window=37, window_capacity=96)
 
 # (case, new tokens beside the window)
 CASES = (
     [(BASE.with_(preset=preset), False) for preset in PRESETS]
     + [(BASE.with_(preset=preset, Dk=96, Dv=80, S=23, window=31), True) for preset in ("k8v4", "3bit_nc", "2bit_nc")]
     + [
-        (BASE.with_(S=64, window=101, window_capacity=128), True),
-        (BASE.with_(S=100, window=101, Hq=3, Hkv=1), False),
-        (BASE.with_(S=97, window=97, Hq=2, Hkv=1), True),
+        (BASE.with_(S=64, window=101, window_capacity=160), True),
+        (BASE.with_(S=100, window=101, window_capacity=160, Hq=3, Hkv=1), False),
+        (BASE.with_(S=97, window=97, window_capacity=160, Hq=2, Hkv=1), True),
         (BASE.with_(Dk=128, Dv=128, Hq=8, Hkv=1), False),
         (BASE.with_(Dk=192, Dv=128, Hq=2, Hkv=1), False),
         (BASE.with_(Dk=256, Dv=256, Hq=2, Hkv=1, blocks=1), True),

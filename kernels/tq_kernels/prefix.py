@@ -3,17 +3,17 @@
 A program holds BLOCK_R query rows of one KV head (row r = s G + g: all G heads of a few queries) and walks over its
 share of the tokens, FlashAttention-style: first the packed blocks, with the rows rotated by R, unpacking each tile
 once for all rows; then its accumulator is rotated back, and it goes on over the dense tokens (sinks, window, new
-tokens; bottom-right causal) with the plain rows. No history is ever dense in memory, and without a split over
-programs there is no scratch at all.
+tokens; bottom-right causal) with the plain rows. No history is ever dense in memory. Scratch is the rows themselves
+in fp16, and partial results where several programs share the tokens of a tile of rows.
 
     x[r, t]   = q[r] . k[t]                     packed: (R q[r]) . (key_scale[t] key_level[t] + mean)
     out[r, :] = R^T sum_packed p value_scale value_level + sum_dense p v,  p = softmax(scaling x)
 
-What it can cost at best, D = 128, a block of 128 tokens and 128 rows on sm_90 (clocks of a multiprocessor): products
-2048; exponentials 1024; unpacking and scaling 256 elements a token, at 1.4 to 2.3 instructions each, 360 to 590;
-softmax 4.5 instructions a logit, 580; tiles through shared memory 1800. These overlap between the programs of a
-multiprocessor; in sequence they would be 4600, 45% of the product rate. Bytes do not matter: a block's 17 KB are read
-once for 128 rows.
+What bounds it on sm_90, D = 128, a block of 128 tokens and 128 rows, in clocks of a multiprocessor: products 2048;
+exponentials 1024; 951 instructions a warp, 8 warps on 4 schedulers, 1900 (a third of them unpack 256 elements a
+token); tiles through shared memory 1800. With one program a multiprocessor, products and the rest come one after the
+other, about half of the product rate; several programs overlap them but have fewer registers or unpack more often.
+Bytes do not matter: a block's 17 KB are read once for 128 rows.
 """
 
 import triton
