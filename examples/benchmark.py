@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import platform
 import re
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_generate
 import bench_prefix
 import torch
 import triton
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from tq_kernels import decode_attention, decode_scratch_size, device_int
+from torch.profiler import ProfilerActivity, profile
+from tq_kernels import decode_attention, device_int
+from transformers import DynamicCache, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from triton.testing import do_bench
 
-from tq_hf import TurboQuantConfig
+from tq_hf import TurboQuantCache, TurboQuantConfig, ops
+from tq_hf.attention import turboquant_attention
 from tq_hf.blocks import PackedBlocks
 from tq_hf.layout import BlockLayout
 from tq_hf.reference import dequantise, encode
@@ -35,7 +44,7 @@ from tq_hf.rotation import rotation_matrix
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
 HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
 PRESETS = ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"]
-SINKS, WINDOW, WINDOW_CAPACITY = 4, 100, 256
+SINKS, WINDOW_CAPACITY = 4, 256
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -93,9 +102,9 @@ def random_blocks(layout: BlockLayout, batch: int, kv_heads: int, blocks: int, d
 
 
 def prepared(
-    config: TurboQuantConfig, packed: PackedBlocks, query_heads: int, dtype: torch.dtype
+    config: TurboQuantConfig, packed: PackedBlocks, window_rows: int, query_heads: int, dtype: torch.dtype
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """A decode step over `packed`, its sinks and its window, and the tensors it reads."""
+    """A decode step over sinks, `packed` and `window_rows` rows of a window, and the tensors it reads."""
     layout, device = packed.layout, packed.scalars.device
     batch, kv_heads, blocks = packed.scalars.shape[:3]
 
@@ -107,20 +116,7 @@ def prepared(
 
     sinks, window = dense(SINKS), dense(WINDOW_CAPACITY)
     query = torch.randn(batch, query_heads, 1, layout.key_dim, device=device, dtype=dtype)
-    size = decode_scratch_size(
-        batch,
-        query_heads,
-        kv_heads,
-        1,
-        layout.key_dim,
-        layout.value_dim,
-        layout.key_bits,
-        layout.value_bits,
-        capacity=blocks,
-        dense_capacity=SINKS + WINDOW_CAPACITY,
-        device=device,
-    )
-    scratch = torch.empty(size, device=device)
+    allocate = functools.cache(functools.partial(torch.empty, device=device))
     out = torch.empty(batch, 1, query_heads, layout.value_dim, device=device, dtype=dtype)
     rotations = [
         rotation_matrix(dim, config.seed, torch.device("cpu"), torch.float32).mul(dim**0.5).half().to(device)
@@ -137,13 +133,13 @@ def prepared(
             device_int(blocks, device),
             sinks,
             window,
-            device_int(WINDOW, device),
+            device_int(window_rows, device),
             device_int(SINKS, device),
             *rotations,
             key_bits=layout.key_bits,
             value_bits=layout.value_bits,
             scaling=layout.key_dim**-0.5,
-            scratch=scratch,
+            allocate=allocate,
             out=out,
         )
 
@@ -158,19 +154,66 @@ def relative_error(preset: str, heads: tuple[int, int, int], device: torch.devic
     packed = PackedBlocks.allocate(config.layout(dim), 2, kv_heads, 16, device)
     states = [torch.randn(2, kv_heads, 2048, dim, device=device) for _ in range(2)]
     encode(config, states[0], states[1], packed, 0)
-    step, inputs = prepared(config, packed, query_heads, torch.float16)
+    window = 200
+    step, inputs = prepared(config, packed, window, query_heads, torch.float16)
     middle = [torch.empty(2, kv_heads, 2048, dim, device=device) for _ in range(2)]
     dequantise(config, packed, middle[0], middle[1])
     start = 2048 % WINDOW_CAPACITY
     keys, values = (
         torch.cat(
-            [sinks.double(), packed_part.double(), window.double().roll(-start, 2)[:, :, :WINDOW]], 2
+            [sinks.double(), packed_part.double(), ring.double().roll(-start, 2)[:, :, :window]], 2
         ).repeat_interleave(query_heads // kv_heads, 1)
-        for sinks, packed_part, window in zip(inputs["sinks"], middle, inputs["window"], strict=True)
+        for sinks, packed_part, ring in zip(inputs["sinks"], middle, inputs["window"], strict=True)
     )
     weights = torch.softmax(inputs["query"].double() @ keys.transpose(-1, -2) * dim**-0.5, -1)
     expected = (weights @ values).transpose(1, 2)
     return ((step().double() - expected).norm() / expected.norm()).item()
+
+
+def encode_microseconds(preset: str, device: torch.device, repeat: int) -> float:
+    """A prompt's 32k tokens x 16 vectors (8 KV heads of 128 channels, keys and values) in bf16."""
+    config = TurboQuantConfig.from_preset(preset)
+    packed = PackedBlocks.allocate(config.layout(128), 1, 8, 256, device)
+    keys, values = (torch.randn(1, 8, 32768, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return microseconds(lambda: ops.encode(config, keys, values, packed, 0), repeat)
+
+
+def step_cost(device: torch.device) -> dict[str, float]:
+    """Kernel launches, and microseconds of the CPU, of a layer's append and attention in an eager decode step, (32, 8,
+    128) heads, beside what transformers' DynamicCache and sdpa take."""
+    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=1)
+    module = SimpleNamespace(config=config, is_causal=True, num_key_value_groups=4)
+    query = torch.randn(1, 32, 1, 128, device=device, dtype=torch.bfloat16)
+    prompt, row = (torch.randn(1, 8, n, 128, device=device, dtype=torch.bfloat16) for n in (1024, 1))
+    result = {}
+    for name, cache, attention in (
+        ("tq_hf", TurboQuantCache(config), turboquant_attention),
+        ("DynamicCache", DynamicCache(config=config), sdpa_attention_forward),
+    ):
+        config._attn_implementation = "turboquant" if name == "tq_hf" else "sdpa"
+
+        def step(cache: Any = cache, attention: Any = attention) -> None:
+            attention(module, query, *cache.update(row, row, 0), None)
+
+        with torch.no_grad():
+            attention(module, query.expand(-1, -1, 1024, -1), *cache.update(prompt, prompt, 0), None)
+            for _ in range(3):
+                step()
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                step()
+                torch.cuda.synchronize()
+            times = []
+            for _ in range(60):
+                start = time.perf_counter()
+                step()
+                times.append(time.perf_counter() - start)
+                torch.cuda.synchronize()
+        launches = sum(event.device_type == DeviceType.CUDA for event in trace.events())
+        result[name] = {"launches": launches, "cpu_us": 1e6 * statistics.median(times)}
+        print(
+            f"append and attention of a layer, {name}: {launches} launches, {result[name]['cpu_us']:.0f} us of the CPU"
+        )
+    return result
 
 
 def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -178,7 +221,9 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", 0)
     read = read_gigabytes_per_second(device)
     print(f"{torch.cuda.get_device_name(device)}: reads {read:.0f} GB/s")
-    cells, errors = [], []
+    cells, errors, step = [], [], step_cost(device)
+    encoding = {preset: encode_microseconds(preset, device, arguments.repeat) for preset in PRESETS}
+    print("encode 32k tokens x 16 vectors:", ", ".join(f"{preset} {us:.1f} us" for preset, us in encoding.items()))
     for heads in HEADS if arguments.all_heads else HEADS[:1]:
         query_heads, kv_heads, dim = heads
         for preset in PRESETS:
@@ -190,11 +235,14 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
             for preset in PRESETS:
                 config = TurboQuantConfig.from_preset(preset)
                 layout = config.layout(dim)
-                packed = random_blocks(layout, batch, kv_heads, length // layout.tokens, device)
-                step, _ = prepared(config, packed, query_heads, torch.bfloat16)
-                step()
-                eager, graph = microseconds(step, arguments.repeat), microseconds(captured(step), arguments.repeat)
-                gigabytes = batch * kv_heads * (length // layout.tokens) * layout.block_bytes / 1e9
+                # What a cache of so many tokens holds.
+                blocks = config.num_blocks(length)
+                dense = length - blocks * layout.tokens
+                packed = random_blocks(layout, batch, kv_heads, blocks, device)
+                call, _ = prepared(config, packed, dense - SINKS, query_heads, torch.bfloat16)
+                call()
+                eager, graph = microseconds(call, arguments.repeat), microseconds(captured(call), arguments.repeat)
+                gigabytes = batch * kv_heads * (blocks * layout.block_bytes + dense * 2 * dim * 2) / 1e9
                 cell = {
                     "batch": batch,
                     "length": length,
@@ -212,8 +260,8 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
                     f"{heads} {batch} x {length // 1024}k {preset}: eager {eager:.1f} us, graph {graph:.1f} us, "
                     f"sdpa {best:.1f} us, {cell['speedup']:.2f}x, {cell['of_read']:.0%} of read"
                 )
-                del packed, step
-    return {"read_gb_s": read, "errors": errors, "cells": cells}
+                del packed, call
+    return {"read_gb_s": read, "errors": errors, "encode_us": encoding, "step": step, "cells": cells}
 
 
 def main() -> None:

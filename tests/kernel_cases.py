@@ -197,23 +197,10 @@ def run_decode(
     num_window: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` on `inputs`, with scratch and output poisoned."""
-    from tq_kernels import decode_attention, decode_scratch_size, device_int
+    from tq_kernels import decode_attention, device_int
 
     case, packed = inputs.case, inputs.packed
     layout, device = packed.layout, inputs.query.device
-    size = decode_scratch_size(
-        case.B,
-        case.Hq,
-        case.Hkv,
-        case.S,
-        case.Dk,
-        case.Dv,
-        layout.key_bits,
-        layout.value_bits,
-        capacity=packed.capacity,
-        dense_capacity=case.sinks + case.window_capacity,
-        device=device,
-    )
     rotations = [
         rotation_matrix(dim, inputs.config.seed, device, torch.float32).mul(dim**0.5).half()
         for dim in (layout.key_dim_padded, layout.value_dim_padded)
@@ -233,7 +220,7 @@ def run_decode(
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
         scaling=inputs.scaling,
-        scratch=torch.full((size,), scratch_fill, device=device),
+        allocate=lambda size: torch.full((size,), scratch_fill, device=device),
         out=torch.full((case.B, case.S, case.Hq, case.Dv), torch.nan, dtype=case.dtype, device=device),
         mask=inputs.mask,
         causal=case.causal,

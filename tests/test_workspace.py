@@ -236,14 +236,11 @@ def test_there_is_one_workspace_per_device():
 
 
 def test_streams_of_one_device_have_workspaces_of_their_own(monkeypatch):
-    class Stream:
-        cuda_stream = 0
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    streams = iter((0, 7, 0, 7, 0))
+    # PyTorch for the CPU has no such function.
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(streams), raising=False)
     device = torch.device("cuda", 0)
-    spaces = []
-    for Stream.cuda_stream in (0, 7, 0, 7):
-        spaces.append(current_workspace(device))
+    spaces = [current_workspace(device) for _ in range(4)]
     assert spaces[0] is spaces[2] and spaces[1] is spaces[3]
     assert spaces[0] is not spaces[1]
     assert current_workspace(torch.device("cuda", 1)) is not spaces[1]

@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import Cache
 
 from .cache import TurboQuantCache
 from .config import GROWTH, TurboQuantConfig
@@ -51,6 +52,9 @@ class _Call:
         if isinstance(layer, TurboQuantLayer):
             if layer.store is None:
                 layer.lazy_initialization(tensors[0], tensors[1])
+            if layer.max_cache_len is not None:
+                return  # all there will ever be is there
+            if not isinstance(layer.store, _Sizes):
                 layer.store = _Sizes(layer.config, tensors[0], tensors[1])
             assert isinstance(layer.store, LayerStore)
             layer.store.append(tensors[0], tensors[1])
@@ -135,7 +139,13 @@ class Estimator:
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
 
     def footprint(
-        self, preset: str | TurboQuantConfig | None, context: int, batch: int = 1, *, decoding: bool = False
+        self,
+        preset: str | TurboQuantConfig | None,
+        context: int,
+        batch: int = 1,
+        *,
+        decoding: bool = False,
+        max_cache_len: int | None = None,
     ) -> MemoryFootprint:
         """What a cache holds after a prefill; equal to the `memory_footprint()` of a real one, without `by_device`.
 
@@ -145,15 +155,24 @@ class Estimator:
             batch: Sequences.
             decoding: Whether to also append one new token. transformers' sliding-window layers hold the whole prompt
                 until then, and their window from then on.
+            max_cache_len: Tokens to preallocate for: of transformers' `StaticCache`, if `preset` is `None`.
 
         Raises:
-            ValueError: The preset does not exist, or `context` or `batch` is less than 1.
+            ValueError: The preset does not exist, `context` or `batch` is less than 1, or `max_cache_len` is less than
+                the tokens held.
         """
         for name, value in (("context", context), ("batch", batch)):
             if value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be 1 or more.")
+        if max_cache_len is not None and max_cache_len < context + decoding:
+            raise ValueError(f"`max_cache_len` is {max_cache_len}; it must be {context + decoding} or more for that.")
         config = self.config
-        layers = (DynamicCache(config=config) if preset is None else TurboQuantCache(config, preset)).layers
+        cache: Cache
+        if preset is not None:
+            cache = TurboQuantCache(config, preset, max_cache_len=max_cache_len)
+        else:
+            cache = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
+        layers = cache.layers
         total = MemoryFootprint()
         # Layers that are alike hold alike: one of each kind is measured.
         kinds: dict[Any, list[Any]] = {}
@@ -165,7 +184,7 @@ class Estimator:
                 call.replay(alike[0], batch, context)
             for call in calls if decoding else ():
                 call.replay(alike[0], batch, 1)
-            held = _measure(alike[0])
+            held = _measure(alike[0], context + decoding)
             for name in _SIZES:
                 setattr(total, name, getattr(total, name) + len(alike) * getattr(held, name))
         return total
@@ -242,17 +261,16 @@ def parse_memory(text: str) -> int:
 _SIZES = [field.name for field in fields(MemoryFootprint) if field.name != "by_device"]
 
 
-def _measure(layer: Any) -> MemoryFootprint:
+def _measure(layer: Any, tokens: int) -> MemoryFootprint:
     """`tq_hf.memory.measure` for one layer without memory, whose storages have no addresses to tell them apart."""
     footprint = MemoryFootprint()
     if isinstance(layer, TurboQuantLayer):
         if layer.store is None:
             return footprint
-        assert isinstance(layer.store, LayerStore)
         kinds = layer.store.tensors()
         kinds["metadata"].append(layer._nan)
-        tokens = layer.store.batch_size * layer.store.num_heads * layer.store.length
-        footprint.bf16_equivalent = tokens * layer.store.layout.dense_bytes
+        blocks = layer.store.blocks
+        footprint.bf16_equivalent = math.prod(blocks.scalars.shape[:2]) * tokens * blocks.layout.dense_bytes
     else:
         kinds = {"uncompressed": list(_tensors(list(vars(layer).values())))}
         footprint.bf16_equivalent = sum(2 * t.numel() for t in kinds["uncompressed"] if t.is_floating_point())

@@ -103,8 +103,8 @@ class TurboQuantLayer(CacheLayerMixin):
         Raises:
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
         """
-        check_states(key_states, value_states)
         if self.store is None:
+            check_states(key_states, value_states)
             self._check_room(key_states.shape[2])
             self.lazy_initialization(key_states, value_states)
         takes_tickets = self._receipt.signed

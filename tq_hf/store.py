@@ -126,7 +126,6 @@ class LayerStore:
                 f"`max_cache_len` of {self.max_length}. Make the cache with a larger `max_cache_len`."
             )
 
-    @keeps_tensors
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         """Store new tokens and return what their queries attend to.
 
@@ -137,6 +136,32 @@ class LayerStore:
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
+        if self._is_next_row(keys, values):
+            self.settle()
+            window, past = self.window, self.length
+            slot = (window.first + window.count) % window.capacity
+            ops.append_row(self.layout, keys, values, (window.keys, window.values), slot)
+            window.count += 1
+            return self._appended(past)
+        return self._append(keys, values)
+
+    def _is_next_row(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether this is one token that only has to be written to the window, as in nearly every decode step."""
+        window = self.window
+        key_shape, value_shape = window.keys.shape, window.values.shape
+        return (
+            keys.shape == (key_shape[0], key_shape[1], 1, key_shape[3])
+            and values.shape == (value_shape[0], value_shape[1], 1, value_shape[3])
+            and keys.dtype == values.dtype == self.dtype
+            and keys.device == values.device == self.device
+            and self.num_sinks == self.config.sink_tokens
+            and 0 < window.count - self.num_pending * self.layout.tokens < window.capacity
+            and self.max_length is None
+            and not torch.is_grad_enabled()
+        )
+
+    @keeps_tensors
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         self.check(keys, values)
         self.settle()
         past, new_tokens = self.length, keys.shape[2]
@@ -155,6 +180,10 @@ class LayerStore:
         if rows > self.window.capacity:
             self.window = self.window.copied(self._window_capacity(rows))
         self.window.append(*rest)
+        return self._appended(past)
+
+    def _appended(self, past: int) -> StoreView:
+        """Encode what became due by rows that are in the window now."""
         view = self._view(past, self.num_sinks)
         self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
         if self.num_pending:
@@ -184,6 +213,7 @@ class LayerStore:
         self.num_blocks += due
         return view
 
+    @keeps_tensors
     def _encode(self, states: KeyValue, start: int) -> None:
         """Encode the whole blocks of `states` into blocks `start` and on."""
         blocks = states[0].shape[2] // self.layout.tokens
@@ -201,12 +231,13 @@ class LayerStore:
         self.num_pending = 0
 
     def _view(self, past: int, num_sinks: int, new: KeyValue | None = None) -> StoreView:
+        whole = num_sinks == self.sinks[0].shape[2]
         return StoreView(
             config=self.config,
-            sinks=(self.sinks[0][:, :, :num_sinks], self.sinks[1][:, :, :num_sinks]),
+            sinks=self.sinks if whole else (self.sinks[0][:, :, :num_sinks], self.sinks[1][:, :, :num_sinks]),
             blocks=self.blocks,
             num_blocks=self.num_blocks,
-            window=copy(self.window),
+            window=self.window.snapshot(),
             num_window=self.window.count,
             new=new,
             past_length=past,
@@ -216,7 +247,7 @@ class LayerStore:
         """All tokens held, as a query that adds none would read them. Reading changes nothing: the rows of pending
         blocks stay for a crop."""
         settled = copy(self)
-        settled.window = copy(self.window)
+        settled.window = self.window.snapshot()
         settled.settle()
         return settled._view(self.length, self.num_sinks)
 

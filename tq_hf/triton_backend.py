@@ -20,10 +20,10 @@ from .workspace import Scratch, Workspace, acquire, current_workspace
 
 if HAS_TRITON := find_spec("triton") is not None:
     from tq_kernels.append import append_token as append_rows
-    from tq_kernels.append import finish_step
+    from tq_kernels.append import finish_step, write_row
     from tq_kernels.dequantise import dequantise as dequantise_blocks
     from tq_kernels.encode import encode as encode_blocks
-    from tq_kernels.launch import decode_attention, decode_scratch_size, device_int, interpreted
+    from tq_kernels.launch import decode_attention, device_int, interpreted
     from tq_kernels.prefix_launch import attend_prefix, prefix_takes
 
 MAX_QUERIES = 16
@@ -163,23 +163,13 @@ def _decode(
     **options: Any,
 ) -> torch.Tensor:
     """The decode kernel with scratch from `workspace`, or of its own; `[B, S, Hq, Dv]`."""
-    batch, query_heads, queries, key_dim = query.shape
+    batch, query_heads, queries, _ = query.shape
     layout = blocks.layout
-    size = decode_scratch_size(
-        batch,
-        query_heads,
-        sinks[0].shape[1],
-        queries,
-        key_dim,
-        layout.value_dim,
-        layout.key_bits,
-        layout.value_bits,
-        capacity=blocks.capacity,
-        dense_capacity=sinks[0].shape[2] + window[0].shape[2],
-        device=query.device,
-    )
-    requests = {"decode": Scratch((size,), torch.float32)}
-    scratch = acquire(workspace, "decode attention", query.device, requests)["decode"]
+
+    def allocate(size: int) -> torch.Tensor:
+        requests = {"decode": Scratch((size,), torch.float32)}
+        return acquire(workspace, "decode attention", query.device, requests)["decode"]
+
     key_rotation, value_rotation = _rotations(config, layout, query.device, torch.float16)
     return decode_attention(
         _rows(query),
@@ -196,7 +186,7 @@ def _decode(
         value_rotation,
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
-        scratch=scratch,
+        allocate=allocate,
         out=query.new_empty(batch, queries, query_heads, layout.value_dim),
         mask=None if mask is None else mask.expand(batch, -1, -1, -1),
         **options,
@@ -254,6 +244,12 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         **options,
     )
+
+
+def append_row(keys: torch.Tensor, values: torch.Tensor, window: KeyValue, slot: int) -> None:
+    """Write one token's keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` to row `slot` of a window's ring."""
+    with _launching_on(keys.device):
+        write_row(_rows(keys), _rows(values), window, slot)
 
 
 def append_token(

@@ -70,6 +70,10 @@ class DenseWindow:
             self.values[:, :, slots] = values[:, :, rows]
         self.count += keys.shape[2]
 
+    def snapshot(self) -> DenseWindow:
+        """The rows held now, in the same buffers."""
+        return DenseWindow.resumed(self.keys, self.values, self.first, self.count)
+
     def drop(self, count: int) -> None:
         """Forget the oldest `count` rows."""
         self.first += count

@@ -70,7 +70,6 @@ class Workspace:
             views[name] = data[: math.prod(request.shape)].view(request.shape)
         return views
 
-    @keeps_tensors
     def _fit(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
         buffer = self._buffers.get(name)
         limits: Sequence[int] = request.shape
@@ -87,9 +86,13 @@ class Workspace:
                 f"{caller} needs scratch {name!r} of {list(request.shape)} {request.dtype}, but the workspace on "
                 f"{self.device} is locked with {held}. Reserve the largest shape before `lock()`, or call `unlock()`."
             )
+        return self._grow(name, request.dtype, limits)
+
+    @keeps_tensors
+    def _grow(self, name: str, dtype: torch.dtype, limits: Sequence[int]) -> torch.Tensor:
         # Free the old buffer first: peak is the larger of the two, not their sum.
         self._buffers.pop(name, None)
-        data = torch.empty(math.prod(limits), dtype=request.dtype, device=self.device)
+        data = torch.empty(math.prod(limits), dtype=dtype, device=self.device)
         self._buffers[name] = _Buffer(tuple(limits), data)
         return data
 
@@ -127,7 +130,8 @@ _all: weakref.WeakSet[Workspace] = weakref.WeakSet()
 
 def current_workspace(device: torch.device) -> Workspace:
     """The workspace of `device`, its current stream and this thread; made on first use."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    # Without a `torch.cuda.Stream` around it: this runs for every layer of every step.
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     key = (device, stream)
     if key not in _local.workspaces:
         _local.workspaces[key] = Workspace(device)

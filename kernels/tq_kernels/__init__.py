@@ -1,5 +1,5 @@
 """Triton kernels over packed KV-cache blocks."""
 
-from .launch import decode_attention, decode_scratch_size, device_int
+from .launch import decode_attention, device_int
 
-__all__ = ["decode_attention", "decode_scratch_size", "device_int"]
+__all__ = ["decode_attention", "device_int"]

@@ -1,16 +1,71 @@
-"""Append one token a sequence to a preallocated store, with every length on the device.
+"""Append one token a sequence: `write_row` to a window whose counts are on the host, the rest to a preallocated store
+with every length on the device.
 
-The store's counts are int32 tensors (see `tq_hf/static_store.py`): `state` is what is held between calls, `seen` what
-this step attends to, the slot of the first window row, and the blocks that become due. `append_token` writes the new
-rows and `seen`; `finish_step` runs after the due block was encoded and writes `state` and `length`. Neither reads
-what it writes, so no program waits for another.
+The preallocated store's counts are int32 tensors (see `tq_hf/static_store.py`): `state` is what is held between calls,
+`seen` what this step attends to, the slot of the first window row, and the blocks that become due. `append_token`
+writes the new rows and `seen`; `finish_step` runs after the due block was encoded and writes `state` and `length`.
+Neither reads what it writes, so no program waits for another.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from .launch import Kernel
+
 BLOCK = tl.constexpr(128)
+
+
+@triton.jit(do_not_specialize=["slot", "capacity", "heads", "keys_b", "keys_h", "values_b", "values_h"])
+def _write_row(
+    keys,  # [B, H, 1, DK]
+    values,  # [B, H, 1, DV]
+    window_keys,  # [B, H, capacity, DK], contiguous
+    window_values,  # [B, H, capacity, DV]
+    slot,
+    capacity,
+    heads,
+    keys_b,
+    keys_h,
+    values_b,
+    values_h,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write the rows of head `program`."""
+    head = tl.program_id(0)
+    d = tl.arange(0, TILE)
+    batch = (head // heads).to(tl.int64)
+    k = tl.load(keys + batch * keys_b + head % heads * keys_h + d, mask=d < DK)
+    v = tl.load(values + batch * values_b + head % heads * values_h + d, mask=d < DV)
+    row = head.to(tl.int64) * capacity + slot
+    tl.store(window_keys + row * DK + d, k, mask=d < DK)
+    tl.store(window_values + row * DV + d, v, mask=d < DV)
+
+
+WRITE_ROW = Kernel(_write_row)
+
+
+def write_row(keys: torch.Tensor, values: torch.Tensor, window: tuple[torch.Tensor, torch.Tensor], slot: int) -> None:
+    """Write one token's rows to slot `slot` of a ring, in one launch.
+
+    Args:
+        keys: `[B, Hkv, 1, Dk]` any float dtype, last dimension contiguous.
+        values: `[B, Hkv, 1, Dv]`.
+        window: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous, of the same dtype.
+        slot: The row.
+    """
+    batch, heads, _, key_dim = keys.shape
+    constants = (key_dim, values.shape[3], triton.next_power_of_2(max(key_dim, values.shape[3])))
+    WRITE_ROW(
+        (batch * heads, 1, 1),
+        (keys, values, *window),
+        (slot, window[0].shape[2], heads, *keys.stride()[:2], *values.stride()[:2]),
+        constants,
+        (constants, keys.dtype, keys.device.index),
+        num_warps=1,
+    )
 
 
 @triton.jit

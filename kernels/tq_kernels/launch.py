@@ -5,17 +5,18 @@ A compiled kernel is launched without Triton's argument analysis (about 3 us aga
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .decode import decode_split
-from .plan import Plan, Target, decode_scratch_size, interpreted, plan_decode, target
+from .plan import Plan, Target, interpreted, plan_decode, target
 from .reduce import reduce_splits
 from .rotate import rotate_query
 
-__all__ = ["Plan", "Target", "decode_attention", "decode_scratch_size", "device_int", "interpreted", "target"]
+__all__ = ["Kernel", "Plan", "Target", "decode_attention", "device_int", "interpreted", "target"]
 
 LOG2E = 1.4426950408889634
 
@@ -94,7 +95,7 @@ def decode_attention(
     key_bits: int,
     value_bits: int,
     scaling: float,
-    scratch: torch.Tensor,
+    allocate: Callable[[int], torch.Tensor],
     out: torch.Tensor,
     mask: torch.Tensor | None = None,
     causal: bool = True,
@@ -117,7 +118,7 @@ def decode_attention(
         key_rotation, value_rotation: sqrt(D) R as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
         scaling: Factor of the logits.
-        scratch: float32, at least `decode_scratch_size` elements, 16-byte aligned.
+        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
         out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
         mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and window rows in this order.
         causal: With S > 1 and no mask, query s does not see the last S - 1 - s window rows (the packed part and the
@@ -139,7 +140,7 @@ def decode_attention(
             return decode_attention(
                 query, key_words, value_words, scalars, key_means, num_blocks, sinks, window, num_window, num_sinks,
                 key_rotation, value_rotation, key_bits=key_bits, value_bits=value_bits, scaling=scaling,
-                scratch=scratch, out=out, mask=mask, causal=causal, softcap=softcap, s_aux=s_aux,
+                allocate=allocate, out=out, mask=mask, causal=causal, softcap=softcap, s_aux=s_aux,
             )  # fmt: skip
     on = target(device)
     key = (
@@ -162,6 +163,7 @@ def decode_attention(
     )
     plan = plan_decode(*key)
     at = plan.scratch
+    scratch = allocate(at.size)
     rows = query_heads // kv_heads * queries
     ROTATE(
         plan.rotate_grid,
