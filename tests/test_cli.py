@@ -96,6 +96,23 @@ def test_estimate_prints_what_the_estimator_says(model_folder):
         assert row["max_batch"] == estimator.max_batch(row["preset"], left, 700)
 
 
+def test_estimate_of_a_preallocated_cache(model_folder):
+    options = ["--context", 300, "--max-cache-len", 1000, "--preset", "3bit_nc"]
+    found = json.loads(run("estimate", model_folder, *options, "--gpu-memory", "1GB", "--json"))
+    estimator = Estimator(AutoConfig.from_pretrained(model_folder))
+    left = found["cache_memory_bytes"]
+    for row in found["presets"]:
+        name = row["preset"]
+        assert row["after_prefill"]["total"] == estimator.footprint(name, 300, max_cache_len=1000).total
+        assert row["max_context"] == estimator.max_context(name, left, preallocated=True)
+        assert row["max_batch"] == estimator.max_batch(name, left, 300, max_cache_len=1000)
+        assert estimator.footprint(name, row["max_context"], max_cache_len=row["max_context"]).total <= left
+    assert "StaticCache" in run("estimate", model_folder, *options)
+    assert "`max_cache_len` is 300; it must be 301" in fails(
+        "estimate", model_folder, "--context", 300, "--max-cache-len", 300
+    )
+
+
 @pytest.mark.parametrize("memory", [[], ["--gpu-memory", "24"]], ids=["sizes", "what fits"])
 def test_estimate_prints_a_table_no_wider_than_a_terminal(model_folder, monkeypatch, memory):
     monkeypatch.setenv("COLUMNS", "80")

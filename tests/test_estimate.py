@@ -21,6 +21,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen3NextConfig,
+    StaticCache,
 )
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
@@ -83,6 +84,23 @@ def test_an_estimate_of_decoding_is_what_a_cache_holds_after_a_step(name, contex
     assert actual == held(name, "4bit_nc", context, 1, steps=1)
 
 
+@pytest.mark.parametrize(("context", "most"), [(90, 91), (260, 1000)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_estimate_of_a_preallocated_cache_is_what_it_holds(name, context, most):
+    model, estimator = model_named(name), estimator_of(name)
+    for preset in ("4bit_nc", "2.5bit_nc", None):
+        cache = (
+            StaticCache(model.config, most)
+            if preset is None
+            else TurboQuantCache(model.config, preset, max_cache_len=most)
+        )
+        for decoding in (False, True):
+            with torch.no_grad():
+                model(torch.randint(3, VOCAB, (2, 1 if decoding else context)), past_key_values=cache)
+            actual = bytes_of(estimator.footprint(preset, context, 2, decoding=decoding, max_cache_len=most))
+            assert actual == bytes_of(measure(cache.layers))
+
+
 FULL_SIZE = {
     "llama": LlamaConfig(num_key_value_heads=8, head_dim=128, dtype="bfloat16"),
     "gemma3": Gemma3TextConfig(dtype="bfloat16"),
@@ -121,24 +139,32 @@ def test_shapes_of_full_size_are_those_of_the_papers(name):
     assert 0.2 < footprint.packed / footprint.bf16_equivalent or footprint.uncompressed
 
 
-def test_a_full_size_layer_is_estimated_exactly():
-    """One layer as in Llama 3 8B, with the weights of a few hundred KB around it."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        vocab_size=VOCAB,
-        num_hidden_layers=1,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        dtype="bfloat16",
-    )
+SMALL = dict(hidden_size=64, intermediate_size=64, vocab_size=VOCAB, num_hidden_layers=2, pad_token_id=None)
+"""What makes a model small and is no concern of its cache."""
+FEW_EXPERTS = {
+    "gpt_oss": dict(num_local_experts=2, num_experts_per_tok=1),
+    "qwen3_next": dict(
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8
+    ),
+    "deepseek_v3": dict(n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, moe_intermediate_size=8),
+}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_layers_of_full_size_are_estimated_exactly(name):
+    """Two layers of each model's real attention shape, of every kind it has, with small weights around them."""
+    options = FULL_SIZE[name].to_dict() | SMALL | FEW_EXPERTS.get(name, {})
+    if kinds := options.pop("layer_types", None):
+        options["layer_types"] = [next(kind for kind in kinds if kind != "full_attention"), "full_attention"]
+    config = type(FULL_SIZE[name])(**options)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
-        model(torch.zeros(1, 1500, dtype=torch.long), past_key_values=cache)
+        model(torch.zeros(1, 700, dtype=torch.long), past_key_values=cache)
     estimator = Estimator(config)
-    assert bytes_of(estimator.footprint("4bit_nc", 1500)) == bytes_of(cache.memory_footprint())
+    expected = cache.memory_footprint()
+    assert expected.packed > 0
+    assert bytes_of(estimator.footprint("4bit_nc", 700)) == bytes_of(expected)
     assert estimator.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -195,6 +221,8 @@ def test_what_cannot_be_estimated_is_refused():
         Estimator(MambaConfig())
     with pytest.raises(ValueError, match="Unknown preset"):
         estimator_of("llama").footprint("5bit", 10)
+    with pytest.raises(ValueError, match="`max_cache_len` is 10; it must be 11 or more"):
+        estimator_of("llama").footprint("4bit_nc", 10, decoding=True, max_cache_len=10)
     for context, batch in ((0, 1), (1, -1)):
         with pytest.raises(ValueError, match="must be 1 or more"):
             estimator_of("llama").footprint("4bit_nc", context, batch)

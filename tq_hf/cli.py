@@ -110,6 +110,10 @@ def estimate_command(
         typer.Option(min=1, help=f"Tokens of the prompt. By default {DEFAULT_CONTEXT}, or the most the model takes."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences generated at once.")] = 1,
+    max_cache_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens to preallocate for, as for compiled decoding; more than the context."),
+    ] = None,
     preset: Annotated[
         list[str] | None,
         typer.Option(help="A preset to show; repeat it for several. By default all of them."),
@@ -142,12 +146,13 @@ def estimate_command(
         estimator = Estimator(config, _dtype(dtype))
         if context is None:
             context = min(DEFAULT_CONTEXT, estimator.max_positions or DEFAULT_CONTEXT)
+            context = context if max_cache_len is None else min(context, max_cache_len - 1)
         left = None if memory is None else max(0, int(memory * (1 - reserve)) - estimator.weight_bytes)
-        rows = list(estimate(estimator, [None, *(preset or PRESETS)], context, batch, left))
+        rows = list(estimate(estimator, [None, *(preset or PRESETS)], context, batch, left, max_cache_len))
     if as_json:
-        typer.echo(json.dumps(_as_json(name, estimator, context, batch, memory, left, rows), indent=2))
+        typer.echo(json.dumps(_as_json(name, estimator, context, batch, max_cache_len, memory, left, rows), indent=2))
     else:
-        _print_estimate(name, estimator, context, batch, memory, left, rows)
+        _print_estimate(name, estimator, context, batch, max_cache_len, memory, left, rows)
 
 
 def _kinds(footprint: MemoryFootprint) -> dict[str, int]:
@@ -161,6 +166,7 @@ def _as_json(
     estimator: Estimator,
     context: int,
     batch: int,
+    max_cache_len: int | None,
     memory: int | None,
     left: int | None,
     rows: list[Estimate],
@@ -177,6 +183,7 @@ def _as_json(
         "dtype": str(estimator.dtype).removeprefix("torch."),
         "context": context,
         "batch": batch,
+        "max_cache_len": max_cache_len,
         "weight_bytes": estimator.weight_bytes,
         "max_position_embeddings": estimator.max_positions,
         "gpu_memory_bytes": memory,
@@ -190,6 +197,7 @@ def _print_estimate(
     estimator: Estimator,
     context: int,
     batch: int,
+    max_cache_len: int | None,
     memory: int | None,
     left: int | None,
     rows: list[Estimate],
@@ -197,7 +205,9 @@ def _print_estimate(
     console = Console()
     unit, size_of = ("GiB", 2**30) if max(row.footprint.total for row in rows) >= 10 * 2**30 else ("MiB", 2**20)
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
-    console.print(f"KV cache of {name}, {sequences} of {context:,} tokens, in {unit}", highlight=False, soft_wrap=True)
+    room = "" if max_cache_len is None else f", preallocated for {max_cache_len:,}"
+    title = f"KV cache of {name}, {sequences} of {context:,} tokens{room}, in {unit}"
+    console.print(title, highlight=False, soft_wrap=True)
     # Only sliding-window layers change: they hold the whole prompt until the first new token.
     shrinks = any(row.footprint.total > 1.01 * row.decoding.total for row in rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -215,7 +225,7 @@ def _print_estimate(
         cells = [f"{size / size_of:,.1f}" for size in sizes] + [f"{held.ratio:.1%}"]
         if left is not None:
             cells += ["any" if most is None else f"{most:,}" for most in (row.max_context, row.max_batch)]
-        table.add_row(row.preset or "DynamicCache", *cells)
+        table.add_row(row.preset or ("DynamicCache" if max_cache_len is None else "StaticCache"), *cells)
     console.print(table)
     if shrinks:
         console.print(

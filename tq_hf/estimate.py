@@ -189,14 +189,25 @@ class Estimator:
                 setattr(total, name, getattr(total, name) + len(alike) * getattr(held, name))
         return total
 
-    def max_context(self, preset: str | TurboQuantConfig | None, memory: int, batch: int = 1) -> int | None:
-        """The longest prefill whose cache fits into `memory` bytes, 0 if none does, `None` if any does. The model's own
-        limit (`max_positions`) is not heeded."""
-        return _largest(lambda context: self.footprint(preset, context, batch).total <= memory)
+    def max_context(
+        self, preset: str | TurboQuantConfig | None, memory: int, batch: int = 1, *, preallocated: bool = False
+    ) -> int | None:
+        """The longest prefill whose cache fits into `memory` bytes, or if `preallocated` the largest `max_cache_len`; 0
+        if none fits, `None` if any does. The model's own limit (`max_positions`) is not heeded."""
+        return _largest(
+            lambda n: self.footprint(preset, n, batch, max_cache_len=n if preallocated else None).total <= memory
+        )
 
-    def max_batch(self, preset: str | TurboQuantConfig | None, memory: int, context: int) -> int | None:
+    def max_batch(
+        self,
+        preset: str | TurboQuantConfig | None,
+        memory: int,
+        context: int,
+        *,
+        max_cache_len: int | None = None,
+    ) -> int | None:
         """The most sequences of `context` tokens whose cache fits into `memory` bytes, 0 if not even one."""
-        return _largest(lambda batch: self.footprint(preset, context, batch).total <= memory)
+        return _largest(lambda n: self.footprint(preset, context, n, max_cache_len=max_cache_len).total <= memory)
 
 
 @dataclass(frozen=True)
@@ -207,7 +218,8 @@ class Estimate:
         preset: Name of the preset, or `None` for transformers' `DynamicCache`.
         footprint: Bytes after a prefill.
         decoding: Bytes once decoding has begun.
-        max_context: The longest prefill that fits, if memory was given; `None` also if there is no limit.
+        max_context: The longest prefill that fits (if preallocated, the largest `max_cache_len`), if memory was given;
+            `None` also if there is no limit.
         max_batch: The most sequences that fit, likewise.
     """
 
@@ -224,6 +236,7 @@ def estimate(
     context: int,
     batch: int = 1,
     memory: int | None = None,
+    max_cache_len: int | None = None,
 ) -> Iterator[Estimate]:
     """An `Estimate` of each preset.
 
@@ -234,14 +247,19 @@ def estimate(
         batch: Sequences.
         memory: Bytes there are for the cache, to also find the longest context at this batch, and the largest batch at
             this context.
+        max_cache_len: Tokens the caches are preallocated for, more than `context`; or `None` for caches that grow.
     """
     for preset in presets:
+        longest, most = None, None
+        if memory is not None:
+            longest = estimator.max_context(preset, memory, batch, preallocated=max_cache_len is not None)
+            most = estimator.max_batch(preset, memory, context, max_cache_len=max_cache_len)
         yield Estimate(
             preset=preset,
-            footprint=estimator.footprint(preset, context, batch),
-            decoding=estimator.footprint(preset, context, batch, decoding=True),
-            max_context=None if memory is None else estimator.max_context(preset, memory, batch),
-            max_batch=None if memory is None else estimator.max_batch(preset, memory, context),
+            footprint=estimator.footprint(preset, context, batch, max_cache_len=max_cache_len),
+            decoding=estimator.footprint(preset, context, batch, decoding=True, max_cache_len=max_cache_len),
+            max_context=longest,
+            max_batch=most,
         )
 
 
