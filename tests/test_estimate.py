@@ -126,8 +126,9 @@ def documented(config: PreTrainedConfig, context: int) -> dict[str, int]:
         conv = 2 * (2 * keys + values) * config.linear_conv_kernel_dim
         recurrent = 4 * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
         linear = kinds.count("linear_attention") * (conv + recurrent)
-    # A sliding layer holds its prompt until the next token, and 8 bytes for the window's size.
-    return {"packed": packed, "uncompressed": linear + sliding * (2 * heads * sum(dims) * context + 8)}
+    # A sliding layer also holds 8 bytes for the window's size.
+    window = min(context, config.sliding_window - 1) if sliding else 0
+    return {"packed": packed, "uncompressed": linear + sliding * (2 * heads * sum(dims) * window + 8)}
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)

@@ -112,8 +112,9 @@ def test_sliding_and_skipped_layers_count_as_uncompressed():
     pushed(cache, 0, 500, layers=4)
     plain = pushed(DynamicCache(config=gemma_config()), 0, 500, layers=4)
     footprint = cache.memory_footprint()
-    dense = [storages_reachable_from(layer) for layer in plain.layers]
-    assert footprint.uncompressed == sum(sum(dense[i].values()) for i in (0, 2, 3))
+    dense = [layer.keys.nbytes + layer.values.nbytes for layer in plain.layers]
+    window_sizes = sum(cache.layers[i]._sliding_window_tensor.nbytes for i in (0, 2))
+    assert footprint.uncompressed == sum(dense[i] for i in (0, 2, 3)) + window_sizes
     compressed = prefill_bytes(cache.config, batch=1, heads=2, dim=16, tokens=500, itemsize=2)
     assert footprint.total == footprint.uncompressed + sum(compressed.values())
     assert footprint.total == sum(storages_reachable_from(cache).values())

@@ -6,13 +6,14 @@ import os
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.utils import logging
 
 from .config import TurboQuantConfig
 from .layer import TurboQuantLayer
 from .memory import MemoryFootprint, measure
 from .serialization import load_cache, save_cache
+from .sliding import SlidingLayer
 
 logger = logging.get_logger(__name__)
 
@@ -21,7 +22,8 @@ class TurboQuantCache(Cache):
     """A key/value cache in about a quarter of the memory, for any decoder of transformers.
 
     Every full-attention layer is compressed. Layers of another kind (sliding windows, linear attention, shared keys)
-    and those in `skip_layers` get the class `DynamicCache` would give them.
+    and those in `skip_layers` get the class `DynamicCache` would give them, but that sliding-window layers do not hold on
+    to the prompt.
 
     ```python
     cache = TurboQuantCache(model.config)
@@ -80,6 +82,8 @@ class TurboQuantCache(Cache):
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
                 layers[index] = TurboQuantLayer(self.config, watched, max_cache_len)
+            elif type(layer) is DynamicSlidingWindowLayer:
+                layers[index] = SlidingLayer(layer.sliding_window)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
                 f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "

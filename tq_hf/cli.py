@@ -208,7 +208,7 @@ def _print_estimate(
     room = "" if max_cache_len is None else f", preallocated for {max_cache_len:,}"
     title = f"KV cache of {name}, {sequences} of {context:,} tokens{room}, in {unit}"
     console.print(title, highlight=False, soft_wrap=True)
-    # Only sliding-window layers change: they hold the whole prompt until the first new token.
+    # Only a DynamicCache's sliding-window layers change: they hold the whole prompt until the first new token.
     shrinks = any(row.footprint.total > 1.01 * row.decoding.total for row in rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("preset", no_wrap=True)
@@ -229,7 +229,7 @@ def _print_estimate(
     console.print(table)
     if shrinks:
         console.print(
-            "transformers' sliding-window layers hold the whole prompt until the first new token, and their window "
+            "A DynamicCache's sliding-window layers hold the whole prompt until the first new token, and their window "
             "from then on. What fits is what fits after the prefill."
         )
     if left is not None and memory is not None:

@@ -153,8 +153,8 @@ class Estimator:
             preset: A preset or configuration, or `None` for transformers' `DynamicCache`.
             context: Tokens of the prefill.
             batch: Sequences.
-            decoding: Whether to also append one new token. transformers' sliding-window layers hold the whole prompt
-                until then, and their window from then on.
+            decoding: Whether to also append one new token. The sliding-window layers of a `DynamicCache` hold the whole
+                prompt until then, and their window from then on.
             max_cache_len: Tokens to preallocate for: of transformers' `StaticCache`, if `preset` is `None`.
 
         Raises:
