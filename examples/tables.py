@@ -113,7 +113,14 @@ def kernels(record: dict[str, Any]) -> str:
     text = f"{named(*first)}:\n\n{text}"
     if others:
         text += details("Other head shapes", "\n".join(f"{named(*heads)}:\n\n{text}" for heads, text in others))
-    return f"{text}\nThe GPU reads {record['read_gb_s']:,.0f} GB/s. Measured by {source(record).lstrip()}"
+    notes = [f"The GPU reads {record['read_gb_s']:,.0f} GB/s."]
+    if "encode_us" in record:
+        times = ", ".join(f"`{preset}` {time:.0f} µs" for preset, time in record["encode_us"].items())
+        notes.append(f"Encoding keys and values of 32k tokens of 8 heads: {times}.")
+    for name, cost in record.get("step", {}).items():
+        took = f"{cost['launches']} launches and {cost['cpu_us']:.0f} µs of the CPU"
+        notes.append(f"Append and attention of a layer in an eager step, {name}: {took}.")
+    return f"{text}\n{' '.join(notes)} Measured by {source(record).lstrip()}"
 
 
 def generated(row: dict[str, Any] | None) -> str:

@@ -1,0 +1,138 @@
+"""Every cell of a results file is shown, whatever its kind, also where a measurement failed or is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tables
+
+FROM = {
+    "command": "python examples/x.py",
+    "gpu": "A GPU",
+    "device": "A GPU",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "date": "2026-11-21",
+    "model": "a model",
+    "versions": {"torch": "2.11.0", "transformers": "5.23.0"},
+}
+
+
+def kernel_cell(heads: list[int], batch: int, preset: str, time: float) -> dict[str, Any]:
+    shape = {"batch": batch, "length": 32768, "heads": heads, "preset": preset}
+    times = {"sdpa_us": {"cudnn": 62.5, "flash": 71.5}, "eager_us": time, "graph_us": time + 1}
+    return shape | times | {"speedup": 62.5 / time, "of_read": 0.5}
+
+
+KERNELS = {
+    "read_gb_s": 4400.2,
+    "encode_us": {"4bit_nc": 119.9},
+    "step": {"tq_hf": {"launches": 3, "cpu_us": 31.4}},
+    "errors": [{"heads": [32, 8, 128], "preset": "4bit_nc", "relative_rms": 3.9e-4}],
+    "cells": [
+        kernel_cell([32, 8, 128], 1, "4bit_nc", 25.0),
+        kernel_cell([32, 8, 128], 8, "k8v4", 50.0),
+        kernel_cell([16, 8, 256], 8, "4bit_nc", 125.0),
+    ],
+}
+GENERATE = {
+    "rows": [
+        {"batch": 1, "context": 2048, "cache": "DynamicCache", "ms_per_step": 21.5, "peak_bytes_beyond_weights": 2**30},
+        {"batch": 1, "context": 1000, "cache": "4bit_nc, compiled", "ms_per_step": 6.5, "peak_bytes_beyond_weights": 0},
+        {"batch": 8, "context": 32768, "cache": "DynamicCache", "error": "out of memory"},
+    ]
+}
+CELL = {"new": 2048, "history": 30720, "preset": "4bit_nc", "way": "fused", "ms": 3.5, "speed_of_flash": 0.87}
+PREFIX = {
+    "cells": [CELL | {"tflops": 308.6, "extra_mib": 16.0, "relative_rms": 2.8e-3}],
+    "sweep": [{"new": 17, "history": 4096, "ms": {"fused": 0.087, "flash": 0.042}}],
+}
+PREFILL = {
+    "first_token": {"layers": 4, "prompt": 32768, "DynamicCache": 0.168, "4bit_nc": 0.1695, "ratio": 1.0075},
+    "million": [{"tokens": 131072, "seconds": 0.6, "cache_bytes": 150 * 2**20, "peak_bytes_beyond": 900 * 2**20}],
+}
+MULTI_GPU = {
+    "batch": 8,
+    "context": 32768,
+    "preset": "4bit_nc",
+    "one_gpu": {"ms_eager": {"DynamicCache": 41.5, "4bit_nc": 37.5}, "ms_compiled": 11.5, "bytes_held": 9 * 2**30},
+    "device_map": {
+        "ms_eager": {"DynamicCache": 42.5, "4bit_nc": 38.5},
+        "tokens": 64,
+        "tokens_equal": 63,
+        "bytes_by_device": {"cuda:0": 5 * 2**30, "cuda:1": 4 * 2**30},
+    },
+    "tensor_parallel": {"ms_compiled": 7.5, "bytes_held": [int(4.5 * 2**30)] * 2},
+}
+
+
+def quality_row(cache: str, kl: float, injection: float = 0.0) -> dict[str, Any]:
+    sizes = {"cache": cache, "bytes_all_in": 158.2, "bytes_packed": 134.0, "injection": injection}
+    shares = {"delta_ppl": 0.0005, "top1": 0.995, "passkey_recall": 1.0, "recall": None}
+    return sizes | {"kl": kl, "kl_95": [kl, kl], "kl_p99": kl} | shares
+
+
+QUALITY = {
+    "parameters": 10034816,
+    "documents": 36,
+    "document_tokens": 4096,
+    "chunk": 128,
+    "rows": [
+        quality_row("4bit_nc", 0.00023),
+        quality_row("4bit_nc, packed only", 0.00056),
+        quality_row("transformers fp8", float("nan")),
+        quality_row("4bit_nc", 0.00029, injection=10.0),
+    ],
+    "comparisons": [
+        {
+            "ours": "4bit_nc",
+            "theirs": "vLLM 4bit_nc",
+            "kl_ratio": 0.4,
+            "kl_ratio_95": [0.37, 0.43],
+            "bytes_all_in": [158, 134],
+            "bytes_packed": [134, 134],
+        }
+    ],
+    "skipped": {"hqq int4": "hqq is not installed"},
+}
+ABLATION = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")}
+
+EXPECTED = [
+    ("kernels", KERNELS, ["| 1 × 32k | 62.5 µs (cudnn) | **2.50×** 25.0 µs, 50% | – |", "**0.50×** 125.0 µs"]),
+    ("kernels", KERNELS, ["`4bit_nc` 3.9e-04", "4,400 GB/s", "`4bit_nc` 120 µs", "tq_hf: 3 launches and 31 µs"]),
+    ("generate", GENERATE, ["| DynamicCache | **21.5** ms, 1.0 GiB | – | out of memory |", "1 × 2k | 1 × 1,000 | 8 ×"]),
+    ("generate", GENERATE, ["| `4bit_nc`, compiled | – | **6.5** ms, 0.0 GiB | – |"]),
+    ("prefix", PREFIX, ["| 2,048 on 30,720, `4bit_nc`, fused | 3.50 ms | **0.87×** | 309 | 16 MiB | 2.8e-03 |"]),
+    ("prefix", PREFIX, ["| new on history | fused | flash |", "| 17 on 4,096 | 0.087 | 0.042 |"]),
+    ("prefill", PREFILL, ["0.170 s with `4bit_nc`, 0.168 s", "(1.008×)", "| 131,072 | 0.6 s | 150 MiB | 900 MiB |"]),
+    ("multi-gpu", MULTI_GPU, ["| eager, `4bit_nc` | 37.5 ms | 38.5 ms | – |", "63 of 64 tokens"]),
+    ("multi-gpu", MULTI_GPU, ["| compiled, `4bit_nc` | 11.5 ms | – | 7.5 ms |", "5.00 + 4.00 GiB | 4.50 + 4.50 GiB |"]),
+    ("quality", QUALITY, ["| `4bit_nc` | 158 | 134 | 0.00023 (0.00023 to 0.00023) |", "| 99.5% | 100.0% | – |"]),
+    ("quality", QUALITY, ["| `4bit_nc`, packed only |", "| transformers fp8 | 158 | 134 | NaN | NaN | NaN |"]),
+    (
+        "quality",
+        QUALITY,
+        ["| `4bit_nc` | 0.00023, – | 0.00029, – |", "| 0.40 (0.37 to 0.43) |", "(hqq is not installed)"],
+    ),
+    ("ablation", ABLATION, ["10.0M parameters; 36 documents", "| `4bit_nc`, packed only | 158 |", "0.00029, –"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "shown"), EXPECTED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_cells_are_shown(kind: str, record: dict[str, Any], shown: list[str]) -> None:
+    text = tables.RENDERERS[kind](FROM | record)
+    assert [part for part in shown if part not in text] == []
+    assert "`python examples/x.py` on A GPU" in text and "torch 2.11.0" in text and "2026-11-21" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "shown"), EXPECTED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_rows_are_as_wide_as_their_headings(kind: str, record: dict[str, Any], shown: list[str]) -> None:
+    lines = tables.RENDERERS[kind](FROM | record).splitlines()
+    for before, line in zip(lines, lines[1:], strict=False):
+        if before.startswith("|") and line.startswith("|"):
+            assert before.count("|") == line.count("|")
