@@ -52,7 +52,7 @@ def test_presets_share_the_quality_recipe(name):
     config = PRESETS[name]
     recipe = (config.residual_length, config.sink_tokens, config.skip_layers, config.seed, config.key_mean)
     assert recipe == (128, 4, (), 0, True)
-    assert (config.key_correction, config.value_correction) == ("norm", "projection")
+    assert (config.key_correction, config.value_correction) == ("inner", "inner")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -206,10 +206,10 @@ def test_head_dims_that_are_no_multiple_of_eight_are_padded(bits, dim, value_dim
     config = all_packed(key_bits=bits, value_bits=bits)
     keys, values = states(16, tokens=2 * BLOCK, dim=dim, value_dim=value_dim)
     restored = round_trip(config, keys, values)
-    for part, exact, correction in zip(restored, (keys, values), ("norm", "projection"), strict=True):
+    for part, exact in zip(restored, (keys, values), strict=True):
         assert part.shape == exact.shape
         # Part of the error falls on the padding and is dropped; what a padded vector rotates to is not quite Gaussian.
-        assert relative_error(part, exact) < 1.1 * expected_error(bits, correction)
+        assert relative_error(part, exact) < 1.1 * expected_error(bits, "inner")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -230,8 +230,8 @@ def test_scalars_hold_the_key_scale_low_and_the_value_scale_high():
     scalars = encoded(config, keys, values).scalars[:, :, 0]
     key_scale = (scalars & 0xFFFF).to(torch.uint16).view(torch.float16)
     value_scale = (scalars >> 16 & 0xFFFF).to(torch.uint16).view(torch.float16)
-    assert torch.equal(key_scale, quantize(rotate(keys, 0), 4, "norm")[1])
-    assert torch.equal(value_scale, quantize(rotate(values, 0), 4, "projection")[1])
+    assert torch.equal(key_scale, quantize(rotate(keys, 0), 4, config.key_correction)[1])
+    assert torch.equal(value_scale, quantize(rotate(values, 0), 4, config.value_correction)[1])
 
 
 def test_words_hold_the_codes_of_rotated_states():
@@ -252,5 +252,5 @@ def test_another_seed_gives_other_bits_and_the_same_quality():
     assert not torch.equal(encoded(first, keys, values).key_words, encoded(second, keys, values).key_words)
     for config in (first, second):
         assert relative_error(round_trip(config, keys, values)[0], keys) == pytest.approx(
-            expected_error(4, "norm"), rel=0.02
+            expected_error(4, "inner"), rel=0.02
         )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.utils import logging
 
+from .auto import AutoChoice
 from .config import TurboQuantConfig
 from .layer import TurboQuantLayer
 from .memory import MemoryFootprint, measure
 from .serialization import load_cache, save_cache
 from .sliding import SlidingLayer
+from .store import check_states
 
 logger = logging.get_logger(__name__)
 
@@ -32,7 +35,9 @@ class TurboQuantCache(Cache):
 
     Args:
         model_config: The model's config (`model.config`); of a multimodal model, its text decoder is used.
-        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`.
+        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. "auto" chooses between "4bit_nc" and
+            "k8v4", at last when it sees the first keys, and logs what and why (see `tq_hf.auto`).
+        model: The model, for "auto" to look at its weights too.
         max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
@@ -47,6 +52,7 @@ class TurboQuantCache(Cache):
         model_config: PreTrainedConfig,
         preset: str | TurboQuantConfig = "4bit_nc",
         *,
+        model: torch.nn.Module | None = None,
         max_cache_len: int | None = None,
         offloading: bool = False,
         **overrides: Any,
@@ -56,6 +62,7 @@ class TurboQuantCache(Cache):
             raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"`max_cache_len` is {max_cache_len}; it must be a number of tokens, 1 or more, or None.")
+        self._choice: AutoChoice | None = None
         if isinstance(preset, TurboQuantConfig):
             if overrides:
                 raise ValueError(
@@ -64,13 +71,16 @@ class TurboQuantCache(Cache):
                 )
             self.config = preset
         else:
-            self.config = TurboQuantConfig.from_preset(preset, **overrides)
+            self.config = TurboQuantConfig.from_preset("4bit_nc" if preset == "auto" else preset, **overrides)
         decoder_config = model_config.get_text_config(decoder=True)
         if not getattr(decoder_config, "num_attention_heads", None):
             raise ValueError(
                 f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
                 "and values to compress. Let the model make its own cache: leave out `past_key_values`."
             )
+        if preset == "auto":
+            self._choice = AutoChoice(decoder_config, model, self.config)
+            self.config = self._choice.config
         # The layers transformers would make, of which the full-attention ones are replaced.
         if max_cache_len is None:
             layers = DynamicCache(config=model_config).layers
@@ -90,6 +100,31 @@ class TurboQuantCache(Cache):
                 "`skip_layers`."
             )
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` of a layer; return what attention is given.
+
+        Raises:
+            ValueError: The states do not fit the cache. It is unchanged then.
+        """
+        if self._choice is not None:
+            self._choose(self._choice, key_states, value_states, layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _choose(self, choice: AutoChoice, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
+        """Let "auto" see what a layer caches. What it chooses holds for all layers; it is done once it saw them all."""
+        compressed = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)}
+        if index not in compressed:
+            return
+        check_states(keys, values)
+        if index not in choice.layers_seen:
+            choice.see(index, keys, free=all(layer.store is None for layer in compressed.values()))
+            for layer in compressed.values():
+                layer.config = self.config = choice.config
+        if choice.layers_seen == compressed.keys():
+            self._choice = None
 
     def memory_footprint(self) -> MemoryFootprint:
         """Bytes this cache holds now, by kind and device, and what a 16-bit cache of the same tokens would hold."""

@@ -41,7 +41,8 @@ class TurboQuantConfig:
             real arithmetic; without it models with a key bias (Qwen2) break.
         key_correction: How the stored key norm makes up for quantisation, with z the rotated key and c its centroids:
             "none" stores |z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>; "projection" <z, c> / <c, c> (least
-            squares).
+            squares). All but "inner" shrink what a key or value has in common with itself, by the same share for every
+            token: noise averages out over the tokens that attention sums, a common share does not.
         value_correction: The same for values.
 
     Raises:
@@ -58,8 +59,8 @@ class TurboQuantConfig:
     random_signs: bool = True
     rotate_values: bool = True
     key_mean: bool = True
-    key_correction: Correction = "norm"
-    value_correction: Correction = "projection"
+    key_correction: Correction = "inner"
+    value_correction: Correction = "inner"
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
