@@ -20,7 +20,7 @@ class Chat:
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer. Without a chat template, text is continued as it is.
-        preset: What to compress to.
+        preset: What to compress to, or "auto".
         max_new_tokens: The longest answer.
     """
 
@@ -28,9 +28,12 @@ class Chat:
         self.model, self.tokenizer, self.preset, self.max_new_tokens = model, tokenizer, preset, max_new_tokens
         self.reset()
 
+    def _empty(self) -> TurboQuantCache:
+        return TurboQuantCache(self.model.config, self.preset, model=self.model)
+
     def reset(self) -> None:
         """Forget the conversation."""
-        self.cache = TurboQuantCache(self.model.config, self.preset)
+        self.cache = self._empty()
         self.ids: list[int] = []
         self.messages: list[dict[str, str]] = []
 
@@ -52,7 +55,7 @@ class Chat:
             try:
                 self.cache.crop(shared - held)
             except (RuntimeError, AttributeError):  # sliding windows and linear attention cannot go back
-                self.cache = TurboQuantCache(self.model.config, self.preset)
+                self.cache = self._empty()
 
     def say(self, text: str, streamer: Any = None) -> str:
         """The answer to `text`."""
@@ -72,7 +75,7 @@ class Chat:
             )
         except KeyboardInterrupt:
             # Some layers may hold a token more than others.
-            self.cache = TurboQuantCache(self.model.config, self.preset)
+            self.cache = self._empty()
             raise
         self.ids = output[0].tolist()
         answer = self.tokenizer.decode(self.ids[len(prompt) :], skip_special_tokens=True)

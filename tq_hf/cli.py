@@ -46,7 +46,7 @@ Model = Annotated[
     str | None,
     typer.Argument(help="A folder or a model of the Hugging Face hub. By default the small model of the checkout."),
 ]
-Preset = Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}.")]
+Preset = Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}, or auto.")]
 Dtype = Annotated[
     str | None,
     typer.Option(help="The dtype the model is loaded in: bfloat16, float16 or float32. By default its own."),
@@ -308,7 +308,8 @@ def chat_command(
     """
     console = Console()
     with _errors_as_sentences():
-        _check_preset(preset)
+        if preset != "auto":
+            _check_preset(preset)
         name = _model_name(model)
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         logging.disable_progress_bar()
@@ -325,7 +326,8 @@ def chat_command(
         except RuntimeError as error:
             raise ValueError(f"Cannot run on {where!r}: {str(error)[:200]}") from None
         chat = Chat(loaded, tokenizer, preset, max_new_tokens)
-    console.print(f"{name} with a {preset} cache. Type /help for the commands.", highlight=False)
+    chosen = "an automatically chosen" if preset == "auto" else f"a {preset}"
+    console.print(f"{name} with {chosen} cache. Type /help for the commands.", highlight=False)
     if not tokenizer.chat_template:
         console.print("This model has no chat template: it continues your text.")
     while True:
