@@ -8,6 +8,7 @@ numbers is the time of a step. Every generation starts from a fresh fill of the 
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 from transformers.cache_utils import Cache
 
 from tq_hf import TurboQuantCache
+from tq_hf.ticket import redeem
 
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
 NEW_TOKENS = (8, 40)
@@ -78,7 +80,8 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int) -> None
     for layer in range(config.num_hidden_layers):
         shape = (batch, heads, context, dim)
         keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-        cache.update(keys, values, layer)
+        # As a prefill's attention would: a compressed layer learns that its packed states are what is read.
+        redeem(cache.update(keys, values, layer)[0])
 
 
 def measure(
@@ -119,8 +122,10 @@ def measure(
     return {"ms_per_step": 1e3 * (long - short) / (NEW_TOKENS[1] - NEW_TOKENS[0]), "peak_bytes_beyond_weights": peak}
 
 
-def run(model_name: str | None, layers: int, only: str | None) -> dict[str, Any]:
-    """All shapes and variants; prints a line each and returns the record."""
+def run(
+    model_name: str | None, layers: int, only: str | None, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """All shapes and variants; prints a line each, saves the record after each, and returns it."""
     device = torch.device("cuda")
     if model_name is None:
         model = random_llama(device, layers)
@@ -131,7 +136,7 @@ def run(model_name: str | None, layers: int, only: str | None) -> dict[str, Any]
     record["rows"] = rows = []
     for batch, context in SHAPES:
         for name, (attention, make) in variants(model, batch, context).items():
-            if only is not None and only not in f"{batch}x{context} {name}":
+            if only is not None and not re.search(only, f"{batch}x{context} {name}"):
                 continue
             torch._dynamo.reset()
             try:
@@ -140,6 +145,7 @@ def run(model_name: str | None, layers: int, only: str | None) -> dict[str, Any]
                 result = {"error": "out of memory"}
             rows.append({"batch": batch, "context": context, "cache": name, **result})
             print(rows[-1], flush=True)
+            save(record)
             gc.collect()
             torch.cuda.empty_cache()
     return record

@@ -30,8 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from tq_kernels import decode_attention, device_int
-from transformers import DynamicCache, LlamaConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import LlamaConfig
 from triton.testing import do_bench
 
 from tq_hf import TurboQuantCache, TurboQuantConfig, ops
@@ -180,39 +179,31 @@ def encode_microseconds(preset: str, device: torch.device, repeat: int) -> float
 
 def step_cost(device: torch.device) -> dict[str, float]:
     """Kernel launches, and microseconds of the CPU, of a layer's append and attention in an eager decode step, (32, 8,
-    128) heads, beside what transformers' DynamicCache and sdpa take."""
+    128) heads."""
     config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=1)
+    config._attn_implementation = "turboquant"
     module = SimpleNamespace(config=config, is_causal=True, num_key_value_groups=4)
     query = torch.randn(1, 32, 1, 128, device=device, dtype=torch.bfloat16)
-    prompt, row = (torch.randn(1, 8, n, 128, device=device, dtype=torch.bfloat16) for n in (1024, 1))
-    result = {}
-    for name, cache, attention in (
-        ("tq_hf", TurboQuantCache(config), turboquant_attention),
-        ("DynamicCache", DynamicCache(config=config), sdpa_attention_forward),
-    ):
-        config._attn_implementation = "turboquant" if name == "tq_hf" else "sdpa"
+    prompt, row = (torch.randn(1, 8, n, 128, device=device, dtype=torch.bfloat16) for n in (1030, 1))
+    cache = TurboQuantCache(config)
 
-        def step(cache: Any = cache, attention: Any = attention) -> None:
-            attention(module, query, *cache.update(row, row, 0), None)
+    def step() -> None:
+        turboquant_attention(module, query, *cache.update(row, row, 0), None)
 
-        with torch.no_grad():
-            attention(module, query.expand(-1, -1, 1024, -1), *cache.update(prompt, prompt, 0), None)
-            for _ in range(3):
-                step()
-            with profile(activities=[ProfilerActivity.CUDA]) as trace:
-                step()
-                torch.cuda.synchronize()
-            times = []
-            for _ in range(60):
-                start = time.perf_counter()
-                step()
-                times.append(time.perf_counter() - start)
-                torch.cuda.synchronize()
-        launches = sum(event.device_type == DeviceType.CUDA for event in trace.events())
-        result[name] = {"launches": launches, "cpu_us": 1e6 * statistics.median(times)}
-        print(
-            f"append and attention of a layer, {name}: {launches} launches, {result[name]['cpu_us']:.0f} us of the CPU"
-        )
+    times = []
+    with torch.no_grad():
+        turboquant_attention(module, query.expand(-1, -1, 1030, -1), *cache.update(prompt, prompt, 0), None)
+        for _ in range(100):  # up to the step that encodes the next block
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            step()
+            torch.cuda.synchronize()
+    launches = sum(event.device_type == DeviceType.CUDA for event in trace.events())
+    result = {"launches": launches, "cpu_us": 1e6 * statistics.median(times)}
+    print(f"append and attention of a layer: {launches} launches, {result['cpu_us']:.0f} us of the CPU")
     return result
 
 
@@ -274,8 +265,10 @@ def main() -> None:
     command = commands.add_parser("generate", help="a decode step of generate(), with transformers' caches and ours")
     command.add_argument("--model", help="a model of the hub or a folder; by default a random Llama of 8B shape")
     command.add_argument("--layers", type=int, default=32, help="layers of the random Llama")
-    command.add_argument("--only", help="only cells whose name contains this, e.g. '8x32768 4bit_nc'")
-    command.set_defaults(run=lambda arguments: bench_generate.run(arguments.model, arguments.layers, arguments.only))
+    command.add_argument("--only", help="only cells whose name this regular expression finds, e.g. '8x32768 4bit_nc'")
+    command.set_defaults(
+        run=lambda arguments: bench_generate.run(arguments.model, arguments.layers, arguments.only, arguments.save)
+    )
     command = commands.add_parser("prefix", help="many queries over packed history against bf16 attention")
     command.set_defaults(run=lambda arguments: bench_prefix.run())
     command = commands.add_parser("prefill", help="time to the first token, and a prefill of a million tokens")
@@ -283,19 +276,23 @@ def main() -> None:
     for command in commands.choices.values():
         command.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    result = {
+    base = {
         "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", "examples/benchmark.py", *sys.argv[1:]]),
-        **arguments.run(arguments),
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", result["gpu"].lower())
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower())
     path = arguments.output / f"{arguments.command}-{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+
+    def save(record: dict[str, Any]) -> None:
+        path.write_text(json.dumps({**base, **record}, indent=1) + "\n")
+
+    arguments.save = save
+    save(arguments.run(arguments))
     print(f"wrote {path}")
 
 

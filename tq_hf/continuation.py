@@ -1,6 +1,6 @@
 """Many queries over compressed history (a second turn, a chunk of a long prompt): which way, and the buffered one.
 
-Up to `triton_backend.MAX_QUERIES` queries go to the decode kernel. More go to the *fused* kernel, which unpacks tiles
+Few queries go to the decode kernel (`triton_backend.can_attend`). More go to the *fused* kernel, which unpacks tiles
 of history as it needs them, or to the *buffered* way: the history is dequantised into the shared workspace, new tokens
 are written beside it, and sdpa runs over the buffer. One buffer serves all layers in turn (vLLM, pull request 40941),
 and nothing is concatenated. The buffered way also takes what the fused kernel does not: additive masks, masks per head,
@@ -16,7 +16,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 BUFFERED_QUERIES = 1 << 30
-"""From so many queries on, dequantising once is repaid by sdpa's faster products."""
+"""From so many queries on, dequantising once is repaid by sdpa's faster products: never, as measured on an H200 (2k
+queries on 30k tokens: fused 3.0 ms, buffered 3.2 ms, flash over bf16 states 3.0 ms; fewer queries favour it more)."""
 BUFFERED_BYTES = 64 << 20
 """Largest buffer the switch spends on speed; where only the buffered way works, it takes what it needs."""
 

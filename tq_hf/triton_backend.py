@@ -27,7 +27,10 @@ if HAS_TRITON := find_spec("triton") is not None:
     from tq_kernels.prefix_launch import attend_prefix, prefix_takes
 
 MAX_QUERIES = 16
-"""Queries a sequence that the decode kernel takes; more are the business of prefill."""
+"""Queries a sequence that the decode kernel takes whatever the history; more are the business of prefill."""
+MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
+"""Over a short history it takes up to so many, as long as queries times tokens stay within the second number
+(measured on an H200: 64 on 4k tokens take 54 us here and 78 us in the prefix kernel; 32 on 32k 126 and 91 us)."""
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -53,9 +56,11 @@ def can_attend(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
 ) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
+    queries = query.shape[2]
+    few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
     return (
         serves(query, view.blocks.layout)
-        and query.shape[2] <= MAX_QUERIES
+        and few
         and view.new is None
         and position_bias is None
         and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
