@@ -179,17 +179,21 @@ class Evaluation:
         figures = summary(outcome, self.exact, self.read)
         return {"cache": name, "bytes_all_in": all_in, "bytes_packed": packed, "injection": strength} | figures
 
-    def measure(self, method: Method, strength: float) -> None:
-        """Add the row of a method, with vectors of `strength` times a key's length added."""
+    def measure(self, method: Method, strength: float) -> str | None:
+        """Add the row of a method, with vectors of `strength` times a key's length added, or say why there is none."""
         cache = method.make()
         if strength:
             cache = injected(cache, injection(self.known.keys, self.read, strength))
         outcome = self._outcome(cache, method.attention)
+        finite = outcome.kl.isfinite().float().mean().item()
+        if finite < 1:
+            return f"{1 - finite:.0%} of its logits are not finite"
         row = self._row(method.name, method.bytes_all_in, method.bytes_packed, strength, outcome)
         if not isinstance(cache, peers.QuantizedCache):
             row["worst_logit_correlation"] = worst_logit_correlation(self.known, cache)
         self.outcomes[method.name, strength] = outcome
         self._add(row)
+        return None
 
     def noise_floor(self) -> None:
         """Add the row of the model in bf16."""
@@ -265,7 +269,7 @@ class Evaluation:
         }
         output = arguments.output or RESULTS / f"{'ablation' if arguments.ablate else 'quality'}-{arguments.name}.json"
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record | more, indent=1) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(record | more, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         self.written = output
 
 
@@ -312,8 +316,8 @@ def main() -> None:
         for method in methods:
             if time.monotonic() - started > 60 * arguments.minutes:
                 skipped[f"{method.name} x{strength:g}"] = f"no time left after {arguments.minutes} minutes"
-            elif strength == 0 or method.stressed:
-                evaluation.measure(method, strength)
+            elif (strength == 0 or method.stressed) and (reason := evaluation.measure(method, strength)):
+                skipped[f"{method.name} x{strength:g}"] = reason
     if arguments.generate and not arguments.ablate:
         evaluation.generate([method for method in methods if method.generates], started + 60 * arguments.minutes)
     comparisons = evaluation.comparisons()
