@@ -116,6 +116,7 @@ def decode_numbers() -> list[dict[str, Any]]:
         for row in record["rows"]:
             if row["batch"] == 1 and "ms_per_step" in row:
                 curves.setdefault(row["cache"], []).append((row["context"], row["ms_per_step"]))
+        curves = {name: points for name, points in curves.items() if len(points) > 1}
         if curves:
             panels.append({"gpu": record["gpu"], "model": record["model"], "curves": curves})
     return panels
