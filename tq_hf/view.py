@@ -55,8 +55,5 @@ class StoreView:
 
     def shaped(self, tokens: int) -> tuple[torch.Size, torch.Size]:
         """The shapes `[B, Hkv, tokens, Dk]` and `[B, Hkv, tokens, Dv]`."""
-        keys, values = self.sinks
-        return (
-            torch.Size((*keys.shape[:2], tokens, keys.shape[3])),
-            torch.Size((*values.shape[:2], tokens, values.shape[3])),
-        )
+        (batch, heads, _, key_dim), value_dim = self.sinks[0].shape, self.sinks[1].shape[3]
+        return torch.Size((batch, heads, tokens, key_dim)), torch.Size((batch, heads, tokens, value_dim))

@@ -35,6 +35,9 @@ class Scratch:
 class _Buffer:
     limits: tuple[int, ...]
     data: torch.Tensor
+    # What was asked for last, and its view: one layer after the other asks for the same.
+    request: Scratch | None = None
+    view: torch.Tensor | None = None
 
 
 class Workspace:
@@ -64,12 +67,21 @@ class Workspace:
         Raises:
             RuntimeError: The workspace is locked and too small; the message names `caller`.
         """
-        views = {}
-        for name, request in requests.items():
-            data = self._fit(caller, name, request)
-            views[name] = data[: math.prod(request.shape)].view(request.shape)
-        return views
+        return {name: self._view(caller, name, request) for name, request in requests.items()}
 
+    def _view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.view is not None and buffer.request == request:
+            return buffer.view
+        return self._new_view(caller, name, request)
+
+    @keeps_tensors
+    def _new_view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
+        view = self._fit(caller, name, request)[: math.prod(request.shape)].view(request.shape)
+        self._buffers[name].request, self._buffers[name].view = request, view
+        return view
+
+    @keeps_tensors
     def _fit(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
         buffer = self._buffers.get(name)
         limits: Sequence[int] = request.shape
@@ -86,13 +98,10 @@ class Workspace:
                 f"{caller} needs scratch {name!r} of {list(request.shape)} {request.dtype}, but the workspace on "
                 f"{self.device} is locked with {held}. Reserve the largest shape before `lock()`, or call `unlock()`."
             )
-        return self._grow(name, request.dtype, limits)
-
-    @keeps_tensors
-    def _grow(self, name: str, dtype: torch.dtype, limits: Sequence[int]) -> torch.Tensor:
         # Free the old buffer first: peak is the larger of the two, not their sum.
+        del buffer
         self._buffers.pop(name, None)
-        data = torch.empty(math.prod(limits), dtype=dtype, device=self.device)
+        data = torch.empty(math.prod(limits), dtype=request.dtype, device=self.device)
         self._buffers[name] = _Buffer(tuple(limits), data)
         return data
 
