@@ -117,9 +117,9 @@ def kernels(record: dict[str, Any]) -> str:
     if "encode_us" in record:
         times = ", ".join(f"`{preset}` {time:.0f} µs" for preset, time in record["encode_us"].items())
         notes.append(f"Encoding keys and values of 32k tokens of 8 heads: {times}.")
-    for name, cost in record.get("step", {}).items():
-        took = f"{cost['launches']} launches and {cost['cpu_us']:.0f} µs of the CPU"
-        notes.append(f"Append and attention of a layer in an eager step, {name}: {took}.")
+    if "step" in record:
+        took = f"{record['step']['launches']} launches and {record['step']['cpu_us']:.0f} µs of the CPU"
+        notes.append(f"Append and attention of a layer in an eager step: {took}.")
     return f"{text}\n{' '.join(notes)} Measured by {source(record).lstrip()}"
 
 
@@ -139,7 +139,8 @@ def generate(record: dict[str, Any]) -> str:
     lines = []
     for cache in dict.fromkeys(key[0] for key in rows):
         lines.append([cache_name(cache), *(generated(rows.get((cache, *one))) for one in shapes)])
-    return f"{record['model']}:\n\n" + table(["cache", *(shape(*one) for one in shapes)], lines) + source(record)
+    steps = table(["cache", *(shape(*one) for one in shapes)], lines)
+    return f"{record['model']}:\n\n{steps}{note(record)}{source(record)}"
 
 
 def share(value: float | None) -> str:
@@ -289,7 +290,7 @@ def prefix(record: dict[str, Any]) -> str:
     ]
     if lines:
         text += details("Each way at other sizes, `4bit_nc`, in ms", table(["new on history", *ways], lines))
-    return text + source(record)
+    return text + note(record) + source(record)
 
 
 def prefill(record: dict[str, Any]) -> str:
