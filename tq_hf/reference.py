@@ -6,8 +6,8 @@ With R the rotation, x a key or value and b its block:
                 c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
     dequantise  x' = R^-1 (scale c + m_b)
 
-(TurboQuant_mse, arXiv 2504.19874, algorithm 1, with the norm correction of vLLM's `_nc` presets and a key mean per
-block.)
+(TurboQuant_mse, arXiv 2504.19874, algorithm 1, with a norm correction, as vLLM's `_nc` presets have one, and a key mean
+per block.)
 """
 
 from __future__ import annotations
