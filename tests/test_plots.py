@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,7 +15,7 @@ DRAWN = {name: panels for name, (make_panels, _) in plots.PICTURES.items() if (p
 
 def changed(panels: list[dict]) -> list[dict]:
     """A copy in which one number is another."""
-    copied = copy.deepcopy(panels)
+    copied = json.loads(json.dumps(panels))  # tuples become lists, which can be changed
 
     def change(value):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
