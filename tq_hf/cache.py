@@ -25,8 +25,8 @@ class TurboQuantCache(Cache):
     """A key/value cache in about a quarter of the memory, for any decoder of transformers.
 
     Every full-attention layer is compressed. Layers of another kind (sliding windows, linear attention, shared keys)
-    and those in `skip_layers` get the class `DynamicCache` would give them, but that sliding-window layers do not hold on
-    to the prompt.
+    and those in `skip_layers` get the class `DynamicCache` would give them, but that sliding-window layers do not hold
+    on to the prompt.
 
     ```python
     cache = TurboQuantCache(model.config)
