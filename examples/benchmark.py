@@ -2,7 +2,8 @@
 
 `generate` is described in `bench_generate.py`. For `kernels`, every figure of a run comes from one process on one GPU:
 the read ceiling, the best scaled-dot-product attention in bf16, and decode attention over packed blocks (rotation,
-attention, reduction: the whole call). Medians, with the L2 cache overwritten before every repetition. Writes JSON.
+attention, reduction: the whole call). Medians, with the L2 cache overwritten before every repetition. Writes JSON and
+draws the pictures of README.md from it, where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import bench_generate
 import bench_prefix
+import plots
 import torch
 import triton
+from report import RESULTS
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -274,7 +278,7 @@ def main() -> None:
     command = commands.add_parser("prefill", help="time to the first token, and a prefill of a million tokens")
     command.set_defaults(run=lambda arguments: bench_prefix.run_prefill())
     for command in commands.choices.values():
-        command.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+        command.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     base = {
         "gpu": torch.cuda.get_device_name(0),
@@ -294,6 +298,8 @@ def main() -> None:
     arguments.save = save
     save(arguments.run(arguments))
     print(f"wrote {path}")
+    if arguments.output == RESULTS and find_spec("matplotlib") is not None:
+        plots.draw()
 
 
 if __name__ == "__main__":

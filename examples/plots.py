@@ -274,13 +274,8 @@ def stale(folder: Path = RESULTS) -> list[str]:
     return [name for name, panels in found.items() if panels and not is_current(folder / f"{name}.svg", panels)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="draw nothing; fail if a picture is out of date")
-    if parser.parse_args().check:
-        if names := stale():
-            sys.exit(f"Out of date: {', '.join(names)}. Run `python examples/plots.py`.")
-        return
+def draw() -> None:
+    """Draw every picture that is out of date."""
     for name, (make_panels, _) in PICTURES.items():
         panels, path = make_panels(), RESULTS / f"{name}.svg"
         if not panels:
@@ -290,6 +285,15 @@ def main() -> None:
         else:
             save(path, name, panels)
             print(f"{name}: drawn")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="draw nothing; fail if a picture is out of date")
+    if not parser.parse_args().check:
+        draw()
+    elif names := stale():
+        sys.exit(f"Out of date: {', '.join(names)}. Run `python examples/plots.py`.")
 
 
 if __name__ == "__main__":
