@@ -6,6 +6,7 @@ The clauses are those of vLLM's workspace manager (pull requests 40706, 40941, 3
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -140,16 +141,17 @@ def test_a_change_of_rank_starts_over(space):
 
 def test_growing_frees_the_old_buffer_before_it_makes_the_new_one(space, monkeypatch):
     space.acquire("a layer", scratch(64))
+    old = weakref.ref(space._buffers["mid_o"].data)
     held_during = []
     empty = torch.empty
 
     def spy(*args, **kwargs):
-        held_during.append(space.nbytes)
+        held_during.append((space.nbytes, old()))
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(workspace.torch, "empty", spy)
     space.acquire("a layer", scratch(128))
-    assert held_during == [0]
+    assert held_during == [(0, None)]
 
 
 # Lock

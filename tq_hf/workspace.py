@@ -73,6 +73,7 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is not None and buffer.view is not None and buffer.request == request:
             return buffer.view
+        del buffer  # it may be freed to make a larger one
         return self._new_view(caller, name, request)
 
     @keeps_tensors
