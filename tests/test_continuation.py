@@ -67,15 +67,18 @@ def test_the_switch_prefers_speed_within_its_buffer(monkeypatch):
     assert choose(17, 1 << 20, fused=False, buffered=False) == "reference"
 
 
-@pytest.mark.parametrize("padding", [None, "none padded", "padded"])
+@pytest.mark.parametrize("padding", [None, "none padded", "padded", "too short"])
 def test_a_mask_is_left_out_where_it_would_only_say_causal(padding):
     attention_mask = None if padding is None else torch.ones(2, 50, dtype=torch.bool)
     if padding == "padded":
         attention_mask[0, :3] = False
+    if padding == "too short":  # for transformers the tokens it leaves out are padding
+        attention_mask = attention_mask[:, :40]
     options = dict(batch_size=2, q_length=20, kv_length=50, q_offset=30, attention_mask=attention_mask)
     mask = turboquant_mask(**options)
-    if padding == "padded":
-        expected = torch.ones(20, 50, dtype=torch.bool).tril(30) & attention_mask[:, None, None]
+    if padding in ("padded", "too short"):
+        padded = torch.nn.functional.pad(attention_mask, (0, 50 - attention_mask.shape[1]))
+        expected = torch.ones(20, 50, dtype=torch.bool).tril(30) & padded[:, None, None]
         assert torch.equal(mask, expected)
     else:
         assert mask is None

@@ -8,6 +8,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
 from . import ops, static_ops
 from .reference_attention import attend_dense
@@ -136,9 +137,8 @@ def turboquant_mask(
             )
     local = kwargs.get("local_size")
     if allow_is_causal_skip and not preallocated and 1 < q_length < kv_length and local is None:
-        ends = q_offset + q_length == kv_length + kwargs.get("kv_offset", 0)
-        known = not torch.compiler.is_compiling()  # whether anything is padded takes a look at the mask
-        if ends and (attention_mask is None or (known and bool(attention_mask.all()))):
+        end = kv_length + kwargs.get("kv_offset", 0)
+        if q_offset + q_length == end and _pads_nothing(attention_mask, end):
             return None
     ends_with_query = q_length == kv_length or (q_length == 1 and not preallocated)
     return sdpa_mask(
@@ -150,6 +150,14 @@ def turboquant_mask(
         allow_is_causal_skip=allow_is_causal_skip and ends_with_query,
         **kwargs,
     )
+
+
+def _pads_nothing(mask: torch.Tensor | None, end: int) -> bool:
+    """Whether a padding mask `[B, T]` lets all tokens up to `end` through. Tokens after its own end are padding."""
+    if mask is None:
+        return True
+    # To know takes a look at the mask.
+    return mask.shape[-1] >= end and not is_tracing(mask) and bool(mask.all())
 
 
 def register() -> None:
