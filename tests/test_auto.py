@@ -191,6 +191,22 @@ def test_a_great_key_bias_in_the_weights_gets_8_bit_keys(bias, preset):
     assert TurboQuantCache(model.config, "auto").config.preset == "4bit_nc"
 
 
+@pytest.mark.parametrize("weight", [None, "packed", "fp8", "meta"])
+def test_the_bias_beside_weights_that_cannot_be_read_says_nothing(weight):
+    """GPTQ and AWQ have no `weight`, bitsandbytes packs it, FP8 has its scale elsewhere, accelerate may offload it."""
+    model = wide_qwen2(3.0)
+    for name, module in model.named_modules():
+        if name.endswith("k_proj"):
+            plain = module.weight.data
+            del module.weight
+            if weight is not None:
+                packed = torch.ones(plain.numel() // 2, 1, dtype=torch.uint8)
+                held = {"packed": packed, "fp8": plain.to(torch.float8_e4m3fn), "meta": plain.to("meta")}[weight]
+                module.register_buffer("weight", held)
+    assert auto.key_bias(model) == 0
+    assert TurboQuantCache(model.config, "auto", model=model).config.preset == "4bit_nc"
+
+
 def test_generation_is_that_of_the_preset_chosen(log):
     model = build("llama", head_dim=64)
     model.set_attn_implementation("turboquant")

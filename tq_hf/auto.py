@@ -13,6 +13,7 @@ more bytes. Heads so small that packing them would take more stay dense.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from transformers import PreTrainedConfig
@@ -42,6 +43,9 @@ SAMPLED_BLOCKS = 4
 SAMPLED_SEQUENCES = 2
 LEAST_TOKENS = 32
 """Of a shorter first prefill the keys are not looked at: so few vectors have no mean to speak of."""
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,18 @@ def key_errors(config: TurboQuantConfig, keys: torch.Tensor) -> KeyErrors:
 
 def key_bias(model: torch.nn.Module) -> float:
     """The largest, over layers, of the key bias's length over that of the keys without it, for inputs of unit RMS; 0
-    where there is no bias of keys alone."""
+    where there is no bias of keys alone, or none beside weights that can be read (offloaded or quantised ones)."""
     found = [0.0]
     for name, module in model.named_modules():
         bias, weight = getattr(module, "bias", None), getattr(module, "weight", None)
-        if name.endswith("k_proj") and isinstance(bias, torch.Tensor) and not bias.is_meta:
-            assert isinstance(weight, torch.Tensor)
+        if name.endswith("k_proj") and _is_plain(bias) and _is_plain(weight):
             found.append((bias.float().norm() / weight.float().norm()).item())
     return max(found)
+
+
+def _is_plain(parameter: object) -> TypeGuard[torch.Tensor]:
+    """Whether the numbers of a parameter are here as they are: not on the meta device, packed, or without a scale."""
+    return isinstance(parameter, torch.Tensor) and parameter.dtype in DTYPES and not parameter.is_meta
 
 
 def from_config(
