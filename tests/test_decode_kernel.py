@@ -48,6 +48,8 @@ OPTIONS = [
     BASE.with_(S=16, Hq=3, s_aux=True),
     BASE.with_(S=16, Hq=12, window=16),
     BASE.with_(S=4, causal=False),
+    BASE.with_(S=37, Hq=2, window=40),
+    BASE.with_(S=64, Hq=3, B=2, window=70, mask="padding"),
     BASE.with_(blocks=0, window=23),
     BASE.with_(blocks=1, window=1, sinks=0),
     BASE.with_(window=0, sinks=0),
