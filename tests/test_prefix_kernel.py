@@ -95,19 +95,40 @@ if INTERPRETED:
         assert relative_rms(out, oracle(prefix.inputs)) <= 1e-3
         assert (out[1, 3:9] == 0).all() and (out[1, :3] != 0).any()
 
-    @pytest.mark.parametrize("queries", [20, 130])
-    def test_a_cache_is_read_by_the_kernel_as_by_the_reference(queries: int) -> None:
-        """Up to 128 new tokens come in the window, more of them beside it; `ops` chooses the kernel for both."""
+    @pytest.mark.parametrize(
+        ("queries", "short", "kernel"),
+        [
+            (20, 320 * 20, "attend"),
+            (20, 320 * 20 - 1, "attend_many"),
+            (65, 1 << 18, "attend_many"),
+            (130, 0, "attend_many"),
+        ],
+        ids=["few on a short history", "few on a long history", "many", "many beside the window"],
+    )
+    def test_a_cache_is_read_by_the_kernel_for_it_as_by_the_reference(
+        queries: int, short: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Up to 128 new tokens come in the window, more of them beside it. `short` is the most scores (queries times
+        tokens) at which more than 16 queries still go to the decode kernel."""
+        called = []
+
+        def recorded(name: str) -> Callable[..., torch.Tensor]:
+            function = getattr(triton_backend, name)
+            return lambda *arguments, **options: (called.append(name), function(*arguments, **options))[1]
+
+        for name in ("attend", "attend_many"):
+            monkeypatch.setattr(triton_backend, name, recorded(name))
+        monkeypatch.setattr(triton_backend, "MAX_SHORT_SCORES", short)
         generator = torch.Generator().manual_seed(0)
         states = [torch.randn(1, 1, 300 + queries, 32, generator=generator).half() for _ in range(2)]
         store = LayerStore(TurboQuantConfig(residual_length=10), *states)
         store.append(*(x[:, :, :300] for x in states))
         view = store.append(*(x[:, :, 300:] for x in states))
-        assert (view.new is None) == (queries == 20) and view.num_blocks == 2
+        assert (view.new is None) == (queries < 130) and view.num_blocks == 2
         query = torch.randn(1, 2, queries, 32, generator=generator).half()
-        assert triton_backend.can_attend_many(query, view, None, None)
         expected = reference_attention.attend(query, view, None, scaling=0.2)
         assert relative_rms(ops.attend(query, view, None, scaling=0.2), expected.double()) <= 1e-3
+        assert called == [kernel]
 
     def test_blocks_out_of_use_are_never_read() -> None:
         clean, other = (make_prefix_inputs(BASE.with_(capacity=6), CPU, beside=False) for _ in range(2))
