@@ -47,7 +47,7 @@ class CachedLM(HFLM):
     def _empty_cache(self) -> Cache:
         if self.cache == PLAIN:
             return DynamicCache(config=self.model.config)
-        return TurboQuantCache(self.model.config, self.cache)
+        return TurboQuantCache(self.model.config, self.cache, model=self.model)
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if self.chunk:

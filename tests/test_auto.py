@@ -75,6 +75,11 @@ def test_no_choice_measured_worse_than_fp8_at_more_bytes(record):
                 assert row["kl"] <= other["kl"] or row["bytes_all_in"] <= other["bytes_all_in"]
 
 
+def test_a_model_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="`model` must be the model itself.*not str"):
+        auto_cache(model="Qwen/Qwen3-4B")
+
+
 def test_heads_too_small_to_pack_stay_dense(log):
     cache = TurboQuantCache(llama_config(dim=4), "auto")
     (line,) = log

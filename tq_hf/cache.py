@@ -37,14 +37,14 @@ class TurboQuantCache(Cache):
         model_config: The model's config (`model.config`); of a multimodal model, its text decoder is used.
         preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. "auto" chooses between "4bit_nc" and
             "k8v4", at last when it sees the first keys, and logs what and why (see `tq_hf.auto`).
-        model: The model, for "auto" to look at its weights too.
+        model: The model, for "auto" to look at its weights too (of a sharded one, on all processes at once).
         max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
-        ValueError: The preset or an option does not exist or is outside its range, or the config has no attention
-            heads.
+        ValueError: The preset or an option does not exist or is outside its range, the config has no attention heads,
+            or `model` is not a model.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class TurboQuantCache(Cache):
         if not isinstance(model_config, PreTrainedConfig):
             came = type(model_config).__name__
             raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise ValueError(f"`model` must be the model itself, or left out, not {type(model).__name__}.")
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"`max_cache_len` is {max_cache_len}; it must be a number of tokens, 1 or more, or None.")
         self._choice: AutoChoice | None = None
