@@ -45,8 +45,9 @@ CASES = (
         (BASE.with_(value_scale=300.0), True),
     ]
 )
-TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4e-3}
-"""Relative RMS. bf16 output alone has 1.7e-3 (3.2e-3 in the interpreter, which truncates)."""
+TOLERANCE = {torch.float16: 1.2e-3, torch.float32: 1.2e-3, BF16: 4e-3}
+"""Relative RMS. Rows, keys and weights in fp16 alone have 0.7e-3 to 1.01e-3, most with 2 bits; bf16 output alone has
+1.7e-3 (3.2e-3 in the interpreter, which truncates)."""
 
 
 def gpu(function: Callable[..., None]) -> Callable[..., None]:
