@@ -16,6 +16,8 @@ OLDEST := $(VENV)-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := $(addprefix tests/,test_generate.py test_compiled.py test_estimate.py test_cli.py)
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
+# Tests that share a costly fixture are a group, which one worker takes.
+SPREAD := -n $(WORKERS) --dist loadgroup
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.
 PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
@@ -56,15 +58,15 @@ format: $(STAMP)
 test: lint test-newest test-oldest
 
 test-newest: $(STAMP)
-	$(PARALLEL) $(PYTEST) -n $(WORKERS) -m "not slow and not cuda" --nbmake tests examples
+	$(PARALLEL) $(PYTEST) $(SPREAD) -m "not slow and not cuda" --nbmake tests examples
 
 # What touches transformers most, on its oldest supported version.
 test-oldest: $(OLDEST_STAMP)
-	$(PARALLEL) $(OLDEST)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) -n $(WORKERS) \
+	$(PARALLEL) $(OLDEST)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) \
 		-m "not slow and not cuda" -o cache_dir=.pytest_cache/oldest $(OLDEST_TESTS)
 
 test-slow: $(STAMP)
-	$(PARALLEL) $(PYTEST) -n $(WORKERS) -m "slow and not cuda" tests
+	$(PARALLEL) $(PYTEST) $(SPREAD) -m "slow and not cuda" tests
 
 test-cuda: $(STAMP)
 	$(PYTEST) -m cuda tests

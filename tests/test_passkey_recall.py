@@ -53,6 +53,7 @@ def right_answers() -> dict[str, dict[str, int]]:
     return evaluate(model, tokenizer, documents(), caches, batch=DOCUMENTS)
 
 
+@pytest.mark.slow  # recall with less to read is in test_quality.py
 def test_every_preset_recalls_what_its_blocks_hold() -> None:
     """One test for all presets: they share the model and the prefill."""
     results = right_answers()

@@ -17,6 +17,7 @@ from tq_hf import PRESETS, TurboQuantCache
 
 TESTS = Path(__file__).parent
 RANKS = (0, 1)
+pytestmark = pytest.mark.xdist_group("tensor parallelism")
 
 
 @pytest.fixture(scope="module")

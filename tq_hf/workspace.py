@@ -141,7 +141,10 @@ _all: weakref.WeakSet[Workspace] = weakref.WeakSet()
 def current_workspace(device: torch.device) -> Workspace:
     """The workspace of `device`, its current stream and this thread; made on first use."""
     # Without a `torch.cuda.Stream` around it: this runs for every layer of every step.
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    stream = 0
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        stream = torch._C._cuda_getCurrentRawStream(index)
     key = (device, stream)
     if key not in _local.workspaces:
         _local.workspaces[key] = Workspace(device)
