@@ -166,7 +166,8 @@ def test_long_contexts_on_a_gpu(preset: str, S: int, padded: bool) -> None:
 
 @gpu
 def test_nothing_is_compiled_while_a_cache_grows() -> None:
-    from tq_kernels.prefix import merge_splits, prefix_attention
+    from tq_kernels.prefix import prefix_attention
+    from tq_kernels.prefix_merge import merge_splits
 
     device = torch.device("cuda", 0)
 

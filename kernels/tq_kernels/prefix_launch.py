@@ -15,7 +15,8 @@ import triton
 
 from .launch import LOG2E
 from .plan import Target, target
-from .prefix import merge_splits, prefix_attention
+from .prefix import prefix_attention
+from .prefix_merge import merge_splits
 
 __all__ = ["PrefixConfig", "attend_prefix", "prefix_config", "prefix_constants", "prefix_splits", "prefix_takes"]
 
