@@ -84,6 +84,18 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int) -> None
         redeem(cache.update(keys, values, layer)[0])
 
 
+def go_on(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: int) -> None:
+    """Exactly `new_tokens` greedy tokens after `ids` `[B, T]`, of which `cache` holds all but the last."""
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        do_sample=False,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+    )
+
+
 def measure(
     model: PreTrainedModel, attention: str, make: Callable[[], Cache], batch: int, context: int
 ) -> dict[str, Any]:
@@ -91,7 +103,6 @@ def measure(
     model.set_attn_implementation(attention)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(3, vocabulary, (batch, context + 1), device=model.device)
-    mask = torch.ones_like(ids)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     seconds: dict[int, list[float]] = {}
     peak = 0
@@ -105,14 +116,7 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
             start = time.perf_counter()
-            model.generate(
-                ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                do_sample=False,
-                min_new_tokens=new_tokens,
-                max_new_tokens=new_tokens,
-            )
+            go_on(model, ids, cache, new_tokens)
             torch.cuda.synchronize()
             if repeat:
                 seconds.setdefault(new_tokens, []).append(time.perf_counter() - start)

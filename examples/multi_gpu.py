@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_generate import LLAMA_8B
+from bench_generate import LLAMA_8B, go_on
 from report import RESULTS, bytes_held, provenance, slug
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
@@ -113,7 +113,6 @@ def ms_per_step(model: PreTrainedModel, make: Make, shape: tuple[int, int], rank
     """Milliseconds of a decoding step of `generate()`."""
     batch, context = shape
     ids = random_ids(batch, context + 1, model)
-    mask = torch.ones_like(ids)
     seconds: dict[int, list[float]] = {n: [] for n in NEW_TOKENS}
     # The first one compiles and warms up, and is not counted.
     for number, new_tokens in enumerate((NEW_TOKENS[0], *NEW_TOKENS, *NEW_TOKENS)):
@@ -123,14 +122,7 @@ def ms_per_step(model: PreTrainedModel, make: Make, shape: tuple[int, int], rank
             dist.barrier()
         synchronize()
         start = time.perf_counter()
-        model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            do_sample=False,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-        )
+        go_on(model, ids, cache, new_tokens)
         synchronize()
         if number:
             seconds[new_tokens].append(time.perf_counter() - start)

@@ -190,6 +190,16 @@ def oracle(inputs: Inputs) -> torch.Tensor:
     return (weights @ values).transpose(1, 2)
 
 
+def kernel_rotations(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """sqrt(D) R of keys and of values in fp16, as kernels take them."""
+    layout, device = inputs.packed.layout, inputs.query.device
+    keys, values = (
+        rotation_matrix(dim, inputs.config.seed, device, torch.float32).mul(dim**0.5).half()
+        for dim in (layout.key_dim_padded, layout.value_dim_padded)
+    )
+    return keys, values
+
+
 def run_decode(
     inputs: Inputs,
     scratch_fill: float = torch.nan,
@@ -201,10 +211,6 @@ def run_decode(
 
     case, packed = inputs.case, inputs.packed
     layout, device = packed.layout, inputs.query.device
-    rotations = [
-        rotation_matrix(dim, inputs.config.seed, device, torch.float32).mul(dim**0.5).half()
-        for dim in (layout.key_dim_padded, layout.value_dim_padded)
-    ]
     return decode_attention(
         inputs.query,
         packed.key_words,
@@ -216,7 +222,7 @@ def run_decode(
         inputs.window,
         device_int(case.window, device) if num_window is None else num_window,
         device_int(case.sinks, device),
-        *rotations,
+        *kernel_rotations(inputs),
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
         scaling=inputs.scaling,

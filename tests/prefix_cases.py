@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kernel_cases import Case, Inputs, make_inputs, oracle, window_start
-
-from tq_hf.rotation import rotation_matrix
+from kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, window_start
 
 
 @dataclass
@@ -44,10 +42,6 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
 
     inputs = prefix.inputs
     case, packed, layout, device = inputs.case, inputs.packed, inputs.packed.layout, inputs.query.device
-    rotations = [
-        rotation_matrix(dim, inputs.config.seed, device, torch.float32).mul(dim**0.5).half()
-        for dim in (layout.key_dim_padded, layout.value_dim_padded)
-    ]
     return attend_prefix(
         inputs.query,
         packed.key_words,
@@ -59,7 +53,7 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
         prefix.window,
         prefix.num_window,
         prefix.new,
-        *rotations,
+        *kernel_rotations(inputs),
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
         scaling=inputs.scaling,

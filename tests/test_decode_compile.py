@@ -70,7 +70,8 @@ def plan(
 
 
 def build(kernel: Any, types: list[str], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:
-    """Compile `kernel` with 16-byte aligned pointers and unspecialised numbers."""
+    """Compile `kernel` with pointers, and specialised numbers (strides), that are multiples of 16, as launches find
+    them."""
     names = kernel.arg_names
     runtime = len(names) - len(constants)
     assert len(types) == runtime
@@ -78,7 +79,11 @@ def build(kernel: Any, types: list[str], constants: tuple[Any, ...], arch: int |
         fn=kernel,
         signature={name: types[i] if i < runtime else "constexpr" for i, name in enumerate(names)},
         constexprs={(i + runtime,): value for i, value in enumerate(constants)},
-        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, kind in enumerate(types)
+            if kind.startswith("*") or names[i] not in kernel.do_not_specialize
+        },
     )
     target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
     return triton.compile(source, target=target, options=options)

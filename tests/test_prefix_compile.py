@@ -10,36 +10,15 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
-from test_decode_compile import BITS, SHARED, disassemble  # noqa: E402
+from test_decode_compile import BITS, SHARED, build, disassemble  # noqa: E402
 from tq_kernels.plan import Target  # noqa: E402
-from tq_kernels.prefix import merge_splits, prefix_attention  # noqa: E402
+from tq_kernels.prefix import prefix_attention  # noqa: E402
 from tq_kernels.prefix_launch import PrefixConfig, prefix_config, prefix_constants, prefix_splits  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from tq_kernels.prefix_merge import merge_splits  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 Compiled = tuple[Any, PrefixConfig]
-
-
-def build(kernel: Any, types: list[str], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:
-    """Compile `kernel` with pointers and specialised numbers (strides) that are multiples of 16, as launches find
-    them."""
-    names = kernel.arg_names
-    runtime = len(names) - len(constants)
-    assert len(types) == runtime
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types[i] if i < runtime else "constexpr" for i, name in enumerate(names)},
-        constexprs={(i + runtime,): value for i, value in enumerate(constants)},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, kind in enumerate(types)
-            if kind.startswith("*") or names[i] not in kernel.do_not_specialize
-        },
-    )
-    target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
-    return triton.compile(source, target=target, options=options)
 
 
 def compiled_for(
