@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,9 @@ from helpers import CPU
 from tq_hf.codebook import FP8_LEVEL_SCALE, GAUSSIAN_MSE, POSITIVE_CENTROIDS, boundaries, levels
 from tq_hf.reference import quantize
 
-TABLE_MSE = {2: 0.117482, 3: 0.0345478, 4: 0.009501}
+TABLE_MSE = {2: 0.117588, 3: 0.0345627, 4: 0.00950624}
+OPTIMAL_MSE = {2: 0.117482, 3: 0.0345478, 4: 0.00950101}
+"""Of Lloyd-Max quantisers of N(0, 1) (Max, 1960)."""
 LLOYD_BITS = sorted(TABLE_MSE)
 
 
@@ -54,10 +57,33 @@ def sphere_mse(centroids: torch.Tensor, dim: int) -> float:
 
 
 @pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_centroids_are_a_fixed_point_of_the_lloyd_iteration(bits):
+def test_centroids_are_the_lloyd_max_quantiser_rounded_to_a_grid(bits):
     positive = list(POSITIVE_CENTROIDS[bits])
     centroids = [-c for c in reversed(positive)] + positive
-    assert lloyd_step(centroids) == pytest.approx(centroids, abs=2e-6)
+    optimal = centroids
+    for _ in range(2000):
+        optimal = lloyd_step(optimal)
+    assert gaussian_mse(optimal) == pytest.approx(OPTIMAL_MSE[bits], rel=1e-5)
+    assert gaussian_mse(centroids) < 1.001 * OPTIMAL_MSE[bits]
+    assert centroids == pytest.approx(optimal, abs=1 / 64)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_no_neighbouring_multiples_of_the_grid_are_better(bits):
+    counts = [64 * c for c in POSITIVE_CENTROIDS[bits]]
+    best = TABLE_MSE[bits]
+    for steps in itertools.product((-1, 0, 1), repeat=len(counts)):
+        positive = [(n + step) / 64 for n, step in zip(counts, steps, strict=True)]
+        assert gaussian_mse([-c for c in reversed(positive)] + positive) > best * (1 - 1e-5)
+
+
+@pytest.mark.parametrize("bits", LLOYD_BITS)
+def test_levels_are_one_byte_and_a_sign(bits):
+    """As subnormal numbers of fp16 in units of 2**-24 at 3 and 4 bits, as high bytes of fp16 at 2."""
+    positive = torch.tensor(POSITIVE_CENTROIDS[bits])
+    patterns = (positive * 2.0**-18 if bits > 2 else positive).half().view(torch.int16)
+    assert (patterns == (64 * positive).short()).all() if bits > 2 else (patterns & 255 == 0).all()
+    assert (64 * positive).max() < 256
 
 
 @pytest.mark.parametrize("bits", LLOYD_BITS)

@@ -32,7 +32,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # KiB of shared memory of a multiprocessor, by compute capability or AMD architecture
 SHARED = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, "gfx942": 64}
 BITS = {"k8v4": (8, 4), "4bit_nc": (4, 4), "3.5bit_nc": (4, 3), "k3v4_nc": (3, 4), "3bit_nc": (3, 3), "2bit_nc": (2, 2)}
-BUDGET = {"k8v4": 2.8, "4bit_nc": 2.8, "3.5bit_nc": 2.8, "k3v4_nc": 2.8, "3bit_nc": 2.75, "2bit_nc": 2.4}
+BUDGET = {"k8v4": 2.25, "4bit_nc": 2.25, "3.5bit_nc": 2.4, "k3v4_nc": 2.4, "3bit_nc": 2.4, "2bit_nc": 1.9}
 """Instructions per KV element and thread on sm_90 at D = 128; memory speed allows 5.3 (k8v4), 3.6 (4 bits) and 2.7 (3
 bits)."""
 

@@ -36,8 +36,8 @@ def slow_places(token: int, channel: int, code: int, dim: int, bits: int, is_val
     tile_words = tile_rows * tile_columns // 2
     i = 2 * plane + e
     if bits == 8:
-        byte = 2 * e + 1 if plane % 2 == 0 else 2 * e
-        return [(plane // 2 * tile_words + word, 8 * byte, code)]
+        place, v = plane // 2 * tile_words + word, plane % 2
+        return [(place, 16 * e + 15 - v, code >> 7), (place, 16 * e + 7 - 7 * v, code & 0x7F)]
     if bits == 4:
         sign_bit = 8 * i + 7 if i < 4 else 8 * (i - 4) + 3
         return [(word, 4 * i, magnitude), (word, sign_bit, int(negative))]
@@ -117,10 +117,10 @@ def test_one_code_changes_only_its_own_bits(bits, is_value):
         (3, True, 32, 15, 0, {64 + 3 * 16: 0x00000C00, 128 + 3 * 16: 0x00020000}),
         (2, False, 32, 13, 2, {64: 0x00008000}),
         (2, True, 3, 0, 1, {1: 0x00000010}),
-        (8, False, 0, 0, 0xAB, {0: 0x0000AB00}),
-        (8, False, 32, 1, 0xAB, {0: 0x00AB0000}),
-        (8, False, 64, 1, 0xAB, {256: 0xAB000000}),
-        (8, True, 97, 2, 0xAB, {256 + 2 * 16: 0x00AB0000}),
+        (8, False, 0, 0, 0xAB, {0: 0x00009580}),
+        (8, False, 32, 1, 0xAB, {0: 0x402B0000}),
+        (8, False, 64, 1, 0xAB, {256: 0x95800000}),
+        (8, True, 97, 2, 0xAB, {256 + 2 * 16: 0x402B0000}),
     ],
 )
 def test_single_codes_lie_where_the_table_says(bits, is_value, token, channel, code, expected):

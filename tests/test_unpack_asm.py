@@ -89,25 +89,33 @@ def words_and_levels(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     return words, codebook(bits, codes.device)[codes].half().unflatten(0, (PLANES, ROWS))
 
 
-def test_4_bits() -> None:
+SMALL = pytest.mark.parametrize("small", [False, True], ids=["full", "small"])
+
+
+@SMALL
+def test_4_bits(small: bool) -> None:
     words, levels = words_and_levels(4)
-    planes = execute(primitives._ASM4.value, 4, words.view(ROWS, DIM // 2))
-    assert torch.equal(torch.stack([halves(plane).flatten(1) for plane in planes]), levels)
+    asm = primitives._ASM4_SMALL if small else primitives._ASM4
+    planes = execute(asm.value, 4, words.view(ROWS, DIM // 2))
+    actual = torch.stack([halves(plane).flatten(1) for plane in planes])
+    assert torch.equal(actual, levels * primitives.SMALL_UNIT.value if small else levels)
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-def test_2_and_3_bits(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "small"), [(2, False), (3, False), (3, True)])
+def test_2_and_3_bits(bits: int, small: bool) -> None:
     words, levels = words_and_levels(bits)
+    asm = (primitives._ASM3_SMALL if small else primitives._ASM3) if bits == 3 else None
     tile = ROWS * DIM // 8
     for quarter in range(4):
         crumbs = words[quarter // 2 * tile :][:tile].view(ROWS, DIM // 8)
         if bits == 3:
             signs = words[2 * tile :].view(ROWS, DIM // 8)
-            planes = execute(primitives._ASM3.value[quarter], 4, crumbs, signs)
+            planes = execute(asm.value[quarter], 4, crumbs, signs)
         else:
             planes = execute(primitives._ASM2.value[quarter % 2], 4, crumbs)
         actual = torch.stack([halves(plane).flatten(1) for plane in planes])
-        assert torch.equal(actual, levels[:, :, quarter * (DIM // 4) :][:, :, : DIM // 4])
+        expected = levels[:, :, quarter * (DIM // 4) :][:, :, : DIM // 4]
+        assert torch.equal(actual, expected * primitives.SMALL_UNIT.value if small else expected)
 
 
 def test_8_bits() -> None:

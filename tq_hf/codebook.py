@@ -1,8 +1,8 @@
 """Levels a stored code stands for, and the boundaries between them.
 
 2, 3 and 4 bits are the Lloyd-Max quantiser of N(0, 1), the limit of a channel of a randomly rotated unit vector times
-sqrt(D) (TurboQuant, arXiv 2504.19874, section 3.1). 8 bits is FP8 e4m3. Levels are exact in fp16, so that every
-backend multiplies the same numbers.
+sqrt(D) (TurboQuant, arXiv 2504.19874, section 3.1), on a grid of 1/64. 8 bits is FP8 e4m3. Levels are exact in fp16, so
+that every backend multiplies the same numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import torch
 from .kept import keeps_tensors
 
 POSITIVE_CENTROIDS = {
-    2: (0.452780, 1.510418),
-    3: (0.245094, 0.756005, 1.343909, 2.151946),
-    4: (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590),
+    2: tuple(n / 64 for n in (28, 96)),
+    3: tuple(n / 64 for n in (16, 49, 86, 138)),
+    4: tuple(n / 64 for n in (8, 25, 42, 60, 80, 103, 132, 175)),
 }
-"""Positive halves of the Lloyd-Max codebooks of N(0, 1), a fixed point of the Lloyd iteration to 1e-6
-(tests/test_codebook.py runs it)."""
+"""Positive halves of the codebooks: those multiples of 1/64 with n < 256 whose mean squared error on N(0, 1) is least
+(tests/test_codebook.py searches around them). One byte then is all a kernel has to look up for a code; against
+unrounded Lloyd-Max centroids this costs 0.06% in mean squared error at 4 bits, 0.04% at 3. At 2 bits both fit the high
+byte of an fp16, for 0.09%."""
 
-GAUSSIAN_MSE = {2: 0.117482, 3: 0.0345478, 4: 0.009501}
+GAUSSIAN_MSE = {2: 0.117588, 3: 0.0345627, 4: 0.00950624}
 """Mean squared error of each codebook on N(0, 1)."""
 
 FP8_MAX = 448.0
@@ -36,7 +38,7 @@ def _levels(bits: int) -> torch.Tensor:
     if bits == 8:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         return codes.float() * FP8_LEVEL_SCALE
-    positive = torch.tensor(POSITIVE_CENTROIDS[bits]).half().float()
+    positive = torch.tensor(POSITIVE_CENTROIDS[bits])
     return torch.cat([-positive.flip(0), positive])
 
 

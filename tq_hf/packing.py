@@ -14,11 +14,12 @@ An int32 word packs the two neighbours e = 0, 1 along K of every plane p; i = 2 
     3     crumbs [2, M', K'/2], then       magnitude of quarter 2t + h in tile t at bit 4i + 2h
           signs [M', K'/2]                 sign of quarter c at bit 8i + 7 - 2c (i < 4) or 8 (i - 4) + 6 - 2c
     2     crumbs [2, M', K'/2]             code of quarter 2t + h in tile t at bit 4i + 2h
-    8     [2, M, K/2]                      in tile u, plane 2u in byte 2e + 1 and plane 2u + 1 in byte 2e
+    8     [2, M, K/2]                      plane 2u + v in tile u: sign at bit 16e + 15 - v, the rest at 16e + 7 - 7v
 
 For 2 and 3 bits the *channels* are cut into four quarters: K' = K/4 for keys, M' = M/4 for values. At 3 and 4 bits a
 code is stored as its sign (1 for the negative half of the codebook) and the index of its magnitude. The order of
-nibbles and signs is the one in which two byte permutes look up four magnitudes and one XOR sets four signs.
+nibbles and signs is the one in which one or two byte permutes look up four magnitudes, and one mask finds their signs;
+that at 8 bits the one in which plane 2u is fp16 but for the bits of the other.
 """
 
 from __future__ import annotations
@@ -85,7 +86,11 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     codes = codes.to(torch.int32)
     if bits == 8:
         tiles = _to_tiles(codes, is_value, 1).squeeze(-5).unflatten(-4, (2, 2))  # [..., u, plane % 2, M, K/2, e]
-        words = sum(tiles[..., v, :, :, e] << (16 * e + 8 * (1 - v)) for v in range(2) for e in range(2))
+        words = torch.zeros_like(tiles[..., 0, :, :, 0])
+        for v in range(2):
+            for e in range(2):
+                code = tiles[..., v, :, :, e]
+                words |= (code >> 7) << (16 * e + 15 - v) | (code & 0x7F) << (16 * e + 7 - 7 * v)
         return words.flatten(-3)
     if bits == 4:
         sign, magnitude = (x.squeeze(-5) for x in (_to_tiles(y, is_value, 1) for y in _split(codes, bits)))
@@ -118,7 +123,13 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
     rows, columns = (dim, ROWS) if is_value else (ROWS, dim)  # M, K of a tile
     if bits == 8:
         words = words.reshape(*lead, 2, rows, columns // 2)
-        planes = [torch.stack([words >> (16 * e + 8 * (1 - v)) & 0xFF for e in range(2)], -1) for v in range(2)]
+        planes = [
+            torch.stack(
+                [(words >> (16 * e + 15 - v) & 1) << 7 | words >> (16 * e + 7 - 7 * v) & 0x7F for e in range(2)],
+                -1,
+            )
+            for v in range(2)
+        ]
         return _from_tiles(torch.stack(planes, dim=-4).flatten(-5, -4).unsqueeze(-5), is_value)
     if bits == 4:
         words = words.reshape(*lead, rows, columns // 2)

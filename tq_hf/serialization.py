@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .cache import TurboQuantCache
 
 FORMAT = "tq_hf.cache"
-VERSION = 1
+VERSION = 2
 """Raised whenever a reader of the old version would misread a new file."""
 
 STATE_FIELDS = {

@@ -29,6 +29,7 @@ from .tiles import (
     chunk_levels,
     halves_of,
     key_scores,
+    level_unit,
     load_bias,
     load_scalars,
     prefetch,
@@ -229,6 +230,7 @@ def decode_split(
         r = (stream % row_tiles) * BLOCK_R + local
         row_mask = r < rows
         factor = tl.load(scratch + LINE * scale_at + head * rows + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
+        factor /= level_unit(KEY_BITS)
 
         n = tl.arange(0, 32)
         kc = tl.arange(0, BLOCK_KC)
@@ -291,6 +293,7 @@ def decode_split(
                     other=None if BLOCK_MEAN == DKP else 0.0,
                 )  # [BM]
                 shared = tl.dot(tl.broadcast_to(mean[None, :], [ROWS32, BLOCK_MEAN]), q_mean)  # [32, BR]
+                shared = shared * level_unit(KEY_BITS)
                 x0 += shared
                 x1 += shared
                 x2 += shared
@@ -366,7 +369,7 @@ def decode_split(
             log2_sum(maximum * gain - PROBABILITY_BITS, total),
             mask=store_rows,
         )
-        inverse = 1.0 / tl.where(total > 0, total, 1.0)
+        inverse = 1.0 / (tl.where(total > 0, total, 1.0) * level_unit(VALUE_BITS))
         out = scratch + LINE * partial_at + slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + vc[:, None]
         out_mask = store_rows[None, :] & (vc < VALUE_HEIGHT)[:, None]
         tl.store(out, a0 * inverse[None, :], mask=out_mask)

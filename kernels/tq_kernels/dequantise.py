@@ -145,7 +145,7 @@ def dequantise_blocks(
                 high, low = _load_inverse(rotation, chunk, channel, DIM, WIDTH, CHANNELS, SPLIT)
             if BITS == 4:
                 w = load_words(block_words + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
-                p0, p1, p2, p3 = unpack4(w, odd, ASM)
+                p0, p1, p2, p3 = unpack4(w, odd, False, ASM)
             elif BITS == 8:
                 w = load_words(block_words + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
                 p0, p1 = unpack8(w, odd, ASM)
@@ -155,7 +155,7 @@ def dequantise_blocks(
                 if chunk % 2 == 0:
                     w = load_words(block_words + (chunk // 2) * QUARTER_WORDS, row, column, exists, ROW_WORDS, ASM)
                 if BITS == 3:
-                    p0, p1, p2, p3 = unpack3(w, signs, odd, chunk, ASM)
+                    p0, p1, p2, p3 = unpack3(w, signs, odd, chunk, False, ASM)
                 else:
                     p0, p1, p2, p3 = unpack2(w, odd, chunk, ASM)
             x0 = _add_product(_two_planes(p0, p1, IS_VALUE), high, low, x0, SPLIT)

@@ -157,7 +157,7 @@ def _whole(
     """Levels of all channels at 4 or 8 bits, four planes; FP8 has two word tiles of TILE_WORDS."""
     odd = column % 2
     if BITS == 4:
-        p0, p1, p2, p3 = unpack4(load_words(words, row, column, inside, ROW_WORDS, ASM), odd, ASM)
+        p0, p1, p2, p3 = unpack4(load_words(words, row, column, inside, ROW_WORDS, ASM), odd, False, ASM)
     else:
         p0, p1 = unpack8(load_words(words, row, column, inside, ROW_WORDS, ASM), odd, ASM)
         p2, p3 = unpack8(load_words(words + TILE_WORDS, row, column, inside, ROW_WORDS, ASM), odd, ASM)
@@ -181,7 +181,7 @@ def _quarter(
     crumbs = load_words(words + (QUARTER // 2) * TILE_WORDS, row, column, inside, ROW_WORDS, ASM)
     if BITS == 3:
         signs = load_words(words + 2 * TILE_WORDS, row, column, inside, ROW_WORDS, ASM)
-        p0, p1, p2, p3 = unpack3(crumbs, signs, odd, QUARTER, ASM)
+        p0, p1, p2, p3 = unpack3(crumbs, signs, odd, QUARTER, False, ASM)
     else:
         p0, p1, p2, p3 = unpack2(crumbs, odd, QUARTER, ASM)
     return p0, p1, p2, p3

@@ -244,7 +244,8 @@ def store_codes(
             scale = tl.join(scale, odd_scale)
             if half == 0:
                 early_scale = scale
-            word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, TILE)
+            pair = (even & 0x80) << 8 | (odd & 0x80) << 7 | (even & 0x7F) << 7 | (odd & 0x7F)
+            word = _merge_neighbours(pair.to(tl.uint32, bitcast=True), 16, IS_VALUE, TILE)
             word = tl.reshape(word, [ROWS, 4, COLUMNS])
             _store_words(words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns)
     else:

@@ -3,10 +3,16 @@
 import triton
 import triton.language as tl
 
-from .primitives import load_words, unpack2, unpack3, unpack4, unpack8
+from .primitives import SMALL_UNIT, load_words, unpack2, unpack3, unpack4, unpack8
 
 ROWS32 = tl.constexpr(32)
 """Tokens of a plane."""
+
+
+@triton.jit
+def level_unit(BITS: tl.constexpr):
+    """What `key_scores`, `value_levels` and `chunk_levels` multiply levels by."""
+    return SMALL_UNIT if BITS == 3 or BITS == 4 else 1.0
 
 
 @triton.jit
@@ -39,8 +45,8 @@ def key_scores(
     BLOCK_R: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """level . q of a block's tokens, four [32, BR] float32 planes; `q*` are the CHUNKS channel chunks of the queries,
-    [BC, BR]."""
+    """level_unit * level . q of a block's tokens, four [32, BR] float32 planes; `q*` are the CHUNKS channel chunks of
+    the queries, [BC, BR]."""
     WIDTH: tl.constexpr = DIM // CHUNKS
     TILE: tl.constexpr = 32 * DIM // 8  # int32 words of a crumb tile
     odd = column % 2  # [1, BC]
@@ -55,7 +61,7 @@ def key_scores(
         q = q0 if chunk == 0 else (q1 if chunk == 1 else (q2 if chunk == 2 else q3))  # [BC, BR]
         if BITS == 4:
             w = load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM)  # [32, BC]
-            k0, k1, k2, k3 = unpack4(w, odd, ASM)
+            k0, k1, k2, k3 = unpack4(w, odd, True, ASM)
         elif BITS == 8:
             k0, k1 = unpack8(load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM), odd, ASM)
             k2, k3 = unpack8(
@@ -65,7 +71,7 @@ def key_scores(
             if chunk % 2 == 0:
                 w = load_words(words + (chunk // 2) * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
             if BITS == 3:
-                k0, k1, k2, k3 = unpack3(w, signs, odd, chunk, ASM)
+                k0, k1, k2, k3 = unpack3(w, signs, odd, chunk, True, ASM)
             else:
                 k0, k1, k2, k3 = unpack2(w, odd, chunk, ASM)
         s0 = tl.dot(k0, q, s0)
@@ -86,11 +92,11 @@ def add_dots(a, v0, v1, v2, v3, p0, p1, p2, p3):
 
 @triton.jit
 def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Four planes [BV, 32] of a block's values at 4 or 8 bits."""
+    """Four planes [BV, 32] of a block's values at 4 or 8 bits, times `level_unit`."""
     odd = column % 2  # [1, 32]
     mask = None if row.shape[0] == DIM else row < DIM
     if BITS == 4:
-        v0, v1, v2, v3 = unpack4(load_words(words, row, column, mask, 16, ASM), odd, ASM)
+        v0, v1, v2, v3 = unpack4(load_words(words, row, column, mask, 16, ASM), odd, True, ASM)
     else:
         v0, v1 = unpack8(load_words(words, row, column, mask, 16, ASM), odd, ASM)
         v2, v3 = unpack8(load_words(words + DIM * 16, row, column, mask, 16, ASM), odd, ASM)
@@ -99,12 +105,12 @@ def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, ASM:
 
 @triton.jit
 def chunk_levels(words, row, column, CHUNK: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Four planes [BV, 32] of quarter CHUNK of the channels of a block's values."""
+    """Four planes [BV, 32] of quarter CHUNK of the channels of a block's values, times `level_unit`."""
     HEIGHT: tl.constexpr = DIM // 4
     odd = column % 2  # [1, 32]
     mask = None if row.shape[0] == HEIGHT else row < HEIGHT
     if BITS == 4:
-        v0, v1, v2, v3 = unpack4(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
+        v0, v1, v2, v3 = unpack4(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, True, ASM)
     elif BITS == 8:
         v0, v1 = unpack8(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
         v2, v3 = unpack8(load_words(words + (4 + CHUNK) * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
@@ -112,7 +118,7 @@ def chunk_levels(words, row, column, CHUNK: tl.constexpr, DIM: tl.constexpr, BIT
         crumbs = load_words(words + (CHUNK // 2) * (HEIGHT * 16), row, column, mask, 16, ASM)
         if BITS == 3:
             signs = load_words(words + 2 * (HEIGHT * 16), row, column, mask, 16, ASM)
-            v0, v1, v2, v3 = unpack3(crumbs, signs, odd, CHUNK, ASM)
+            v0, v1, v2, v3 = unpack3(crumbs, signs, odd, CHUNK, True, ASM)
         else:
             v0, v1, v2, v3 = unpack2(crumbs, odd, CHUNK, ASM)
     return v0, v1, v2, v3
