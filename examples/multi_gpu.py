@@ -7,6 +7,13 @@ tensor parallelism, for which it starts itself once more, as one would any scrip
 
     torchrun --nproc-per-node 2 examples/multi_gpu.py --folder FOLDER
 
+With `--compiled-only` the eager times and the `device_map` part are left out.
+
+Before each compiled step torch evaluates guards, which tell whether anything in the model has changed, and takes apart
+sharded parameters (`DTensor`s): with tensor parallelism that occupies the host for milliseconds while the GPUs wait.
+Compiled steps are therefore timed in three ways: as `generate()` compiles by itself; without guards on modules, an
+option of `torch.compile`; and without guards on local shards, plain tensors in place of the `DTensor`s.
+
 Times are of a step of `generate()` on caches that were filled with random keys and values, as the difference of two
 generations of different length. Writes JSON.
 """
@@ -31,8 +38,9 @@ import torch.distributed as dist
 from bench_generate import LLAMA_8B, go_on
 from report import RESULTS, bytes_held, provenance, slug
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
 
@@ -42,6 +50,8 @@ PRESET = "4bit_nc"
 SHAPE = (8, 32768)
 PROMPT, STEPS = 2048, 48
 NEW_TOKENS = (8, 40)
+PLAIN, UNGUARDED, LOCAL = "ms_compiled", "ms_compiled_unguarded", "ms_compiled_unguarded_local"
+"""Compiled by `generate()` alone; without guards on modules; and with local shards besides."""
 TINY = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 ON_GPU = torch.cuda.is_available()
 
@@ -89,6 +99,23 @@ def ours(model: PreTrainedModel, **options: Any) -> Make:
     """The compressed cache, with attention on packed blocks; `max_cache_len` makes `generate()` compile."""
     model.set_attn_implementation("turboquant")
     return lambda: TurboQuantCache(model.config, PRESET, **options)
+
+
+def without_module_guards() -> CompileConfig:
+    """What `generate()` compiles with by itself, less the guards on modules: for a model that stays as it is."""
+    options = {"triton.cudagraphs": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    return CompileConfig(mode=None, options=options)
+
+
+@torch.no_grad()
+def keep_local_shards(model: PreTrainedModel) -> None:
+    """Replaces the sharded weights of linear layers by this process's shard, as transformers itself does at each call
+    without gradients; the model cannot be trained or saved any more."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if isinstance(parameter, DTensor):
+                    setattr(module, name, torch.nn.Parameter(parameter.to_local(), requires_grad=False))
 
 
 def synchronize() -> None:
@@ -211,6 +238,17 @@ def compiler_counts() -> dict[str, int]:
     }
 
 
+def measure_compiled(
+    record: dict[str, Any], name: str, model: PreTrainedModel, make: Make, shape: tuple[int, int], *ranks: int
+) -> None:
+    """Milliseconds of a compiled step as `record[name]`, and what was compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    model.generation_config.compile_config = None if name == PLAIN else without_module_guards()
+    record[name] = ms_per_step(model, make, shape, *ranks)
+    record.setdefault("compiled", {})[name] = compiler_counts()
+
+
 def sizes(arguments: argparse.Namespace) -> tuple[LlamaConfig, tuple[int, int], int, int]:
     """Config, batch and context of the timed steps, prompt of the others, and room of a preallocated cache."""
     changes = {"num_hidden_layers": arguments.layers} | (TINY | {"vocab_size": 256} if arguments.tiny else {})
@@ -243,9 +281,12 @@ def tensor_parallel(arguments: argparse.Namespace) -> None:
     dist.all_gather(every, held)
     record["bytes_held"], record["bytes_with_heads"] = torch.stack(every).T.tolist()
     del cache
-    counters.clear()
-    record["ms_compiled"] = ms_per_step(model, preallocated, shape, rank, ranks)
-    record["compiled"] = compiler_counts()
+    for name in (PLAIN, UNGUARDED):
+        measure_compiled(record, name, model, preallocated, shape, rank, ranks)
+    before = logits(model, preallocated, prompt)
+    keep_local_shards(model)
+    record["local_shards_give_equal_logits"] = torch.equal(logits(model, preallocated, prompt), before)
+    measure_compiled(record, LOCAL, model, preallocated, shape, rank, ranks)
     if rank == 0:
         (arguments.folder / "tensor_parallel.json").write_text(json.dumps(record), encoding="utf-8")
     # A captured CUDA graph holds its communicator: destroying that first would wait forever.
@@ -256,16 +297,18 @@ def tensor_parallel(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any], show: Callable[..., None]) -> None:
-    """One GPU, then both by `device_map`, then both under torchrun; fills `record`."""
-    config, shape, prompt, room = sizes(arguments)
-    weights = random_weights(config)
-    record |= {"batch": shape[0], "context": shape[1], "prompt": prompt, "preset": PRESET}
+def measure_device_map(
+    arguments: argparse.Namespace,
+    one: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    record: dict[str, Any],
+    show: Callable[..., None],
+) -> None:
+    """Eager steps of the model on one GPU, and of the same weights spread over both; fills `record`."""
+    config, shape, prompt, _ = sizes(arguments)
     makes = {"DynamicCache": dynamic, PRESET: ours}
-    one = load(config, weights, device_map={"": 0} if ON_GPU else None)
-    torch.save({name: logits(one, make(one), prompt) for name, make in makes.items()}, folder / "logits.pt")
     expected = generated(one, ours(one), prompt)
-    record["one_gpu"] = {
+    record["one_gpu"] |= {
         "ms_eager": {name: ms_per_step(one, make(one), shape) for name, make in makes.items()},
         "ms_eager_short": {name: ms_per_step(one, make(one), (1, prompt)) for name, make in makes.items()},
     }
@@ -292,17 +335,28 @@ def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any],
         "against_dynamic_penalty_short": short_penalties[PRESET] / short_penalties["DynamicCache"],
         "bytes_by_device": cache.memory_footprint().by_device,
     }
-    del two, cache
     show(device_map=record["device_map"])
+
+
+def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any], show: Callable[..., None]) -> None:
+    """One GPU, both by `device_map` unless only compiled steps are wanted, both under torchrun; fills `record`."""
+    config, shape, prompt, room = sizes(arguments)
+    weights = random_weights(config)
+    record |= {"batch": shape[0], "context": shape[1], "prompt": prompt, "preset": PRESET}
+    makes = {"DynamicCache": dynamic, PRESET: ours}
+    one = load(config, weights, device_map={"": 0} if ON_GPU else None)
+    torch.save({name: logits(one, make(one), prompt) for name, make in makes.items()}, folder / "logits.pt")
+    record["one_gpu"] = {}
+    if not arguments.compiled_only:
+        measure_device_map(arguments, one, weights, record, show)
 
     preallocated = ours(one, max_cache_len=room)
     cache = preallocated()
     fill(cache, one, *shape)
     record["one_gpu"] |= {"bytes_held": bytes_held(cache), "bytes_with_heads": bytes_with_heads(cache)}
     del cache
-    counters.clear()
-    record["one_gpu"]["ms_compiled"] = ms_per_step(one, preallocated, shape)
-    record["one_gpu"]["compiled"] = compiler_counts()
+    for name in (PLAIN, UNGUARDED):
+        measure_compiled(record["one_gpu"], name, one, preallocated, shape)
     show(one_gpu=record["one_gpu"])
 
     del one, weights, preallocated
@@ -313,7 +367,8 @@ def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any],
     options = ["--folder", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])]
     subprocess.run([*torchrun, str(Path(__file__).resolve()), *options], check=True)
     record["tensor_parallel"] = split = json.loads((folder / "tensor_parallel.json").read_text(encoding="utf-8"))
-    split["compiled_times_faster"] = record["one_gpu"]["ms_compiled"] / split["ms_compiled"]
+    split["compiled_times_faster"] = {name: record["one_gpu"][name] / split[name] for name in (PLAIN, UNGUARDED)}
+    split["compiled_times_faster"][LOCAL] = record["one_gpu"][UNGUARDED] / split[LOCAL]
     split["bytes_halved_exactly"] = all(
         2 * n == record["one_gpu"]["bytes_with_heads"] for n in split["bytes_with_heads"]
     )
@@ -324,6 +379,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short contexts, to try the script")
+    parser.add_argument("--compiled-only", action="store_true", help="leave out eager steps and `device_map`")
     parser.add_argument("--output", type=Path, help="the JSON file, by default in examples/results")
     parser.add_argument("--folder", type=Path, help="where the run that starts torchrun left its results")
     arguments = parser.parse_args()

@@ -314,24 +314,41 @@ def prefill(record: dict[str, Any]) -> str:
 
 
 def multi_gpu(record: dict[str, Any]) -> str:
-    """Two GPUs by `device_map` and by tensor parallelism against one."""
-    one, spread, split = (record[key] for key in ("one_gpu", "device_map", "tensor_parallel"))
-    preset = record["preset"]
-    size = f"{record['batch']} × {record['context']:,}"
+    """Two GPUs by tensor parallelism, and by `device_map` where that was measured, against one."""
+    one, spread, split = record["one_gpu"], record.get("device_map"), record["tensor_parallel"]
+
+    def row(label: str, *columns: tuple[dict[str, Any] | None, str]) -> list[str]:
+        found = (None if part is None else part.get(key) for part, key in columns)
+        return [label, *("–" if ms is None else f"{ms:.1f} ms" for ms in found)]
+
+    preset = cache_name(record["preset"])
     lines = [
-        [f"eager, {cache_name(name)}", f"{one['ms_eager'][name]:.1f} ms", f"{spread['ms_eager'][name]:.1f} ms", "–"]
-        for name in one["ms_eager"]
+        row(f"eager, {cache_name(name)}", (one["ms_eager"], name), (spread and spread["ms_eager"], name), (None, ""))
+        for name in one.get("ms_eager", {})
     ]
-    lines.append(
-        [f"compiled, {cache_name(preset)}", f"{one['ms_compiled']:.1f} ms", "–", f"{split['ms_compiled']:.1f} ms"]
-    )
-    sizes = [[one["bytes_held"]], list(spread["bytes_by_device"].values()), split["bytes_held"]]
-    lines.append(
-        ["KV held on each GPU", *(" + ".join(f"{size / GIB:.2f}" for size in held) + " GiB" for held in sizes)]
-    )
-    same = f"{spread['tokens_equal']} of {spread['tokens']} tokens are those of one GPU with `device_map`.\n"
-    headings = [f"a decode step at {size}", "one GPU", "`device_map`, two", "tensor parallel, two"]
-    return f"{record['model']}:\n\n" + table(headings, lines) + f"\n{same}" + source(record)
+    ways = {
+        f"compiled, {preset}": ("ms_compiled", "ms_compiled"),
+        "without guards on modules": ("ms_compiled_unguarded", "ms_compiled_unguarded"),
+        "the same on local shards": ("", "ms_compiled_unguarded_local"),
+    }
+    lines += [
+        row(label, (one, alone), (None, ""), (split, both)) for label, (alone, both) in ways.items() if both in split
+    ]
+    held = [[one["bytes_held"]], list(spread["bytes_by_device"].values()) if spread else [], split["bytes_held"]]
+    shown = [" + ".join(f"{size / GIB:.2f}" for size in sizes) + " GiB" if sizes else "–" for sizes in held]
+    lines.append(["KV held on each GPU", *shown])
+    headings = [
+        f"a decode step at {record['batch']} × {record['context']:,}",
+        "one GPU",
+        "`device_map`, two",
+        "tensor parallel, two",
+    ]
+    if spread is None:
+        headings, *lines = ([cells[0], cells[1], cells[3]] for cells in (headings, *lines))
+    same = ""
+    if spread:
+        same = f"\n{spread['tokens_equal']} of {spread['tokens']} tokens are those of one GPU with `device_map`.\n"
+    return f"{record['model']}:\n\n" + table(headings, lines) + same + source(record)
 
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import states
+from multi_gpu import keep_local_shards, without_module_guards
 from test_compiled import compile_config
 from tiny_models import VOCAB
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -138,6 +140,18 @@ def main() -> None:
     found["loaded_logits_equal"] = torch.equal(*logits)
     found["other_rank"] = error_of_loading(folder / f"rank-{1 - rank}.safetensors", sharded)
     found["one_process_file"] = error_of_loading(folder / "alone.safetensors", sharded)
+
+    keep_local_shards(sharded)
+    counters.clear()
+    config = compile_config()
+    config.options = {"guard_filter_fn": without_module_guards().options["guard_filter_fn"]}
+    caches = [TurboQuantCache(sharded.config, max_cache_len=room, **OPTIONS) for room in (300, 400)]
+    found["local_shards"] = {
+        "tokens": [generate(sharded, cache, 20, compile_config=config) for cache in caches],
+        "expected": [row[:20] for row in expected["4bit_nc"][0]],
+        "graphs": counters["stats"]["unique_graphs"],
+        "sharded": sum(isinstance(parameter, DTensor) for parameter in sharded.parameters()),
+    }
     (folder / f"found-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

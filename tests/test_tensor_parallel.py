@@ -16,6 +16,7 @@ from tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache
 
 TESTS = Path(__file__).parent
+EXAMPLES = TESTS.parent / "examples"
 RANKS = (0, 1)
 pytestmark = pytest.mark.xdist_group("tensor parallelism")
 
@@ -40,7 +41,7 @@ def folder(tmp_path_factory, model) -> Path:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
     worker = [str(TESTS / "tensor_parallel_worker.py"), str(folder)]
     # Without GPUs, whatever the machine has: these are the tests of the path over gloo.
-    hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES)}
     run = subprocess.run(
         [sys.executable, *command, *worker], env=os.environ | hidden, capture_output=True, text=True, timeout=600
     )
@@ -80,6 +81,15 @@ def test_compiled_decoding_is_one_graph(found):
         tokens, expected = found[rank]["compiled"]["tokens"]
         assert tokens == expected
         assert found[rank]["compiled"]["graphs"] == 1 and not found[rank]["compiled"]["breaks"]
+
+
+def test_local_shards_without_module_guards_give_the_same_tokens_for_caches_of_any_size(found):
+    """As in examples/multi_gpu.py: guards on the cache stay, so that a larger one is compiled anew."""
+    for rank in RANKS:
+        local = found[rank]["local_shards"]
+        assert local["tokens"] == [local["expected"]] * 2
+        assert local["graphs"] == 2
+        assert local["sharded"] == 1, "the embedding alone: it counts on DTensor to find its rows"
 
 
 def test_no_collective_is_added(found):
