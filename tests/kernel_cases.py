@@ -53,7 +53,8 @@ class Case:
     """One call of `decode_attention`.
 
     `blocks` of the store's `capacity` blocks and `window` of its window's rows are in use. `mask` is `None`, "padding"
-    (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random).
+    (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random). `key_offset`
+    is the size of what all packed keys of a head have in common, in units of what they have not.
     """
 
     B: int = 1
@@ -74,6 +75,7 @@ class Case:
     softcap: float | None = None
     s_aux: bool = False
     key_mean: bool = True
+    key_offset: float = 2.0
     value_scale: float = 1.0
 
     def __str__(self) -> str:
@@ -124,7 +126,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         tensor.copy_(torch.randint(-(2**15), 2**15, tensor.shape, generator=generator))
     if case.blocks:
         tokens = 128 * case.blocks
-        offset = 2 * randn(case.B, case.Hkv, 1, case.Dk)
+        offset = case.key_offset * randn(case.B, case.Hkv, 1, case.Dk)
         keys = (randn(case.B, case.Hkv, tokens, case.Dk) + offset).to(case.dtype)
         values = (randn(case.B, case.Hkv, tokens, case.Dv) * case.value_scale).to(case.dtype)
         encode(config, keys, values, packed, 0)

@@ -41,13 +41,13 @@ CASES = (
         (BASE.with_(blocks=0), False),
         (BASE.with_(blocks=0, sinks=0, window=17), True),
         (BASE.with_(S=2, window=2, sinks=0), False),
-        (BASE.with_(value_scale=1e-3), False),
-        (BASE.with_(value_scale=300.0), True),
+        (BASE.with_(value_scale=1e-3, key_offset=20.0), False),
+        (BASE.with_(value_scale=300.0, key_offset=0.0, preset="2bit_nc"), True),
     ]
 )
-TOLERANCE = {torch.float16: 1.2e-3, torch.float32: 1.2e-3, BF16: 4e-3}
-"""Relative RMS. Rows, keys and weights in fp16 alone have 0.7e-3 to 1.04e-3; bf16 output alone has
-1.7e-3 (3.2e-3 in the interpreter, which truncates)."""
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4e-3}
+"""Relative RMS. Rows, keys and weights in fp16 alone have up to 0.8e-3; bf16 output alone has 1.7e-3 (3.2e-3 in the
+interpreter, which truncates)."""
 
 
 def gpu(function: Callable[..., None]) -> Callable[..., None]:

@@ -6,12 +6,15 @@ once for all rows; then its accumulator is rotated back, and it goes on over the
 tokens; bottom-right causal) with the plain rows. No history is ever dense in memory. Scratch is the rows themselves
 in fp16, and partial results where several programs share the tokens of a tile of rows.
 
-    x[r, t]   = q[r] . k[t]                     packed: (R q[r]) . (key_scale[t] key_level[t] + mean)
+Packed keys are in fp16 less a `reference_key` c of the program, close to their means, so that fp16 rounds them to their
+own size and not to that of the means. What a row has in common with it goes to the row's maximum after the last block.
+
+    x[r, t]   = q[r] . k[t]    packed: (R q[r]) . (key_scale[t] key_level[t] + mean - c) + (R q[r]) . c
     out[r, :] = R^T sum_packed p value_scale value_level + sum_dense p v,  p = softmax(scaling x)
 
 What bounds it on sm_90, D = 128, a block of 128 tokens and 128 rows, in clocks of a multiprocessor: products 2048;
-exponentials 1024; 951 instructions a warp, 8 warps on 4 schedulers, 1900 (a third of them unpack 256 elements a
-token); tiles through shared memory 1800. With one program a multiprocessor, products and the rest come one after the
+exponentials 1024; 839 instructions a warp at 4 bits, 8 warps on 4 schedulers, 1680 (a third of them unpack 256 elements
+a token); tiles through shared memory 1800. With one program a multiprocessor, products and the rest come one after the
 other, about half of the product rate; several programs overlap them but have fewer registers or unpack more often.
 Bytes do not matter: a block's 17 KB are read once for 128 rows.
 """
@@ -20,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .dense import finite, log2_sum, soft_capped
-from .prefix_tiles import channel_of, half_scales, key_tiles, value_tiles
+from .prefix_tiles import channel_of, half_scales, key_tiles, reference_key, value_tiles
 
 TOKENS = tl.constexpr(128)
 TILE = tl.constexpr(64)
@@ -48,11 +51,14 @@ def _hidden(x, ASM: tl.constexpr):
 
 @triton.jit
 def _parked(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
-    """`operand` [BR, BDK] by way of memory: Triton keeps operands that were loaded in shared memory, others in
-    registers."""
+    """`operand` [BR or 1, BDK] fp16 by way of memory.
+
+    Triton keeps operands that were loaded in shared memory, others in registers. And an address that depends on the
+    channel, used before the loop and in it, makes the compiler keep one register pair a channel through the loop.
+    """
     tile = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tile_count + tl.program_id(0)
     at = operand_rows + tile.to(tl.int64) * (BLOCK_R * BLOCK_DK)
-    at += tl.arange(0, BLOCK_R)[:, None] * BLOCK_DK + tl.arange(0, BLOCK_DK)[None, :]
+    at += tl.arange(0, operand.shape[0])[:, None] * BLOCK_DK + tl.arange(0, BLOCK_DK)[None, :]
     tl.debug_barrier()
     tl.store(at, operand)
     tl.debug_barrier()
@@ -71,12 +77,14 @@ def _masked(x, mask, s_offset, t, mask_t, valid, MASK: tl.constexpr):
 
 
 @triton.jit
-def _logits(rows, keys, factor, cap_log2, mask, mask_offset, t, mask_t, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
+def _logits(
+    rows, keys, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK: tl.constexpr, SOFTCAP: tl.constexpr
+):
     """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
-    `factor`."""
+    `common` [BR] and `factor` [BR]."""
     x = tl.dot(rows, tl.trans(keys))
     if SOFTCAP:
-        x = soft_capped(x * factor[:, None], cap_log2)
+        x = soft_capped(x * factor[:, None] + (common * factor)[:, None], cap_log2)
     if MASK > 0:
         x = _masked(x, mask, mask_offset, t, mask_t, t >= 0, MASK)
     return x
@@ -127,7 +135,7 @@ def prefix_attention(
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
-    lse,  # [splits, B * Hkv * rows] float32, base 2
+    lse,  # [splits, B * Hkv * rows] float32, base 2; first what rows have in common with the reference key
     operand_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
     query_b,
     query_h,
@@ -232,13 +240,24 @@ def prefix_attention(
             mask=key_exists[None, :] & (dk < DKP)[:, None],
             other=0.0,
         )  # [BDK in, BDK column]
-        rotated = _parked(
-            (tl.dot(plain, matrix) * (DKP**-0.5)).to(tl.float16), operand_rows, tile_count, BLOCK_R, BLOCK_DK
-        )
         block0 = batch * blocks_b + kv_head * blocks_h
-        n = tl.arange(0, 32)
-        means = key_means + key_channel
-        scalar_at = scalars + block0 * TOKENS + n
+        scalar_at = scalars + block0 * TOKENS + tl.arange(0, 32)
+        rotated = tl.dot(plain, matrix) * (DKP**-0.5)
+        reference = 0.0
+        common = tl.zeros([BLOCK_R], tl.float32)
+        if HAS_MEAN:
+            scale0, _ = half_scales(tl.load(scalars + (block0 + first) * TOKENS))
+            reference = reference_key(key_means + (block0 + first) * DKP + key_channel, scale0, dk, key_exists)  # [BDK]
+            common = tl.sum(rotated * reference[None, :], 1)
+            if not SOFTCAP:
+                # Kept in memory: for sm_80 there are no registers left.
+                tl.store(
+                    lse + (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r, common, mask=row_mask
+                )
+            reference = tl.reshape(
+                _parked(reference[None, :], operand_rows, tile_count, BLOCK_R, BLOCK_DK), reference.shape
+            )
+        rotated = _parked(rotated.to(tl.float16), operand_rows, tile_count, BLOCK_R, BLOCK_DK)
         for block in tl.range(first, last_block, num_stages=STAGES):
             at = block0 + block
             k_scale0, v_scale0 = half_scales(tl.load(scalar_at + block * TOKENS))
@@ -247,7 +266,7 @@ def prefix_attention(
             k_scale3, v_scale3 = half_scales(tl.load(scalar_at + block * TOKENS + 96))
             mean = 0.0
             if HAS_MEAN:
-                mean = tl.load(means + at * DKP, mask=key_exists, other=0.0)  # [BDK]
+                mean = tl.load(key_means + at * DKP + key_channel, mask=key_exists, other=0.0) - reference  # [BDK]
             k0, k1 = key_tiles(
                 key_words + at * (4 * DKP * KEY_BITS),
                 k_scale0,
@@ -273,10 +292,10 @@ def prefix_attention(
                 ASM,
             )
             t = sink_count + block * TOKENS + tl.arange(0, TILE)
-            x0 = _logits(rotated, k0, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
+            x0 = _logits(rotated, k0, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
             if STEP == 64:
                 acc, total, maximum = _add_tile(acc, total, maximum, x0, tl.trans(v0), gain, MASK > 0)
-            x1 = _logits(rotated, k1, factor, cap_log2, mask, mask_offset, t + TILE, mask_t, MASK, SOFTCAP)
+            x1 = _logits(rotated, k1, common, factor, cap_log2, mask, mask_offset, t + TILE, mask_t, MASK, SOFTCAP)
             if STEP == 64:
                 acc, total, maximum = _add_tile(acc, total, maximum, x1, tl.trans(v1), gain, MASK > 0)
             else:
@@ -291,6 +310,12 @@ def prefix_attention(
                 acc = tl.dot(p0.to(tl.float16), tl.trans(v0), acc)
                 acc = tl.dot(p1.to(tl.float16), tl.trans(v1), acc)
 
+        if HAS_MEAN and not SOFTCAP:
+            r = _hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
+            row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
+            tl.debug_barrier()
+            maximum += tl.load(lse + row, mask=r < rows, other=0.0)
+            tl.debug_barrier()
         # Normalised rows: fp16 then holds any output to 11 bits.
         peak = tl.max(tl.abs(tl.where(value_exists[None, :], acc, 0.0)), 1)
         peak = tl.where(peak > 0, peak, 1.0)

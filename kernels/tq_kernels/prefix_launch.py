@@ -194,10 +194,11 @@ def attend_prefix(
     if splits is None:
         resident = on.multiprocessors * config.programs_per_multiprocessor
         splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // TOKENS), resident)
-    outputs = splits * heads * rows if splits > 1 else 0
+    sums = splits * heads * rows
+    outputs = sums if splits > 1 else 0
     operands = splits * heads * row_tiles * config.block_rows * _block(key_dim) // 2
-    held = scratch(operands + outputs * (value_dim + 1))
-    operand_rows, partial, lse = held.split([operands, outputs * value_dim, outputs])
+    held = scratch(operands + outputs * value_dim + sums)
+    operand_rows, partial, lse = held.split([operands, outputs * value_dim, sums])
     words, capacity = key_words.shape[3], max(window[0].shape[2], 1)
     # A mask of few strides: for all queries alike where its queries are.
     mask_kind = 0 if mask is None else (1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2)

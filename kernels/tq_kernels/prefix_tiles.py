@@ -1,8 +1,8 @@
 """Tiles of packed blocks as attention over many queries reads them: whole fp16 operands, scaled while they unpack.
 
 Decode applies scales to logits and probabilities, of which it has few. With 64 and more rows the operands are the
-smaller side: one packed multiply-add for two elements turns levels into rotated keys (scale and mean) or values.
-A tile has 64 tokens, two planes of a block.
+smaller side: one packed multiply-add for two elements turns levels into rotated keys (scale, and mean less a reference)
+or values. A tile has 64 tokens, two planes of a block.
 """
 
 import triton
@@ -18,6 +18,19 @@ def half_scales(scalars):
     key = (w & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     value = (w >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return key, value
+
+
+@triton.jit
+def reference_key(means, scale, column, exists):
+    """A rotated key [BD] fp16 close to those of a program's blocks, for them to be taken relative to it.
+
+    It is the mean of the first block at `means` [BD] pointers: fp16 would round the keys of a model with large means
+    to the size of these. A part of `scale` that is different for every channel keeps rounding errors independent: with
+    few levels and no mean they are the same number in every channel of one level, and add up along a key.
+    """
+    dither = ((column * 40503) & 0xFFFF).to(tl.float32) * (1 / 65536) - 0.5  # [BD]
+    mean = tl.load(means, mask=exists, other=0.0).to(tl.float32)
+    return tl.where(exists, mean + dither * scale, 0.0).to(tl.float16)
 
 
 @triton.jit
