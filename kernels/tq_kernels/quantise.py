@@ -244,8 +244,9 @@ def store_codes(
             scale = tl.join(scale, odd_scale)
             if half == 0:
                 early_scale = scale
-            pair = (even & 0x80) << 8 | (odd & 0x80) << 7 | (even & 0x7F) << 7 | (odd & 0x7F)
-            word = _merge_neighbours(pair.to(tl.uint32, bitcast=True), 16, IS_VALUE, TILE)
+            word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, TILE)
+            # Both signs of a half word to its top, two codes at a time.
+            word = (word & 0x807F807F) | ((word >> 1) & 0x3F803F80) | ((word & 0x00800080) << 7)
             word = tl.reshape(word, [ROWS, 4, COLUMNS])
             _store_words(words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns)
     else:
