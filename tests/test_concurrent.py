@@ -122,15 +122,19 @@ def views():
 @pytest.fixture
 def partial_results_are_held(monkeypatch):
     """Every stream pauses between writing partial results to scratch and reducing them."""
-    from tq_kernels import launch
+    from tq_kernels import kernel, launch
 
-    reduce = launch.REDUCE
+    class Pausing(kernel.Kernel):
+        def launcher(self, compiled: Any) -> kernel.Launcher:
+            call, fixed = super().launcher(compiled)
 
-    def pausing(*arguments: Any, **options: Any) -> None:
-        torch.cuda._sleep(2_000_000)  # about a millisecond
-        reduce(*arguments, **options)
+            def pause_and_call(*arguments: Any) -> None:
+                torch.cuda._sleep(2_000_000)  # about a millisecond
+                call(*arguments)
 
-    monkeypatch.setattr(launch, "REDUCE", pausing)
+            return kernel.Launcher(pause_and_call, fixed)
+
+    monkeypatch.setattr(launch, "REDUCE", Pausing(launch.REDUCE.function))
 
 
 def interleaved_on_two_streams(cases: list) -> list[torch.Tensor]:

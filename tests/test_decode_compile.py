@@ -19,6 +19,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
+from tq_kernels.append import rotate_and_append  # noqa: E402
 from tq_kernels.decode import decode_split  # noqa: E402
 from tq_kernels.plan import Plan, Target, plan_decode  # noqa: E402
 from tq_kernels.reduce import reduce_splits  # noqa: E402
@@ -201,6 +202,13 @@ def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
 def test_small_kernels_compile_for(arch: int | str, dim: int) -> None:
     p = plan(arch, 4, 4, dim=dim)
     rotate = build(rotate_query, ["*fp16", "*fp16", "*fp32", *["i32"] * 8], p.rotate_constants, arch, num_warps=2)
+    append = build(
+        rotate_and_append,
+        [*["*fp16"] * 6, "*fp32", *["i32"] * 14],
+        (dim, dim, *p.rotate_constants),
+        arch,
+        num_warps=2,
+    )
     reduce = build(
         reduce_splits,
         ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp32", "*fp16", *["i32"] * 12],
@@ -208,7 +216,7 @@ def test_small_kernels_compile_for(arch: int | str, dim: int) -> None:
         arch,
         num_warps=p.reduce_warps,
     )
-    for compiled in (rotate, reduce):
+    for compiled in (rotate, append, reduce):
         assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" and arch != 75 else 0)
         if isinstance(arch, int) and arch >= 80:
             assert "STACK:0" in disassemble(compiled, "-res-usage")

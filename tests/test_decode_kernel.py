@@ -17,7 +17,9 @@ from kernel_cases import (
     run_decode,
 )
 
-from tq_hf.config import PRESETS
+from tq_hf import ops, reference_attention
+from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.store import LayerStore
 
 BASE = Case()
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -107,6 +109,42 @@ if INTERPRETED:
         expected = run_decode(inputs)
         inputs.mask = inputs.mask.expand(-1, -1, 3, -1)
         assert torch.equal(run_decode(inputs), expected)
+
+
+def check_late_rows(device: torch.device) -> None:
+    """Steps that write the newest row in passing agree with a store that wrote it before."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        torch.randn(2, 40, 2, dim, generator=generator).half().to(device).transpose(1, 2) for dim in (80, 96)
+    )
+    config = TurboQuantConfig(sink_tokens=4, residual_length=0)
+    late, early = (LayerStore(config, keys, values) for _ in range(2))
+    for store in (late, early):
+        store.append(keys[:, :, :30], values[:, :, :30])
+    for token in range(30, 34):
+        row = keys[:, :, token : token + 1], values[:, :, token : token + 1]
+        query = torch.randn(2, 6, 1, 80, generator=generator).half().to(device)
+        views = [store.append(*row) for store in (late, early)]
+        expected = reference_attention.attend(query, views[1], None, scaling=0.1)
+        out = ops.attend(query, views[0], None, scaling=0.1)
+        assert relative_rms(out, expected.cpu().double()) <= 1e-3
+        assert views[0].late is not None and views[0].late.states is None  # the kernel has written it
+        assert torch.equal(ops.attend(query, views[0], None, scaling=0.1), out)
+    for ring, expected in zip(late.window.ring, early.window.ring, strict=True):
+        assert torch.equal(ring, expected)
+
+
+if INTERPRETED:
+
+    @torch.no_grad()
+    def test_late_rows() -> None:
+        check_late_rows(torch.device("cpu"))
+
+
+@gpu
+@torch.no_grad()
+def test_late_rows_on_a_gpu() -> None:
+    check_late_rows(torch.device("cuda", 0))
 
 
 @gpu

@@ -16,7 +16,7 @@ from .config import TurboQuantConfig
 from .kept import keeps_tensors
 from .static_store import StaticStore
 from .store import LayerStore, check_states
-from .ticket import Receipt, Ticket, attach, placeholders
+from .ticket import Receipt, Ticket, attach, placeholders, step_placeholders
 from .view import StoreView
 from .window import KeyValue
 
@@ -122,7 +122,8 @@ class TurboQuantLayer(CacheLayerMixin):
             # An alias of the keys: with the ticket on the very tensor its view holds, they would keep each other alive.
             states = (key_states.view_as(key_states), value_states)
         elif wants_ticket and takes_tickets:
-            states = placeholders(view.shaped(view.length), self._nan)
+            kind = (*view.buffers.row_shapes, self.dtype, self.device)
+            states = step_placeholders(kind, view.length, self._nan)
         else:
             states = ops.dense(view)
         return attach(states, Ticket(view, self._receipt)) if wants_ticket else states
@@ -158,7 +159,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 "The config this cache was made from no longer exists, so it is read dequantised. Make the cache from "
                 "`model.config`."
             )
-        return getattr(model_config, "_attn_implementation", None) == "turboquant"
+        return _attention_of(model_config) == "turboquant"
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
@@ -234,3 +235,13 @@ class TurboQuantLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
         self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+
+def _attention_of(model_config: PreTrainedConfig | None) -> str | None:
+    """`model_config._attn_implementation`. transformers' configs look up attributes in Python, which takes as long as a
+    launch: where its value is kept is asked directly."""
+    if not torch.compiler.is_compiling() and model_config is not None:
+        kept = object.__getattribute__(model_config, "__dict__")
+        if "_attn_implementation_internal" in kept:
+            return kept["_attn_implementation_internal"]
+    return getattr(model_config, "_attn_implementation", None)

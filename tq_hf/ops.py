@@ -7,7 +7,6 @@ import torch
 from . import continuation, reference, reference_attention, triton_backend
 from .blocks import PackedBlocks
 from .config import TurboQuantConfig
-from .layout import BlockLayout
 from .view import StoreView
 from .window import KeyValue
 from .workspace import Scratch, current_workspace
@@ -24,15 +23,6 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
     backend = triton_backend if triton_backend.serves(keys, blocks.layout) else reference
     backend.dequantise(config, blocks, keys, values)
-
-
-def append_row(layout: BlockLayout, keys: torch.Tensor, values: torch.Tensor, window: KeyValue, slot: int) -> None:
-    """Write one token's keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` to row `slot` of a window's ring."""
-    if triton_backend.serves(keys, layout):
-        triton_backend.append_row(keys, values, window, slot)
-        return
-    for ring, row in zip(window, (keys, values), strict=True):
-        ring[:, :, slot : slot + 1] = row
 
 
 def dense(view: StoreView) -> KeyValue:

@@ -14,8 +14,8 @@ from . import ops, triton_backend
 from .blocks import PackedBlocks
 from .static_store import StaticStore, numbered_config
 from .store import check_fits
-from .view import StoreView
-from .window import DenseWindow, KeyValue
+from .view import Buffers, StoreView
+from .window import KeyValue
 
 
 def _arguments(store: StaticStore) -> tuple:
@@ -125,16 +125,14 @@ def append_token(store: StaticStore, keys: torch.Tensor, values: torch.Tensor) -
 
 def _seen(store: StaticStore) -> StoreView:
     sinks, blocks, rows, _, _ = store.seen.tolist()
-    window = DenseWindow.resumed(*store.window, blocks * store.blocks.layout.tokens, rows)
+    held = (store.sinks[0][:, :, :sinks], store.sinks[1][:, :, :sinks])
+    first = blocks * store.blocks.layout.tokens
     return StoreView(
-        config=store.config,
-        sinks=(store.sinks[0][:, :, :sinks], store.sinks[1][:, :, :sinks]),
-        blocks=store.blocks,
+        buffers=Buffers(store.config, store.blocks, held, store.window),
         num_blocks=blocks,
-        window=window,
+        first=first,
         num_window=rows,
-        new=None,
-        past_length=sinks + blocks * store.blocks.layout.tokens + rows - 1,
+        past_length=sinks + first + rows - 1,
     )
 
 

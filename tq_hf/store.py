@@ -22,7 +22,7 @@ from .blocks import PackedBlocks
 from .config import GROWTH, TurboQuantConfig
 from .kept import keeps_tensors
 from .layout import BlockLayout
-from .view import StoreView
+from .view import Buffers, StoreView
 from .window import DenseWindow, KeyValue, ring_capacity
 
 SHORT_CALL = 128
@@ -70,6 +70,8 @@ class LayerStore:
         sinks = (x.new_zeros(batch, heads, config.sink_tokens, x.shape[3]) for x in (keys, values))
         self.sinks: KeyValue = (next(sinks), next(sinks))
         self.window = DenseWindow(keys, values, self._window_capacity(0))
+        # Kept between decode steps only: it must not keep alive what was replaced.
+        self._buffers: Buffers | None = None
 
     @classmethod
     def resumed(
@@ -87,7 +89,8 @@ class LayerStore:
         store.device, store.dtype = window[0].device, window[0].dtype
         store.num_sinks, store.num_blocks, store.num_pending = counts.sinks, counts.blocks, counts.pending
         store.blocks, store.sinks = blocks, sinks
-        store.window = DenseWindow.resumed(*window, counts.blocks * blocks.layout.tokens, counts.window)
+        store.window = DenseWindow.resumed(window, counts.blocks * blocks.layout.tokens, counts.window)
+        store._buffers = None
         return store
 
     @property
@@ -136,22 +139,23 @@ class LayerStore:
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
-        if self._is_next_row(keys, values):
-            self.settle()
-            window, past = self.window, self.length
-            slot = (window.first + window.count) % window.capacity
-            ops.append_row(self.layout, keys, values, (window.keys, window.values), slot)
-            window.count += 1
+        buffers = self._whole_buffers()
+        if self._is_next_row(buffers, keys, values):
+            self._buffers = buffers
+            if self.num_pending:
+                self.settle()
+            past = self.length
+            self.window.append_late((keys, values))
             return self._appended(past)
         return self._append(keys, values)
 
-    def _is_next_row(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    def _is_next_row(self, buffers: Buffers, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether this is one token that only has to be written to the window, as in nearly every decode step."""
         window = self.window
-        key_shape, value_shape = window.keys.shape, window.values.shape
+        key_shape, value_shape = buffers.row_shapes
         return (
-            keys.shape == (key_shape[0], key_shape[1], 1, key_shape[3])
-            and values.shape == (value_shape[0], value_shape[1], 1, value_shape[3])
+            keys.shape == key_shape
+            and values.shape == value_shape
             and keys.dtype == values.dtype == self.dtype
             and keys.device == values.device == self.device
             and self.num_sinks == self.config.sink_tokens
@@ -163,6 +167,7 @@ class LayerStore:
     @keeps_tensors
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         self.check(keys, values)
+        self._buffers = None
         self.settle()
         past, new_tokens = self.length, keys.shape[2]
         to_sinks = min(new_tokens, self.config.sink_tokens - self.num_sinks) if past == self.num_sinks else 0
@@ -221,6 +226,7 @@ class LayerStore:
             # An exact fit for a prompt; room to spare once the cache is growing.
             capacity = start + blocks if start == 0 else max(start + blocks, int(start * GROWTH) + 1)
             self.blocks = self.blocks.resized(capacity, start)
+            self._buffers = None
         if blocks:
             ops.encode(self.config, *states, self.blocks, start)
 
@@ -231,17 +237,19 @@ class LayerStore:
         self.num_pending = 0
 
     def _view(self, past: int, num_sinks: int, new: KeyValue | None = None) -> StoreView:
-        whole = num_sinks == self.sinks[0].shape[2]
-        return StoreView(
-            config=self.config,
-            sinks=self.sinks if whole else (self.sinks[0][:, :, :num_sinks], self.sinks[1][:, :, :num_sinks]),
-            blocks=self.blocks,
-            num_blocks=self.num_blocks,
-            window=self.window.snapshot(),
-            num_window=self.window.count,
-            new=new,
-            past_length=past,
-        )
+        window = self.window
+        buffers = self._whole_buffers()
+        if num_sinks != self.config.sink_tokens:
+            sinks = (self.sinks[0][:, :, :num_sinks], self.sinks[1][:, :, :num_sinks])
+            buffers = Buffers(self.config, self.blocks, sinks, window.ring)
+        return StoreView(buffers, self.num_blocks, window.first, window.count, past, window.late, new)
+
+    def _whole_buffers(self) -> Buffers:
+        """The tensors held, with all sinks: the same object from one decode step to the next."""
+        held, ring = self._buffers, self.window.ring
+        if held is None or held.blocks is not self.blocks or held.sinks is not self.sinks or held.ring is not ring:
+            return Buffers(self.config, self.blocks, self.sinks, ring)
+        return held
 
     def view(self) -> StoreView:
         """All tokens held, as a query that adds none would read them. Reading changes nothing: the rows of pending

@@ -9,6 +9,7 @@ and the layer learns that this model needs dequantised states.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,9 @@ from .window import KeyValue
 
 _ATTRIBUTE = "_turboquant_ticket"
 
+Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""What placeholders depend on besides the number of tokens: shapes of one token's keys and values, dtype, device."""
+
 
 @dataclass
 class Receipt:
@@ -26,8 +30,7 @@ class Receipt:
     signed: bool = False
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """A claim on what a layer holds, good for one call of the model."""
 
     view: StoreView | StaticStore
@@ -48,6 +51,25 @@ def placeholders(shapes: tuple[torch.Size, torch.Size], nan: torch.Tensor) -> Ke
         nan: One NaN of the model's dtype and device, `[1, 1, 1, 1]`.
     """
     return nan.expand(shapes[0]), nan.expand(shapes[1])
+
+
+_latest: tuple[Kind, int, KeyValue] | None = None
+
+
+def step_placeholders(kind: Kind, tokens: int, nan: torch.Tensor) -> KeyValue:
+    """`placeholders` for `tokens` keys and values of a kind, at less cost.
+
+    All layers of a model ask for the same at every step. The tensor of values, which carries no ticket, is the same for
+    all then, and that of keys a new tensor over the same memory.
+    """
+    global _latest
+    latest = _latest
+    if latest is None or latest[1] != tokens or latest[0] != kind:
+        (batch, heads, _, key_dim), (_, _, _, value_dim) = kind[:2]
+        keys = nan.expand(batch, heads, tokens, key_dim)
+        latest = _latest = (kind, tokens, (keys, nan.expand(batch, heads, tokens, value_dim)))
+    keys, values = latest[2]
+    return keys.detach(), values
 
 
 def redeem(keys: torch.Tensor) -> StoreView | StaticStore | None:

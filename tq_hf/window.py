@@ -3,14 +3,19 @@
 Rows are numbered by their token's position after the sinks; row p lives in slot `p % capacity`. The capacity is a
 multiple of the block size, so a block's rows are always contiguous: dropping a block that has been encoded moves
 nothing.
+
+The newest row may be late: held apart until somebody needs it. A decode kernel writes it in passing (a launch of its
+own would cost the host as much as the kernel's); whoever else reads or writes the ring writes it first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from .kept import keeps_tensors
 from .layout import BlockLayout
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
@@ -21,6 +26,25 @@ BLOCK = BlockLayout.tokens
 def ring_capacity(rows: int) -> int:
     """`rows` rounded up to whole blocks, at least one."""
     return max(1, -(-rows // BLOCK)) * BLOCK
+
+
+class LateRow:
+    """Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` that belong in slot `slot` of a ring, or `None` once they are
+    there."""
+
+    __slots__ = ("slot", "states")
+
+    def __init__(self, states: KeyValue, slot: int) -> None:
+        self.states: KeyValue | None = states
+        self.slot = slot
+
+    @keeps_tensors
+    def write(self, ring: KeyValue) -> None:
+        """Write the row, unless it is there."""
+        if self.states is not None:
+            for rows, row in zip(ring, self.states, strict=True):
+                rows[:, :, self.slot : self.slot + 1] = row
+            self.states = None
 
 
 class DenseWindow:
@@ -35,22 +59,51 @@ class DenseWindow:
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int, first: int = 0) -> None:
-        self.keys = keys.new_zeros(*keys.shape[:2], capacity, keys.shape[3])
-        self.values = values.new_zeros(*values.shape[:2], capacity, values.shape[3])
-        self.first = first
-        self.count = 0
+        ring = (new.new_zeros(*new.shape[:2], capacity, new.shape[3]) for new in (keys, values))
+        self._hold((next(ring), next(ring)), first, 0, None)
 
     @classmethod
-    def resumed(cls, keys: torch.Tensor, values: torch.Tensor, first: int, count: int) -> DenseWindow:
+    def resumed(cls, ring: KeyValue, first: int, count: int, late: LateRow | None = None) -> DenseWindow:
         """A window over existing ring buffers."""
         window = cls.__new__(cls)
-        window.keys, window.values, window.first, window.count = keys, values, first, count
+        window._hold(ring, first, count, late)
         return window
 
-    @property
-    def capacity(self) -> int:
+    def _hold(self, ring: KeyValue, first: int, count: int, late: LateRow | None) -> None:
+        self.ring = ring
+        """The buffers as they are, possibly without the late row."""
+        self.capacity = ring[0].shape[2]
         """Rows there is room for."""
-        return self.keys.shape[2]
+        self.first = first
+        self.count = count
+        self.late = late
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DenseWindow.resumed, ((self.keys, self.values), self.first, self.count)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The ring of keys, to read and to write."""
+        self._complete()
+        return self.ring[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The ring of values, to read and to write."""
+        self._complete()
+        return self.ring[1]
+
+    def _complete(self) -> None:
+        if self.late is not None and self.late.states is not None:
+            self.late.write(self.ring)
+        self.late = None
+
+    def append_late(self, states: KeyValue) -> None:
+        """Hold one more row, keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, and write it later. There must be
+        room, and nobody may change the tensors before it is written."""
+        self._complete()
+        self.late = LateRow(states, (self.first + self.count) % self.capacity)
+        self.count += 1
 
     def _slots(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         """The slots of rows `first` to `first + count`, with the rows (from 0) that are in them: one range, or two at
@@ -72,7 +125,7 @@ class DenseWindow:
 
     def snapshot(self) -> DenseWindow:
         """The rows held now, in the same buffers."""
-        return DenseWindow.resumed(self.keys, self.values, self.first, self.count)
+        return DenseWindow.resumed(self.ring, self.first, self.count, self.late)
 
     def drop(self, count: int) -> None:
         """Forget the oldest `count` rows."""

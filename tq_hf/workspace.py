@@ -67,11 +67,12 @@ class Workspace:
         Raises:
             RuntimeError: The workspace is locked and too small; the message names `caller`.
         """
-        return {name: self._view(caller, name, request) for name, request in requests.items()}
+        return {name: self.view(caller, name, request) for name, request in requests.items()}
 
-    def _view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
+    def view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
+        """`acquire` of one buffer."""
         buffer = self._buffers.get(name)
-        if buffer is not None and buffer.view is not None and buffer.request == request:
+        if buffer is not None and buffer.view is not None and (buffer.request is request or buffer.request == request):
             return buffer.view
         del buffer  # it may be freed to make a larger one
         return self._new_view(caller, name, request)

@@ -1,5 +1,5 @@
-"""Append one token a sequence: `write_row` to a window whose counts are on the host, the rest to a preallocated store
-with every length on the device.
+"""Append one token a sequence: `rotate_and_append` to a window whose counts are on the host, the rest to a preallocated
+store with every length on the device.
 
 The preallocated store's counts are int32 tensors (see `tq_hf/static_store.py`): `state` is what is held between calls,
 `seen` what this step attends to, the slot of the first window row, and the blocks that become due. `append_token`
@@ -11,60 +11,89 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel
+from .rotate import rotate_query
 
 BLOCK = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["slot", "capacity", "heads", "keys_b", "keys_h", "values_b", "values_h"])
-def _write_row(
-    keys,  # [B, H, 1, DK]
-    values,  # [B, H, 1, DV]
-    window_keys,  # [B, H, capacity, DK], contiguous
-    window_values,  # [B, H, capacity, DV]
+@triton.jit(
+    do_not_specialize=[
+        "slot",
+        "capacity",
+        "keys_b",
+        "keys_h",
+        "values_b",
+        "values_h",
+        "rows",
+        "queries",
+        "kv_heads",
+        "query_b",
+        "query_h",
+        "query_s",
+        "plain_at",
+        "scale_at",
+    ]
+)
+def rotate_and_append(
+    keys,  # [B, Hkv, 1, DK]
+    values,  # [B, Hkv, 1, DV]
+    window_keys,  # [B, Hkv, capacity, DK], contiguous
+    window_values,  # [B, Hkv, capacity, DV]
+    query,  # from here on as for rotate_query
+    rotation,
+    scratch,
     slot,
     capacity,
-    heads,
     keys_b,
     keys_h,
     values_b,
     values_h,
-    DK: tl.constexpr,
+    rows,
+    queries,
+    kv_heads,
+    query_b,
+    query_h,
+    query_s,
+    plain_at,
+    scale_at,
     DV: tl.constexpr,
     TILE: tl.constexpr,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Write the rows of head `program`."""
-    head = tl.program_id(0)
-    d = tl.arange(0, TILE)
-    batch = (head // heads).to(tl.int64)
-    k = tl.load(keys + batch * keys_b + head % heads * keys_h + d, mask=d < DK)
-    v = tl.load(values + batch * values_b + head % heads * values_h + d, mask=d < DV)
-    row = head.to(tl.int64) * capacity + slot
-    tl.store(window_keys + row * DK + d, k, mask=d < DK)
-    tl.store(window_values + row * DV + d, v, mask=d < DV)
+    """`rotate_query`, by a program a head that also writes the head's new row to slot `slot` of the window's ring.
 
-
-WRITE_ROW = Kernel(_write_row)
-
-
-def write_row(keys: torch.Tensor, values: torch.Tensor, window: tuple[torch.Tensor, torch.Tensor], slot: int) -> None:
-    """Write one token's rows to slot `slot` of a ring, in one launch.
-
-    Args:
-        keys: `[B, Hkv, 1, Dk]` any float dtype, last dimension contiguous.
-        values: `[B, Hkv, 1, Dv]`.
-        window: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous, of the same dtype.
-        slot: The row.
+    The kernel that attends waits for this one to end before it reads the window.
     """
-    batch, heads, _, key_dim = keys.shape
-    constants = (key_dim, values.shape[3], triton.next_power_of_2(max(key_dim, values.shape[3])))
-    WRITE_ROW(
-        (batch * heads, 1, 1),
-        (keys, values, *window),
-        (slot, window[0].shape[2], heads, *keys.stride()[:2], *values.stride()[:2]),
-        constants,
-        (constants, keys.dtype, keys.device.index),
-        num_warps=1,
+    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        head = tl.program_id(0)
+        d = tl.arange(0, TILE)
+        batch = (head // kv_heads).to(tl.int64)
+        k = tl.load(keys + batch * keys_b + head % kv_heads * keys_h + d, mask=d < DK)
+        v = tl.load(values + batch * values_b + head % kv_heads * values_h + d, mask=d < DV)
+        row = head.to(tl.int64) * capacity + slot
+        tl.store(window_keys + row * DK + d, k, mask=d < DK)
+        tl.store(window_values + row * DV + d, v, mask=d < DV)
+    rotate_query(
+        query,
+        rotation,
+        scratch,
+        rows,
+        queries,
+        kv_heads,
+        query_b,
+        query_h,
+        query_s,
+        plain_at,
+        scale_at,
+        DK,
+        DKP,
+        BLOCK_D,
+        BLOCK_R,
+        PDL,
     )
 
 

@@ -1,0 +1,76 @@
+"""Launch a Triton kernel cheaply: what is compiled is found by one dictionary look-up, or kept.
+
+A compiled kernel is launched without Triton's argument analysis, and by what Triton's launcher calls in C where it only
+passes its arguments on. It takes addresses for tensors, which spares it asking each tensor, and the driver for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Launcher(NamedTuple):
+    """How a compiled kernel is launched: `call(*grid, stream, *fixed, *arguments)`, tensors as addresses or not."""
+
+    call: Callable[..., Any]
+    fixed: tuple[Any, ...]
+
+
+class Kernel:
+    """A Triton kernel and its compiled variants, found without Triton's own argument analysis."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.variants: dict[tuple[Any, ...], Launcher] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[float, ...],
+        constants: tuple[Any, ...],
+        key: tuple[Any, ...],
+        **options: Any,
+    ) -> Launcher | None:
+        """Launch. `key` holds whatever decides the compiled variant besides the alignment of `tensors`.
+
+        Returns:
+            How to launch the same variant again; `None` in the interpreter.
+        """
+        key = (key, *[t.data_ptr() % 16 for t in tensors])
+        launcher = self.variants.get(key)
+        if launcher is None:
+            compiled = self.function[grid](*tensors, *numbers, *constants, **options)
+            if compiled is not None:
+                launcher = self.variants[key] = self.launcher(compiled)
+            return launcher
+        stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
+        launcher.call(*grid, stream, *launcher.fixed, *tensors, *numbers, *constants)
+        return launcher
+
+    def launcher(self, compiled: Any) -> Launcher:
+        """How to launch what Triton compiled."""
+        return direct(Launcher(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)))
+
+
+def direct(launcher: Launcher) -> Launcher:
+    """The C function behind Triton's launcher, where that calls it with the same arguments and constants in between.
+
+    The launcher itself is asked, with a recorder in place of its C function: in Triton 3.5 and 3.6 for NVIDIA it passes
+    on what it was given; others keep their launcher. One that allocates memory for each launch keeps it too.
+    """
+    if not hasattr(launcher.call, "launch"):
+        return launcher
+    calls: list[tuple[Any, ...]] = []
+    probe = copy(launcher.call)
+    probe.launch = lambda *arguments: calls.append(arguments)
+    start, end = (1, 2, 3, 0), (object(), object())
+    probe(*start, *launcher.fixed, *end)
+    fixed = calls[0][4:-2]
+    passes_on = len(calls) == 1 and calls[0] == (*start, *fixed, *end)
+    constant = all(isinstance(part, int) or part is None or any(part is x for x in launcher.fixed) for part in fixed)
+    return Launcher(launcher.call.launch, fixed) if passes_on and constant else launcher
