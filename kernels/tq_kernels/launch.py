@@ -361,6 +361,9 @@ class Decoder:
                 (constants, query.dtype, dtype, device),
                 num_warps=2,
             )
+        # The split reads the window before it waits for the queries: where the kernel in front of it writes a row there,
+        # it starts after that one has ended.
+        early = options if row is None else {}
         key_words, value_words, scalars, key_means = self.packed
         split = SPLIT(
             step.split_grid,
@@ -378,11 +381,11 @@ class Decoder:
             ),
             (*step.split_before_mask, *mask_strides, *step.split_after_mask),
             plan.split_constants,
-            (plan.split_constants, plan.config, dtype, device),
+            (plan.split_constants, plan.config, dtype, row is None, device),
             num_warps=plan.config.warps,
             num_stages=plan.config.stages,
             **limit,
-            **options,
+            **early,
         )
         reduce = REDUCE(
             plan.reduce_grid,
