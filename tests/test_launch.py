@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,13 @@ def test_launches_follow_the_buffers(store, log, change, monkeypatch):
         log.clear()
         ops.attend(query(), changed.append(*token(seed)), None, scaling=0.3)
         assert packed_window_and_sinks(changed) <= addresses(log)
+
+
+def test_buffers_that_were_replaced_are_let_go(store):
+    ops.attend(query(), store.append(*token(2)), None, scaling=0.3)
+    old = [weakref.ref(tensor) for tensor in store.blocks.tensors().values()]
+    grown(store)
+    assert all(tensor() is None for tensor in old)
 
 
 def test_a_copied_view_is_read_where_the_copy_is(store, log):

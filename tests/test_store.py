@@ -17,6 +17,7 @@ from helpers import (
     dequantised,
     encoded,
     filled,
+    llama_config,
     packed_tensors,
     prefill_bytes,
     rows,
@@ -31,6 +32,7 @@ from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer, ops
 from tq_hf import store as store_module
 from tq_hf.config import GROWTH
 from tq_hf.store import LayerStore
+from tq_hf.ticket import step_placeholders
 
 CONFIGS = {
     "all_packed": all_packed(),
@@ -546,3 +548,32 @@ def test_a_preallocated_layer_holds_and_shows_what_a_growing_one_does(config, pr
             growing.reorder_cache(torch.tensor(argument)), fixed.reorder_cache(torch.tensor(argument))
         assert int(fixed.get_seq_length()) == growing.get_seq_length()
         assert_same((fixed.keys, fixed.values), (growing.keys, growing.values))
+
+
+@pytest.mark.parametrize("name", ["turboquant", "sdpa", "eager"])
+def test_a_layer_knows_the_attention_its_model_has_now(name):
+    config = llama_config(1)
+    layer = TurboQuantLayer(all_packed(), config)
+    config._attn_implementation = "sdpa" if name == "turboquant" else "turboquant"
+    assert layer._wants_ticket() == (name != "turboquant")
+    config._attn_implementation = name
+    assert layer._wants_ticket() == (name == "turboquant")
+
+
+def test_placeholders_of_a_step_are_those_of_any_call():
+    nan = torch.full((1, 1, 1, 1), torch.nan, dtype=torch.bfloat16)
+    other = nan.float()
+    for heads, tokens, dim, one in [
+        (2, 5, 16, nan),
+        (2, 5, 16, nan),
+        (2, 6, 16, nan),
+        (4, 6, 16, nan),
+        (4, 6, 16, other),
+    ]:
+        kind = ((1, heads, 1, dim), (1, heads, 1, 8), one.dtype, one.device)
+        keys, values = step_placeholders(kind, tokens, one)
+        assert (keys.shape, values.shape) == ((1, heads, tokens, dim), (1, heads, tokens, 8))
+        assert keys.dtype == values.dtype == one.dtype and keys.isnan().all() and values.isnan().all()
+        again, _ = step_placeholders(kind, tokens, one)
+        keys.ticket = 1
+        assert not hasattr(again, "ticket")

@@ -361,8 +361,8 @@ class Decoder:
                 (constants, query.dtype, dtype, device),
                 num_warps=2,
             )
-        # The split reads the window before it waits for the queries: where the kernel in front of it writes a row there,
-        # it starts after that one has ended.
+        # The split reads the window before it waits for the queries: where the kernel in front of it writes a row
+        # there, it starts after that one has ended.
         early = options if row is None else {}
         key_words, value_words, scalars, key_means = self.packed
         split = SPLIT(
