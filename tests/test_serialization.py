@@ -24,7 +24,7 @@ from tiny_models import CONFIGS, VOCAB, build, dense_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer, container, fingerprint
-from tq_hf.serialization import load_cache, save_cache
+from tq_hf.serialization import VERSION, load_cache, save_cache
 
 model_named = lru_cache(build)
 NEEDLE = Path(__file__).parent.parent / "examples" / "needle"
@@ -501,7 +501,10 @@ HOSTILE = {
         lambda content: edited(content, lambda h: h.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]})),
         "unknown",
     ),
-    "future": (lambda content: edited(content, lambda h: h["__metadata__"].update(version="2")), "newer tq_hf"),
+    "future": (
+        lambda content: edited(content, lambda h: h["__metadata__"].update(version=str(VERSION + 1))),
+        "newer tq_hf",
+    ),
     "endless version": (
         lambda content: edited(content, lambda h: h["__metadata__"].update(version="9" * 5000)),
         "not a number",
