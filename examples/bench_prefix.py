@@ -103,7 +103,9 @@ def ways(view: StoreView, query: torch.Tensor) -> dict[str, Callable[[], torch.T
         "buffered": lambda: ops.buffered_attend(query, view, None, scaling=scaling),
     }
     if view.new is None and query.shape[2] <= 64:
-        found["decode"] = lambda: triton_backend.attend(query, view, None, scaling=scaling)
+        found["decode"] = lambda: triton_backend.attend(
+            query, view, None, scaling=scaling, causal=True, softcap=None, s_aux=None
+        )
     return found
 
 

@@ -33,7 +33,7 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
-from tq_kernels import decode_attention, device_int
+from tq_kernels import Decoder, device_int
 from transformers import LlamaConfig
 from triton.testing import do_bench
 
@@ -126,25 +126,21 @@ def prepared(
         for dim in (layout.key_dim_padded, layout.value_dim_padded)
     ]
 
+    decoder = Decoder(
+        packed.key_words,
+        packed.value_words,
+        packed.scalars,
+        packed.key_means,
+        sinks,
+        window,
+        *rotations,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+    )
+    counts = [device_int(count, device) for count in (blocks, window_rows, SINKS)]
+
     def step() -> torch.Tensor:
-        return decode_attention(
-            query,
-            packed.key_words,
-            packed.value_words,
-            packed.scalars,
-            packed.key_means,
-            device_int(blocks, device),
-            sinks,
-            window,
-            device_int(window_rows, device),
-            device_int(SINKS, device),
-            *rotations,
-            key_bits=layout.key_bits,
-            value_bits=layout.value_bits,
-            scaling=layout.key_dim**-0.5,
-            allocate=allocate,
-            out=out,
-        )
+        return decoder(query, *counts, scaling=layout.key_dim**-0.5, allocate=allocate, out=out)
 
     return step, {"query": query, "sinks": sinks, "window": window}
 

@@ -208,25 +208,27 @@ def run_decode(
     num_blocks: torch.Tensor | None = None,
     num_window: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`decode_attention` on `inputs`, with scratch and output poisoned."""
-    from tq_kernels import decode_attention, device_int
+    """Decode attention on `inputs`, with scratch and output poisoned."""
+    from tq_kernels import Decoder, device_int
 
     case, packed = inputs.case, inputs.packed
     layout, device = packed.layout, inputs.query.device
-    return decode_attention(
-        inputs.query,
+    decoder = Decoder(
         packed.key_words,
         packed.value_words,
         packed.scalars,
         packed.key_means,
-        device_int(case.blocks, device) if num_blocks is None else num_blocks,
         inputs.sinks,
         inputs.window,
-        device_int(case.window, device) if num_window is None else num_window,
-        device_int(case.sinks, device),
         *kernel_rotations(inputs),
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
+    )
+    return decoder(
+        inputs.query,
+        device_int(case.blocks, device) if num_blocks is None else num_blocks,
+        device_int(case.window, device) if num_window is None else num_window,
+        device_int(case.sinks, device),
         scaling=inputs.scaling,
         allocate=lambda size: torch.full((size,), scratch_fill, device=device),
         out=torch.full((case.B, case.S, case.Hq, case.Dv), torch.nan, dtype=case.dtype, device=device),

@@ -30,12 +30,10 @@ class Recorder:
 
     def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
         self.name, self.log = name, log
-        self.options: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def compile_and_launch(*arguments: Any, **options: Any) -> Any:
             self._keep("compiled", grid, arguments)
-            self.options.append(options)
             return SimpleNamespace(run=self._run, function=None, packed_metadata=None)
 
         return compile_and_launch
@@ -121,17 +119,6 @@ def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
         assert ring_at == [part.data_ptr() for part in store.window.ring]
         assert slot in log[0][3][1]
         log.clear()
-
-
-def test_only_what_a_kernel_in_front_does_not_write_is_read_before_it_ends(log, monkeypatch):
-    on = launch.Target(132, 228 * 1024, asm=True, dependent_launch=True)
-    monkeypatch.setattr(launch, "target", lambda device: on)
-    store = filled(all_packed(), states(0, tokens=200, dim=64, value_dim=32, dtype=torch.float16))
-    view = store.append(*token(1))
-    for _ in range(2):  # with the row, without it
-        ops.attend(query(), view, None, scaling=0.3)
-    assert [options.get("launch_pdl", False) for options in launch.SPLIT.function.options] == [False, True]
-    assert all(options["launch_pdl"] for options in launch.REDUCE.function.options)
 
 
 def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):

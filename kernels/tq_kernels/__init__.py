@@ -1,5 +1,5 @@
 """Triton kernels over packed KV-cache blocks."""
 
-from .launch import decode_attention, device_int
+from .launch import Decoder, device_int
 
-__all__ = ["decode_attention", "device_int"]
+__all__ = ["Decoder", "device_int"]

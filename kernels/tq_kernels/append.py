@@ -66,7 +66,7 @@ def rotate_and_append(
 ):
     """`rotate_query`, by a program a head that also writes the head's new row to slot `slot` of the window's ring.
 
-    The kernel that attends must not start before this one has ended: it reads the window before it waits for queries.
+    The kernel that attends waits for this one to end before it reads the window.
     """
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         head = tl.program_id(0)

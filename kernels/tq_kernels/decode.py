@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from .dense import allowed_tile, dense_job, finite, load_job, log2_sum, soft_capped
+from .dense import allowed_tile, dense_job, finite, log2_sum, soft_capped
 from .rotate import LINE
 from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
 from .tiles import (
@@ -131,7 +131,7 @@ def decode_split(
     DM: tl.constexpr = DV if DV > DVP else DVP
     if PDL:
         cuda.gdc_launch_dependents()
-    # Before the wait: all but the queries is older than the kernel in front.
+    # Before the wait: nothing that the kernel in front writes, which is queries and perhaps a row of the window.
     blocks = tl.load(num_blocks)
     window_count = tl.load(num_window)
     sink_count = tl.load(num_sinks)
@@ -153,15 +153,11 @@ def decode_split(
         )
         prefetch(key_words + first_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
         prefetch(value_words + first_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
-    jobs = dense_jobs(sink_count + window_count)
-    window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
-    k, v = load_job(
-        worker, jobs, streams, row_tiles, kv_heads, sink_count, window_count, window_start, window_capacity, sink_keys,
-        sink_values, window_keys, window_values, sink_b, sink_h, window_b, window_h, DK, DV, BLOCK_DK, BLOCK_DM,
-    )  # fmt: skip
     if PDL:
         cuda.gdc_wait()
 
+    jobs = dense_jobs(sink_count + window_count)
+    window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
     # Unpipelined: its buffers would cost the packed part occupancy.
     for job in tl.range(worker, jobs * streams, workers, num_stages=1):
         stream = job // jobs
@@ -175,17 +171,36 @@ def decode_split(
         dk = tl.arange(0, BLOCK_DK)
         plain = halves + (2 * LINE) * plain_at + (head * rows + r)[None, :] * DK + dk[:, None]
         q = tl.load(plain, mask=(dk < DK)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
+        sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
+        window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
         out, dense_total, dense_maximum = dense_job(
-            part * DENSE_TOKENS, k, v, sink_count, window_count, window_start, window_capacity, blocks * TOKENS, q,
-            factor, cap_log2, mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_t, (r % queries) * mask_s,
-            queries, r, rows, CAUSAL, MASK, SOFTCAP,
-        )  # fmt: skip
-        # The next job's rows are on their way while this one is stored.
-        k, v = load_job(
-            job + workers, jobs, streams, row_tiles, kv_heads, sink_count, window_count, window_start, window_capacity,
-            sink_keys, sink_values, window_keys, window_values, sink_b, sink_h, window_b, window_h, DK, DV, BLOCK_DK,
+            part * DENSE_TOKENS,
+            sink_count,
+            window_count,
+            window_start,
+            window_capacity,
+            blocks * TOKENS,
+            q,
+            factor,
+            cap_log2,
+            sink_keys + sink_at * DK,
+            sink_values + sink_at * DV,
+            window_keys + window_at * DK,
+            window_values + window_at * DV,
+            mask + batch.to(tl.int64) * mask_b if MASK else mask,
+            mask_t,
+            (r % queries) * mask_s,
+            queries,
+            r,
+            rows,
+            DK,
+            DV,
+            BLOCK_DK,
             BLOCK_DM,
-        )  # fmt: skip
+            CAUSAL,
+            MASK,
+            SOFTCAP,
+        )
         slot = workers + streams + stream * DENSE_SPLITS + part
         tl.store(
             scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(dense_maximum, dense_total), mask=store_rows

@@ -33,61 +33,8 @@ def log2_sum(shift, total):
 
 
 @triton.jit
-def dense_places(low, sink_count, window_start, window_capacity):
-    """Tokens `low` to `low + 32`, counting sinks, then window, and their rows of the window's ring, [32] each."""
-    t = low + tl.arange(0, DENSE_TOKENS)
-    row = window_start + t - sink_count
-    return t, tl.where(row >= window_capacity, row - window_capacity, row)
-
-
-@triton.jit
-def load_job(
-    job,
-    jobs,
-    streams,
-    row_tiles,
-    kv_heads,
-    sink_count,
-    window_count,
-    window_start,
-    window_capacity,
-    sink_keys,
-    sink_values,
-    window_keys,
-    window_values,
-    sink_b,
-    sink_h,
-    window_b,
-    window_h,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DM: tl.constexpr,
-):
-    """Keys [32, BDK] and values [BDM, 32] of a dense job, 0 beyond the last job."""
-    per_stream = tl.maximum(jobs, 1)
-    head = job // per_stream // row_tiles
-    t, row = dense_places(job % per_stream * DENSE_TOKENS, sink_count, window_start, window_capacity)
-    batch = (head // kv_heads).to(tl.int64)
-    kv_head = (head % kv_heads).to(tl.int64)
-    sink_at = batch * sink_b + kv_head * sink_h + t  # [32]
-    window_at = batch * window_b + kv_head * window_h + row
-    sink = t < sink_count
-    inside = (t < sink_count + window_count) & (job < jobs * streams)
-    dk = tl.arange(0, BLOCK_DK)
-    dv = tl.arange(0, BLOCK_DM)
-    k_row = tl.where(sink, sink_keys + sink_at * DK, window_keys + window_at * DK)  # [32] pointers
-    v_row = tl.where(sink, sink_values + sink_at * DV, window_values + window_at * DV)
-    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0)
-    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0)
-    return k, v
-
-
-@triton.jit
 def dense_job(
     low,
-    k,
-    v,
     sink_count,
     window_count,
     window_start,
@@ -96,29 +43,51 @@ def dense_job(
     q,
     factor,
     cap_log2,
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
     mask,
     mask_t,
     mask_offset,
     queries,
     r,
     rows,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DM: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Attention over the dense tokens `low` to `low + 32` that `load_job` loaded: (sum [BDM, BR], total [BR], maximum
-    [BR])."""
-    t, _ = dense_places(low, sink_count, window_start, window_capacity)
-    x = tl.dot(k.to(tl.float16), q) * factor[None, :]  # [32, BR]
+    """Attention over dense tokens `low` to `low + 32`, counting sinks, then window: (sum [BDM, BR], total [BR],
+    maximum [BR])."""
+    t = low + tl.arange(0, DENSE_TOKENS)
+    dk = tl.arange(0, BLOCK_DK)
+    dv = tl.arange(0, BLOCK_DM)
+    inside = t < sink_count + window_count
+    sink = t < sink_count
+    row = window_start + t - sink_count  # the window is a ring
+    row = tl.where(row >= window_capacity, row - window_capacity, row)
+    k_row = tl.where(sink, sink_keys + t * DK, window_keys + row * DK)  # [32] pointers
+    v_row = tl.where(sink, sink_values + t * DV, window_values + row * DV)
+    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0).to(
+        tl.float16
+    )  # [32, BDK]
+    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0).to(
+        tl.float16
+    )  # [BDM, 32]
+    x = tl.dot(k, q) * factor[None, :]  # [32, BR]
     if SOFTCAP:
         x = soft_capped(x, cap_log2)
-    allowed = (t < sink_count + window_count)[:, None] & (r < rows)[None, :]
+    allowed = inside[:, None] & (r < rows)[None, :]
     if CAUSAL:
         allowed = allowed & ((t - sink_count)[:, None] <= (window_count - queries + r % queries)[None, :])
     if MASK:
-        position = tl.where(t < sink_count, t, t + packed_count)
+        position = tl.where(sink, t, t + packed_count)
         allowed = allowed & allowed_tile(mask, position, mask_offset, mask_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
     maximum = tl.max(x, 0)
     p = tl.exp2(x - finite(maximum)[None, :])
-    return tl.dot(v.to(tl.float16), p.to(tl.float16)), tl.sum(p, 0), maximum
+    return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum

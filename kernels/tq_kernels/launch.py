@@ -20,7 +20,7 @@ from .plan import Plan, Target, interpreted, plan_decode, target
 from .reduce import reduce_splits
 from .rotate import rotate_query
 
-__all__ = ["Decoder", "NewRow", "Plan", "Target", "decode_attention", "device_int", "interpreted", "target"]
+__all__ = ["Decoder", "NewRow", "Plan", "Target", "device_int", "interpreted", "target"]
 
 LOG2E = 1.4426950408889634
 
@@ -361,9 +361,6 @@ class Decoder:
                 (constants, query.dtype, dtype, device),
                 num_warps=2,
             )
-        # The split reads the window before it waits for the queries: where the kernel in front of it writes a row
-        # there, it starts after that one has ended.
-        early = options if row is None else {}
         key_words, value_words, scalars, key_means = self.packed
         split = SPLIT(
             step.split_grid,
@@ -381,11 +378,11 @@ class Decoder:
             ),
             (*step.split_before_mask, *mask_strides, *step.split_after_mask),
             plan.split_constants,
-            (plan.split_constants, plan.config, dtype, row is None, device),
+            (plan.split_constants, plan.config, dtype, device),
             num_warps=plan.config.warps,
             num_stages=plan.config.stages,
             **limit,
-            **early,
+            **options,
         )
         reduce = REDUCE(
             plan.reduce_grid,
@@ -397,37 +394,3 @@ class Decoder:
             **options,
         )
         return _Launches(rotate, split, reduce) if rotate and split and reduce else None
-
-
-def decode_attention(
-    query: torch.Tensor,
-    key_words: torch.Tensor,
-    value_words: torch.Tensor,
-    scalars: torch.Tensor,
-    key_means: torch.Tensor | None,
-    num_blocks: torch.Tensor,
-    sinks: tuple[torch.Tensor, torch.Tensor],
-    window: tuple[torch.Tensor, torch.Tensor],
-    num_window: torch.Tensor,
-    num_sinks: torch.Tensor,
-    key_rotation: torch.Tensor,
-    value_rotation: torch.Tensor,
-    *,
-    key_bits: int,
-    value_bits: int,
-    **options: Any,
-) -> torch.Tensor:
-    """One call of a `Decoder` of these tensors; arguments are those of both."""
-    decoder = Decoder(
-        key_words,
-        value_words,
-        scalars,
-        key_means,
-        sinks,
-        window,
-        key_rotation,
-        value_rotation,
-        key_bits=key_bits,
-        value_bits=value_bits,
-    )
-    return decoder(query, num_blocks, num_window, num_sinks, **options)

@@ -85,17 +85,20 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     # Fewer channels at a time need fewer registers; 2 and 3 bits are stored in quarters anyway.
     key_chunks = 4 if key_bits < 4 or key_dim > 128 else 1
     value_chunks = 4 if value_bits < 4 or value_dim > 128 else 1
-    # Shared memory of a program: two buffers of a block, its queries, the exchange of probabilities between warps,
+    # Two buffers of a block, but one where they would leave room for half of the programs (8 x 32k of 4 bits at D = 256
+    # take 185 us so, and 296 with two).
+    buffers = 1 if max(key_dim, value_dim) > 128 and key_bits in (3, 4) else 2
+    # Shared memory of a program: its buffers, its queries, the exchange of probabilities between warps,
     # and what CUDA takes.
     key_tile, value_tile = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     block_bytes = BLOCK_TOKENS * (key_tile * key_bits + value_tile * value_bits) // 8 + 2 * max(key_tile, 64 * warps)
     query_bytes = 2 * key_tile * block_rows * (2 if key_chunks > 1 else 1)
     probability_bytes = 64 * block_rows * (4 if value_chunks > 1 else 2)
-    program_bytes = 2 * block_bytes + query_bytes + probability_bytes + 1024
+    program_bytes = buffers * block_bytes + query_bytes + probability_bytes + 1024
     # 4 and 8 bits: two warps a scheduler keep it busy, and with all registers the loop is shortest; 2 and 3 bits gain
     # from more. An even number, because a program's two warps occupy half of a multiprocessor's four schedulers: with
     # an odd one, one half would finish late.
-    most = 4 if min(key_bits, value_bits) >= 4 and max(key_tile, value_tile) > 64 else 8
+    most = 4 if buffers == 1 or (min(key_bits, value_bits) >= 4 and max(key_tile, value_tile) > 64) else 8
     programs = max(1, min(on.shared_bytes // program_bytes, most) // 2 * 2)
     registers = 65536 // (32 * warps * programs) // 8 * 8
     return SplitConfig(
@@ -103,7 +106,7 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
         value_chunks=value_chunks,
         block_rows=block_rows,
         warps=warps,
-        stages=3,
+        stages=buffers + 1,
         programs_per_multiprocessor=programs,
         registers=registers if registers < 255 else None,
     )
@@ -137,7 +140,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `decode_attention` launches for given shapes."""
+    """What `Decoder` launches for given shapes."""
 
     config: SplitConfig
     workers: int
