@@ -9,13 +9,9 @@ draws the pictures of README.md from it, where matplotlib is installed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
-import platform
-import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -27,8 +23,7 @@ import bench_generate
 import bench_prefix
 import plots
 import torch
-import triton
-from report import RESULTS
+from report import RESULTS, provenance, slug
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -252,7 +247,8 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
                     f"sdpa {best:.1f} us, {cell['speedup']:.2f}x, {cell['of_read']:.0%} of read"
                 )
                 del packed, call
-    return {"read_gb_s": read, "errors": errors, "encode_us": encoding, "step": step, "cells": cells}
+    record: dict[str, Any] = provenance(device, "attention alone")
+    return record | {"read_gb_s": read, "errors": errors, "encode_us": encoding, "step": step, "cells": cells}
 
 
 def main() -> None:
@@ -276,20 +272,11 @@ def main() -> None:
     for command in commands.choices.values():
         command.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    base = {
-        "gpu": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", "examples/benchmark.py", *sys.argv[1:]]),
-    }
     arguments.output.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower())
-    path = arguments.output / f"{arguments.command}-{name}.json"
+    path = arguments.output / f"{arguments.command}-{slug(torch.device('cuda', 0))}.json"
 
     def save(record: dict[str, Any]) -> None:
-        path.write_text(json.dumps({**base, **record}, indent=1) + "\n")
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
     arguments.save = save
     save(arguments.run(arguments))

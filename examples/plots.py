@@ -118,7 +118,7 @@ def decode_numbers() -> list[dict[str, Any]]:
                 curves.setdefault(row["cache"], []).append((row["context"], row["ms_per_step"]))
         curves = {name: points for name, points in curves.items() if len(points) > 1}
         if curves:
-            panels.append({"gpu": record["gpu"], "model": record["model"], "curves": curves})
+            panels.append({"gpu": record["device"], "model": record["model"], "curves": curves})
     return panels
 
 
@@ -150,7 +150,7 @@ def kernel_numbers() -> list[dict[str, Any]]:
         speedups = {(c["preset"], c["batch"], c["length"]): c["speedup"] for c in cells}
         presets = dict.fromkeys(cell["preset"] for cell in cells)
         bars = {preset: [speedups.get((preset, *shape), 0.0) for shape in shapes] for preset in presets}
-        panels.append({"gpu": record["gpu"], "heads": heads, "shapes": shapes, "bars": bars})
+        panels.append({"gpu": record["device"], "heads": heads, "shapes": shapes, "bars": bars})
     return panels
 
 

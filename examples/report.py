@@ -7,6 +7,8 @@ import platform
 import re
 import shlex
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,12 @@ def slug(device: torch.device) -> str:
 
 
 def provenance(device: torch.device, model: str) -> dict[str, Any]:
-    """Command, date, device, versions and model of this run."""
+    """Command, date, device, versions and model (or what else was measured) of this run."""
     script = Path(sys.argv[0]).resolve()
     shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
     versions = {module.__name__: module.__version__ for module in (tq_hf, torch, transformers)}
+    if find_spec("triton") is not None:
+        versions["triton"] = import_module("triton").__version__
     return {
         "command": shlex.join(["python", shown, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

@@ -21,9 +21,9 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
 
 def source(record: dict[str, Any]) -> str:
     """Where a table's numbers come from."""
-    versions = record | record.get("versions", {})
+    versions = record["versions"]
     made_by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
-    place = ", ".join(filter(None, (record.get("device") or record["gpu"], record.get("dtype"))))
+    place = ", ".join(filter(None, (record["device"], record.get("dtype"))))
     return f"\n`{record['command']}` on {place}, {made_by}, {record['date']}.\n"
 
 
@@ -62,7 +62,7 @@ def passkey(record: dict[str, Any]) -> str:
         for row in record["rows"]
     ]
     held = f"KV held, {record['document_tokens']:,} tokens"
-    return table(["cache", held, "smaller by", "pass keys", "facts"], rows) + source(record)
+    return table(["cache", held, "smaller by", "pass keys", "facts"], rows) + note(record) + source(record)
 
 
 def quickstart(record: dict[str, Any]) -> str:
@@ -120,6 +120,8 @@ def kernels(record: dict[str, Any]) -> str:
     if "step" in record:
         took = f"{record['step']['launches']} launches and {record['step']['cpu_us']:.0f} µs of the CPU"
         notes.append(f"Append and attention of a layer in an eager step: {took}.")
+    if "note" in record:
+        notes.append(record["note"])
     return f"{text}\n{' '.join(notes)} Measured by {source(record).lstrip()}"
 
 

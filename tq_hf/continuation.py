@@ -15,27 +15,22 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-BUFFERED_QUERIES = 1 << 30
-"""From so many queries on, dequantising once is repaid by sdpa's faster products: never, as measured on an H200 (2k
-queries on 30k tokens: fused 3.0 ms, buffered 3.2 ms, flash over bf16 states 3.0 ms; fewer queries favour it more)."""
-BUFFERED_BYTES = 64 << 20
-"""Largest buffer the switch spends on speed; where only the buffered way works, it takes what it needs."""
-
 Way = Literal["fused", "buffered", "reference"]
 
 
-def choose(queries: int, buffer_bytes: int, *, fused: bool, buffered: bool) -> Way:
-    """The way for a call.
+def choose(*, fused: bool, buffered: bool) -> Way:
+    """The way for a call with more queries than the decode kernel takes.
+
+    Fused wherever it can be, whatever the sizes: of 17 to 2,048 queries on 4k to 128k tokens at 4 bits, sdpa's faster
+    products repay dequantising for 2,048 on 4k alone, by 2% (H200, `examples/benchmark.py prefix`).
 
     Args:
-        queries: S, more than the decode kernel takes.
-        buffer_bytes: Dense keys and values of one layer.
         fused: Whether the fused kernel takes the call.
         buffered: Whether sdpa does.
     """
-    if buffered and (not fused or (queries >= BUFFERED_QUERIES and buffer_bytes <= BUFFERED_BYTES)):
-        return "buffered"
-    return "fused" if fused else "reference"
+    if fused:
+        return "fused"
+    return "buffered" if buffered else "reference"
 
 
 def sdpa_takes(

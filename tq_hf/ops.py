@@ -72,8 +72,6 @@ def attend(
     if triton_backend.can_attend(query, view, mask, position_bias):
         return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
     way = continuation.choose(
-        query.shape[2],
-        sum(shape.numel() for shape in view.shaped(view.length)) * query.element_size(),
         fused=triton_backend.can_attend_many(query, view, mask, position_bias),
         buffered=continuation.sdpa_takes(query, softcap, s_aux, position_bias),
     )
