@@ -50,7 +50,7 @@ def assert_passes_in_the_interpreter(file: str) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `decode_attention`.
+    """One call of a `Decoder`.
 
     `blocks` of the store's `capacity` blocks and `window` of its window's rows are in use. `mask` is `None`, "padding"
     (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random). `key_offset`

@@ -71,6 +71,22 @@ def test_other_families_compile(name):
     assert not counters["graph_break"]
 
 
+def test_a_growing_cache_breaks_no_graph_of_a_compiled_model():
+    """It is compiled anew as it grows, so nobody would want to; but it works."""
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    ids = inputs(length=40)["input_ids"]
+
+    def logits(call):
+        cache = TurboQuantCache(model.config, **OPTIONS)
+        model(ids, past_key_values=cache)
+        return torch.stack([call(ids[:, i : i + 1], past_key_values=cache).logits for i in range(2)])
+
+    with torch.no_grad():
+        torch.testing.assert_close(logits(torch.compile(model, backend="eager")), logits(model))
+    assert not counters["graph_break"]
+
+
 @pytest.mark.slow
 def test_inductor_gives_the_tokens_of_eager_decoding():
     model = build("llama")

@@ -49,7 +49,7 @@ def plan(
     mask_rows: int = 0,
 ) -> Plan:
     nvidia = isinstance(arch, int)
-    on = Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90)
+    on = Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90, nvidia)
     return plan_decode(
         1,
         32,

@@ -268,6 +268,22 @@ def test_a_row_is_not_lost_when_attention_fails(store):
 
 # Triton's launchers
 
+POINTERS = {
+    *("query", "rotation", "scratch", "keys", "values", "window_keys", "window_values", "sink_keys", "sink_values"),
+    *(
+        "key_words",
+        "value_words",
+        "scalars",
+        "key_means",
+        "num_blocks",
+        "num_window",
+        "num_sinks",
+        "mask",
+        "s_aux",
+        "out",
+    ),
+}
+
 
 class Asked:
     """A launcher of Triton's: `launch` is its function in C."""
@@ -299,6 +315,11 @@ class OneTuple(Asked):
         self.launch(x, y, z, stream, function, arguments)
 
 
+class Elsewhere(Asked):
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+
+
 @pytest.mark.parametrize("kind", [PassesOn, Allocates, OtherOrder, OneTuple])
 def test_the_c_function_is_called_directly_only_where_it_gets_the_same(kind):
     run = kind()
@@ -309,6 +330,21 @@ def test_the_c_function_is_called_directly_only_where_it_gets_the_same(kind):
     run(3, 2, 1, 99, 7, (4, 1), None, 5, "end")
     by_launcher, by_triton = run.calls
     assert kind is Allocates or by_launcher == by_triton
+
+
+def test_a_launcher_that_calls_something_else_is_kept():
+    run = Elsewhere()
+    launcher = kernel.Launcher(run, (7, (4, 1), None))
+    assert kernel.direct(launcher) is launcher
+
+
+@pytest.mark.parametrize("launched", [launch.ROTATE, launch.ROTATE_AND_APPEND, launch.SPLIT, launch.REDUCE])
+def test_no_number_decides_what_is_compiled(launched):
+    """What is kept compiled is launched with other strides and slots."""
+    parameters = launched.function.params
+    numbers = [p for p in parameters if not p.is_constexpr and p.name not in POINTERS]
+    assert len(numbers) > 5
+    assert [p.name for p in numbers if not p.do_not_specialize] == []
 
 
 def test_this_tritons_launcher_gets_the_same_either_way():

@@ -26,7 +26,7 @@ def compiled_for(
 ) -> Compiled:
     nvidia = isinstance(arch, int)
     key_bits, value_bits = BITS[preset]
-    on = Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90)
+    on = Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90, nvidia)
     config = prefix_config(dim, value_dim or dim, key_bits, value_bits, on)
     flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
     constants = prefix_constants(

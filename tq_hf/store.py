@@ -132,6 +132,8 @@ class LayerStore:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         """Store new tokens and return what their queries attend to.
 
+        A single token may be copied by that attention only, so these tensors must not change before.
+
         Args:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
             values: `[B, Hkv, S, Dv]`.
@@ -139,6 +141,8 @@ class LayerStore:
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
+        if torch.compiler.is_compiling():  # nothing to save, and it cannot trace how it is saved
+            return self._append(keys, values)
         buffers = self._whole_buffers()
         if self._is_next_row(buffers, keys, values):
             self._buffers = buffers
@@ -188,13 +192,13 @@ class LayerStore:
         return self._appended(past)
 
     def _appended(self, past: int) -> StoreView:
-        """Encode what became due by rows that are in the window now."""
+        """Encode what became due by rows that the window holds now."""
         view = self._view(past, self.num_sinks)
-        self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
-        if self.num_pending:
-            parts = self.window.parts(0, self.num_pending * self.layout.tokens)
-            for skipped, part in parts:
+        pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
+        if pending:
+            for skipped, part in self.window.parts(0, pending * self.layout.tokens):
                 self._encode(part, self.num_blocks + skipped // self.layout.tokens)
+        self.num_pending = pending
         return view
 
     def _append_long(self, past: int, sinks_before: int, rest: KeyValue, new: KeyValue) -> StoreView:
@@ -247,7 +251,12 @@ class LayerStore:
     def _whole_buffers(self) -> Buffers:
         """The tensors held, with all sinks: the same object from one decode step to the next."""
         held, ring = self._buffers, self.window.ring
-        if held is None or held.blocks is not self.blocks or held.sinks is not self.sinks or held.ring is not ring:
+        if (
+            held is None
+            or held.blocks is not self.blocks
+            or held.sinks[0] is not self.sinks[0]
+            or held.ring[0] is not ring[0]
+        ):
             return Buffers(self.config, self.blocks, self.sinks, ring)
         return held
 

@@ -62,10 +62,12 @@ def step_placeholders(kind: Kind, tokens: int, nan: torch.Tensor) -> KeyValue:
     All layers of a model ask for the same at every step. The tensor of values, which carries no ticket, is the same for
     all then, and that of keys a new tensor over the same memory.
     """
+    (batch, heads, _, key_dim), (_, _, _, value_dim) = kind[:2]
+    if torch.compiler.is_compiling() or type(nan) is not torch.Tensor:  # such tensors are of one trace only
+        return nan.expand(batch, heads, tokens, key_dim), nan.expand(batch, heads, tokens, value_dim)
     global _latest
     latest = _latest
     if latest is None or latest[1] != tokens or latest[0] != kind:
-        (batch, heads, _, key_dim), (_, _, _, value_dim) = kind[:2]
         keys = nan.expand(batch, heads, tokens, key_dim)
         latest = _latest = (kind, tokens, (keys, nan.expand(batch, heads, tokens, value_dim)))
     keys, values = latest[2]

@@ -64,7 +64,7 @@ def rotate_and_append(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`rotate_query`, by a program a head that also writes the head's new row to slot `slot` of the window's ring.
+    """`rotate_query`; the first program of each head also writes its new row to slot `slot` of the window's ring.
 
     The kernel that attends waits for this one to end before it reads the window.
     """

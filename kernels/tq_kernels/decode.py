@@ -122,6 +122,7 @@ def decode_split(
     BLOCK_DM: tl.constexpr,
     BLOCK_MEAN: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    SMALL: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -230,7 +231,7 @@ def decode_split(
         r = (stream % row_tiles) * BLOCK_R + local
         row_mask = r < rows
         factor = tl.load(scratch + LINE * scale_at + head * rows + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
-        factor /= level_unit(KEY_BITS)
+        factor /= level_unit(KEY_BITS, SMALL)
 
         n = tl.arange(0, 32)
         kc = tl.arange(0, BLOCK_KC)
@@ -275,7 +276,7 @@ def decode_split(
             key_at = key_words + at * KEY_SIZE
             value_at = value_words + at * VALUE_SIZE
             x0, x1, x2, x3 = key_scores(
-                key_at, q0, q1, q2, q3, n[:, None], kc[None, :], DKP, KEY_BITS, KEY_CHUNKS, BLOCK_R, ASM
+                key_at, q0, q1, q2, q3, n[:, None], kc[None, :], DKP, KEY_BITS, KEY_CHUNKS, BLOCK_R, SMALL, ASM
             )
             ks0, vs0 = halves_of(w0)
             ks1, vs1 = halves_of(w1)
@@ -293,7 +294,7 @@ def decode_split(
                     other=None if BLOCK_MEAN == DKP else 0.0,
                 )  # [BM]
                 shared = tl.dot(tl.broadcast_to(mean[None, :], [ROWS32, BLOCK_MEAN]), q_mean)  # [32, BR]
-                shared = shared * level_unit(KEY_BITS)
+                shared = shared * level_unit(KEY_BITS, SMALL)
                 x0 += shared
                 x1 += shared
                 x2 += shared
@@ -318,7 +319,7 @@ def decode_split(
                 x1 = tl.where(allowed_tile(mask_row, t + 32, mask_offset, mask_t, valid), x1, -float("inf"))
                 x2 = tl.where(allowed_tile(mask_row, t + 64, mask_offset, mask_t, valid), x2, -float("inf"))
                 x3 = tl.where(allowed_tile(mask_row, t + 96, mask_offset, mask_t, valid), x3, -float("inf"))
-            # The maximum is kept in units of the normalised queries; the factor to base-2 logits enters the
+            # The maximum is kept in the units of these products; the factor to base-2 logits enters the
             # exponent's FMA.
             gain = tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor
             new_maximum = tl.maximum(maximum, tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0))  # [BR]
@@ -338,7 +339,7 @@ def decode_split(
                 a3 = a3 * alpha[None, :]
             if VALUE_CHUNKS == 1:
                 # Two planes at a time: the exchange of probabilities between warps takes half the shared memory.
-                v0, v1, v2, v3 = value_levels(value_at, vc[:, None], n[None, :], DVP, VALUE_BITS, ASM)
+                v0, v1, v2, v3 = value_levels(value_at, vc[:, None], n[None, :], DVP, VALUE_BITS, SMALL, ASM)
                 p0 = (p0 * vs0[:, None]).to(tl.float16)
                 p1 = (p1 * vs1[:, None]).to(tl.float16)
                 a0 = tl.dot(v0, p0, a0)
@@ -352,13 +353,13 @@ def decode_split(
                 p1 = (p1 * vs1[:, None]).to(tl.float16)
                 p2 = (p2 * vs2[:, None]).to(tl.float16)
                 p3 = (p3 * vs3[:, None]).to(tl.float16)
-                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 0, DVP, VALUE_BITS, ASM)
+                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 0, DVP, VALUE_BITS, SMALL, ASM)
                 a0 = add_dots(a0, v0, v1, v2, v3, p0, p1, p2, p3)
-                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 1, DVP, VALUE_BITS, ASM)
+                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 1, DVP, VALUE_BITS, SMALL, ASM)
                 a1 = add_dots(a1, v0, v1, v2, v3, p0, p1, p2, p3)
-                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 2, DVP, VALUE_BITS, ASM)
+                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 2, DVP, VALUE_BITS, SMALL, ASM)
                 a2 = add_dots(a2, v0, v1, v2, v3, p0, p1, p2, p3)
-                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 3, DVP, VALUE_BITS, ASM)
+                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 3, DVP, VALUE_BITS, SMALL, ASM)
                 a3 = add_dots(a3, v0, v1, v2, v3, p0, p1, p2, p3)
 
         total = tl.sum(sums, 0)  # [BR]
@@ -369,7 +370,7 @@ def decode_split(
             log2_sum(maximum * gain - PROBABILITY_BITS, total),
             mask=store_rows,
         )
-        inverse = 1.0 / (tl.where(total > 0, total, 1.0) * level_unit(VALUE_BITS))
+        inverse = 1.0 / (tl.where(total > 0, total, 1.0) * level_unit(VALUE_BITS, SMALL))
         out = scratch + LINE * partial_at + slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + vc[:, None]
         out_mask = store_rows[None, :] & (vc < VALUE_HEIGHT)[:, None]
         tl.store(out, a0 * inverse[None, :], mask=out_mask)

@@ -70,7 +70,7 @@ def direct(launcher: Launcher) -> Launcher:
     probe.launch = lambda *arguments: calls.append(arguments)
     start, end = (1, 2, 3, 0), (object(), object())
     probe(*start, *launcher.fixed, *end)
-    fixed = calls[0][4:-2]
-    passes_on = len(calls) == 1 and calls[0] == (*start, *fixed, *end)
+    fixed = calls[0][4:-2] if calls else ()
+    passes_on = calls == [(*start, *fixed, *end)]
     constant = all(isinstance(part, int) or part is None or any(part is x for x in launcher.fixed) for part in fixed)
     return Launcher(launcher.call.launch, fixed) if passes_on and constant else launcher

@@ -37,12 +37,14 @@ class Target:
         shared_bytes: Shared memory of one of them.
         asm: Inline PTX unpacking (NVIDIA, compute capability 8.0 and later).
         dependent_launch: Programmatic dependent launch (compute capability 9.0 and later).
+        small_levels: Subnormal fp16 numbers count in products (NVIDIA; AMD's MI200 takes them for 0).
     """
 
     multiprocessors: int
     shared_bytes: int
     asm: bool
     dependent_launch: bool
+    small_levels: bool
 
 
 def interpreted() -> bool:
@@ -54,7 +56,7 @@ def interpreted() -> bool:
 def target(device: torch.device) -> Target:
     """The `Target` of a device; for tensors on the CPU, that of the interpreter."""
     if device.type != "cuda" or interpreted():
-        return Target(multiprocessors=4, shared_bytes=64 * 1024, asm=False, dependent_launch=False)
+        return Target(multiprocessors=4, shared_bytes=64 * 1024, asm=False, dependent_launch=False, small_levels=True)
     properties = torch.cuda.get_device_properties(device)
     cuda = torch.version.hip is None
     return Target(
@@ -62,6 +64,7 @@ def target(device: torch.device) -> Target:
         shared_bytes=properties.shared_memory_per_multiprocessor,
         asm=cuda and properties.major >= 8,
         dependent_launch=cuda and properties.major >= 9,
+        small_levels=cuda,
     )
 
 
@@ -85,8 +88,8 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     # Fewer channels at a time need fewer registers; 2 and 3 bits are stored in quarters anyway.
     key_chunks = 4 if key_bits < 4 or key_dim > 128 else 1
     value_chunks = 4 if value_bits < 4 or value_dim > 128 else 1
-    # Two buffers of a block, but one where they would leave room for half of the programs (8 x 32k of 4 bits at D = 256
-    # take 185 us so, and 296 with two).
+    # Two buffers of a block, but one where they were measured to cost more in programs than they hide (8 x 32k at
+    # D = 256: 185 us instead of 296 with 4 bits, 181 instead of 201 with 3; FP8 keys are read at 87% of the rate so).
     buffers = 1 if max(key_dim, value_dim) > 128 and key_bits in (3, 4) else 2
     # Shared memory of a program: its buffers, its queries, the exchange of probabilities between warps,
     # and what CUDA takes.
@@ -96,8 +99,8 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     probability_bytes = 64 * block_rows * (4 if value_chunks > 1 else 2)
     program_bytes = buffers * block_bytes + query_bytes + probability_bytes + 1024
     # 4 and 8 bits: two warps a scheduler keep it busy, and with all registers the loop is shortest; 2 and 3 bits gain
-    # from more. An even number, because a program's two warps occupy half of a multiprocessor's four schedulers: with
-    # an odd one, one half would finish late.
+    # from more, but not with 256 channels. An even number, because a program's two warps occupy half of a
+    # multiprocessor's four schedulers: with an odd one, one half would finish late.
     most = 4 if buffers == 1 or (min(key_bits, value_bits) >= 4 and max(key_tile, value_tile) > 64) else 8
     programs = max(1, min(on.shared_bytes // program_bytes, most) // 2 * 2)
     registers = 65536 // (32 * warps * programs) // 8 * 8
@@ -225,6 +228,7 @@ def plan_decode(
             # Asynchronous copies move at least 4 bytes a thread: a mean is loaded as a tile of so many elements.
             max(block_dk, 64 * config.warps),
             config.block_rows,
+            on.small_levels,
             on.asm,
             on.dependent_launch,
         ),

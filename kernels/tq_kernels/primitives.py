@@ -26,7 +26,7 @@ CENTROIDS = {
 """Positive halves of the codebooks, as in `tq_hf.codebook` (tests hold the two together)."""
 SMALL_UNIT = tl.constexpr(2.0**-18)
 """What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
-is looked up then, and the other is the sign; matrix units take subnormal numbers at full speed and exactly."""
+is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
 
 
 def _half_bits(level: float) -> int:

@@ -10,9 +10,9 @@ ROWS32 = tl.constexpr(32)
 
 
 @triton.jit
-def level_unit(BITS: tl.constexpr):
+def level_unit(BITS: tl.constexpr, SMALL: tl.constexpr):
     """What `key_scores`, `value_levels` and `chunk_levels` multiply levels by."""
-    return SMALL_UNIT if BITS == 3 or BITS == 4 else 1.0
+    return SMALL_UNIT if SMALL and (BITS == 3 or BITS == 4) else 1.0
 
 
 @triton.jit
@@ -43,6 +43,7 @@ def key_scores(
     BITS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    SMALL: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """level_unit * level . q of a block's tokens, four [32, BR] float32 planes; `q*` are the CHUNKS channel chunks of
@@ -61,7 +62,7 @@ def key_scores(
         q = q0 if chunk == 0 else (q1 if chunk == 1 else (q2 if chunk == 2 else q3))  # [BC, BR]
         if BITS == 4:
             w = load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM)  # [32, BC]
-            k0, k1, k2, k3 = unpack4(w, odd, True, ASM)
+            k0, k1, k2, k3 = unpack4(w, odd, SMALL, ASM)
         elif BITS == 8:
             k0, k1 = unpack8(load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM), odd, ASM)
             k2, k3 = unpack8(
@@ -71,7 +72,7 @@ def key_scores(
             if chunk % 2 == 0:
                 w = load_words(words + (chunk // 2) * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
             if BITS == 3:
-                k0, k1, k2, k3 = unpack3(w, signs, odd, chunk, True, ASM)
+                k0, k1, k2, k3 = unpack3(w, signs, odd, chunk, SMALL, ASM)
             else:
                 k0, k1, k2, k3 = unpack2(w, odd, chunk, ASM)
         s0 = tl.dot(k0, q, s0)
@@ -91,12 +92,12 @@ def add_dots(a, v0, v1, v2, v3, p0, p1, p2, p3):
 
 
 @triton.jit
-def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
     """Four planes [BV, 32] of a block's values at 4 or 8 bits, times `level_unit`."""
     odd = column % 2  # [1, 32]
     mask = None if row.shape[0] == DIM else row < DIM
     if BITS == 4:
-        v0, v1, v2, v3 = unpack4(load_words(words, row, column, mask, 16, ASM), odd, True, ASM)
+        v0, v1, v2, v3 = unpack4(load_words(words, row, column, mask, 16, ASM), odd, SMALL, ASM)
     else:
         v0, v1 = unpack8(load_words(words, row, column, mask, 16, ASM), odd, ASM)
         v2, v3 = unpack8(load_words(words + DIM * 16, row, column, mask, 16, ASM), odd, ASM)
@@ -104,13 +105,22 @@ def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, ASM:
 
 
 @triton.jit
-def chunk_levels(words, row, column, CHUNK: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def chunk_levels(
+    words,
+    row,
+    column,
+    CHUNK: tl.constexpr,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    SMALL: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """Four planes [BV, 32] of quarter CHUNK of the channels of a block's values, times `level_unit`."""
     HEIGHT: tl.constexpr = DIM // 4
     odd = column % 2  # [1, 32]
     mask = None if row.shape[0] == HEIGHT else row < HEIGHT
     if BITS == 4:
-        v0, v1, v2, v3 = unpack4(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, True, ASM)
+        v0, v1, v2, v3 = unpack4(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, SMALL, ASM)
     elif BITS == 8:
         v0, v1 = unpack8(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
         v2, v3 = unpack8(load_words(words + (4 + CHUNK) * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
@@ -118,7 +128,7 @@ def chunk_levels(words, row, column, CHUNK: tl.constexpr, DIM: tl.constexpr, BIT
         crumbs = load_words(words + (CHUNK // 2) * (HEIGHT * 16), row, column, mask, 16, ASM)
         if BITS == 3:
             signs = load_words(words + 2 * (HEIGHT * 16), row, column, mask, 16, ASM)
-            v0, v1, v2, v3 = unpack3(crumbs, signs, odd, CHUNK, True, ASM)
+            v0, v1, v2, v3 = unpack3(crumbs, signs, odd, CHUNK, SMALL, ASM)
         else:
             v0, v1, v2, v3 = unpack2(crumbs, odd, CHUNK, ASM)
     return v0, v1, v2, v3
