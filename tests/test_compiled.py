@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_models import VOCAB, build
@@ -42,7 +44,14 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+def slow(preset: str) -> Any:
+    """A preset whose bits others have too."""
+    return pytest.param(preset, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "preset", [name if name in ("k8v4", "4bit_nc", "3bit_nc", "2bit_nc") else slow(name) for name in PRESETS]
+)
 def test_compiled_decoding_gives_the_tokens_of_eager_decoding_in_one_graph(preset):
     model = build("llama")
     model.set_attn_implementation("turboquant")
@@ -71,6 +80,7 @@ def test_other_families_compile(name):
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_a_growing_cache_breaks_no_graph_of_a_compiled_model():
     """It is compiled anew as it grows, so nobody would want to; but it works."""
     model = build("llama")

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from tiny_models import build
+from transformers import PreTrainedModel
 
 from tq_hf import PRESETS, TurboQuantCache
 
 TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples"
 RANKS = (0, 1)
-pytestmark = pytest.mark.xdist_group("tensor parallelism")
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,22 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, model) -> Path:
-    """What the worker processes are given, and where they leave what they found."""
-    folder = tmp_path_factory.mktemp("tensor_parallel")
+def folder(tmp_path_factory, model, request) -> Path:
+    """What the worker processes are given, and where they leave what they found: once, whoever of pytest's own workers
+    comes first."""
+    if not hasattr(request.config, "workerinput"):
+        return leave_results(tmp_path_factory.mktemp("tensor_parallel"), model)
+    shared = tmp_path_factory.getbasetemp().parent / "tensor_parallel"
+    with FileLock(f"{shared}.lock"):
+        if not (shared / "done").exists():
+            shared.mkdir(exist_ok=True)
+            leave_results(shared, model)
+            (shared / "done").touch()
+    return shared
+
+
+def leave_results(folder: Path, model: PreTrainedModel) -> Path:
+    """Run the worker processes."""
     model.save_pretrained(folder / "model")
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
