@@ -16,7 +16,6 @@ OLDEST := $(VENV)-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := $(addprefix tests/,test_generate.py test_compiled.py test_estimate.py test_cli.py)
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
-# Tests that share a costly fixture are a group, which one worker takes.
 SPREAD := -n $(WORKERS)
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.
 PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
