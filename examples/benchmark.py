@@ -28,16 +28,15 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
-from tq_kernels import Decoder, device_int
+from tq_kernels import device_int
 from transformers import LlamaConfig
 from triton.testing import do_bench
 
-from tq_hf import TurboQuantCache, TurboQuantConfig, ops
+from tq_hf import TurboQuantCache, TurboQuantConfig, ops, triton_backend
 from tq_hf.attention import turboquant_attention
 from tq_hf.blocks import PackedBlocks
 from tq_hf.layout import BlockLayout
 from tq_hf.reference import dequantise, encode
-from tq_hf.rotation import rotation_matrix
 
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
 HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
@@ -116,22 +115,7 @@ def prepared(
     query = torch.randn(batch, query_heads, 1, layout.key_dim, device=device, dtype=dtype)
     allocate = functools.cache(functools.partial(torch.empty, device=device))
     out = torch.empty(batch, 1, query_heads, layout.value_dim, device=device, dtype=dtype)
-    rotations = [
-        rotation_matrix(dim, config.seed, torch.device("cpu"), torch.float32).mul(dim**0.5).half().to(device)
-        for dim in (layout.key_dim_padded, layout.value_dim_padded)
-    ]
-
-    decoder = Decoder(
-        packed.key_words,
-        packed.value_words,
-        packed.scalars,
-        packed.key_means,
-        sinks,
-        window,
-        *rotations,
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
-    )
+    decoder = triton_backend.make_decoder(config, packed, sinks, window, device)
     counts = [device_int(count, device) for count in (blocks, window_rows, SINKS)]
 
     def step() -> torch.Tensor:

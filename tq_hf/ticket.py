@@ -56,20 +56,23 @@ def placeholders(shapes: tuple[torch.Size, torch.Size], nan: torch.Tensor) -> Ke
 _latest: tuple[Kind, int, KeyValue] | None = None
 
 
+def _shapes(kind: Kind, tokens: int) -> tuple[torch.Size, torch.Size]:
+    (batch, heads, _, key_dim), (_, _, _, value_dim) = kind[:2]
+    return torch.Size((batch, heads, tokens, key_dim)), torch.Size((batch, heads, tokens, value_dim))
+
+
 def step_placeholders(kind: Kind, tokens: int, nan: torch.Tensor) -> KeyValue:
     """`placeholders` for `tokens` keys and values of a kind, at less cost.
 
     All layers of a model ask for the same at every step. The tensor of values, which carries no ticket, is the same for
     all then, and that of keys a new tensor over the same memory.
     """
-    (batch, heads, _, key_dim), (_, _, _, value_dim) = kind[:2]
     if torch.compiler.is_compiling() or type(nan) is not torch.Tensor:  # such tensors are of one trace only
-        return nan.expand(batch, heads, tokens, key_dim), nan.expand(batch, heads, tokens, value_dim)
+        return placeholders(_shapes(kind, tokens), nan)
     global _latest
     latest = _latest
     if latest is None or latest[1] != tokens or latest[0] != kind:
-        keys = nan.expand(batch, heads, tokens, key_dim)
-        latest = _latest = (kind, tokens, (keys, nan.expand(batch, heads, tokens, value_dim)))
+        latest = _latest = (kind, tokens, placeholders(_shapes(kind, tokens), nan))
     keys, values = latest[2]
     return keys.detach(), values
 

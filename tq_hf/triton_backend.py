@@ -160,9 +160,10 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         )
 
 
-def _decoder(
+def make_decoder(
     config: TurboQuantConfig, blocks: PackedBlocks, sinks: KeyValue, window: KeyValue, device: torch.device
 ) -> Decoder:
+    """The decode kernels on these tensors, all on `device`."""
     layout = blocks.layout
     return Decoder(
         blocks.key_words,
@@ -196,7 +197,7 @@ def attend(
     buffers, device = view.buffers, query.device
     decoder: Decoder | None = buffers.prepared
     if decoder is None:
-        decoder = _decoder(buffers.config, buffers.blocks, buffers.sinks, buffers.ring, device)
+        decoder = make_decoder(buffers.config, buffers.blocks, buffers.sinks, buffers.ring, device)
         buffers.prepared = decoder
     batch, query_heads, queries, _ = query.shape
     if mask is not None and mask.shape[0] != batch:
@@ -301,7 +302,7 @@ def attend_token(
     """
     num_sinks, num_blocks, num_window, _, _ = seen.unbind()
     batch, query_heads, queries, _ = query.shape
-    return _decoder(config, blocks, sinks, window, query.device)(
+    return make_decoder(config, blocks, sinks, window, query.device)(
         _rows(query),
         num_blocks,
         num_window,

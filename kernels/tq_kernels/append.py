@@ -16,6 +16,13 @@ from .rotate import rotate_query
 BLOCK = tl.constexpr(128)
 
 
+@triton.jit
+def _load_row(states, stride_b, stride_h, head, heads, d, DIM: tl.constexpr):
+    """The new row of `head`, counting B * H heads, of `states` [B, H, 1, DIM]."""
+    batch = (head // heads).to(tl.int64)
+    return tl.load(states + batch * stride_b + head % heads * stride_h + d, mask=d < DIM)
+
+
 @triton.jit(
     do_not_specialize=[
         "slot",
@@ -71,9 +78,8 @@ def rotate_and_append(
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         head = tl.program_id(0)
         d = tl.arange(0, TILE)
-        batch = (head // kv_heads).to(tl.int64)
-        k = tl.load(keys + batch * keys_b + head % kv_heads * keys_h + d, mask=d < DK)
-        v = tl.load(values + batch * values_b + head % kv_heads * values_h + d, mask=d < DV)
+        k = _load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
+        v = _load_row(values, values_b, values_h, head, kv_heads, d, DV)
         row = head.to(tl.int64) * capacity + slot
         tl.store(window_keys + row * DK + d, k, mask=d < DK)
         tl.store(window_values + row * DV + d, v, mask=d < DV)
@@ -131,9 +137,8 @@ def _append_token(
     # Window rows are numbered from the end of the sinks; row p is in slot p % CAPACITY.
     slot = (blocks * BLOCK + rows) % CAPACITY
     d = tl.arange(0, TILE)
-    batch = (head // heads).to(tl.int64)
-    k = tl.load(keys + batch * keys_b + head % heads * keys_h + d, mask=d < DK)
-    v = tl.load(values + batch * values_b + head % heads * values_h + d, mask=d < DV)
+    k = _load_row(keys, keys_b, keys_h, head, heads, d, DK)
+    v = _load_row(values, values_b, values_h, head, heads, d, DV)
     wide = head.to(tl.int64)
     if to_sinks:
         tl.store(sink_keys + (wide * SINKS + sinks) * DK + d, k, mask=(d < DK) & fits)
