@@ -100,5 +100,5 @@ def test_assisted_greedy_is_greedy_on_a_trained_model(preset):
         before = torch.cat([ids.input_ids, outputs[0][None, :first]], 1)
         logits = model(before, past_key_values=cache).logits[0, -1].float()
     best = logits.topk(2).values
-    chosen = logits[[outputs[0][first], outputs[1][first]]]
+    chosen = logits[torch.stack([outputs[0][first], outputs[1][first]])]
     assert (best[0] - chosen.min()) <= 0.02 * logits.std(), "the runs part where there is no tie"
