@@ -156,33 +156,34 @@ def encode_microseconds(preset: str, device: torch.device, repeat: int) -> float
     return microseconds(lambda: ops.encode(config, keys, values, packed, 0), repeat)
 
 
-def step_cost(device: torch.device) -> dict[str, float]:
-    """Kernel launches, and microseconds of the CPU, of a layer's append and attention in an eager decode step, (32, 8,
-    128) heads."""
-    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=1)
+def step_cost(device: torch.device, layers: int = 32) -> dict[str, float]:
+    """Kernel launches, and microseconds of the CPU, of one layer's append and attention: those of an eager decode step
+    of so many layers, (32, 8, 128) heads, divided by their number."""
+    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=layers)
     config._attn_implementation = "turboquant"
     module = SimpleNamespace(config=config, is_causal=True, num_key_value_groups=4)
     query = torch.randn(1, 32, 1, 128, device=device, dtype=torch.bfloat16)
     prompt, row = (torch.randn(1, 8, n, 128, device=device, dtype=torch.bfloat16) for n in (1030, 1))
     cache = TurboQuantCache(config)
 
-    def step() -> None:
-        turboquant_attention(module, query, *cache.update(row, row, 0), None)
+    def step(query: torch.Tensor, row: torch.Tensor) -> None:
+        for layer in range(layers):
+            turboquant_attention(module, query, *cache.update(row, row, layer), None)
 
     times = []
     with torch.no_grad():
-        turboquant_attention(module, query.expand(-1, -1, 1030, -1), *cache.update(prompt, prompt, 0), None)
+        step(query.expand(-1, -1, 1030, -1), prompt)
         for _ in range(100):  # up to the step that encodes the next block
             torch.cuda.synchronize()
             start = time.perf_counter()
-            step()
+            step(query, row)
             times.append(time.perf_counter() - start)
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            step()
+            step(query, row)
             torch.cuda.synchronize()
-    launches = sum(event.device_type == DeviceType.CUDA for event in trace.events())
-    result = {"launches": launches, "cpu_us": 1e6 * statistics.median(times)}
-    print(f"append and attention of a layer: {launches} launches, {result['cpu_us']:.0f} us of the CPU")
+    launches = sum(event.device_type == DeviceType.CUDA for event in trace.events()) / layers
+    result = {"launches": launches, "cpu_us": 1e6 * statistics.median(times) / layers}
+    print(f"append and attention of a layer: {launches:g} launches, {result['cpu_us']:.0f} us of the CPU")
     return result
 
 

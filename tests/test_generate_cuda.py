@@ -53,7 +53,11 @@ def test_a_passkey_is_recalled_from_packed_blocks(model, tokenizer, preset, comp
     assert right >= (5 if preset != "2bit_nc" else 3)
 
 
-def test_compiled_decoding_gives_the_tokens_of_eager_decoding_for_2000_steps(model, tokenizer):
+def test_compiled_decoding_gives_the_tokens_of_eager_decoding_for_2000_steps(tokenizer):
+    # In float32: in float16 PyTorch's fused kernels round elsewhere than its single ones, and of 2,000 tokens one or two
+    # are nearly ties.
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "needle", dtype=torch.float32, device_map="cuda").eval()
+    model.set_attn_implementation("turboquant")
     torch._dynamo.reset()
     counters.clear()
     prompt, _ = needle.passkey_prompt(700, depth=0.5, seed=0)
