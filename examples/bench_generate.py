@@ -24,7 +24,7 @@ from tq_hf.ticket import redeem
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
 NEW_TOKENS = (8, 40)
 ROOM = 256
-LLAMA_8B = dict(
+LLAMA_8B: dict[str, Any] = dict(
     hidden_size=4096,
     intermediate_size=14336,
     num_hidden_layers=32,

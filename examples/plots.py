@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from bench_generate import LLAMA_8B
 from report import BASELINE, RESULTS
 from transformers import LlamaConfig
 
@@ -36,18 +37,6 @@ COLOURS = {
     "2bit_nc": "#e7298a",
 }
 """Of presets, the same in every picture; everything else is black or grey."""
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    dtype="bfloat16",
-)
-"""The shape of Llama 3.1 8B."""
 STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,
@@ -78,7 +67,7 @@ def in_thousands(axes: Any, ticks: Iterable[int]) -> None:
 
 def memory_numbers() -> list[dict[str, Any]]:
     """Bytes by context of each cache of one sequence: not measured but exact, from the model's shape."""
-    estimator = Estimator(LLAMA_8B)
+    estimator = Estimator(LlamaConfig(**LLAMA_8B, dtype="bfloat16"))
     contexts = [2**power for power in range(11, 18)]
     curves = {
         name: [estimator.footprint(preset, context).total for context in contexts]
