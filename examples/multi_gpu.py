@@ -7,12 +7,12 @@ tensor parallelism, for which it starts itself once more, as one would any scrip
 
     torchrun --nproc-per-node 2 examples/multi_gpu.py --folder FOLDER
 
-With `--compiled-only` the eager times and the `device_map` part are left out.
+With `--compiled-only` nothing but compiled steps and the bytes held is measured.
 
 Before each compiled step torch evaluates guards, which tell whether anything in the model has changed, and takes apart
 sharded parameters (`DTensor`s): with tensor parallelism that occupies the host for milliseconds while the GPUs wait.
-Compiled steps are therefore timed in three ways: as `generate()` compiles by itself; without guards on modules, an
-option of `torch.compile`; and without guards on local shards, plain tensors in place of the `DTensor`s.
+Compiled steps are therefore timed in two ways: as `generate()` compiles by itself; and without guards on modules, an
+option of `torch.compile`, under tensor parallelism with plain tensors in place of the `DTensor`s besides.
 
 Times are of a step of `generate()` on caches that were filled with random keys and values, as the difference of two
 generations of different length. Writes JSON.
@@ -30,6 +30,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ PRESET = "4bit_nc"
 SHAPE = (8, 32768)
 PROMPT, STEPS = 2048, 48
 NEW_TOKENS = (8, 40)
-PLAIN, UNGUARDED, LOCAL = "ms_compiled", "ms_compiled_unguarded", "ms_compiled_unguarded_local"
-"""Compiled by `generate()` alone; without guards on modules; and with local shards besides."""
+PLAIN, UNGUARDED = "ms_compiled", "ms_compiled_unguarded"
+"""Compiled by `generate()` alone; and without guards on modules, of local shards if there are shards."""
 TINY = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 ON_GPU = torch.cuda.is_available()
 
@@ -247,6 +248,7 @@ def measure_compiled(
     model.generation_config.compile_config = None if name == PLAIN else without_module_guards()
     record[name] = ms_per_step(model, make, shape, *ranks)
     record.setdefault("compiled", {})[name] = compiler_counts()
+    print(f"{datetime.now():%X} {name}: {record[name]:.2f}", flush=True)
 
 
 def sizes(arguments: argparse.Namespace) -> tuple[LlamaConfig, tuple[int, int], int, int]:
@@ -256,6 +258,21 @@ def sizes(arguments: argparse.Namespace) -> tuple[LlamaConfig, tuple[int, int], 
     return LlamaConfig(**{**LLAMA_8B, **changes}), shape, prompt, shape[1] + 256
 
 
+def measure_shards(arguments: argparse.Namespace, model: PreTrainedModel, record: dict[str, Any]) -> None:
+    """How close the sharded model's logits are to one GPU's, and what a step costs besides time; fills `record`."""
+    _, _, prompt, room = sizes(arguments)
+    expected = torch.load(arguments.folder / "logits.pt")
+    record |= {"logits": {}, "collectives_a_step": {}, "host_synchronisations_in_8_steps": {}}
+    for name, make in {"DynamicCache": dynamic, PRESET: ours}.items():
+        record["logits"][name] = agreement(logits(model, make(model), prompt), expected[name])
+        record["collectives_a_step"][name] = collectives(model, make(model), prompt)
+        if ON_GPU:
+            record["host_synchronisations_in_8_steps"][name] = host_synchronisations(model, make(model), prompt)
+    if ON_GPU:
+        name, make = f"{PRESET}, preallocated", ours(model, max_cache_len=room)
+        record["host_synchronisations_in_8_steps"][name] = host_synchronisations(model, make, prompt)
+
+
 def tensor_parallel(arguments: argparse.Namespace) -> None:
     """The part of each process under torchrun; the first one writes `tensor_parallel.json` into the folder."""
     config, shape, prompt, room = sizes(arguments)
@@ -263,17 +280,10 @@ def tensor_parallel(arguments: argparse.Namespace) -> None:
     if ON_GPU:
         torch.cuda.set_device(rank)
     model = load(config, random_weights(config, rank), distributed_config=DistributedConfig(tp_plan="auto"))
-    expected = torch.load(arguments.folder / "logits.pt")
-    record: dict[str, Any] = {"logits": {}, "collectives_a_step": {}, "host_synchronisations_in_8_steps": {}}
-    for name, make in {"DynamicCache": dynamic, PRESET: ours}.items():
-        record["logits"][name] = agreement(logits(model, make(model), prompt), expected[name])
-        record["collectives_a_step"][name] = collectives(model, make(model), prompt)
-        if ON_GPU:
-            record["host_synchronisations_in_8_steps"][name] = host_synchronisations(model, make(model), prompt)
+    record: dict[str, Any] = {}
+    if not arguments.compiled_only:
+        measure_shards(arguments, model, record)
     preallocated = ours(model, max_cache_len=room)
-    if ON_GPU:
-        name = f"{PRESET}, preallocated"
-        record["host_synchronisations_in_8_steps"][name] = host_synchronisations(model, preallocated, prompt)
     cache = preallocated()
     fill(cache, model, *shape, rank, ranks)
     held = torch.tensor([bytes_held(cache), bytes_with_heads(cache)], device=model.device)
@@ -281,12 +291,11 @@ def tensor_parallel(arguments: argparse.Namespace) -> None:
     dist.all_gather(every, held)
     record["bytes_held"], record["bytes_with_heads"] = torch.stack(every).T.tolist()
     del cache
-    for name in (PLAIN, UNGUARDED):
-        measure_compiled(record, name, model, preallocated, shape, rank, ranks)
+    measure_compiled(record, PLAIN, model, preallocated, shape, rank, ranks)
     before = logits(model, preallocated, prompt)
     keep_local_shards(model)
     record["local_shards_give_equal_logits"] = torch.equal(logits(model, preallocated, prompt), before)
-    measure_compiled(record, LOCAL, model, preallocated, shape, rank, ranks)
+    measure_compiled(record, UNGUARDED, model, preallocated, shape, rank, ranks)
     if rank == 0:
         (arguments.folder / "tensor_parallel.json").write_text(json.dumps(record), encoding="utf-8")
     # A captured CUDA graph holds its communicator: destroying that first would wait forever.
@@ -345,9 +354,9 @@ def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any],
     record |= {"batch": shape[0], "context": shape[1], "prompt": prompt, "preset": PRESET}
     makes = {"DynamicCache": dynamic, PRESET: ours}
     one = load(config, weights, device_map={"": 0} if ON_GPU else None)
-    torch.save({name: logits(one, make(one), prompt) for name, make in makes.items()}, folder / "logits.pt")
     record["one_gpu"] = {}
     if not arguments.compiled_only:
+        torch.save({name: logits(one, make(one), prompt) for name, make in makes.items()}, folder / "logits.pt")
         measure_device_map(arguments, one, weights, record, show)
 
     preallocated = ours(one, max_cache_len=room)
@@ -365,10 +374,10 @@ def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any],
     torch.cuda.empty_cache()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--folder", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])]
+    options += ["--compiled-only"] if arguments.compiled_only else []
     subprocess.run([*torchrun, str(Path(__file__).resolve()), *options], check=True)
     record["tensor_parallel"] = split = json.loads((folder / "tensor_parallel.json").read_text(encoding="utf-8"))
     split["compiled_times_faster"] = {name: record["one_gpu"][name] / split[name] for name in (PLAIN, UNGUARDED)}
-    split["compiled_times_faster"][LOCAL] = record["one_gpu"][UNGUARDED] / split[LOCAL]
     split["bytes_halved_exactly"] = all(
         2 * n == record["one_gpu"]["bytes_with_heads"] for n in split["bytes_with_heads"]
     )
@@ -379,7 +388,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short contexts, to try the script")
-    parser.add_argument("--compiled-only", action="store_true", help="leave out eager steps and `device_map`")
+    parser.add_argument("--compiled-only", action="store_true", help="measure nothing but compiled steps and bytes")
     parser.add_argument("--output", type=Path, help="the JSON file, by default in examples/results")
     parser.add_argument("--folder", type=Path, help="where the run that starts torchrun left its results")
     arguments = parser.parse_args()

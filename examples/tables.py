@@ -329,13 +329,10 @@ def multi_gpu(record: dict[str, Any]) -> str:
         for name in one.get("ms_eager", {})
     ]
     ways = {
-        f"compiled, {preset}": ("ms_compiled", "ms_compiled"),
-        "without guards on modules": ("ms_compiled_unguarded", "ms_compiled_unguarded"),
-        "the same on local shards": ("", "ms_compiled_unguarded_local"),
+        f"compiled, {preset}": "ms_compiled",
+        "without guards on modules, local shards": "ms_compiled_unguarded",
     }
-    lines += [
-        row(label, (one, alone), (None, ""), (split, both)) for label, (alone, both) in ways.items() if both in split
-    ]
+    lines += [row(label, (one, key), (None, ""), (split, key)) for label, key in ways.items() if key in split]
     held = [[one["bytes_held"]], list(spread["bytes_by_device"].values()) if spread else [], split["bytes_held"]]
     shown = [" + ".join(f"{size / GIB:.2f}" for size in sizes) + " GiB" if sizes else "–" for sizes in held]
     lines.append(["KV held on each GPU", *shown])
