@@ -118,8 +118,8 @@ def kernels(record: dict[str, Any]) -> str:
         times = ", ".join(f"`{preset}` {time:.0f} µs" for preset, time in record["encode_us"].items())
         notes.append(f"Encoding keys and values of 32k tokens of 8 heads: {times}.")
     if "step" in record:
-        took = f"{record['step']['launches']} launches and {record['step']['cpu_us']:.0f} µs of the CPU"
-        notes.append(f"Append and attention of a layer in an eager step: {took}.")
+        took = f"{record['step']['launches']:g} launches and {record['step']['cpu_us']:.0f} µs of the CPU"
+        notes.append(f"Append and attention of a layer in an eager step of 32 layers: {took}.")
     if "note" in record:
         notes.append(record["note"])
     return f"{text}\n{' '.join(notes)} Measured by {source(record).lstrip()}"
@@ -347,7 +347,7 @@ def multi_gpu(record: dict[str, Any]) -> str:
     same = ""
     if spread:
         same = f"\n{spread['tokens_equal']} of {spread['tokens']} tokens are those of one GPU with `device_map`.\n"
-    return f"{record['model']}:\n\n" + table(headings, lines) + same + source(record)
+    return f"{record['model']}:\n\n" + table(headings, lines) + same + note(record) + source(record)
 
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
