@@ -182,7 +182,7 @@ def step_cost(device: torch.device, layers: int = 32) -> dict[str, float]:
             step(query, row)
             torch.cuda.synchronize()
     launches = sum(event.device_type == DeviceType.CUDA for event in trace.events()) / layers
-    result = {"launches": launches, "cpu_us": 1e6 * statistics.median(times) / layers}
+    result = {"layers": layers, "launches": launches, "cpu_us": 1e6 * statistics.median(times) / layers}
     print(f"append and attention of a layer: {launches:g} launches, {result['cpu_us']:.0f} us of the CPU")
     return result
 

@@ -118,8 +118,9 @@ def kernels(record: dict[str, Any]) -> str:
         times = ", ".join(f"`{preset}` {time:.0f} µs" for preset, time in record["encode_us"].items())
         notes.append(f"Encoding keys and values of 32k tokens of 8 heads: {times}.")
     if "step" in record:
-        took = f"{record['step']['launches']:g} launches and {record['step']['cpu_us']:.0f} µs of the CPU"
-        notes.append(f"Append and attention of a layer in an eager step of 32 layers: {took}.")
+        step = record["step"]
+        took = f"{step['launches']:g} launches and {step['cpu_us']:.0f} µs of the CPU"
+        notes.append(f"Append and attention of a layer in an eager step of {step['layers']} layers: {took}.")
     if "note" in record:
         notes.append(record["note"])
     return f"{text}\n{' '.join(notes)} Measured by {source(record).lstrip()}"
