@@ -100,7 +100,11 @@ ABLATION = {key: value for key, value in QUALITY.items() if key not in ("compari
 
 EXPECTED = [
     ("kernels", KERNELS, ["| 1 × 32k | 62.5 µs (cudnn) | **2.50×** 25.0 µs, 50% | – |", "**0.50×** 125.0 µs"]),
-    ("kernels", KERNELS, ["`4bit_nc` 3.9e-04", "4,400 GB/s", "`4bit_nc` 120 µs", "eager step of 32 layers: 3 launches and 31 µs"]),
+    (
+        "kernels",
+        KERNELS,
+        ["`4bit_nc` 3.9e-04", "4,400 GB/s", "`4bit_nc` 120 µs", "eager step of 32 layers: 3 launches and 31 µs"],
+    ),
     ("generate", GENERATE, ["| DynamicCache | **21.5** ms, 1.0 GiB | – | out of memory |", "1 × 2k | 1 × 1,000 | 8 ×"]),
     ("generate", GENERATE, ["| `4bit_nc`, compiled | – | **6.5** ms, 0.0 GiB | – |"]),
     ("prefix", PREFIX, ["| 2,048 on 30,720, `4bit_nc`, fused | 3.50 ms | **0.87×** | 309 | 16 MiB | 2.8e-03 |"]),
