@@ -1,7 +1,8 @@
 """A decode step on a `StaticStore` as three operators, opaque to `torch.compile`.
 
 They take tensors and numbers only, read lengths on the device (on a GPU), and write in place: a captured graph
-replays them for every length. The configuration travels as its number.
+replays them for every length. The configuration travels as its number. `torch.library.triton_op` would not do: in torch
+2.13 `wrap_triton` takes neither `launch_pdl` nor `maxnreg`, with which the kernels are launched.
 """
 
 from __future__ import annotations
