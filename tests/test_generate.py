@@ -276,6 +276,20 @@ def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize("preallocated", [None, 400])
+def test_inference_mode_changes_nothing(preallocated):
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    outputs = []
+    for context in (torch.inference_mode, torch.no_grad):
+        cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
+        with context():
+            first = generate(model, cache, prompts(2, 300))
+            cache.crop(-30)
+            outputs.append(generate(model, cache, {"input_ids": first, "attention_mask": torch.ones_like(first)}))
+    assert torch.equal(*outputs)
+
+
 def test_offloading_between_steps_changes_nothing():
     """On a CPU both moves stay in place; what is tested is that a store and a view taken before survive them."""
     model = model_named("llama")

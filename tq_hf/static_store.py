@@ -95,9 +95,8 @@ class StaticStore:
     @contextmanager
     def opened(self) -> Iterator[LayerStore]:
         """The store as a `LayerStore`; on leaving, what it holds is written back in place. Waits for the device."""
-        # The window is worked on in a copy: a view of it must outlive the writing back.
-        window = (self.window[0].clone(), self.window[1].clone())
         counts = Counts(*self.state.tolist())
+        window = self._copied_window()
         store = LayerStore.resumed(self.config, self.blocks, self.sinks, window, counts, self.max_length)
         yield store
         if store.window.count > self.window[0].shape[2]:
@@ -107,6 +106,11 @@ class StaticStore:
         self.window[1].copy_(kept.values)
         self.state.copy_(torch.tensor(store.counts, dtype=torch.int32))
         self.length.fill_(store.length)
+
+    @keeps_tensors
+    def _copied_window(self) -> KeyValue:
+        """What an opened store works on: a view of it must outlive the writing back."""
+        return self.window[0].clone(), self.window[1].clone()
 
     @keeps_tensors
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> StaticStore:
