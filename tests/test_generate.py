@@ -290,6 +290,21 @@ def test_inference_mode_changes_nothing(preallocated):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize("preallocated", [None, 400])
+def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
+    ids = prompts(2, 300)["input_ids"]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.inference_mode():
+        model(ids[:, :290], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        inside = generate(model, copy.deepcopy(cache), inputs)
+    outside = generate(model, copied, inputs)
+    assert torch.equal(inside, outside) and torch.equal(outside, generate(model, cache, inputs))
+
+
 def test_offloading_between_steps_changes_nothing():
     """On a CPU both moves stay in place; what is tested is that a store and a view taken before survive them."""
     model = model_named("llama")
