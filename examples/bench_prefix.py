@@ -151,13 +151,12 @@ def compile_all(candidates: tuple[PrefixConfig, ...]) -> None:
             job.result()
 
 
-def run(candidates: bool = True) -> dict[str, Any]:
+def run() -> dict[str, Any]:
     """The two cells, by preset and launch parameters, and the sweep; prints lines and returns the record."""
     device = torch.device("cuda", 0)
     record: dict[str, Any] = provenance(device, f"attention of one layer, heads {HEADS}, bf16")
     start = time.perf_counter()
-    tried = CANDIDATES if candidates else ()
-    compile_all(tried)
+    compile_all(CANDIDATES)
     print(f"compiled in {time.perf_counter() - start:.0f} s")
     table = prefix_config(HEADS[2], HEADS[2], 4, 4, target(device))
     record["config"] = str(table)
@@ -185,7 +184,7 @@ def run(candidates: bool = True) -> dict[str, Any]:
                     f"error {cell['relative_rms']:.1e}",
                     flush=True,
                 )
-            for config in tried if preset == "4bit_nc" else ():
+            for config in CANDIDATES if preset == "4bit_nc" else ():
                 time_ms = milliseconds(partial(fused, view, query, config=config))
                 record["candidates"].append({"new": new, "history": history, "config": str(config), "ms": time_ms})
                 print(f"    {time_ms:.3f} ms {flops / time_ms / 1e9:.0f} TFLOPS {config}", flush=True)

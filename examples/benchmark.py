@@ -1,9 +1,11 @@
-"""Measure the kernels, `python examples/benchmark.py kernels`, or decoding, `python examples/benchmark.py generate`.
+"""Measure on a GPU: decode attention alone, decoding, many new tokens on a history, long prompts.
 
-`generate` is described in `bench_generate.py`. For `kernels`, every figure of a run comes from one process on one GPU:
-the read ceiling, the best scaled-dot-product attention in bf16, and decode attention over packed blocks (rotation,
-attention, reduction: the whole call). Medians, with the L2 cache overwritten before every repetition. Writes JSON and
-draws the pictures of README.md from it, where matplotlib is installed.
+    python examples/benchmark.py kernels     # or generate, prefix, prefill
+
+`generate` is described in `bench_generate.py`, `prefix` and `prefill` in `bench_prefix.py`. For `kernels`, every figure
+of a run comes from one process on one GPU: the read ceiling, the best scaled-dot-product attention in bf16, and decode
+attention over packed blocks (rotation, attention, reduction: the whole call). Medians, with the L2 cache overwritten
+before every repetition. Writes JSON and draws the pictures of README.md from it, where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -237,7 +240,7 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("kernels", help="decode attention against bf16 attention")
     command.add_argument("--all-heads", action="store_true", help="all head shapes, not only (32, 8, 128)")
@@ -257,6 +260,8 @@ def main() -> None:
     for command in commands.choices.values():
         command.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This needs a GPU, and torch finds none.")
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / f"{arguments.command}-{slug(torch.device('cuda', 0))}.json"
 

@@ -395,8 +395,8 @@ def main() -> None:
     if "RANK" in os.environ:
         tensor_parallel(arguments)
         return
-    if ON_GPU and torch.cuda.device_count() < 2:
-        sys.exit(f"This needs two GPUs, and {torch.cuda.device_count()} is there.")
+    if torch.cuda.device_count() < 2 and (ON_GPU or not arguments.tiny):
+        sys.exit(f"This needs two GPUs, and torch finds {torch.cuda.device_count()}.")
     start = time.perf_counter()
     shape = "tiny" if arguments.tiny else "8B shape"
     record = provenance(device(), f"random Llama, {shape}, {arguments.layers} layers") | {"dtype": "bfloat16"}

@@ -65,23 +65,6 @@ def passkey(record: dict[str, Any]) -> str:
     return table(["cache", held, "smaller by", "pass keys", "facts"], rows) + note(record) + source(record)
 
 
-def quickstart(record: dict[str, Any]) -> str:
-    """Answer, memory and speed of each cache."""
-    baseline = record["rows"][0]["bytes_held"]
-    rows = [
-        [
-            cache_name(row["cache"]),
-            "right" if row["right"] else "wrong",
-            f"{row['bytes_held'] / MIB:.2f} MiB",
-            f"{baseline / row['bytes_held']:.2f}×",
-            f"{row['tokens_per_second']:.1f}",
-        ]
-        for row in record["rows"]
-    ]
-    held = f"KV held, {record['prompt_tokens']:,} tokens"
-    return table(["cache", "answer", held, "smaller by", "decoding, tokens/s"], rows) + source(record)
-
-
 def kernel_cells(cells: list[dict[str, Any]]) -> str:
     """Decode attention of one head shape: a row for each batch and context, a column for each preset."""
     presets = list(dict.fromkeys(cell["preset"] for cell in cells))
@@ -238,42 +221,6 @@ def ablation(record: dict[str, Any]) -> str:
     return details(documents(record), text + note(record) + source(record)).lstrip()
 
 
-def multi(record: dict[str, Any]) -> str:
-    """Two GPUs against one: a step with `device_map` and with tensor parallelism, memory, and what has to be equal."""
-    one, layers, heads = (record[part] for part in ("one_gpu", "device_map", "tensor_parallel"))
-    names = {name: f"`{name}`" if name in PRESETS else name for name in one["ms_eager"]}
-    rows = [
-        [
-            f"`device_map`, {names[name]}",
-            *(f"{part['ms_eager'][name]:.1f} ms" for part in (one, layers)),
-            f"{layers['times_slower_than_one_gpu'][name]:.2f}× the time",
-        ]
-        for name in names
-    ]
-    rows += [
-        [
-            f"tensor parallel, `{record['preset']}`, compiled",
-            *(f"{part['ms_compiled']:.1f} ms" for part in (one, heads)),
-            f"{heads['compiled_times_faster']:.2f}× as fast",
-        ],
-        [
-            f"tensor parallel, `{record['preset']}`, KV held by a GPU",
-            *(f"{size / GIB:.2f} GiB" for size in (one["bytes_held"], max(heads["bytes_held"]))),
-            "half" if heads["bytes_halved_exactly"] else "not half",
-        ],
-    ]
-    errors = ", ".join(f"{names[name]} {error['relative_rms']:.1e}" for name, error in heads["logits"].items())
-    counts = ", ".join(f"{names[name]} {count}" for name, count in heads["collectives_a_step"].items())
-    waits = ", ".join(f"{name} {count}" for name, count in heads["host_synchronisations_in_8_steps"].items())
-    text = (
-        f"\nWith `device_map`, {layers['tokens_equal']} of {layers['tokens']} greedy tokens are those of one GPU. With "
-        f"tensor parallelism, logits differ from those of one GPU by {errors} (relative RMS of decoding steps after "
-        f"{record['prompt']:,} tokens); collectives a step: {counts}; waits of the host in 8 eager steps: {waits}.\n"
-    )
-    headings = [f"a step, {shape(record['batch'], record['context'])}", "one GPU", "two GPUs", ""]
-    return f"{record['model']}:\n\n" + table(headings, rows) + text + source(record)
-
-
 def prefix(record: dict[str, Any]) -> str:
     """Attention of many new tokens over packed history."""
     lines = []
@@ -360,6 +307,5 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prefill": prefill,
     "prefix": prefix,
     "quality": quality,
-    "quickstart": quickstart,
 }
 """By the part of a results file's name that comes before the device or the model."""
