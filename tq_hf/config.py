@@ -41,8 +41,9 @@ class TurboQuantConfig:
             real arithmetic; without it models with a key bias (Qwen2) break.
         key_correction: How the stored key norm makes up for quantisation, with z the rotated key and c its centroids:
             "none" stores |z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>; "projection" <z, c> / <c, c> (least
-            squares). All but "inner" shrink what a key or value has in common with itself, by the same share for every
-            token: noise averages out over the tokens that attention sums, a common share does not.
+            squares). FP8 keys have a scale of their own and take no correction. All but "inner" shrink what a key or
+            value has in common with itself, by the same share for every token: noise averages out over the tokens that
+            attention sums, a common share does not.
         value_correction: The same for values.
 
     Raises:

@@ -30,7 +30,7 @@ MAX_QUERIES = 16
 """Queries a sequence that the decode kernel takes whatever the history; more are the business of prefill."""
 MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
 """Over a short history it takes up to so many, as long as queries times tokens stay within the second number
-(measured on an H200: 64 on 4k tokens take 54 us here and 78 us in the prefix kernel; 32 on 32k 126 and 91 us)."""
+(measured on an H200: 64 on 4k tokens take 54 us here and 85 us in the prefix kernel; 32 on 32k 115 and 86 us)."""
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
