@@ -3,10 +3,10 @@
 There is one `Workspace` per device, stream and thread: work queued on one stream by one thread runs in order, so a
 buffer is free again when the next call gets it, and nothing else ever sees it. A workspace holds one flat buffer per
 name. It grows to the largest request and never shrinks; each dimension's maximum is kept apart, so that alternating
-(many heads, small batch) and (few heads, large batch) does not reallocate. `reserve` makes room ahead (the buffer is the
-maximum of the reservations, never their sum), `lock` promises stable addresses from then on (for CUDA graphs of one's
-own; compiled decoding takes its scratch from its graph), and `acquire` returns views, valid until the next `acquire` of
-the same name.
+(many heads, small batch) and (few heads, large batch) does not reallocate. `reserve` makes room ahead (the buffer is
+the maximum of the reservations, never their sum), `lock` promises stable addresses from then on (for CUDA graphs of
+one's own; compiled decoding takes its scratch from its graph), and `acquire` returns views, valid until the next
+`acquire` of the same name.
 
 (The lifecycle of vLLM's workspace manager, pull requests 40706, 40941 and 37805.)
 """
