@@ -239,6 +239,48 @@ def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
     assert_close(logits[2], logits[0])
 
 
+@pytest.mark.parametrize("scenario", [greedy, left_padded, chunked_left_padded, multi_turn, beam, assisted])
+@pytest.mark.parametrize("skip_layers", [(0,), (1, -1)], ids=["first", "others"])
+def test_preallocated_layers_that_are_not_compressed_go_with_those_that_are(scenario, skip_layers):
+    model = model_named("llama")
+    model.set_attn_implementation("sdpa")
+    expected = scenario(model, lambda: DynamicCache(config=model.config))
+    for attention in ("turboquant", "sdpa"):
+        model.set_attn_implementation(attention)
+        options = dict(max_cache_len=120, skip_layers=skip_layers, **EVERYTHING_DENSE)
+        assert torch.equal(scenario(model, lambda: TurboQuantCache(model.config, **options)), expected), attention
+
+
+def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_growing_ones():
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    logits = []
+    for room in (None, 400):
+        cache = TurboQuantCache(model.config, max_cache_len=room, skip_layers=(0, 2), **EVERYTHING_PACKED)
+        with torch.no_grad():
+            model(prompts(2, 300)["input_ids"], past_key_values=cache)
+            cache.crop(-30)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0, 1]))
+            cache.reorder_cache(torch.tensor([1, 1, 2]))
+            assert cache.batch_size == 3
+            model(prompts(3, 20)["input_ids"], past_key_values=cache)
+            logits.append(model(prompts(3, 1)["input_ids"], past_key_values=cache).logits)
+    assert_close(*logits)
+
+
+@pytest.mark.parametrize("skip_layers", [(0,), (-1,)])
+def test_too_many_tokens_leave_layers_that_are_not_compressed_as_they_are(skip_layers):
+    model = model_named("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers, **EVERYTHING_PACKED)
+    with torch.no_grad():
+        model(prompts(1, 190)["input_ids"], past_key_values=cache)
+        with pytest.raises(ValueError, match="11 tokens to the 190 in this cache exceeds its `max_cache_len` of 200"):
+            model(prompts(1, 11)["input_ids"], past_key_values=cache)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [190] * 4
+
+
 def test_linear_layers_keep_the_stock_class_and_sliding_ones_its_place():
     for name in ("gemma3", "gpt_oss", "qwen3_next"):
         config = CONFIGS[name]()

@@ -14,6 +14,7 @@ from .auto import AutoChoice
 from .config import TurboQuantConfig
 from .layer import TurboQuantLayer
 from .memory import MemoryFootprint, measure
+from .preallocated import PreallocatedLayer
 from .serialization import load_cache, save_cache
 from .sliding import SlidingLayer
 from .store import check_states
@@ -25,8 +26,8 @@ class TurboQuantCache(Cache):
     """A key/value cache in about a quarter of the memory, for any decoder of transformers.
 
     Every full-attention layer is compressed. Layers of another kind (sliding windows, linear attention, shared keys)
-    and those in `skip_layers` get the class `DynamicCache` would give them, but that sliding-window layers do not hold
-    on to the prompt.
+    and those in `skip_layers` get the class `DynamicCache` or `StaticCache` would give them, but that sliding-window
+    layers do not hold on to the prompt, and preallocated full-attention layers go with compressed ones.
 
     ```python
     cache = TurboQuantCache(model.config)
@@ -94,6 +95,8 @@ class TurboQuantCache(Cache):
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
                 layers[index] = TurboQuantLayer(self.config, watched, max_cache_len)
+            elif type(layer) is StaticLayer:
+                layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
                 layers[index] = SlidingLayer(layer.sliding_window)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):

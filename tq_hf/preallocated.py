@@ -1,0 +1,78 @@
+"""A preallocated layer that is not compressed, beside compressed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+from .kept import keeps_tensors
+
+
+class PreallocatedLayer(StaticLayer):
+    """transformers' own layer, except that it agrees with a `TurboQuantLayer` on what a call of several tokens sees.
+
+    `StaticLayer` shows all there is room for at every call. transformers makes one mask for all full-attention layers,
+    of the size that the first of them asks for, so beside a compressed layer it must show what that shows: the tokens
+    held, and all there is room for only to a single token. It also has the operations that `StaticLayer` has not.
+    """
+
+    is_croppable = True
+
+    @keeps_tensors
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+
+    @keeps_tensors
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
+        super().lazy_initialization(key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that are held, or if S is 1 all
+        there is room for.
+
+        Raises:
+            ValueError: Several tokens exceed `max_cache_len`. The layer is unchanged then.
+        """
+        tokens = key_states.shape[-2]
+        if tokens == 1 or key_states.is_meta:  # without reading the length: this is compiled, or there is none to read
+            return super().update(key_states, value_states, *args, **kwargs)
+        length = int(self.get_seq_length()) + tokens
+        if length > self.max_cache_len:
+            raise ValueError(
+                f"Appending {tokens} tokens to the {length - tokens} in this cache exceeds its `max_cache_len` of "
+                f"{self.max_cache_len}. Make the cache with a larger `max_cache_len`."
+            )
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys[:, :, :length], values[:, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys a mask for `query_length` new tokens covers."""
+        if query_length == 1:
+            return self.max_cache_len, 0
+        return int(self.get_seq_length()) + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+        if self.is_initialized:
+            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times."""
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices`, in that order."""
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+
+    @keeps_tensors
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = function(self.keys), function(self.values)
+            self.batch_size = self.keys.shape[0]
