@@ -215,7 +215,7 @@ class Estimate:
     """One line of what `estimate` finds.
 
     Args:
-        preset: Name of the preset, or `None` for transformers' `DynamicCache`.
+        preset: Name of the preset, or `None` for transformers' `DynamicCache` (if preallocated, its `StaticCache`).
         footprint: Bytes after a prefill.
         decoding: Bytes once decoding has begun.
         max_context: The longest prefill that fits (if preallocated, the largest `max_cache_len`), if memory was given;
@@ -242,7 +242,7 @@ def estimate(
 
     Args:
         estimator: Of the model.
-        presets: Names of presets; `None` is transformers' `DynamicCache`.
+        presets: Names of presets; `None` is transformers' `DynamicCache` (if preallocated, its `StaticCache`).
         context: Tokens of a prefill.
         batch: Sequences.
         memory: Bytes there are for the cache, to also find the longest context at this batch, and the largest batch at
