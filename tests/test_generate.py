@@ -245,9 +245,9 @@ def test_preallocated_layers_that_are_not_compressed_go_with_those_that_are(scen
     model = model_named("llama")
     model.set_attn_implementation("sdpa")
     expected = scenario(model, lambda: DynamicCache(config=model.config))
+    options = dict(max_cache_len=120, skip_layers=skip_layers, **EVERYTHING_DENSE)
     for attention in ("turboquant", "sdpa"):
         model.set_attn_implementation(attention)
-        options = dict(max_cache_len=120, skip_layers=skip_layers, **EVERYTHING_DENSE)
         assert torch.equal(scenario(model, lambda: TurboQuantCache(model.config, **options)), expected), attention
 
 
