@@ -269,16 +269,17 @@ def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_
     assert_close(*logits)
 
 
+@pytest.mark.parametrize("held, more", [(190, 11), (200, 1)])
 @pytest.mark.parametrize("skip_layers", [(0,), (-1,)])
-def test_too_many_tokens_leave_layers_that_are_not_compressed_as_they_are(skip_layers):
+def test_too_many_tokens_leave_layers_that_are_not_compressed_as_they_are(skip_layers, held, more):
     model = model_named("llama")
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers, **EVERYTHING_PACKED)
     with torch.no_grad():
-        model(prompts(1, 190)["input_ids"], past_key_values=cache)
-        with pytest.raises(ValueError, match="11 tokens to the 190 in this cache exceeds its `max_cache_len` of 200"):
-            model(prompts(1, 11)["input_ids"], past_key_values=cache)
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [190] * 4
+        model(prompts(1, held)["input_ids"], past_key_values=cache)
+        with pytest.raises(ValueError, match=f"{more} tokens to the {held} in this cache exceeds its `max_cache_len`"):
+            model(prompts(1, more)["input_ids"], past_key_values=cache)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [held] * 4
 
 
 def test_linear_layers_keep_the_stock_class_and_sliding_ones_its_place():

@@ -37,10 +37,12 @@ class PreallocatedLayer(StaticLayer):
         there is room for.
 
         Raises:
-            ValueError: Several tokens exceed `max_cache_len`. The layer is unchanged then.
+            ValueError: The tokens exceed `max_cache_len` (a single one on a CPU only; on a GPU `turboquant_mask` raises
+                before the step). The layer is unchanged then.
         """
         tokens = key_states.shape[-2]
-        if tokens == 1 or key_states.is_meta:  # without reading the length: this is compiled, or there is none to read
+        if key_states.is_meta or (tokens == 1 and (not key_states.is_cpu or torch.compiler.is_compiling())):
+            # Without reading the length: there is none, or decoding would wait for it.
             return super().update(key_states, value_states, *args, **kwargs)
         length = int(self.get_seq_length()) + tokens
         if length > self.max_cache_len:
@@ -49,7 +51,7 @@ class PreallocatedLayer(StaticLayer):
                 f"{self.max_cache_len}. Make the cache with a larger `max_cache_len`."
             )
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return keys[:, :, :length], values[:, :, :length]
+        return (keys, values) if tokens == 1 else (keys[:, :, :length], values[:, :, :length])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys a mask for `query_length` new tokens covers."""
