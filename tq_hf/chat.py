@@ -73,8 +73,8 @@ class Chat:
                 streamer=streamer,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
             )
-        except KeyboardInterrupt:
-            # Some layers may hold a token more than others.
+        except BaseException:
+            # It holds tokens of this answer, and some layers perhaps one more than others.
             self.cache = self._empty()
             raise
         self.ids = output[0].tolist()
