@@ -337,11 +337,13 @@ def test_inference_mode_changes_nothing(preallocated):
 def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
     model = model_named("llama")
     model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
+    options = dict(max_cache_len=preallocated, skip_layers=(1,))
+    cache = TurboQuantCache(model.config, **options, **EVERYTHING_PACKED)
     ids = prompts(2, 300)["input_ids"]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with torch.inference_mode():
         model(ids[:, :290], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0, 1]))
         copied = copy.deepcopy(cache)
         inside = generate(model, copy.deepcopy(cache), inputs)
     outside = generate(model, copied, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.utils import logging
 
 from .auto import AutoChoice
 from .config import TurboQuantConfig
+from .kept import keeps_tensors
 from .layer import TurboQuantLayer
 from .memory import MemoryFootprint, measure
 from .preallocated import PreallocatedLayer
@@ -105,6 +107,13 @@ class TurboQuantCache(Cache):
                 "`skip_layers`."
             )
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+
+    @keeps_tensors
+    def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantCache:
+        copied = copy(self)
+        memo[id(self)] = copied
+        vars(copied).update((name, deepcopy(value, memo)) for name, value in vars(self).items())
+        return copied
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -76,13 +75,6 @@ class TurboQuantLayer(CacheLayerMixin):
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
         """Ignored, as for `keys`."""
-
-    @keeps_tensors
-    def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantLayer:
-        copied = copy(self)
-        memo[id(self)] = copied
-        vars(copied).update((name, deepcopy(value, memo)) for name, value in vars(self).items())
-        return copied
 
     def _view(self) -> StoreView:
         if isinstance(self.store, StaticStore):

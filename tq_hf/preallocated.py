@@ -64,6 +64,10 @@ class PreallocatedLayer(StaticLayer):
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take sequence `beam_idx[i]` to place i."""
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
         self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
