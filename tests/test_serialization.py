@@ -75,6 +75,15 @@ def test_a_loaded_cache_continues_with_identical_logits(tmp_path, name, attentio
     assert_continue_alike(model, cache, loaded, (1, 1, 9, 1) if max_cache_len is None else (1, 1, 1))
 
 
+@pytest.mark.parametrize("skip_layers", [(0, -1), range(4)], ids=["some", "all"])
+def test_preallocated_layers_that_are_not_compressed_come_back(tmp_path, skip_layers):
+    model, cache = filled("llama", max_cache_len=512, skip_layers=skip_layers)
+    cache.save(tmp_path / "c.safetensors", model)
+    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    assert loaded.get_max_length() == 512
+    assert_continue_alike(model, cache, loaded)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generate_goes_on_from_a_loaded_cache(tmp_path, name):
     model, cache = filled(name)

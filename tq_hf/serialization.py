@@ -23,6 +23,7 @@ from . import container, fingerprint
 from .config import PRESETS, TurboQuantConfig
 from .kept import keeps_tensors
 from .layer import TurboQuantLayer
+from .preallocated import PreallocatedLayer
 from .saved_layers import Loader, describe_compressed, describe_stock
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def load_cache(
 
 
 def _max_cache_len(cache: TurboQuantCache) -> int | None:
-    room = (layer.max_cache_len for layer in cache.layers if isinstance(layer, TurboQuantLayer))
+    full = (TurboQuantLayer, PreallocatedLayer)
+    room = (layer.max_cache_len for layer in cache.layers if isinstance(layer, full))
     return next(room, None)
 
 
