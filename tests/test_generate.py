@@ -259,6 +259,9 @@ def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_
         cache = TurboQuantCache(model.config, max_cache_len=room, skip_layers=(0, 2), **EVERYTHING_PACKED)
         with torch.no_grad():
             model(prompts(2, 300)["input_ids"], past_key_values=cache)
+            with pytest.raises(ValueError, match="negative"):
+                cache.crop(30)
+            assert cache.get_seq_length() == 300
             cache.crop(-30)
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([3, 0, 1]))

@@ -60,7 +60,16 @@ class PreallocatedLayer(StaticLayer):
         return int(self.get_seq_length()) + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens."""
+        """Remove the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
+                "e.g. -1."
+            )
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 
