@@ -9,6 +9,8 @@ without chunks would never read the cache), by the model in float32, so that not
 `bf16 model` is the noise floor of running the model itself in bf16. With `--inject`, a fixed vector is added to the
 keys before they are cached, so many times as long as a key: what a key bias does to a format.
 
+quanto and HQQ are among the others where they are installed (`pip install ".[peers]"`).
+
 Writes examples/results/quality-NAME.json after each row: a run that is cut short keeps what it measured.
 """
 
@@ -266,6 +268,7 @@ class Evaluation:
             "scored_from": arguments.first,
             "rows": self.rows,
         }
+        record["versions"] |= peers.versions()
         output = arguments.output or RESULTS / f"{'ablation' if arguments.ablate else 'quality'}-{arguments.name}.json"
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record | more, indent=1, allow_nan=False) + "\n", encoding="utf-8")

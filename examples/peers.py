@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -194,6 +195,7 @@ def coded_cache(config: PreTrainedConfig, name: str) -> Cache:
 QUANTIZED = {"transformers fp8": "fp8", "quanto int4": "quanto", "hqq int4": "hqq"}
 """Backends of transformers' `QuantizedCache`; all but fp8 keep the last 128 tokens and quantise anew when they do."""
 REQUIRES = {"quanto": "optimum.quanto", "hqq": "hqq"}
+"""Packages of the extra `peers`, as imported."""
 
 
 def missing(name: str) -> str | None:
@@ -202,6 +204,12 @@ def missing(name: str) -> str | None:
     if package is None or (find_spec(package.partition(".")[0]) and find_spec(package)):
         return None
     return f"{package} is not installed"
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that `QUANTIZED` needs, of those installed."""
+    present = {REQUIRES[kind] for name, kind in QUANTIZED.items() if kind in REQUIRES and missing(name) is None}
+    return {package: version(package.replace(".", "-")) for package in sorted(present)}
 
 
 def quantized_cache(config: PreTrainedConfig, name: str) -> QuantizedCache:
