@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from helpers import assert_unchanged, llama_config, snapshot, states
-from transformers import LlamaConfig, MambaConfig
+from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 
@@ -190,6 +190,25 @@ def test_a_positive_crop_is_refused(tokens):
         cache.crop(tokens)
     with pytest.raises(ValueError, match="negative number"):
         new_cache(0).crop(tokens)
+
+
+@pytest.mark.parametrize(
+    ("operation", "argument"),
+    [("crop", -1), ("batch_repeat_interleave", 2), ("batch_select_indices", torch.tensor([0]))],
+    ids=["crop", "repeat", "select"],
+)
+def test_what_a_preallocated_sliding_layer_cannot_do_is_refused(operation, argument):
+    types = ["full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        num_hidden_layers=2, layer_types=types, sliding_window=32, num_key_value_heads=2, head_dim=64
+    )
+    cache = TurboQuantCache(config, max_cache_len=300)
+    for layer in range(2):
+        cache.update(*states(layer, tokens=200), layer)
+    before = snapshot(cache.layers[0].store)
+    with pytest.raises(ValueError, match=f"`{operation}` .* layer 1 is transformers' StaticSlidingWindowLayer"):
+        getattr(cache, operation)(argument)
+    assert_unchanged(cache.layers[0].store, before)
 
 
 def test_after_a_refusal_the_cache_goes_on_as_if_nothing_had_happened():

@@ -127,6 +127,42 @@ class TurboQuantCache(Cache):
             self._choose(self._choice, key_states, value_states, layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: A layer cannot be cropped, in which case nothing is changed, or `tokens_to_remove` is positive.
+        """
+        self._require("crop")
+        super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times.
+
+        Raises:
+            ValueError: A layer cannot do that. Nothing is changed then.
+        """
+        self._require("batch_repeat_interleave")
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices`, in that order.
+
+        Raises:
+            ValueError: A layer cannot do that. Nothing is changed then.
+        """
+        self._require("batch_select_indices")
+        super().batch_select_indices(indices)
+
+    def _require(self, operation: str) -> None:
+        """Raise a `ValueError` unless every layer has this method: transformers' preallocated ones lack some."""
+        for index, layer in enumerate(self.layers):
+            if not hasattr(layer, operation):
+                raise ValueError(
+                    f"`{operation}` needs every layer to take part, but layer {index} is transformers' "
+                    f"{type(layer).__name__}, which has no such method. Make the cache without `max_cache_len`."
+                )
+
     def _choose(self, choice: AutoChoice, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
         """Let "auto" see what a layer caches. What it chooses holds for all layers; it is done once it saw them all."""
         compressed = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)}
