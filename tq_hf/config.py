@@ -106,16 +106,6 @@ class TurboQuantConfig:
         return replace(PRESETS[name], **overrides)
 
     @property
-    def key_centroids(self) -> int:
-        """Number of levels a key channel can take."""
-        return 2**self.key_bits
-
-    @property
-    def value_centroids(self) -> int:
-        """Number of levels a value channel can take."""
-        return 2**self.value_bits
-
-    @property
     def rotation_seed(self) -> int | None:
         """Seed of the random signs for `tq_hf.rotation`; `None` for no signs."""
         return self.seed if self.random_signs else None

@@ -98,11 +98,6 @@ class LayerStore:
         """What is held, for `resumed`."""
         return Counts(self.num_sinks, self.num_blocks, self.window.count, self.num_pending)
 
-    @property
-    def num_heads(self) -> int:
-        """KV heads held."""
-        return self.blocks.scalars.shape[1]
-
     def _window_capacity(self, rows: int) -> int:
         """Room for a window that holds `rows` now: what decoding will need, grown geometrically where that is a lot."""
         most = self.config.residual_length + self.layout.tokens
