@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from report import provenance
+from report import LLAMA_8B, provenance
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
@@ -24,19 +24,6 @@ from tq_hf.ticket import redeem
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
 NEW_TOKENS = (8, 40)
 ROOM = 256
-LLAMA_8B: dict[str, Any] = dict(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_position_embeddings=262144,
-    rope_theta=500000.0,
-    eos_token_id=None,
-    pad_token_id=0,
-)
 
 
 def random_llama(device: torch.device, layers: int) -> PreTrainedModel:
@@ -50,7 +37,7 @@ def random_llama(device: torch.device, layers: int) -> PreTrainedModel:
 def variants(model: PreTrainedModel, batch: int, context: int) -> dict[str, tuple[str, Callable[[], Cache]]]:
     """Name to attention implementation and cache constructor."""
     config = model.config
-    chosen = {
+    chosen: dict[str, tuple[str, Callable[[], Cache]]] = {
         "DynamicCache": ("sdpa", lambda: DynamicCache(config=config)),
         "static, compiled": ("sdpa", lambda: StaticCache(config, max_cache_len=context + ROOM)),
         "quantized fp8": ("sdpa", lambda: QuantizedCache(backend="fp8", config=config)),

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_generate import LLAMA_8B, random_llama
-from report import provenance
+from bench_generate import random_llama
+from report import LLAMA_8B, provenance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention

@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_generate import LLAMA_8B, go_on
-from report import RESULTS, bytes_held, provenance, slug
+from bench_generate import go_on
+from report import LLAMA_8B, RESULTS, bytes_held, provenance, slug
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench_generate import LLAMA_8B
-from report import BASELINE, RESULTS
+from report import BASELINE, LLAMA_8B, RESULTS
 from transformers import LlamaConfig
 
 from tq_hf import PRESETS

@@ -1,4 +1,4 @@
-"""What the examples measure alike: bytes held, and where a result comes from."""
+"""What the examples have in common: bytes held, where a result comes from, and the shape of an 8B model."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "results"
 SHIPPED_MODEL = str(ROOT / "examples" / "needle")
 BASELINE = "DynamicCache"
+LLAMA_8B: dict[str, Any] = dict(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=262144,
+    rope_theta=500000.0,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+"""The shape of Llama 3.1 8B, for `LlamaConfig`."""
 
 
 def bytes_held(cache: Cache) -> int:
