@@ -14,7 +14,7 @@ from transformers.utils import logging
 from .auto import AutoChoice
 from .config import TurboQuantConfig
 from .kept import keeps_tensors
-from .layer import TurboQuantLayer
+from .layer import TurboQuantLayer, check_crop
 from .memory import MemoryFootprint, measure
 from .preallocated import PreallocatedLayer
 from .serialization import load_cache, save_cache
@@ -131,8 +131,10 @@ class TurboQuantCache(Cache):
         """Remove the last `-tokens_to_remove` tokens.
 
         Raises:
-            ValueError: A layer cannot be cropped, in which case nothing is changed, or `tokens_to_remove` is positive.
+            ValueError: A layer cannot be cropped, or `tokens_to_remove` is positive. Nothing is changed then.
         """
+        # Here too: layers of older transformers take a positive number for the length to keep.
+        check_crop(tokens_to_remove)
         self._require("crop")
         super().crop(tokens_to_remove)
 

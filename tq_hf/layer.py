@@ -186,11 +186,7 @@ class TurboQuantLayer(CacheLayerMixin):
         Raises:
             ValueError: `tokens_to_remove` is positive.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
-                "e.g. -1."
-            )
+        check_crop(tokens_to_remove)
         if tokens_to_remove == 0 or self.store is None:
             return
         if isinstance(self.store, StaticStore):
@@ -235,6 +231,15 @@ class TurboQuantLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
         self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+
+def check_crop(tokens_to_remove: int) -> None:
+    """Raise a `ValueError` for a positive number (in older versions of transformers the length to keep)."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
+            "e.g. -1."
+        )
 
 
 def _attention_of(model_config: PreTrainedConfig | None) -> str | None:

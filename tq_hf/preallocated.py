@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from .kept import keeps_tensors
+from .layer import check_crop
 
 
 class PreallocatedLayer(StaticLayer):
@@ -65,11 +66,7 @@ class PreallocatedLayer(StaticLayer):
         Raises:
             ValueError: `tokens_to_remove` is positive.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
-                "e.g. -1."
-            )
+        check_crop(tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
 
