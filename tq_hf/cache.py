@@ -13,8 +13,9 @@ from transformers.utils import logging
 
 from .auto import AutoChoice
 from .config import TurboQuantConfig
+from .full_attention import check_crop
 from .kept import keeps_tensors
-from .layer import TurboQuantLayer, check_crop
+from .layer import TurboQuantLayer
 from .memory import MemoryFootprint, measure
 from .preallocated import PreallocatedLayer
 from .serialization import load_cache, save_cache

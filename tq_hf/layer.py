@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
 from . import ops, static_ops
 from .config import TurboQuantConfig
+from .full_attention import FullAttentionLayer, check_crop
 from .kept import keeps_tensors
 from .static_store import StaticStore
 from .store import LayerStore, check_states
@@ -23,7 +23,7 @@ from .window import KeyValue
 logger = logging.get_logger(__name__)
 
 
-class TurboQuantLayer(CacheLayerMixin):
+class TurboQuantLayer(FullAttentionLayer):
     """A full-attention layer whose keys and values are held compressed.
 
     What `update` returns depends on who will read it. With `attn_implementation="turboquant"` it is a ticket (see
@@ -39,7 +39,6 @@ class TurboQuantLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = True
     supports_early_init = True
 
     def __init__(
@@ -165,12 +164,6 @@ class TurboQuantLayer(CacheLayerMixin):
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
         return 0 if self.store is None else self.store.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a mask for `query_length` new tokens covers."""
-        if self.max_cache_len is not None and query_length == 1:
-            return self.max_cache_len, 0
-        return int(self.get_seq_length()) + query_length, 0
-
     def get_max_length(self) -> int:
         """`max_cache_len`, or -1 for none."""
         return -1 if self.max_cache_len is None else self.max_cache_len
@@ -214,15 +207,7 @@ class TurboQuantLayer(CacheLayerMixin):
         if isinstance(self.store, StaticStore):
             self.store.overwrite(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
         else:
-            self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times."""
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices`, in that order."""
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+            super().reorder_cache(beam_idx)
 
     def offload(self) -> None:
         """Move the store to the CPU."""
@@ -231,15 +216,6 @@ class TurboQuantLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
         self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-
-def check_crop(tokens_to_remove: int) -> None:
-    """Raise a `ValueError` for a positive number (in older versions of transformers the length to keep)."""
-    if tokens_to_remove > 0:
-        raise ValueError(
-            f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
-            "e.g. -1."
-        )
 
 
 def _attention_of(model_config: PreTrainedConfig | None) -> str | None:

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer
 
+from .full_attention import FullAttentionLayer, check_crop
 from .kept import keeps_tensors
-from .layer import check_crop
+from .store import check_room
 
 
-class PreallocatedLayer(StaticLayer):
+class PreallocatedLayer(FullAttentionLayer, StaticLayer):
     """transformers' own layer, except that it agrees with a `TurboQuantLayer` on what a call of several tokens sees.
 
-    `StaticLayer` shows all there is room for at every call. transformers makes one mask for all full-attention layers,
-    of the size that the first of them asks for, so beside a compressed layer it must show what that shows: the tokens
-    held, and all there is room for only to a single token. It also has the operations that `StaticLayer` has not.
+    `StaticLayer` shows all there is room for at every call. Beside a compressed layer it must show what that shows (see
+    `FullAttentionLayer`): the tokens held, and all there is room for only to a single token.
     """
-
-    is_croppable = True
 
     @keeps_tensors
     def __init__(self, max_cache_len: int) -> None:
@@ -45,20 +43,10 @@ class PreallocatedLayer(StaticLayer):
         if key_states.is_meta or (tokens == 1 and (not key_states.is_cpu or torch.compiler.is_compiling())):
             # Without reading the length: there is none, or decoding would wait for it.
             return super().update(key_states, value_states, *args, **kwargs)
-        length = int(self.get_seq_length()) + tokens
-        if length > self.max_cache_len:
-            raise ValueError(
-                f"Appending {tokens} tokens to the {length - tokens} in this cache exceeds its `max_cache_len` of "
-                f"{self.max_cache_len}. Make the cache with a larger `max_cache_len`."
-            )
+        held = int(self.get_seq_length())
+        check_room(tokens, held, self.max_cache_len)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return (keys, values) if tokens == 1 else (keys[:, :, :length], values[:, :, :length])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a mask for `query_length` new tokens covers."""
-        if query_length == 1:
-            return self.max_cache_len, 0
-        return int(self.get_seq_length()) + query_length, 0
+        return (keys, values) if tokens == 1 else (keys[:, :, : held + tokens], values[:, :, : held + tokens])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens.
@@ -69,18 +57,6 @@ class PreallocatedLayer(StaticLayer):
         check_crop(tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take sequence `beam_idx[i]` to place i."""
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times."""
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices`, in that order."""
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
     @keeps_tensors
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -118,11 +118,8 @@ class LayerStore:
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise a `ValueError` if these tensors cannot be appended."""
         check_fits(keys, values, self.sinks)
-        if self.max_length is not None and self.length + keys.shape[2] > self.max_length:
-            raise ValueError(
-                f"Appending {keys.shape[2]} tokens to the {self.length} in this cache exceeds its "
-                f"`max_cache_len` of {self.max_length}. Make the cache with a larger `max_cache_len`."
-            )
+        if self.max_length is not None:
+            check_room(keys.shape[2], self.length, self.max_length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         """Store new tokens and return what their queries attend to.
@@ -323,6 +320,15 @@ def check_fits(keys: torch.Tensor, values: torch.Tensor, held: KeyValue) -> None
                 f"This cache holds states with {what} {has}, but was given keys with {what} {came}. Use a new "
                 "TurboQuantCache for another batch or model, or call `cache.reset()` first."
             )
+
+
+def check_room(tokens: int, held: int, room: int) -> None:
+    """Raise a `ValueError` unless so many more tokens fit a preallocated cache."""
+    if held + tokens > room:
+        raise ValueError(
+            f"Appending {tokens} tokens to the {held} in this cache exceeds its `max_cache_len` of {room}. Make the "
+            "cache with a larger `max_cache_len`."
+        )
 
 
 def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:

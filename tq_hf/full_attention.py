@@ -1,0 +1,50 @@
+"""What full-attention layers of this package do alike, compressed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+
+class FullAttentionLayer(CacheLayerMixin):
+    """Operations on all tensors of a layer, and what a mask covers.
+
+    transformers makes one mask for all full-attention layers, of the size that the first of them asks for: they must
+    agree on it.
+    """
+
+    is_croppable = True
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put the results of `function` in place of all tensors."""
+        raise NotImplementedError
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys a mask for `query_length` new tokens covers."""
+        room = self.get_max_length()
+        if room != -1 and query_length == 1:
+            return room, 0
+        return int(self.get_seq_length()) + query_length, 0
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take sequence `beam_idx[i]` to place i."""
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times."""
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices`, in that order."""
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+
+
+def check_crop(tokens_to_remove: int) -> None:
+    """Raise a `ValueError` for a positive number (in older versions of transformers the length to keep)."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
+            "e.g. -1."
+        )
