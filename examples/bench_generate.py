@@ -37,7 +37,7 @@ def random_llama(device: torch.device, layers: int) -> PreTrainedModel:
 def variants(model: PreTrainedModel, batch: int, context: int) -> dict[str, tuple[str, Callable[[], Cache]]]:
     """Name to attention implementation and cache constructor."""
     config = model.config
-    chosen: dict[str, tuple[str, Callable[[], Cache]]] = {
+    chosen = {
         "DynamicCache": ("sdpa", lambda: DynamicCache(config=config)),
         "static, compiled": ("sdpa", lambda: StaticCache(config, max_cache_len=context + ROOM)),
         "quantized fp8": ("sdpa", lambda: QuantizedCache(backend="fp8", config=config)),

@@ -30,7 +30,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +99,10 @@ def ours(model: PreTrainedModel, **options: Any) -> Make:
     """The compressed cache, with attention on packed blocks; `max_cache_len` makes `generate()` compile."""
     model.set_attn_implementation("turboquant")
     return lambda: TurboQuantCache(model.config, PRESET, **options)
+
+
+MAKES: dict[str, Callable[[PreTrainedModel], Make]] = {"DynamicCache": dynamic, PRESET: ours}
+"""What eager steps are measured with."""
 
 
 def without_module_guards() -> CompileConfig:
@@ -248,7 +251,6 @@ def measure_compiled(
     model.generation_config.compile_config = None if name == PLAIN else without_module_guards()
     record[name] = ms_per_step(model, make, shape, *ranks)
     record.setdefault("compiled", {})[name] = compiler_counts()
-    print(f"{datetime.now():%X} {name}: {record[name]:.2f}", flush=True)
 
 
 def sizes(arguments: argparse.Namespace) -> tuple[LlamaConfig, tuple[int, int], int, int]:
@@ -263,7 +265,7 @@ def measure_shards(arguments: argparse.Namespace, model: PreTrainedModel, record
     _, _, prompt, room = sizes(arguments)
     expected = torch.load(arguments.folder / "logits.pt")
     record |= {"logits": {}, "collectives_a_step": {}, "host_synchronisations_in_8_steps": {}}
-    for name, make in {"DynamicCache": dynamic, PRESET: ours}.items():
+    for name, make in MAKES.items():
         record["logits"][name] = agreement(logits(model, make(model), prompt), expected[name])
         record["collectives_a_step"][name] = collectives(model, make(model), prompt)
         if ON_GPU:
@@ -315,11 +317,10 @@ def measure_device_map(
 ) -> None:
     """Eager steps of the model on one GPU, and of the same weights spread over both; fills `record`."""
     config, shape, prompt, _ = sizes(arguments)
-    makes = {"DynamicCache": dynamic, PRESET: ours}
     expected = generated(one, ours(one), prompt)
     record["one_gpu"] |= {
-        "ms_eager": {name: ms_per_step(one, make(one), shape) for name, make in makes.items()},
-        "ms_eager_short": {name: ms_per_step(one, make(one), (1, prompt)) for name, make in makes.items()},
+        "ms_eager": {name: ms_per_step(one, make(one), shape) for name, make in MAKES.items()},
+        "ms_eager_short": {name: ms_per_step(one, make(one), (1, prompt)) for name, make in MAKES.items()},
     }
     show(one_gpu=record["one_gpu"])
 
@@ -328,10 +329,10 @@ def measure_device_map(
     if ON_GPU and len(devices) < 2:
         sys.exit(f"`device_map` put every layer on {devices}; two GPUs are needed.")
     actual = generated(two, ours(two), prompt)
-    times = {name: ms_per_step(two, make(two), shape) for name, make in makes.items()}
-    short = {name: ms_per_step(two, make(two), (1, prompt)) for name, make in makes.items()}
-    penalties = {name: times[name] / record["one_gpu"]["ms_eager"][name] for name in makes}
-    short_penalties = {name: short[name] / record["one_gpu"]["ms_eager_short"][name] for name in makes}
+    times = {name: ms_per_step(two, make(two), shape) for name, make in MAKES.items()}
+    short = {name: ms_per_step(two, make(two), (1, prompt)) for name, make in MAKES.items()}
+    penalties = {name: times[name] / record["one_gpu"]["ms_eager"][name] for name in MAKES}
+    short_penalties = {name: short[name] / record["one_gpu"]["ms_eager_short"][name] for name in MAKES}
     cache = ours(two)()
     fill(cache, two, *shape)
     record["device_map"] = {
@@ -352,11 +353,10 @@ def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any],
     config, shape, prompt, room = sizes(arguments)
     weights = random_weights(config)
     record |= {"batch": shape[0], "context": shape[1], "prompt": prompt, "preset": PRESET}
-    makes = {"DynamicCache": dynamic, PRESET: ours}
     one = load(config, weights, device_map={"": 0} if ON_GPU else None)
     record["one_gpu"] = {}
     if not arguments.compiled_only:
-        torch.save({name: logits(one, make(one), prompt) for name, make in makes.items()}, folder / "logits.pt")
+        torch.save({name: logits(one, make(one), prompt) for name, make in MAKES.items()}, folder / "logits.pt")
         measure_device_map(arguments, one, weights, record, show)
 
     preallocated = ours(one, max_cache_len=room)

@@ -198,18 +198,19 @@ REQUIRES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 """Packages of the extra `peers`, as imported."""
 
 
+def _installed(package: str) -> bool:
+    return bool(find_spec(package.partition(".")[0]) and find_spec(package))
+
+
 def missing(name: str) -> str | None:
     """Why the `QuantizedCache` called `name` cannot run here, or `None` if it can."""
     package = REQUIRES.get(QUANTIZED[name])
-    if package is None or (find_spec(package.partition(".")[0]) and find_spec(package)):
-        return None
-    return f"{package} is not installed"
+    return None if package is None or _installed(package) else f"{package} is not installed"
 
 
 def versions() -> dict[str, str]:
     """Versions of the packages that `QUANTIZED` needs, of those installed."""
-    present = {REQUIRES[kind] for name, kind in QUANTIZED.items() if kind in REQUIRES and missing(name) is None}
-    return {package: version(package.replace(".", "-")) for package in sorted(present)}
+    return {package: version(package.replace(".", "-")) for package in REQUIRES.values() if _installed(package)}
 
 
 def quantized_cache(config: PreTrainedConfig, name: str) -> QuantizedCache:

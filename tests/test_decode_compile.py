@@ -38,6 +38,12 @@ BUDGET = {"k8v4": 2.25, "4bit_nc": 2.25, "3.5bit_nc": 2.4, "k3v4_nc": 2.4, "3bit
 bits)."""
 
 
+def target_of(arch: int | str) -> Target:
+    """A GPU of this architecture, as large as an H200."""
+    nvidia = isinstance(arch, int)
+    return Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90, nvidia)
+
+
 def plan(
     arch: int | str,
     key_bits: int,
@@ -48,8 +54,6 @@ def plan(
     queries: int = 1,
     mask_rows: int = 0,
 ) -> Plan:
-    nvidia = isinstance(arch, int)
-    on = Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90, nvidia)
     return plan_decode(
         1,
         32,
@@ -66,7 +70,7 @@ def plan(
         mask_rows,
         False,
         False,
-        on,
+        target_of(arch),
     )
 
 

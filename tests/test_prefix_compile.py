@@ -10,8 +10,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
-from test_decode_compile import BITS, SHARED, build, disassemble  # noqa: E402
-from tq_kernels.plan import Target  # noqa: E402
+from test_decode_compile import BITS, SHARED, build, disassemble, target_of  # noqa: E402
 from tq_kernels.prefix import prefix_attention  # noqa: E402
 from tq_kernels.prefix_launch import PrefixConfig, prefix_config, prefix_constants, prefix_splits  # noqa: E402
 from tq_kernels.prefix_merge import merge_splits  # noqa: E402
@@ -24,9 +23,8 @@ Compiled = tuple[Any, PrefixConfig]
 def compiled_for(
     arch: int | str, preset: str = "4bit_nc", dim: int = 128, value_dim: int | None = None, **options: Any
 ) -> Compiled:
-    nvidia = isinstance(arch, int)
     key_bits, value_bits = BITS[preset]
-    on = Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90, nvidia)
+    on = target_of(arch)
     config = prefix_config(dim, value_dim or dim, key_bits, value_bits, on)
     flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
     constants = prefix_constants(
