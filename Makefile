@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 # The oldest versions allowed, over the packages of $(VENV): only what differs is installed twice.
 OLDEST := $(VENV)-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-OLDEST_TESTS := $(addprefix tests/,test_generate.py test_compiled.py test_estimate.py test_cli.py)
+OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py cache/test_compiled.py tools/test_estimate.py tools/test_cli.py)
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
 SPREAD := -n $(WORKERS)
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 from transformers.cache_utils import Cache
 
 from tq_hf import TurboQuantCache
-from tq_hf.ticket import redeem
+from tq_hf.stores.ticket import redeem
 
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
 NEW_TOKENS = (8, 40)

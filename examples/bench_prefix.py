@@ -23,15 +23,16 @@ from report import LLAMA_8B, provenance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from tq_kernels.plan import target
-from tq_kernels.prefix_launch import PrefixConfig, prefix_config
+from tq_kernels.decode.plan import target
+from tq_kernels.prefix.launch import PrefixConfig, prefix_config
 from transformers import DynamicCache
 from triton.testing import do_bench
 
-from tq_hf import TurboQuantCache, TurboQuantConfig, ops, triton_backend
-from tq_hf.store import LayerStore
-from tq_hf.view import StoreView
-from tq_hf.workspace import release_workspaces
+from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops.workspace import release_workspaces
+from tq_hf.stores.growing import LayerStore
+from tq_hf.tensors.view import StoreView
 
 HEADS = (32, 8, 128)
 CELLS = ((2048, 30 * 1024), (128, 128 * 1024))
@@ -100,7 +101,7 @@ def ways(view: StoreView, query: torch.Tensor) -> dict[str, Callable[[], torch.T
     scaling = HEADS[2] ** -0.5
     found = {
         "fused": lambda: triton_backend.attend_many(query, view, None, scaling=scaling),
-        "buffered": lambda: ops.buffered_attend(query, view, None, scaling=scaling),
+        "buffered": lambda: dispatch.buffered_attend(query, view, None, scaling=scaling),
     }
     if view.new is None and query.shape[2] <= 64:
         found["decode"] = lambda: triton_backend.attend(
@@ -125,7 +126,7 @@ def extra_bytes(function: Callable[[], torch.Tensor]) -> int:
 
 def relative_error(view: StoreView, query: torch.Tensor, out: torch.Tensor) -> float:
     """Relative RMS of the first two heads against fp64 attention over the same dequantised history."""
-    keys, values = (states[:, :1].double() for states in ops.dense(view))
+    keys, values = (states[:, :1].double() for states in dispatch.dense(view))
     new, length = query.shape[2], keys.shape[2]
     logits = query[:, :2].double() @ keys.transpose(-1, -2) * HEADS[2] ** -0.5
     logits.masked_fill_(

@@ -35,11 +35,12 @@ from tq_kernels import device_int
 from transformers import LlamaConfig
 from triton.testing import do_bench
 
-from tq_hf import TurboQuantCache, TurboQuantConfig, ops, triton_backend
+from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_attention
-from tq_hf.blocks import PackedBlocks
+from tq_hf.codec.reference import dequantise, encode
 from tq_hf.layout import BlockLayout
-from tq_hf.reference import dequantise, encode
+from tq_hf.ops import dispatch, triton_backend
+from tq_hf.tensors.blocks import PackedBlocks
 
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
 HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
@@ -156,7 +157,7 @@ def encode_microseconds(preset: str, device: torch.device, repeat: int) -> float
     config = TurboQuantConfig.from_preset(preset)
     packed = PackedBlocks.allocate(config.layout(128), 1, 8, 256, device)
     keys, values = (torch.randn(1, 8, 32768, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return microseconds(lambda: ops.encode(config, keys, values, packed, 0), repeat)
+    return microseconds(lambda: dispatch.encode(config, keys, values, packed, 0), repeat)
 
 
 def step_cost(device: torch.device, layers: int = 32) -> dict[str, float]:

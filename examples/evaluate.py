@@ -44,7 +44,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, triton_backend
+from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf.ops import triton_backend
 
 EXACT = "float32 cache"
 NOISE = "bf16 model"

@@ -25,8 +25,8 @@ import torch
 from transformers import PreTrainedConfig, QuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from tq_hf.codebook import FP8_MAX, boundaries, levels
-from tq_hf.rotation import hadamard, rotate, rotate_back
+from tq_hf.codec.codebook import FP8_MAX, boundaries, levels
+from tq_hf.codec.rotation import hadamard, rotate, rotate_back
 
 Code = Callable[[torch.Tensor], torch.Tensor]
 """States `[B, H, T, D]` to what is read back of them, in the same dtype."""

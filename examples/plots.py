@@ -23,7 +23,7 @@ from report import BASELINE, LLAMA_8B, RESULTS
 from transformers import LlamaConfig
 
 from tq_hf import PRESETS
-from tq_hf.estimate import Estimator
+from tq_hf.tools.estimate import Estimator
 
 GIB = 2**30
 COLOURS = {

@@ -7,11 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
-from tq_hf.blocks import PackedBlocks
-from tq_hf.reference import dequantise, encode
-from tq_hf.static_store import StaticStore
-from tq_hf.store import LayerStore
-from tq_hf.window import KeyValue
+from tq_hf.codec.reference import dequantise, encode
+from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.preallocated import StaticStore
+from tq_hf.tensors.blocks import PackedBlocks
+from tq_hf.tensors.window import KeyValue
 
 CPU = torch.device("cpu")
 BLOCK = BlockLayout.tokens

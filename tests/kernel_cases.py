@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from tq_hf.blocks import PackedBlocks
+from tq_hf.codec.reference import dequantise, encode
+from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
-from tq_hf.reference import dequantise, encode
-from tq_hf.rotation import rotation_matrix
+from tq_hf.tensors.blocks import PackedBlocks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads this when it is imported, so tests that need the interpreter run in a child process with it set."""

@@ -38,7 +38,7 @@ def make_prefix_inputs(case: Case, device: torch.device, *, beside: bool) -> Pre
 
 def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
     """`attend_prefix`, with scratch and output poisoned."""
-    from tq_kernels.prefix_launch import attend_prefix
+    from tq_kernels.prefix.launch import attend_prefix
 
     inputs = prefix.inputs
     case, packed, layout, device = inputs.case, inputs.packed, inputs.packed.layout, inputs.query.device

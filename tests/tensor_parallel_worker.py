@@ -1,4 +1,4 @@
-"""One of the processes of tests/test_tensor_parallel.py: runs under torchrun on CPUs, writes what it found as JSON.
+"""One of the processes of tests/cache/test_tensor_parallel.py: runs under torchrun, writes what it found.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 tests/tensor_parallel_worker.py FOLDER
 """

@@ -12,7 +12,7 @@ Importing registers the attention function "turboquant" and its mask with transf
 from .attention import register
 from .cache import TurboQuantCache
 from .config import PRESETS, TurboQuantConfig
-from .layer import TurboQuantLayer
+from .layers.compressed import TurboQuantLayer
 from .layout import BlockLayout
 from .memory import MemoryFootprint
 

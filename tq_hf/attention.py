@@ -10,10 +10,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from . import ops, static_ops
-from .reference_attention import attend_dense
-from .static_store import StaticStore
-from .ticket import redeem
+from .ops import dispatch
+from .ops.reference_attention import attend_dense
+from .stores import graph_ops
+from .stores.preallocated import StaticStore
+from .stores.ticket import redeem
 
 NAME = "turboquant"
 
@@ -63,7 +64,7 @@ def turboquant_attention(
             )
         if isinstance(held, StaticStore):
             return _attend_static(query, held, attention_mask, **options), None
-        return ops.attend(query, held, attention_mask, **options), None
+        return dispatch.attend(query, held, attention_mask, **options), None
     if softcap is None and s_aux is None:
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
             # sdpa's own causal mask is top-left aligned.
@@ -105,7 +106,7 @@ def _attend_static(
             f"A preallocated cache is read with boolean masks [batch, 1, queries, keys] and no position bias, but got "
             f"{came}. Pass a boolean mask (`mask == 0` of an additive one), or make the cache without `max_cache_len`."
         )
-    return static_ops.attend_token(query, store, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    return graph_ops.attend_token(query, store, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 def turboquant_mask(

@@ -19,11 +19,11 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .codebook import levels
+from .codec.codebook import levels
+from .codec.reference import quantize
+from .codec.rotation import rotate
 from .config import PRESETS, TurboQuantConfig
 from .layout import BlockLayout
-from .reference import quantize
-from .rotation import rotate
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +36,7 @@ GREAT_OFFSET = 10.0
 """The largest common offset of keys that was measured, times their size."""
 EXPECTED_KEY_ERROR = 0.0096
 """Squared error of 4-bit keys over their energy about the block mean, as Gaussian channels give it with
-`key_correction="inner"`: m / (1 - m) with m = 0.0095 for N(0, 1) (see `tq_hf.codebook`)."""
+`key_correction="inner"`: m / (1 - m) with m = 0.0095 for N(0, 1) (see `tq_hf.codec.codebook`)."""
 GREATEST_KEY_ERROR = 1.5 * EXPECTED_KEY_ERROR
 """Above this the rotation has not made a head's channels Gaussian, and 4 bits lose more than what was measured."""
 SAMPLED_BLOCKS = 4

@@ -13,14 +13,14 @@ from transformers.utils import logging
 
 from .auto import AutoChoice
 from .config import TurboQuantConfig
-from .full_attention import check_crop
-from .kept import keeps_tensors
-from .layer import TurboQuantLayer
+from .inference_mode import outside_inference_mode
+from .layers.base import check_crop
+from .layers.compressed import TurboQuantLayer
+from .layers.sliding import SlidingLayer
+from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
-from .preallocated import PreallocatedLayer
-from .serialization import load_cache, save_cache
-from .sliding import SlidingLayer
-from .store import check_states
+from .saving.cache_file import load_cache, save_cache
+from .stores.growing import check_states
 
 logger = logging.get_logger(__name__)
 
@@ -109,7 +109,7 @@ class TurboQuantCache(Cache):
             )
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
-    @keeps_tensors
+    @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantCache:
         copied = copy(self)
         memo[id(self)] = copied

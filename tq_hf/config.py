@@ -107,7 +107,7 @@ class TurboQuantConfig:
 
     @property
     def rotation_seed(self) -> int | None:
-        """Seed of the random signs for `tq_hf.rotation`; `None` for no signs."""
+        """Seed of the random signs for `tq_hf.codec.rotation`; `None` for no signs."""
         return self.seed if self.random_signs else None
 
     def layout(self, head_dim: int, value_head_dim: int | None = None) -> BlockLayout:

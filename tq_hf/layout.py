@@ -2,7 +2,7 @@
 
 A block holds the keys and values of `BlockLayout.tokens` = 128 consecutive tokens of one KV head:
 
-    key words    [key_words]    int32    rotated key codes, bit layout in `tq_hf.packing`
+    key words    [key_words]    int32    rotated key codes, bit layout in `tq_hf.codec.packing`
     value words  [value_words]  int32    rotated value codes
     scalars      [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
     key mean     [key_dim_padded] fp16   rotated mean of the block's keys

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .layer import TurboQuantLayer
+from .layers.compressed import TurboQuantLayer
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Kernels that encode and dequantise blocks."""

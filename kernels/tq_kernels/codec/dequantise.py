@@ -1,0 +1,287 @@
+"""Packed blocks back to dense keys and values: unpack, rotate back, scale, add the key mean.
+
+With R the rotation and c the levels of a block, x[t, :] = scale[t] (c[t, :] R) + mean R. A program takes whole
+blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every generation of tensor cores.
+Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means are applied in fp32: nothing is
+rounded before the output's dtype. The mean is rotated back by the same kind of product, over 64 equal rows, which
+leaves it where it is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.primitives import load_words, unpack2, unpack3, unpack4, unpack8
+from ..decode.decoder import target
+from .encode import device_capability
+
+
+@triton.jit
+def _load_inverse(
+    rotation, chunk, column, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, `[ROWS, N]` fp16 high and low parts (the
+    same without SPLIT)."""
+    k = tl.arange(0, ROWS)[:, None]
+    n = column[None, :]
+    r = tl.load(rotation + (chunk * WIDTH + k) * DIM + n, mask=(k < WIDTH) & (n < DIM), other=0.0)
+    if DIM & (DIM - 1) == 0:
+        r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
+    else:
+        r = r * DIM**0.5
+    high = r.to(tl.float16)
+    low = (r - high.to(tl.float32)).to(tl.float16) if SPLIT else high
+    return high, low
+
+
+@triton.jit
+def _two_planes(even, odd, IS_VALUE: tl.constexpr):
+    """Level tiles of two planes (`[32, C]`; of values `[C, 32]`) as the rows of one, `[64, C]`."""
+    pair = tl.join(even, odd)
+    pair = tl.permute(pair, [2, 1, 0] if IS_VALUE else [2, 0, 1])
+    return tl.reshape(pair, [64, pair.shape[2]])
+
+
+@triton.jit
+def _add_product(levels, high, low, x, SPLIT: tl.constexpr):
+    """x + levels @ (high + low), fp32."""
+    x = tl.dot(levels, high, x)
+    if SPLIT:
+        x = tl.dot(levels, low, x)
+    return x
+
+
+@triton.jit
+def _store_rows(pointers, x, channel, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    x = x.to(pointers.dtype.element_ty)
+    if HEAD_DIM % COLUMNS == 0:
+        tl.store(pointers, x)
+    else:
+        tl.store(pointers, x, mask=channel[None, :] < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["heads", "blocks", "start", "blocks_batch", "blocks_head"])
+def dequantise_blocks(
+    words,  # [B, H, N, 128 * DIM * BITS / 32] int32
+    scales,  # [B, H, N, 128, 2] float16, a key's and a value's
+    means,  # [B, H, N, DIM] float16, or None
+    rotation,  # [DIM, DIM] float32
+    states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32
+    heads,
+    blocks,  # n
+    start,
+    blocks_batch,  # strides of the packed tensors, in blocks
+    blocks_head,
+    stride_batch,
+    stride_head,
+    stride_token,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Write the keys or the values of blocks `start, start + 1, ...` to `states`.
+
+    A program takes every `programs`-th block of one head and COLUMNS of its channels.
+    """
+    UNIT: tl.constexpr = DIM**-0.5
+    SPLIT: tl.constexpr = DIM & (DIM - 1) != 0
+    WIDTH: tl.constexpr = DIM // CHUNKS
+    CHANNELS: tl.constexpr = TILE // CHUNKS  # of a chunk, padded
+    QUARTER_WORDS: tl.constexpr = 4 * DIM  # int32 words of a tile of two quarters, and of the signs
+    # Word tiles are [M, K] as matrix operands see them: keys [32, CHANNELS], values [CHANNELS, 32].
+    if IS_VALUE:
+        row = tl.arange(0, CHANNELS)[:, None]
+        column = tl.arange(0, 32)[None, :]
+        exists = None if WIDTH == CHANNELS else row < WIDTH
+        ROW_WORDS: tl.constexpr = 16
+        CHUNK_WORDS: tl.constexpr = WIDTH * 16
+    else:
+        row = tl.arange(0, 32)[:, None]
+        column = tl.arange(0, CHANNELS)[None, :]
+        exists = None if WIDTH == CHANNELS else column < WIDTH
+        ROW_WORDS: tl.constexpr = DIM // 2 if BITS >= 4 else DIM // 8
+        CHUNK_WORDS: tl.constexpr = WIDTH // 2
+    odd = column % 2
+    token = tl.arange(0, 64)
+    channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    chunk_channel = tl.arange(0, CHANNELS)
+    offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
+    if RESIDENT:
+        high0, low0 = _load_inverse(rotation, 0, channel, DIM, WIDTH, CHANNELS, SPLIT)
+        if CHUNKS == 4:
+            high1, low1 = _load_inverse(rotation, 1, channel, DIM, WIDTH, CHANNELS, SPLIT)
+            high2, low2 = _load_inverse(rotation, 2, channel, DIM, WIDTH, CHANNELS, SPLIT)
+            high3, low3 = _load_inverse(rotation, 3, channel, DIM, WIDTH, CHANNELS, SPLIT)
+
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    states += batch * stride_batch + head * stride_head
+    first_source = batch * blocks_batch + head * blocks_head + start
+    # Only words are worth copying ahead; chunks of the rotation would fill the shared memory.
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=2 if RESIDENT else 1):
+        source = first_source + block
+        target = states + stride_token.to(tl.int64) * (block * 128)
+        block_words = words + source * (4 * DIM * BITS)
+        x0 = tl.zeros([64, COLUMNS], tl.float32)
+        x1 = tl.zeros([64, COLUMNS], tl.float32)
+        mean = tl.zeros([64, COLUMNS], tl.float32)
+        if BITS == 3:
+            signs = load_words(block_words + 2 * QUARTER_WORDS, row, column, exists, ROW_WORDS, ASM)
+        for chunk in tl.static_range(CHUNKS):
+            if RESIDENT:
+                high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
+                low = low0 if chunk == 0 else (low1 if chunk == 1 else (low2 if chunk == 2 else low3))
+            else:
+                high, low = _load_inverse(rotation, chunk, channel, DIM, WIDTH, CHANNELS, SPLIT)
+            if BITS == 4:
+                w = load_words(block_words + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
+                p0, p1, p2, p3 = unpack4(w, odd, False, ASM)
+            elif BITS == 8:
+                w = load_words(block_words + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
+                p0, p1 = unpack8(w, odd, ASM)
+                w = load_words(block_words + 16 * DIM + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
+                p2, p3 = unpack8(w, odd, ASM)
+            else:
+                if chunk % 2 == 0:
+                    w = load_words(block_words + (chunk // 2) * QUARTER_WORDS, row, column, exists, ROW_WORDS, ASM)
+                if BITS == 3:
+                    p0, p1, p2, p3 = unpack3(w, signs, odd, chunk, False, ASM)
+                else:
+                    p0, p1, p2, p3 = unpack2(w, odd, chunk, ASM)
+            x0 = _add_product(_two_planes(p0, p1, IS_VALUE), high, low, x0, SPLIT)
+            x1 = _add_product(_two_planes(p2, p3, IS_VALUE), high, low, x1, SPLIT)
+            if means is not None:
+                m = tl.load(means + source * DIM + chunk * WIDTH + chunk_channel, mask=chunk_channel < WIDTH, other=0.0)
+                m = tl.broadcast_to(m[None, :], [64, CHANNELS])
+                mean = _add_product(m, high, low, mean, SPLIT)
+        block_scales = scales + source * 256 + IS_VALUE + token * 2
+        scale0 = tl.load(block_scales).to(tl.float32) * UNIT  # [64]
+        scale1 = tl.load(block_scales + 128).to(tl.float32) * UNIT
+        x0 = x0 * scale0[:, None]
+        x1 = x1 * scale1[:, None]
+        if means is not None:
+            x0 += mean * UNIT
+            x1 += mean * UNIT
+        _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)
+        _store_rows(target + 64 * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)
+
+
+@dataclass(frozen=True)
+class DequantiseConfig:
+    """Tile sizes and launch parameters of `dequantise_blocks`.
+
+    Args:
+        chunks: Parts the packed channels are cut into; four where quarters are packed apart.
+        columns: Channels a program writes.
+        resident: Whether the rotation stays in shared memory for all blocks of a program.
+        warps: Warps of a program.
+        programs_per_multiprocessor: Programs a multiprocessor is given.
+    """
+
+    chunks: int
+    columns: int
+    resident: bool
+    warps: int
+    programs_per_multiprocessor: int
+
+
+def dequantise_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantiseConfig:
+    """The heuristic table; `capability` of an NVIDIA GPU or (0, 0)."""
+    if capability[0] == 9:
+        warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
+        columns = 64 if bits < 4 and dim > 128 else 128
+        return DequantiseConfig(
+            4 if bits < 4 else 1, columns, resident=True, warps=warps, programs_per_multiprocessor=2
+        )
+    columns = 128 if capability[0] >= 8 else 64
+    return DequantiseConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
+
+
+def dequantise(
+    key_words: torch.Tensor,
+    value_words: torch.Tensor,
+    scalars: torch.Tensor,
+    key_means: torch.Tensor | None,
+    start: int,
+    stop: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    key_bits: int,
+    value_bits: int,
+    key_rotation: torch.Tensor,
+    value_rotation: torch.Tensor,
+) -> None:
+    """Write blocks `start` to `stop` to dense keys and values, as attention reads them.
+
+    Args:
+        key_words, value_words, scalars: `[B, Hkv, N, *]` int32 packed blocks (`tq_hf/layout.py`). The last two
+            dimensions are contiguous, and
+            all packed tensors have the same strides in blocks.
+        key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
+        start, stop: The blocks read.
+        keys: `[B, Hkv, (stop - start) * 128, Dk]` fp16, bf16 or fp32 to write to, last dimension contiguous, other
+            strides as they come.
+        values: `[B, Hkv, (stop - start) * 128, Dv]`, like `keys`.
+        key_bits, value_bits: 2, 3, 4 or 8.
+        key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous, with rotate(x) = x
+            @ R.T.
+
+    Raises:
+        ValueError: A buffer has another number of tokens, or its last dimension is not contiguous.
+    """
+    batch, heads = key_words.shape[:2]
+    blocks = stop - start
+    for name, states in (("keys", keys), ("values", values)):
+        if states.shape[2] != 128 * blocks:
+            raise ValueError(
+                f"`{name}` has room for {states.shape[2]} tokens; blocks {start} to {stop} hold {128 * blocks}."
+            )
+        if states.stride(-1) != 1:
+            raise ValueError(f"The last dimension of `{name}` must be contiguous; its strides are {states.stride()}.")
+    if batch * heads * blocks == 0:
+        return
+    on = target(keys.device)
+    capability = device_capability(keys.device)
+    for is_value, states, words, means, rotation, bits in (
+        (False, keys, key_words, key_means, key_rotation, key_bits),
+        (True, values, value_words, None, value_rotation, value_bits),
+    ):
+        dim = rotation.shape[0]
+        config = dequantise_config(dim, bits, capability)
+        tile = max(16 * config.chunks, triton.next_power_of_2(dim))
+        columns = min(config.columns, tile)
+        tiles = triton.cdiv(dim, columns)
+        programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads * tiles)
+        dequantise_blocks[(min(blocks, max(1, programs)), batch * heads, tiles)](
+            words,
+            scalars.view(torch.float16),
+            means,
+            rotation,
+            states,
+            heads,
+            blocks,
+            start,
+            *(stride // 128 for stride in scalars.stride()[:2]),
+            *states.stride()[:3],
+            HEAD_DIM=states.shape[-1],
+            DIM=dim,
+            TILE=tile,
+            BITS=bits,
+            IS_VALUE=is_value,
+            CHUNKS=config.chunks,
+            COLUMNS=columns,
+            RESIDENT=config.resident,
+            ASM=on.asm,
+            num_warps=config.warps,
+        )

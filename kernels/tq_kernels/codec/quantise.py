@@ -1,0 +1,299 @@
+"""Quantise a block's rotated rows and pack the codes: the half of the encoder that knows levels and bits.
+
+clamp((x - b) * 2**30, 0, 1) is [x > b], exactly, and one instruction of the FMA pipe (FADD.SAT), where a compare and a
+select are two of the half-rate ALU pipe. The levels carry their index in mantissa bits that no fp16 number uses, so one
+sum of such steps gives both.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+
+from ..common.primitives import CENTROIDS
+
+STEP = tl.constexpr(2.0**30)
+"""Steps of the staircase are taken at arguments scaled by this, so that neighbouring fp32 numbers differ by more than
+1."""
+INDEX_UNIT = tl.constexpr(2.0**-21)
+"""What an index counts in a level: the last mantissa bit of an fp32 in [4, 8). fp16 levels leave the last eight
+free."""
+HALF_MAX = tl.constexpr(65504.0)
+FP8_MAX = tl.constexpr(448.0)
+FP8_LEVEL_SCALE = tl.constexpr(2.0**-8)
+"""Levels of FP8 codes are 2**-8 times their value (see `tq_hf.codec.codebook`)."""
+
+LEVELS = {bits: struct.unpack(f"<{len(c)}e", struct.pack(f"<{len(c)}e", *c)) for bits, c in CENTROIDS.items()} | {8: ()}
+"""Positive halves of the codebooks, rounded to fp16 as they are stored."""
+
+CORRECTIONS = {"none": 0, "norm": 1, "inner": 2, "projection": 3}
+
+
+@triton.jit
+def to_half(x):
+    """float16, saturated: what is too large for it must not become infinite."""
+    return tl.clamp(x, -HALF_MAX, HALF_MAX).to(tl.float16)
+
+
+@triton.jit
+def _inverse_root(x):
+    """x ** -0.5, 0 where x is 0."""
+    return tl.where(x > 0.0, tl.rsqrt(tl.where(x > 0.0, x, 1.0)), 0.0)
+
+
+@triton.jit
+def _float_to_e4m3(x):
+    """fp32 to e4m3 bytes (as int32), to nearest even; |x| <= 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Normal: drop 20 mantissa bits and rebias the exponent by 7 - 127. Below 2**-6: adding 2**14 leaves multiples of
+    # 2**-9 in the mantissa.
+    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude >= 0x3C800000, normal, subnormal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _quantise_fp8(z, UNIT: tl.constexpr):
+    """Codes `[32, TILE]` int32 and scales `[32]` fp16 of rows whose true value is `UNIT * z`."""
+    scale = to_half(tl.max(tl.abs(z), axis=1) * (UNIT / (FP8_MAX * FP8_LEVEL_SCALE)))  # [32]
+    unit = scale.to(tl.float32) * FP8_LEVEL_SCALE
+    inverse = tl.where(unit > 0.0, UNIT / tl.where(unit > 0.0, unit, 1.0), 0.0)
+    # The scale's rounding to fp16 can push the largest channel past 448.
+    x = tl.clamp(z * inverse[:, None], -FP8_MAX, FP8_MAX)
+    return _float_to_e4m3(x), scale
+
+
+@triton.constexpr_function
+def _level(levels, index):
+    """Level `index` of a symmetric codebook given by its positive half; -1 is the largest negative one."""
+    return levels[index] if index >= 0 else -levels[-index - 1]
+
+
+@triton.constexpr_function
+def _boundary(levels, index):
+    """Midpoint of levels `index` and `index + 1`."""
+    return (_level(levels, index) + _level(levels, index + 1)) / 2
+
+
+@triton.constexpr_function
+def _gap(levels, index):
+    """Distance of levels `index` and `index + 1`."""
+    return _level(levels, index + 1) - _level(levels, index)
+
+
+@triton.jit
+def _quantise(
+    z,
+    square,
+    BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Indices and signs of the nearest levels of a plane whose true value is `UNIT * z`, and what to scale them with.
+
+    Args:
+        z: `[32, TILE]` float32.
+        square: `[32]` sums of its squares.
+
+    Returns:
+        `[32, TILE]` int32 with the index in its low three bits (of the magnitude; of the level for 2 bits), `[32,
+        TILE]` int32 with the sign in
+        its top bit, and scales `[32]` fp16.
+    """
+    # One half of a symmetric codebook is enough where codes are stored as sign and magnitude.
+    FOLDED: tl.constexpr = BITS > 2
+    COUNT: tl.constexpr = 2 ** (BITS - 1) if FOLDED else 2**BITS
+    FIRST: tl.constexpr = 0 if FOLDED else -(2 ** (BITS - 1))
+    # The bias puts every biased level in [4, 8), where fp32 has one exponent.
+    BIAS: tl.constexpr = 4.0 if FOLDED else 6.0
+    inverse = _inverse_root(square * (1 / DIM)) * STEP  # [32]
+    # The subtrahend makes zeros negative, as the boundaries do in the reference, and vanishes in any other sum.
+    x = tl.fma(z, tl.broadcast_to(inverse[:, None], z.shape), tl.full(z.shape, -1e-30, tl.float32))
+    if FOLDED:
+        z = tl.abs(z)
+        a = tl.abs(x)
+    else:
+        a = x
+    biased = tl.full(z.shape, _level(LEVELS, FIRST) + BIAS, tl.float32)
+    for i in tl.static_range(COUNT - 1):
+        step = tl.clamp(a - _boundary(LEVELS, FIRST + i) * STEP, 0.0, 1.0)
+        biased += step * (_gap(LEVELS, FIRST + i) + INDEX_UNIT)
+    if CORRECTION == 0:
+        scale = square * inverse * (1 / (DIM * STEP))
+    else:
+        level = biased - BIAS
+        if DIM != TILE:
+            level = tl.where((tl.arange(0, TILE) % (TILE // 4) < DIM // 4)[None, :], level, 0.0)
+        energy = tl.sum(level * level, axis=1)  # [32]
+        inner = tl.sum(z * level, axis=1) if CORRECTION > 1 else energy  # [32]
+        if CORRECTION == 1:
+            scale = square * _inverse_root(square * energy)
+        elif CORRECTION == 2:
+            scale = tl.where(inner > 0.0, square / tl.where(inner > 0.0, inner, 1.0), 0.0)
+        else:
+            norm = tl.rsqrt(energy)
+            scale = inner * norm * norm
+    return biased.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True), to_half(scale * UNIT)
+
+
+@triton.jit
+def _low_bytes(a, b, ASM: tl.constexpr):
+    """Byte 0 of a, byte 0 of b, anything, anything."""
+    if ASM:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0040;", "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        return (a & 0xFF) | (b & 0xFF) << 8
+
+
+@triton.jit
+def _low_halves(a, b, ASM: tl.constexpr):
+    """Bytes 0 and 1 of a, bytes 0 and 1 of b."""
+    if ASM:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        return (a & 0xFFFF) | b << 16
+
+
+@triton.jit
+def _high_bytes(a, b, ASM: tl.constexpr):
+    """Byte 3 of a, anything, byte 3 of b, anything."""
+    if ASM:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0703;", "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        return a >> 24 | (b >> 24) << 16
+
+
+@triton.jit
+def _planes(tile):
+    """The two planes `[32, *]` of a tile `[64, *]`, whose rows r and r + 8 (of 16) are one row of both."""
+    if len(tile.shape) == 1:
+        low, high = tl.split(tl.permute(tl.reshape(tile, [4, 2, 8]), [0, 2, 1]))
+        return tl.reshape(low, [32]), tl.reshape(high, [32])
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(tile, [4, 2, 8, tile.shape[1]]), [0, 2, 3, 1]))
+        return tl.reshape(low, [32, tile.shape[1]]), tl.reshape(high, [32, tile.shape[1]])
+
+
+@triton.jit
+def _merge_neighbours(words, SHIFT: tl.constexpr, IS_VALUE: tl.constexpr, DIM: tl.constexpr):
+    """Words of e = 0 and, shifted, e = 1: `[32, D]` to `[32, D / 2]` for keys, to `[16, D]` for values."""
+    if IS_VALUE:
+        shift = (tl.arange(0, 2) * SHIFT)[None, :, None]
+        return tl.sum(tl.reshape(words, [16, 2, DIM]) << shift, axis=1)
+    else:
+        even, odd = tl.split(tl.reshape(words, [32, DIM // 2, 2]))
+        return even | odd << SHIFT
+
+
+@triton.jit
+def _store_words(pointer, words, row_stride, tile_stride, column_stride, columns):
+    """Store words `[R, T, C]`, of which the first `columns` of C exist."""
+    row = tl.arange(0, words.shape[0])[:, None, None]
+    tile = tl.arange(0, words.shape[1])[None, :, None]
+    column = tl.arange(0, words.shape[2])[None, None, :]
+    offsets = row * row_stride + tile * tile_stride + column * column_stride
+    words = words.to(tl.int32, bitcast=True)
+    if columns == words.shape[2]:
+        tl.store(pointer + offsets, words)
+    else:
+        tl.store(pointer + offsets, words, mask=column < columns)
+
+
+@triton.jit
+def store_codes(
+    y0,  # [64, TILE] sqrt(D) times the rotated (and centred) rows of planes 0 and 1
+    y1,  # [64, TILE] of planes 2 and 3
+    words,  # block's first word
+    scales,  # block's first scale of this kind; every other fp16 is one
+    IS_VALUE: tl.constexpr,
+    BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Quantise and pack a block and store its words and scales."""
+    QUARTER: tl.constexpr = TILE // 4
+    UNIT: tl.constexpr = DIM**-0.5
+    # Words [R, T, C]: of R rows (keys: tokens; values: pairs of tokens), T channel quarters, C channels of one (keys:
+    # pairs of them).
+    if IS_VALUE:
+        ROWS: tl.constexpr = 16
+        COLUMNS: tl.constexpr = QUARTER
+        columns: tl.constexpr = DIM // 4
+        row_stride: tl.constexpr = 1
+        column_stride: tl.constexpr = 16
+    else:
+        ROWS: tl.constexpr = 32
+        COLUMNS: tl.constexpr = QUARTER // 2
+        columns: tl.constexpr = DIM // 8
+        row_stride: tl.constexpr = DIM // 2 if BITS >= 4 else DIM // 8
+        column_stride: tl.constexpr = 1
+    if BITS == 8:
+        for half in tl.static_range(2):
+            even, odd = _planes(y0 if half == 0 else y1)
+            even, scale = _quantise_fp8(even, UNIT)
+            odd, odd_scale = _quantise_fp8(odd, UNIT)
+            scale = tl.join(scale, odd_scale)
+            if half == 0:
+                early_scale = scale
+            word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, TILE)
+            # Both signs of a half word to its top, two codes at a time.
+            word = (word & 0x807F807F) | ((word >> 1) & 0x3F803F80) | ((word & 0x00800080) << 7)
+            word = tl.reshape(word, [ROWS, 4, COLUMNS])
+            _store_words(words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns)
+    else:
+        for half in tl.static_range(2):
+            y = y0 if half == 0 else y1
+            even_square, odd_square = _planes(tl.sum(y * y, axis=1))
+            even, odd = _planes(y)
+            for plane in tl.static_range(2):
+                index, x, scale = _quantise(
+                    even if plane == 0 else odd,
+                    even_square if plane == 0 else odd_square,
+                    BITS,
+                    LEVELS,
+                    CORRECTION,
+                    UNIT,
+                    DIM,
+                    TILE,
+                )
+                if plane == 0:
+                    even_index = index
+                    even_x = x
+                    even_scale = scale
+            # Whole bytes, because one permute moves those of two codes; their bits are picked below.
+            half_word = _low_bytes(even_index, index, ASM)
+            half_signs = _high_bytes(even_x, x, ASM)
+            scale = tl.join(even_scale, scale)
+            if half == 0:
+                word = half_word
+                signs = half_signs & 0x00800080
+                early_scale = scale
+            else:
+                LATE: tl.constexpr = 3 if BITS == 4 else 6
+                word = _low_halves(word, half_word, ASM) & 0x07070707
+                signs |= (half_signs >> (7 - LATE)) & (0x00010001 << LATE)
+        word = _merge_neighbours(word, 4, IS_VALUE, TILE)
+        signs = _merge_neighbours(signs, 8, IS_VALUE, TILE)
+        if BITS == 4:
+            word = tl.reshape(word | signs, [ROWS, 4, COLUMNS])
+            _store_words(words, word, row_stride, columns * column_stride, column_stride, columns)
+        else:
+            shift = (2 * tl.arange(0, 2))[None, None, :, None]
+            word = tl.sum(tl.reshape(word, [ROWS, 2, 2, COLUMNS]) << shift, axis=2)
+            _store_words(words, word, row_stride, 4 * DIM, column_stride, columns)
+        if BITS == 3:
+            shift = (2 * tl.arange(0, 4))[None, :, None]
+            signs = tl.sum(tl.reshape(signs, [ROWS, 4, COLUMNS]) >> shift, axis=1)
+            _store_words(words + 8 * DIM, tl.expand_dims(signs, 1), row_stride, 0, column_stride, columns)
+    plane = 32 * tl.arange(0, 2)
+    token = tl.arange(0, 32)[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :]
+    tl.store(scales + token * 2, tl.join(early_scale, scale))  # [32, 2, 2]

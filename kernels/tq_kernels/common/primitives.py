@@ -1,0 +1,296 @@
+"""Packed words to fp16 levels, in two spellings that give the same bits.
+
+A word tile has the shape `[M, K]` of the matrix operands it unpacks to; every word tile yields the four token planes
+of a block at once (the format is defined in `tq_hf/codec/packing.py`). With ASM a tile element is an int16, half of an
+int32 word, so that the 32-bit register of two neighbours along K is exactly one stored word: byte permutes look up the
+levels and no data moves between threads. Without ASM (interpreter, sm_75, AMD) a tile element is the whole int32 word,
+loaded once per neighbour, and shifts pick the neighbour's codes.
+
+    load_words     packed words of a tile, in the form the chosen spelling needs
+    unpack4        4 bits: one word tile                      -> 4 planes
+    unpack3        3 bits: a crumb tile and the sign tile     -> 4 planes of one quarter of the channels
+    unpack2        2 bits: a crumb tile                       -> 4 planes of one quarter of the channels
+    unpack8        FP8 e4m3: word tile u of 2                 -> planes 2 u and 2 u + 1, as 2**-8 times the value
+"""
+
+import struct
+
+import triton
+import triton.language as tl
+
+CENTROIDS = {
+    2: tuple(n / 64 for n in (28, 96)),
+    3: tuple(n / 64 for n in (16, 49, 86, 138)),
+    4: tuple(n / 64 for n in (8, 25, 42, 60, 80, 103, 132, 175)),
+}
+"""Positive halves of the codebooks, as in `tq_hf.codec.codebook` (tests hold the two together)."""
+SMALL_UNIT = tl.constexpr(2.0**-18)
+"""What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
+is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
+
+
+def _half_bits(level: float) -> int:
+    return struct.unpack("<H", struct.pack("<e", level))[0]
+
+
+def _bytes_word(patterns: list[int], high: bool) -> int:
+    """Low or high bytes of four 16-bit patterns as one permute table."""
+    return sum((x >> 8 * high & 255) << 8 * i for i, x in enumerate(patterns))
+
+
+def _table64(patterns: list[int]) -> int:
+    """Four 16-bit patterns as one 64-bit constant."""
+    return sum(x << 16 * i for i, x in enumerate(patterns))
+
+
+_HALVES = {bits: [_half_bits(c) for c in positive] for bits, positive in CENTROIDS.items()}
+_HALVES[2] = [h | 0x8000 for h in reversed(_HALVES[2])] + _HALVES[2]
+_COUNTS = {bits: [round(64 * c) for c in positive] for bits, positive in CENTROIDS.items()}
+assert all(h & 255 == 0 for h in _HALVES[2]) and max(_COUNTS[3] + _COUNTS[4]) < 256
+
+# A permute takes one table as an immediate, the other must sit in a register: given as a constant, ptxas copies it
+# from a uniform register before every permute. Adding a zero that it cannot see through (bit 31 of `%lanemask_lt`,
+# different per lane as far as it knows) makes it keep the sum. Not both tables: register operands cost bandwidth.
+# The zero cannot come as an operand: Triton moves layout conversions above inline asm only if all operands are loads
+# or constants.
+_OPAQUE_ZERO = "mov.u32 z, %lanemask_lt; shr.u32 z, z, 31;"
+_INTERLEAVE = """prmt.b32 $0, l0, h0, 0x5140; prmt.b32 $1, l0, h0, 0x7362;
+prmt.b32 $2, l1, h1, 0x5140; prmt.b32 $3, l1, h1, 0x7362;"""
+
+
+def _asm4(small: bool) -> str:
+    """Look-up of a word's eight codes: full fp16 levels by low and high bytes, or small ones by one byte."""
+    patterns = _COUNTS[4] if small else _HALVES[4]
+
+    def table(high: bool) -> list[str]:
+        return [f"{_bytes_word(part, high):#x}" for part in (patterns[:4], patterns[4:])]
+
+    (low0, low1), (high0, high1) = table(False), table(True)
+    low = f"add.u32 tl, z, {low0}; prmt.b32 l0, tl, {low1}, s; prmt.b32 l1, tl, {low1}, t;"
+    if small:
+        high = "and.b32 h0, $4, 0x80808080; shl.b32 t, $4, 4; and.b32 h1, t, 0x80808080;"
+    else:
+        high = f"""add.u32 th, z, {high0}; prmt.b32 h0, th, {high1}, s; prmt.b32 h1, th, {high1}, t;
+lop3.b32 h0, h0, $4, 0x80808080, 0x78; shl.b32 t, $4, 4; lop3.b32 h1, h1, t, 0x80808080, 0x78;"""
+    return f"""{{ .reg .b32 z, s, t, l0, h0, l1, h1, tl, th;
+{_OPAQUE_ZERO} and.b32 s, $4, 0x77777777; shr.u32 t, s, 16;
+{low}
+{high}
+{_INTERLEAVE} }}"""
+
+
+def _asm3(quarter: int, small: bool) -> str:
+    """Look-up of one quarter's eight magnitudes, whose signs are in a second word."""
+    patterns = _COUNTS[3] if small else _HALVES[3]
+    low = f"add.u32 tl, z, {_bytes_word(patterns, False):#x}; prmt.b32 l0, tl, 0, s; prmt.b32 l1, tl, 0, t;"
+    shifts = f"shl.b32 g0, $5, {2 * quarter}; shl.b32 g1, $5, {2 * quarter + 1};"
+    if small:
+        high = "and.b32 h0, g0, 0x80808080; and.b32 h1, g1, 0x80808080;"
+    else:
+        high = f"""add.u32 th, z, {_bytes_word(patterns, True):#x}; prmt.b32 h0, th, 0, s; prmt.b32 h1, th, 0, t;
+lop3.b32 h0, h0, g0, 0x80808080, 0x78; lop3.b32 h1, h1, g1, 0x80808080, 0x78;"""
+    return f"""{{ .reg .b32 z, s, t, g0, g1, l0, h0, l1, h1, tl, th;
+{_OPAQUE_ZERO} {_select(quarter)} shr.u32 t, s, 16;
+{low}
+{shifts}
+{high}
+{_INTERLEAVE} }}"""
+
+
+def _asm2(quarter: int) -> str:
+    """Look-up of one quarter's eight codes: these levels have only high bytes."""
+    return f"""{{ .reg .b32 z, s, t, l0, h0, l1, h1, th;
+{_OPAQUE_ZERO} {_select(quarter)} shr.u32 t, s, 16;
+add.u32 th, z, {_bytes_word(_HALVES[2], True):#x}; prmt.b32 h0, th, 0, s; prmt.b32 h1, th, 0, t;
+mov.u32 l0, 0; mov.u32 l1, 0;
+{_INTERLEAVE} }}"""
+
+
+def _select(quarter: int) -> str:
+    """The 2-bit codes of one quarter, in the nibbles of s."""
+    return "shr.u32 s, $4, 2; and.b32 s, s, 0x33333333;" if quarter % 2 else "and.b32 s, $4, 0x33333333;"
+
+
+_ASM4, _ASM4_SMALL = tl.constexpr(_asm4(False)), tl.constexpr(_asm4(True))
+_ASM3 = tl.constexpr(tuple(_asm3(quarter, False) for quarter in range(4)))
+_ASM3_SMALL = tl.constexpr(tuple(_asm3(quarter, True) for quarter in range(4)))
+_ASM2 = tl.constexpr(tuple(_asm2(quarter) for quarter in range(2)))
+_ASM8 = tl.constexpr("""{ .reg .b32 a, b; and.b32 $0, $2, 0xbf80bf80;
+shl.b32 a, $2, 7; shl.b32 b, $2, 1; and.b32 b, b, 0x80008000; lop3.b32 $1, a, 0x3f803f80, b, 0xea; }""")
+
+_TABLE4 = tl.constexpr((_table64(_HALVES[4][:4]), _table64(_HALVES[4][4:])))
+_TABLE4_SMALL = tl.constexpr((_table64(_COUNTS[4][:4]), _table64(_COUNTS[4][4:])))
+_TABLE3, _TABLE3_SMALL = tl.constexpr(_table64(_HALVES[3])), tl.constexpr(_table64(_COUNTS[3]))
+_TABLE2 = tl.constexpr(_table64(_HALVES[2]))
+
+
+@triton.jit
+def load_words(words, row, column, mask, ROW_WORDS: tl.constexpr, ASM: tl.constexpr):
+    """Packed words of the tile elements at `row` [M, 1] and `column` [1, K] of a tile of ROW_WORDS int32 words a row.
+
+    Args:
+        words: Pointer to the tile's first int32 word.
+        mask: Broadcastable to [M, K], or None; masked elements read 0.
+
+    Returns:
+        [M, K] int16 (ASM) or int32, to be given to `unpack*`.
+    """
+    if ASM:
+        pointer = words.to(tl.pointer_type(tl.int16), bitcast=True) + (row * (2 * ROW_WORDS) + column)  # [M, K]
+    else:
+        pointer = words + (row * ROW_WORDS + column // 2)  # [M, K]
+    if mask is None:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=mask, other=0)
+
+
+@triton.jit
+def _half(bits):
+    """uint32 or uint64 whose low 16 bits are an fp16 -> fp16."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _look_up(table, index):
+    """16-bit entry `index` (0..3) of a 64-bit constant, in the low bits of a uint64."""
+    return table >> (index * 16).to(tl.uint64)
+
+
+@triton.jit
+def _level4(words, signs, PLANE: tl.constexpr, SMALL: tl.constexpr):
+    """fp16 levels of a plane from words shifted by the neighbour's 4 (magnitudes) and 8 (signs) bits."""
+    index = (words >> (8 * PLANE)) & 7
+    sign = (signs >> (16 * (PLANE % 2) + (7 if PLANE < 2 else 3))) & 1
+    TABLE: tl.constexpr = _TABLE4_SMALL if SMALL else _TABLE4
+    low = tl.full(index.shape, TABLE[0], tl.uint64)
+    high = tl.full(index.shape, TABLE[1], tl.uint64)
+    magnitude = _look_up(tl.where(index < 4, low, high), index & 3).to(tl.uint32)
+    return _half(magnitude ^ (sign << 15))
+
+
+@triton.jit
+def unpack4(words, odd, SMALL: tl.constexpr, ASM: tl.constexpr):
+    """4-bit words to levels.
+
+    Args:
+        words: [M, K] from `load_words`.
+        odd: [1, K] int32, column % 2 (used without ASM).
+        SMALL: Whether to give levels times SMALL_UNIT.
+
+    Returns:
+        Four [M, K] fp16 tiles, planes 0 to 3.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _ASM4_SMALL if SMALL else _ASM4,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        w = words.to(tl.uint32, bitcast=True)
+        e = odd.to(tl.uint32)
+        m = w >> (4 * e)
+        s = w >> (8 * e)
+        return _level4(m, s, 0, SMALL), _level4(m, s, 1, SMALL), _level4(m, s, 2, SMALL), _level4(m, s, 3, SMALL)
+
+
+@triton.jit
+def _level3(words, signs, PLANE: tl.constexpr, QUARTER: tl.constexpr, SMALL: tl.constexpr):
+    """fp16 levels of a plane and quarter from crumbs shifted by the neighbour's 4 bits and signs shifted by its 8."""
+    index = (words >> (8 * PLANE + 2 * (QUARTER % 2))) & 3
+    sign = (signs >> (16 * (PLANE % 2) + (7 if PLANE < 2 else 6) - 2 * QUARTER)) & 1
+    TABLE: tl.constexpr = _TABLE3_SMALL if SMALL else _TABLE3
+    magnitude = _look_up(tl.full(index.shape, TABLE, tl.uint64), index).to(tl.uint32)
+    return _half(magnitude ^ (sign << 15))
+
+
+@triton.jit
+def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
+    """3-bit words to the levels of one quarter of the channels.
+
+    Args:
+        words: [M, K] from `load_words`, crumb tile QUARTER // 2.
+        signs: [M, K] from `load_words`, the sign tile.
+        odd: [1, K] int32, column % 2 (used without ASM).
+        SMALL: Whether to give levels times SMALL_UNIT.
+
+    Returns:
+        Four [M, K] fp16 tiles, planes 0 to 3.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _ASM3_SMALL[QUARTER] if SMALL else _ASM3[QUARTER],
+            "=r,=r,=r,=r,r,r",
+            [words, signs],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        e = odd.to(tl.uint32)
+        m = words.to(tl.uint32, bitcast=True) >> (4 * e)
+        s = signs.to(tl.uint32, bitcast=True) >> (8 * e)
+        return (
+            _level3(m, s, 0, QUARTER, SMALL),
+            _level3(m, s, 1, QUARTER, SMALL),
+            _level3(m, s, 2, QUARTER, SMALL),
+            _level3(m, s, 3, QUARTER, SMALL),
+        )
+
+
+@triton.jit
+def _level2(words, PLANE: tl.constexpr, QUARTER: tl.constexpr):
+    """fp16 levels of a plane and quarter from crumbs shifted by the neighbour's 4 bits."""
+    index = (words >> (8 * PLANE + 2 * (QUARTER % 2))) & 3
+    return _half(_look_up(tl.full(index.shape, _TABLE2, tl.uint64), index).to(tl.uint32))
+
+
+@triton.jit
+def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
+    """2-bit words to the levels of one quarter of the channels.
+
+    Args:
+        words: [M, K] from `load_words`, crumb tile QUARTER // 2.
+        odd: [1, K] int32, column % 2 (used without ASM).
+
+    Returns:
+        Four [M, K] fp16 tiles, planes 0 to 3.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _ASM2[QUARTER % 2],
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        m = words.to(tl.uint32, bitcast=True) >> (4 * odd.to(tl.uint32))
+        return _level2(m, 0, QUARTER), _level2(m, 1, QUARTER), _level2(m, 2, QUARTER), _level2(m, 3, QUARTER)
+
+
+@triton.jit
+def unpack8(words, odd, ASM: tl.constexpr):
+    """FP8 words of tile u to levels (2**-8 times the e4m3 value).
+
+    Args:
+        words: [M, K] from `load_words`, tile u.
+        odd: [1, K] int32, column % 2 (used without ASM).
+
+    Returns:
+        Two [M, K] fp16 tiles, planes 2 u and 2 u + 1.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _ASM8, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        pair = words.to(tl.uint32, bitcast=True) >> (16 * odd.to(tl.uint32))
+        first = pair & 0xBF80
+        second = ((pair << 7) & 0x3F80) | ((pair << 1) & 0x8000)
+        return _half(first), _half(second)

@@ -1,0 +1,218 @@
+"""Append one token a sequence: `rotate_and_append` to a window whose counts are on the host, the rest to a preallocated
+store with every length on the device.
+
+The preallocated store's counts are int32 tensors (see `tq_hf/stores/preallocated.py`): `state` is what is held between
+calls, `seen` what this step attends to, the slot of the first window row, and the blocks that become due.
+`append_token` writes the new rows and `seen`; `finish_step` runs after the due block was encoded and writes `state` and
+`length`. Neither reads what it writes, so no program waits for another.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .rotate import rotate_query
+
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def _load_row(states, stride_b, stride_h, head, heads, d, DIM: tl.constexpr):
+    """The new row of `head`, counting B * H heads, of `states` [B, H, 1, DIM]."""
+    batch = (head // heads).to(tl.int64)
+    return tl.load(states + batch * stride_b + head % heads * stride_h + d, mask=d < DIM)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slot",
+        "capacity",
+        "keys_b",
+        "keys_h",
+        "values_b",
+        "values_h",
+        "rows",
+        "queries",
+        "kv_heads",
+        "query_b",
+        "query_h",
+        "query_s",
+        "plain_at",
+        "scale_at",
+    ]
+)
+def rotate_and_append(
+    keys,  # [B, Hkv, 1, DK]
+    values,  # [B, Hkv, 1, DV]
+    window_keys,  # [B, Hkv, capacity, DK], contiguous
+    window_values,  # [B, Hkv, capacity, DV]
+    query,  # from here on as for rotate_query
+    rotation,
+    scratch,
+    slot,
+    capacity,
+    keys_b,
+    keys_h,
+    values_b,
+    values_h,
+    rows,
+    queries,
+    kv_heads,
+    query_b,
+    query_h,
+    query_s,
+    plain_at,
+    scale_at,
+    DV: tl.constexpr,
+    TILE: tl.constexpr,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`rotate_query`; the first program of each head also writes its new row to slot `slot` of the window's ring.
+
+    The kernel that attends waits for this one to end before it reads the window.
+    """
+    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        head = tl.program_id(0)
+        d = tl.arange(0, TILE)
+        k = _load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
+        v = _load_row(values, values_b, values_h, head, kv_heads, d, DV)
+        row = head.to(tl.int64) * capacity + slot
+        tl.store(window_keys + row * DK + d, k, mask=d < DK)
+        tl.store(window_values + row * DV + d, v, mask=d < DV)
+    rotate_query(
+        query,
+        rotation,
+        scratch,
+        rows,
+        queries,
+        kv_heads,
+        query_b,
+        query_h,
+        query_s,
+        plain_at,
+        scale_at,
+        DK,
+        DKP,
+        BLOCK_D,
+        BLOCK_R,
+        PDL,
+    )
+
+
+@triton.jit
+def _append_token(
+    keys,  # [B, H, 1, DK]
+    values,  # [B, H, 1, DV]
+    sink_keys,  # [B, H, SINKS, DK], contiguous
+    sink_values,  # [B, H, SINKS, DV]
+    window_keys,  # [B, H, CAPACITY, DK], contiguous
+    window_values,  # [B, H, CAPACITY, DV]
+    state,  # [4] int32
+    seen,  # [5] int32
+    heads,
+    keys_b,
+    keys_h,
+    values_b,
+    values_h,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    MAX_LENGTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write the rows of head `program`, and `seen`. A full store is left as it is."""
+    head = tl.program_id(0)
+    sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
+    blocks += pending
+    rows -= pending * BLOCK
+    length = sinks + blocks * BLOCK + rows
+    fits = length < MAX_LENGTH
+    to_sinks = (sinks < SINKS) & (length == sinks)
+    # Window rows are numbered from the end of the sinks; row p is in slot p % CAPACITY.
+    slot = (blocks * BLOCK + rows) % CAPACITY
+    d = tl.arange(0, TILE)
+    k = _load_row(keys, keys_b, keys_h, head, heads, d, DK)
+    v = _load_row(values, values_b, values_h, head, heads, d, DV)
+    wide = head.to(tl.int64)
+    if to_sinks:
+        tl.store(sink_keys + (wide * SINKS + sinks) * DK + d, k, mask=(d < DK) & fits)
+        tl.store(sink_values + (wide * SINKS + sinks) * DV + d, v, mask=(d < DV) & fits)
+    else:
+        tl.store(window_keys + (wide * CAPACITY + slot) * DK + d, k, mask=(d < DK) & fits)
+        tl.store(window_values + (wide * CAPACITY + slot) * DV + d, v, mask=(d < DV) & fits)
+    if head == 0:
+        tl.store(seen, sinks + (to_sinks & fits).to(tl.int32))
+        tl.store(seen + 1, blocks)
+        tl.store(seen + 2, rows + (fits & (to_sinks == 0)).to(tl.int32))
+        tl.store(seen + 3, (blocks * BLOCK) % CAPACITY)
+        # Due: complete, wholly older than RESIDUAL tokens, and not packed.
+        length += fits.to(tl.int32)
+        due = tl.maximum(length - SINKS - RESIDUAL, 0) // BLOCK - blocks
+        tl.store(seen + 4, tl.minimum(tl.maximum(due, 0), 1))
+
+
+@triton.jit
+def _finish_step(state, seen, length):
+    sinks, blocks, rows = tl.load(seen), tl.load(seen + 1), tl.load(seen + 2)
+    tl.store(state, sinks)
+    tl.store(state + 1, blocks)
+    tl.store(state + 2, rows)
+    tl.store(state + 3, tl.load(seen + 4))
+    tl.store(length, (sinks + blocks * BLOCK + rows).to(tl.int64))
+
+
+def append_token(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: tuple[torch.Tensor, torch.Tensor],
+    window: tuple[torch.Tensor, torch.Tensor],
+    state: torch.Tensor,
+    seen: torch.Tensor,
+    *,
+    residual_length: int,
+    max_length: int,
+) -> None:
+    """Write one token's rows to the sinks or the ring, and `seen`.
+
+    Args:
+        keys: `[B, Hkv, 1, Dk]` any float dtype, last dimension contiguous.
+        values: `[B, Hkv, 1, Dv]`.
+        sinks: Keys `[B, Hkv, S0, Dk]` and values, contiguous.
+        window: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
+        state: `[4]` int32, read.
+        seen: `[5]` int32, written.
+        residual_length: Tokens that stay dense.
+        max_length: Tokens there is room for; a full store is not written to.
+    """
+    batch, heads, _, key_dim = keys.shape
+    value_dim = values.shape[3]
+    _append_token[(batch * heads,)](
+        keys,
+        values,
+        *sinks,
+        *window,
+        state,
+        seen,
+        heads,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        DK=key_dim,
+        DV=value_dim,
+        SINKS=sinks[0].shape[2],
+        CAPACITY=window[0].shape[2],
+        RESIDUAL=residual_length,
+        MAX_LENGTH=max_length,
+        TILE=triton.next_power_of_2(max(key_dim, value_dim)),
+        num_warps=1,
+    )
+
+
+def finish_step(state: torch.Tensor, seen: torch.Tensor, length: torch.Tensor) -> None:
+    """Write `state` `[4]` int32 and `length` `[]` int64 from `seen` `[5]`, after the due block was encoded."""
+    _finish_step[(1,)](state, seen, length, num_warps=1)

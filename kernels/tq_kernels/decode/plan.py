@@ -1,0 +1,249 @@
+"""What to launch for which shapes: a heuristic table, no autotuner.
+
+Everything here depends on shapes and the device alone and is planned once per combination. Lengths live in device
+tensors and no integer argument is specialised, so nothing is compiled while a sequence grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from .split import decode_split
+
+BLOCK_TOKENS = 128
+DENSE_TOKENS = 32
+"""Dense tokens of a job (`tq_kernels.decode.schedule`)."""
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _padded(dim: int) -> int:
+    return _round_up(dim, 8)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What launch decisions need to know about a device.
+
+    Args:
+        multiprocessors: Number of streaming multiprocessors.
+        shared_bytes: Shared memory of one of them.
+        asm: Inline PTX unpacking (NVIDIA, compute capability 8.0 and later).
+        dependent_launch: Programmatic dependent launch (compute capability 9.0 and later).
+        small_levels: Subnormal fp16 numbers count in products (NVIDIA; AMD's MI200 takes them for 0).
+    """
+
+    multiprocessors: int
+    shared_bytes: int
+    asm: bool
+    dependent_launch: bool
+    small_levels: bool
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return not isinstance(decode_split, triton.runtime.JITFunction)
+
+
+@lru_cache
+def target(device: torch.device) -> Target:
+    """The `Target` of a device; for tensors on the CPU, that of the interpreter."""
+    if device.type != "cuda" or interpreted():
+        return Target(multiprocessors=4, shared_bytes=64 * 1024, asm=False, dependent_launch=False, small_levels=True)
+    properties = torch.cuda.get_device_properties(device)
+    cuda = torch.version.hip is None
+    return Target(
+        multiprocessors=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_multiprocessor,
+        asm=cuda and properties.major >= 8,
+        dependent_launch=cuda and properties.major >= 9,
+        small_levels=cuda,
+    )
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """Tile sizes and launch parameters of `decode_split`."""
+
+    key_chunks: int
+    value_chunks: int
+    block_rows: int
+    warps: int
+    stages: int
+    programs_per_multiprocessor: int
+    registers: int | None = None
+
+
+def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, rows: int, on: Target) -> SplitConfig:
+    """The heuristic table; `key_dim` and `value_dim` are padded."""
+    block_rows = 8 if rows <= 8 else 16
+    warps = 2
+    # Fewer channels at a time need fewer registers; 2 and 3 bits are stored in quarters anyway.
+    key_chunks = 4 if key_bits < 4 or key_dim > 128 else 1
+    value_chunks = 4 if value_bits < 4 or value_dim > 128 else 1
+    # Two buffers of a block, but one where they were measured to cost more in programs than they hide (8 x 32k at
+    # D = 256: 185 us instead of 296 with 4 bits, 181 instead of 201 with 3; FP8 keys are read at 87% of the rate so).
+    buffers = 1 if max(key_dim, value_dim) > 128 and key_bits in (3, 4) else 2
+    # Shared memory of a program: its buffers, its queries, the exchange of probabilities between warps,
+    # and what CUDA takes.
+    key_tile, value_tile = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    block_bytes = BLOCK_TOKENS * (key_tile * key_bits + value_tile * value_bits) // 8 + 2 * max(key_tile, 64 * warps)
+    query_bytes = 2 * key_tile * block_rows * (2 if key_chunks > 1 else 1)
+    probability_bytes = 64 * block_rows * (4 if value_chunks > 1 else 2)
+    program_bytes = buffers * block_bytes + query_bytes + probability_bytes + 1024
+    # 4 and 8 bits: two warps a scheduler keep it busy, and with all registers the loop is shortest; 2 and 3 bits gain
+    # from more, but not with 256 channels. An even number, because a program's two warps occupy half of a
+    # multiprocessor's four schedulers: with an odd one, one half would finish late.
+    most = 4 if buffers == 1 or (min(key_bits, value_bits) >= 4 and max(key_tile, value_tile) > 64) else 8
+    programs = max(1, min(on.shared_bytes // program_bytes, most) // 2 * 2)
+    registers = 65536 // (32 * warps * programs) // 8 * 8
+    return SplitConfig(
+        key_chunks=key_chunks,
+        value_chunks=value_chunks,
+        block_rows=block_rows,
+        warps=warps,
+        stages=buffers + 1,
+        programs_per_multiprocessor=programs,
+        registers=registers if registers < 255 else None,
+    )
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Offsets into the scratch tensor of a call in lines of 32 float32, and its size in float32."""
+
+    plain: int
+    scale: int
+    lse: int
+    partial: int
+    size: int
+
+    @classmethod
+    def of(cls, heads: int, rows: int, slots: int, tile_rows: int, key_dim: int, value_dim: int) -> Scratch:
+        """Layout for `heads` = B * Hkv, `rows` = G * S and partial results in `slots` of `tile_rows` rows."""
+        at, offsets = 0, []
+        for size in (
+            heads * rows * _padded(key_dim) // 2,
+            -(-heads * rows * key_dim // 2),
+            heads * rows,
+            slots * tile_rows,
+            slots * tile_rows * max(value_dim, _padded(value_dim)),
+        ):
+            offsets.append(at)
+            at += -(-size // 32)
+        return cls(*offsets[1:], size=32 * at)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `Decoder` launches for given shapes."""
+
+    config: SplitConfig
+    workers: int
+    row_tiles: int
+    streams: int
+    tile_rows: int
+    scratch: Scratch
+    rotate_grid: tuple[int, int, int]
+    reduce_grid: tuple[int, int, int]
+    reduce_warps: int
+    rotate_constants: tuple[Any, ...]
+    split_constants: tuple[Any, ...]
+    reduce_constants: tuple[Any, ...]
+
+
+@lru_cache(maxsize=4096)
+def plan_decode(
+    batch: int,
+    query_heads: int,
+    kv_heads: int,
+    queries: int,
+    key_dim: int,
+    value_dim: int,
+    key_bits: int,
+    value_bits: int,
+    has_mean: bool,
+    capacity: int,
+    dense_capacity: int,
+    causal: bool,
+    mask_rows: int,
+    has_softcap: bool,
+    has_aux: bool,
+    on: Target,
+) -> Plan:
+    heads, rows = batch * kv_heads, query_heads // kv_heads * queries
+    dkp, dvp = _padded(key_dim), _padded(value_dim)
+    config = _split_config(dkp, dvp, key_bits, value_bits, rows, on)
+    dense_splits = -(-dense_capacity // DENSE_TOKENS)
+    row_tiles = -(-rows // config.block_rows)
+    streams, tile_rows = heads * row_tiles, min(rows, config.block_rows)
+    # One wave of resident programs, or fewer if there is not even one block or dense job for each.
+    resident = on.multiprocessors * config.programs_per_multiprocessor
+    workers = min(resident, streams * max(capacity, dense_splits, 1))
+    # One row a program while that does not read the rotation more often than the partial results are worth.
+    reduce_rows = 1 if streams * tile_rows <= 2 * on.multiprocessors else 8
+    # Slots taken in at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
+    # not change as it grows).
+    reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
+    reduce_dense = min(triton.next_power_of_2(max(dense_splits, 1)), 16)
+    # Without matrix units the rotation is held in shared memory as float32.
+    block_columns = 128 if on.asm else 32
+    block_dk, block_dv = max(16, triton.next_power_of_2(dkp)), max(16, triton.next_power_of_2(max(dvp, value_dim)))
+    return Plan(
+        config=config,
+        workers=workers,
+        row_tiles=row_tiles,
+        streams=streams,
+        tile_rows=tile_rows,
+        scratch=Scratch.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
+        rotate_grid=(heads, row_tiles, -(-dkp // 32)),
+        reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
+        reduce_warps=8 if reduce_rows == 1 and reduce_slots * block_dv > 4096 else 4,
+        rotate_constants=(key_dim, dkp, block_dk, config.block_rows, on.dependent_launch),
+        split_constants=(
+            key_dim,
+            value_dim,
+            dkp,
+            dvp,
+            key_bits,
+            value_bits,
+            has_mean,
+            dense_splits,
+            causal and queries > 1 and not mask_rows,
+            mask_rows,
+            has_softcap,
+            config.key_chunks,
+            config.value_chunks,
+            max(16, triton.next_power_of_2(dkp // config.key_chunks)),
+            max(16, triton.next_power_of_2(dvp // config.value_chunks)),
+            block_dk,
+            block_dv,
+            # Asynchronous copies move at least 4 bytes a thread: a mean is loaded as a tile of so many elements.
+            max(block_dk, 64 * config.warps),
+            config.block_rows,
+            on.small_levels,
+            on.asm,
+            on.dependent_launch,
+        ),
+        reduce_constants=(
+            value_dim,
+            dvp,
+            block_dv,
+            min(block_dv, block_columns),
+            dense_splits,
+            config.block_rows,
+            reduce_slots,
+            reduce_dense,
+            reduce_rows,
+            8,
+            has_aux,
+            on.dependent_launch,
+        ),
+    )

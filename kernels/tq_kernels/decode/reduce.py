@@ -1,0 +1,203 @@
+"""Merge the partial results of `tq_kernels.decode.split` and rotate the packed part's output back.
+
+weight[i, r] = exp2(lse[i, r] - max)
+out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial) / (sum weight + exp(s_aux))
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from .rotate import LINE
+from .schedule import balance, dense_jobs, owner
+
+
+@triton.jit
+def _merge_row(
+    lse,
+    partial,
+    first,
+    last,
+    stride,
+    row,
+    out,
+    total,
+    maximum,
+    column,
+    DIM: tl.constexpr,
+    DM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Take in slots `first` to `last` of one row: weighted sum of their channels `column` [BC], sum of weights and
+    maximum so far."""
+    partial += (first * stride + row).to(tl.int64) * DM
+    for start in tl.range(0, last - first, BLOCK_S):
+        i = start + tl.arange(0, BLOCK_S)
+        inside = i < last - first
+        # Both loads at once: the time of this kernel is that of its longest chain of loads.
+        logs = tl.load(lse + (first + i) * stride + row, mask=inside, other=-float("inf"))  # [BS]
+        part = tl.load(
+            partial + i[:, None] * (stride * DM) + column[None, :],
+            mask=inside[:, None] & (column < DIM)[None, :],
+            other=0.0,
+        )  # [BS, BC]
+        new_maximum = tl.maximum(maximum, tl.max(logs, 0))
+        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        decay = tl.exp2(maximum - shift)
+        weight = tl.exp2(logs - shift)  # [BS]
+        out = out * decay + tl.sum(part * weight[:, None], 0)
+        total = total * decay + tl.sum(weight, 0)
+        maximum = new_maximum
+    return out, total, maximum
+
+
+@triton.jit
+def _merge_rows(
+    lse, partial, first, last, stride, row, valid, out, total, maximum, column, DIM: tl.constexpr, DM: tl.constexpr
+):
+    """The same for rows `row` [BR], one slot at a time: out [BR, BC], total and maximum [BR]."""
+    partial += (first * stride).to(tl.int64) * DM
+    for i in tl.range(0, last - first, loop_unroll_factor=4):
+        logs = tl.load(lse + (first + i) * stride + row, mask=valid, other=-float("inf"))  # [BR]
+        part = tl.load(
+            partial + (i * stride + row)[:, None] * DM + column[None, :],
+            mask=valid[:, None] & (column < DIM)[None, :],
+            other=0.0,
+        )  # [BR, BC]
+        new_maximum = tl.maximum(maximum, logs)
+        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        decay = tl.exp2(maximum - shift)
+        weight = tl.exp2(logs - shift)
+        out = out * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        maximum = new_maximum
+    return out, total, maximum
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "queries",
+        "kv_heads",
+        "row_tiles",
+        "streams",
+        "tile_rows",
+        "workers",
+        "lse_at",
+        "partial_at",
+        "out_b",
+        "out_s",
+        "out_h",
+    ]
+)
+def reduce_splits(
+    scratch,
+    num_blocks,  # [] int32
+    num_window,  # [] int32
+    num_sinks,  # [] int32
+    rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
+    s_aux,  # [Hq], any float dtype
+    out,  # [B, S, Hq, DV], last dimension contiguous
+    rows,
+    queries,
+    kv_heads,
+    row_tiles,
+    streams,
+    tile_rows,
+    workers,
+    lse_at,
+    partial_at,
+    out_b,
+    out_s,
+    out_h,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    DENSE_SPLITS: tl.constexpr,
+    TILE_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_DENSE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT_R: tl.constexpr,
+    HAS_AUX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (streams, tile_rows / BLOCK_R, DV / BLOCK_C).
+
+    TILE_R is `decode_split`'s BLOCK_R; DOT_R = 8 pads the matrix product's rows, BLOCK_R is 1 or DOT_R.
+    """
+    stream = tl.program_id(0)
+    local = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    head = stream // row_tiles
+    r = (stream % row_tiles) * TILE_R + local
+    row_mask = (local < tile_rows) & (r < rows)
+    d = tl.arange(0, BLOCK_D)
+    c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    DM: tl.constexpr = DV if DV > DVP else DVP
+    # Before the wait: the matrix and the counts do not depend on the kernel in front.
+    matrix = tl.load(
+        rotation + d[None, :] * DVP + c[:, None], mask=(d < DVP)[None, :] & (c < DVP)[:, None], other=0.0
+    )  # [BC out, BD in]
+    blocks = tl.load(num_blocks)
+    dense_tokens = tl.load(num_sinks) + tl.load(num_window)
+    work, extra, cost = balance(blocks, streams, workers, dense_tokens)
+    block = stream * blocks
+    first = owner(block, workers, work, extra, cost) + stream
+    last = tl.where(blocks > 0, owner(block + blocks - 1, workers, work, extra, cost) + stream + 1, first)
+    dense_first = workers + streams + stream * DENSE_SPLITS
+    dense_last = dense_first + dense_jobs(dense_tokens)
+    if PDL:
+        cuda.gdc_wait()
+
+    head_q = (head % kv_heads) * (rows // queries) + r // queries  # [BR]
+    lse = scratch + LINE * lse_at
+    partial = scratch + LINE * partial_at
+    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    if HAS_AUX:
+        maximum = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    if BLOCK_R == 1:
+        row = tl.program_id(1)
+        out_d = tl.zeros([BLOCK_D], tl.float32)
+        out_c = tl.zeros([BLOCK_C], tl.float32)
+        largest = tl.max(maximum, 0)
+        out_d, weights, largest = _merge_row(
+            lse, partial, first, last, tile_rows, row, out_d, tl.sum(total, 0), largest, d, DVP, DM, BLOCK_S
+        )
+        before = largest + tl.zeros([1], tl.float32)
+        out_c, weights, largest = _merge_row(
+            lse, partial, dense_first, dense_last, tile_rows, row, out_c, weights, largest, c, DV, DM, BLOCK_DENSE
+        )
+        rotated = out_d[None, :]  # [1, BD]
+        plain = out_c[None, :]  # [1, BC]
+        total = weights + tl.zeros([1], tl.float32)
+        maximum = largest + tl.zeros([1], tl.float32)
+    else:
+        rotated = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+        plain = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+        valid = local < tile_rows
+        rotated, total, maximum = _merge_rows(
+            lse, partial, first, last, tile_rows, local, valid, rotated, total, maximum, d, DVP, DM
+        )
+        before = maximum
+        plain, total, maximum = _merge_rows(
+            lse, partial, dense_first, dense_last, tile_rows, local, valid, plain, total, maximum, c, DV, DM
+        )
+    decay = tl.exp2(before - tl.where(maximum == -float("inf"), 0.0, maximum))  # [BR]
+    # Normalised rows: fp16 then holds any output to 11 bits.
+    peak = tl.max(tl.abs(rotated), 1)
+    peak = tl.where(peak > 0, peak, 1.0)
+    operand = tl.trans((rotated / peak[:, None]).to(tl.float16))  # [BD in, BR]
+    if BLOCK_R != DOT_R:
+        operand = tl.broadcast_to(operand, [BLOCK_D, DOT_R])
+    back = tl.dot(matrix, operand)  # [BC out, DOT_R]
+    if BLOCK_R != DOT_R:
+        back = tl.sum(tl.where(tl.arange(0, DOT_R)[None, :] == 0, back, 0.0), 1, keep_dims=True)  # [BC out, 1]
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)  # [BR]
+    result = (plain + tl.trans(back) * (peak * decay * (DVP**-0.5))[:, None]) * inverse[:, None]  # [BR, BC]
+    at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h  # [BR]
+    tl.store(
+        out + at[:, None] + c[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & (c < DV)[None, :]
+    )

@@ -1,0 +1,67 @@
+"""Prepare the queries of a decode step: normalise each row by a power of two and rotate it.
+
+Normalised rows keep fp16 from overflowing; the factor returns in the logits. `tq_kernels.decode.split` lists the
+results.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+LINE = tl.constexpr(32)
+"""Offsets into the scratch tensor count lines of 32 float32, so that the compiler knows them to be aligned."""
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "kv_heads", "query_b", "query_h", "query_s", "plain_at", "scale_at"])
+def rotate_query(
+    query,  # [B, Hq, S, DK], last dimension contiguous
+    rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
+    scratch,
+    rows,  # G * S
+    queries,  # S
+    kv_heads,
+    query_b,
+    query_h,
+    query_s,
+    plain_at,
+    scale_at,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R, DKP / 32)."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    tile = tl.program_id(2)
+    d = tl.arange(0, BLOCK_D)
+    column = tile * 32 + tl.arange(0, 32)
+    batch = (head // kv_heads).to(tl.int64)
+    head_q = (head % kv_heads) * (rows // queries) + r // queries
+    offset = batch * query_b + head_q.to(tl.int64) * query_h + (r % queries) * query_s  # [BR]
+    inside = (r < rows)[None, :] & (d < DK)[:, None]
+    q = tl.load(query + offset[None, :] + d[:, None], mask=inside, other=0.0).to(tl.float32)  # [BD, BR]
+    # Power of two at least as large as the row's largest element: exponent of the float, plus one.
+    exponent = (tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23) + 1  # [BR]
+    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    q = (q * inverse[None, :]).to(tl.float16)
+    if tile == 0:
+        plain = (
+            scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+            + (2 * LINE) * plain_at
+            + (head * rows + r)[None, :] * DK
+            + d[:, None]
+        )
+        tl.store(plain, q, mask=inside)
+        tl.store(scratch + LINE * scale_at + head * rows + r, scale, mask=r < rows)
+    matrix = tl.load(
+        rotation + column[:, None] * DKP + d[None, :], mask=(column < DKP)[:, None] & (d < DKP)[None, :], other=0.0
+    )
+    rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [32, BR]
+    out = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (head * rows + r)[None, :] * DKP + column[:, None]
+    tl.store(out, rotated.to(tl.float16), mask=(column < DKP)[:, None] & (r < rows)[None, :])

@@ -1,0 +1,170 @@
+"""What one block contributes to decode attention: scores from its key words, operands from its value words, scales."""
+
+import triton
+import triton.language as tl
+
+from ..common.primitives import SMALL_UNIT, load_words, unpack2, unpack3, unpack4, unpack8
+
+ROWS32 = tl.constexpr(32)
+"""Tokens of a plane."""
+
+
+@triton.jit
+def level_unit(BITS: tl.constexpr, SMALL: tl.constexpr):
+    """What `key_scores`, `value_levels` and `chunk_levels` multiply levels by."""
+    return SMALL_UNIT if SMALL and (BITS == 3 or BITS == 4) else 1.0
+
+
+@triton.jit
+def prefetch(pointer, LINES: tl.constexpr, valid):
+    """Start to move LINES lines of 128 bytes to the L2 cache."""
+    line = tl.arange(0, triton.next_power_of_2(LINES))
+    if valid:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointer + tl.minimum(line, LINES - 1) * 32],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def key_scores(
+    words,
+    q0,
+    q1,
+    q2,
+    q3,
+    row,
+    column,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SMALL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """level_unit * level . q of a block's tokens, four [32, BR] float32 planes; `q*` are the CHUNKS channel chunks of
+    the queries, [BC, BR]."""
+    WIDTH: tl.constexpr = DIM // CHUNKS
+    TILE: tl.constexpr = 32 * DIM // 8  # int32 words of a crumb tile
+    odd = column % 2  # [1, BC]
+    mask = None if column.shape[1] == WIDTH else column < WIDTH
+    s0 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    s1 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    s2 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    s3 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    if BITS == 3:
+        signs = load_words(words + 2 * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
+    for chunk in tl.static_range(CHUNKS):
+        q = q0 if chunk == 0 else (q1 if chunk == 1 else (q2 if chunk == 2 else q3))  # [BC, BR]
+        if BITS == 4:
+            w = load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM)  # [32, BC]
+            k0, k1, k2, k3 = unpack4(w, odd, SMALL, ASM)
+        elif BITS == 8:
+            k0, k1 = unpack8(load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM), odd, ASM)
+            k2, k3 = unpack8(
+                load_words(words + (16 * DIM + chunk * (WIDTH // 2)), row, column, mask, DIM // 2, ASM), odd, ASM
+            )
+        else:
+            if chunk % 2 == 0:
+                w = load_words(words + (chunk // 2) * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
+            if BITS == 3:
+                k0, k1, k2, k3 = unpack3(w, signs, odd, chunk, SMALL, ASM)
+            else:
+                k0, k1, k2, k3 = unpack2(w, odd, chunk, ASM)
+        s0 = tl.dot(k0, q, s0)
+        s1 = tl.dot(k1, q, s1)
+        s2 = tl.dot(k2, q, s2)
+        s3 = tl.dot(k3, q, s3)
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def add_dots(a, v0, v1, v2, v3, p0, p1, p2, p3):
+    """a + sum of v_plane @ p_plane."""
+    a = tl.dot(v0, p0, a)
+    a = tl.dot(v1, p1, a)
+    a = tl.dot(v2, p2, a)
+    return tl.dot(v3, p3, a)
+
+
+@triton.jit
+def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
+    """Four planes [BV, 32] of a block's values at 4 or 8 bits, times `level_unit`."""
+    odd = column % 2  # [1, 32]
+    mask = None if row.shape[0] == DIM else row < DIM
+    if BITS == 4:
+        v0, v1, v2, v3 = unpack4(load_words(words, row, column, mask, 16, ASM), odd, SMALL, ASM)
+    else:
+        v0, v1 = unpack8(load_words(words, row, column, mask, 16, ASM), odd, ASM)
+        v2, v3 = unpack8(load_words(words + DIM * 16, row, column, mask, 16, ASM), odd, ASM)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def chunk_levels(
+    words,
+    row,
+    column,
+    CHUNK: tl.constexpr,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    SMALL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Four planes [BV, 32] of quarter CHUNK of the channels of a block's values, times `level_unit`."""
+    HEIGHT: tl.constexpr = DIM // 4
+    odd = column % 2  # [1, 32]
+    mask = None if row.shape[0] == HEIGHT else row < HEIGHT
+    if BITS == 4:
+        v0, v1, v2, v3 = unpack4(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, SMALL, ASM)
+    elif BITS == 8:
+        v0, v1 = unpack8(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
+        v2, v3 = unpack8(load_words(words + (4 + CHUNK) * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
+    else:
+        crumbs = load_words(words + (CHUNK // 2) * (HEIGHT * 16), row, column, mask, 16, ASM)
+        if BITS == 3:
+            signs = load_words(words + 2 * (HEIGHT * 16), row, column, mask, 16, ASM)
+            v0, v1, v2, v3 = unpack3(crumbs, signs, odd, CHUNK, SMALL, ASM)
+        else:
+            v0, v1, v2, v3 = unpack2(crumbs, odd, CHUNK, ASM)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def load_scalars(pointer, valid):
+    """Scalars of a block's four planes, [32] int32 each; `pointer` is to plane 0's."""
+    return (
+        tl.load(pointer, mask=valid, other=0),
+        tl.load(pointer + 32, mask=valid, other=0),
+        tl.load(pointer + 64, mask=valid, other=0),
+        tl.load(pointer + 96, mask=valid, other=0),
+    )
+
+
+@triton.jit
+def _bias(pointer):
+    """0 where the mask is 1, -inf where it is 0."""
+    # 0xff800000 is -inf, and 0x00800000 more is 0.
+    return (tl.load(pointer).to(tl.uint32) * 0x00800000 + 0xFF800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_bias(pointer, block, stride):
+    """A mask's summands of the logits of a block's four planes, [32] float32 each; `pointer` is to block 0's plane
+    0."""
+    plane = 32 * stride
+    pointer += 4 * block * plane
+    return _bias(pointer), _bias(pointer + plane), _bias(pointer + 2 * plane), _bias(pointer + 3 * plane)
+
+
+@triton.jit
+def halves_of(scalars):
+    """int32 scalars -> float32 key scale and value scale."""
+    w = scalars.to(tl.uint32, bitcast=True)
+    key = (w & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    value = (w >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return key, value

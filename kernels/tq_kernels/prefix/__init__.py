@@ -1,0 +1,1 @@
+"""Attention of many queries over a packed history."""

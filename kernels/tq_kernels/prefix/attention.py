@@ -1,0 +1,400 @@
+"""Attention of many queries over compressed history and the new tokens, in one kernel.
+
+A program holds BLOCK_R query rows of one KV head (row r = s G + g: all G heads of a few queries) and walks over its
+share of the tokens, FlashAttention-style: first the packed blocks, with the rows rotated by R, unpacking each tile
+once for all rows; then its accumulator is rotated back, and it goes on over the dense tokens (sinks, window, new
+tokens; bottom-right causal) with the plain rows. No history is ever dense in memory. Scratch is the rows themselves
+in fp16, and partial results where several programs share the tokens of a tile of rows.
+
+Packed keys are in fp16 less a `reference_key` c of the program, close to their means, so that fp16 rounds them to their
+own size and not to that of the means. What a row has in common with it goes to the row's maximum after the last block.
+
+    x[r, t]   = q[r] . k[t]    packed: (R q[r]) . (key_scale[t] key_level[t] + mean - c) + (R q[r]) . c
+    out[r, :] = R^T sum_packed p value_scale value_level + sum_dense p v,  p = softmax(scaling x)
+
+What bounds it on sm_90, D = 128, a block of 128 tokens and 128 rows, in clocks of a multiprocessor: products 2048;
+exponentials 1024; 839 instructions a warp at 4 bits, 8 warps on 4 schedulers, 1680 (a third of them unpack 256 elements
+a token); tiles through shared memory 1800. With one program a multiprocessor, products and the rest come one after the
+other, about half of the product rate; several programs overlap them but have fewer registers or unpack more often.
+Bytes do not matter: a block's 17 KB are read once for 128 rows.
+"""
+
+import triton
+import triton.language as tl
+
+from ..decode.dense import finite, log2_sum, soft_capped
+from .tiles import channel_of, half_scales, key_tiles, reference_key, value_tiles
+
+TOKENS = tl.constexpr(128)
+TILE = tl.constexpr(64)
+
+
+@triton.jit
+def _normalised_rows(pointers, inside):
+    """Rows [BR, BD] as fp16 with elements below 1, and the power of two [BR] taken out."""
+    q = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) + 1
+    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (q * inverse[:, None]).to(tl.float16), scale
+
+
+@triton.jit
+def _hidden(x, ASM: tl.constexpr):
+    """`x`, an int32 scalar: what is computed from the result is computed anew, not kept in registers until then."""
+    if ASM:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def _parked(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
+    """`operand` [BR or 1, BDK] fp16 by way of memory.
+
+    Triton keeps operands that were loaded in shared memory, others in registers. And an address that depends on the
+    channel, used before the loop and in it, makes the compiler keep one register pair a channel through the loop.
+    """
+    tile = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tile_count + tl.program_id(0)
+    at = operand_rows + tile.to(tl.int64) * (BLOCK_R * BLOCK_DK)
+    at += tl.arange(0, operand.shape[0])[:, None] * BLOCK_DK + tl.arange(0, BLOCK_DK)[None, :]
+    tl.debug_barrier()
+    tl.store(at, operand)
+    tl.debug_barrier()
+    return tl.load(at)
+
+
+@triton.jit
+def _masked(x, mask, s_offset, t, mask_t, valid, MASK: tl.constexpr):
+    """x [BR, TILE] with -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
+    at = t.to(tl.int64) * mask_t
+    if MASK == 1:
+        allowed = tl.load(mask + at, mask=valid, other=False)[None, :]
+    else:
+        allowed = tl.load(mask + s_offset[:, None] + at[None, :], mask=valid[None, :], other=False)
+    return tl.where(allowed, x, -float("inf"))
+
+
+@triton.jit
+def _logits(
+    rows, keys, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
+    `common` [BR] and `factor` [BR]."""
+    x = tl.dot(rows, tl.trans(keys))
+    if SOFTCAP:
+        x = soft_capped(x * factor[:, None] + (common * factor)[:, None], cap_log2)
+    if MASK > 0:
+        x = _masked(x, mask, mask_offset, t, mask_t, t >= 0, MASK)
+    return x
+
+
+@triton.jit
+def _weights(x, shift, gain):
+    return tl.exp2(x * gain[:, None] - (shift * gain)[:, None])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "blocks_b",
+        "blocks_h",
+        "rows",
+        "groups",
+        "kv_heads",
+        "blocks",
+        "sink_count",
+        "window_count",
+        "window_start",
+        "window_capacity",
+        "new_count",
+        "queries",
+        "mask_b",
+        "mask_s",
+        "mask_t",
+        "scaling_log2",
+        "cap_log2",
+        "tile_count",
+    ]
+)
+def prefix_attention(
+    query,  # [B, Hq, S, DK], last dimension contiguous
+    key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32
+    value_words,  # [B, Hkv, N, 128 * DVP * VALUE_BITS / 32] int32
+    scalars,  # [B, Hkv, N, 128] int32
+    key_means,  # [B, Hkv, N, DKP] fp16
+    key_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
+    value_rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
+    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype
+    sink_values,  # [B, Hkv, sinks, DV]
+    window_keys,  # [B, Hkv, window_capacity, DK], row j in slot (window_start + j) % window_capacity
+    window_values,  # [B, Hkv, window_capacity, DV]
+    new_keys,  # [B, Hkv, new_count, DK]
+    new_values,  # [B, Hkv, new_count, DV]
+    mask,  # [B, 1, S or 1, T] bool
+    s_aux,  # [Hq], any float dtype
+    out,  # [B, S, Hq, DV], last dimension contiguous; with splits unused
+    partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
+    lse,  # [splits, B * Hkv * rows] float32, base 2; first what rows have in common with the reference key
+    operand_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
+    query_b,
+    query_h,
+    query_s,
+    blocks_b,  # strides of the packed tensors in blocks
+    blocks_h,
+    sink_b,  # of sinks, window and new tokens in elements: keys, then values
+    sink_h,
+    sink_vb,
+    sink_vh,
+    window_b,
+    window_h,
+    window_vb,
+    window_vh,
+    new_b,
+    new_h,
+    new_t,
+    new_vb,
+    new_vh,
+    new_vt,
+    out_b,
+    out_s,
+    out_h,
+    rows,  # G * S
+    groups,  # G
+    kv_heads,
+    blocks,
+    sink_count,
+    window_count,
+    window_start,
+    window_capacity,
+    new_count,
+    queries,  # S
+    mask_b,
+    mask_s,
+    mask_t,
+    scaling_log2,  # scaling * log2(e)
+    cap_log2,  # softcap * log2(e)
+    tile_count,  # tiles of rows
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_AUX: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum."""
+    head = tl.program_id(1)
+    batch = (head // kv_heads).to(tl.int64)
+    kv_head = (head % kv_heads).to(tl.int64)
+    # The last rows see the most tokens: start them first.
+    first_row = (tile_count - 1 - tl.program_id(0)) * BLOCK_R
+    r = first_row + tl.arange(0, BLOCK_R)
+    row_mask = r < rows
+    s = r // groups
+    head_q = kv_head * groups + r % groups  # [BR]
+    dk = tl.arange(0, BLOCK_DK)
+    dv = tl.arange(0, BLOCK_DV)
+    query_at = query + batch * query_b + head_q * query_h + s.to(tl.int64) * query_s  # [BR]
+    query_inside = row_mask[:, None] & (dk < DK)[None, :]
+
+    # This program's share, in units of 128 tokens: packed blocks, then dense tokens as far as these rows see them.
+    dense = sink_count + window_count + new_count
+    if CAUSAL:
+        dense = tl.minimum(dense, dense - queries + 1 + (tl.minimum(first_row + BLOCK_R, rows) - 1) // groups)
+    units = blocks + (dense + TOKENS - 1) // TOKENS
+    first = 0
+    last = units
+    if SPLIT:
+        split = tl.program_id(2)
+        splits = tl.num_programs(2)
+        first = (units // splits) * split + (units % splits) * split // splits
+        last = (units // splits) * (split + 1) + (units % splits) * (split + 1) // splits
+    last_block = tl.minimum(last, blocks)
+
+    plain, scale = _normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
+    factor = scale * scaling_log2
+    gain = tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor
+    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    if MASK > 0:
+        mask += batch * mask_b
+    mask_offset = s * mask_s  # [BR]
+    if first < last_block:
+        key_channel, key_exists = channel_of(dk, DKP, BLOCK_DK, KEY_BITS)
+        value_channel, value_exists = channel_of(dv, DVP, BLOCK_DV, VALUE_BITS)
+        matrix = tl.load(
+            key_rotation + key_channel[None, :] * DKP + dk[:, None],
+            mask=key_exists[None, :] & (dk < DKP)[:, None],
+            other=0.0,
+        )  # [BDK in, BDK column]
+        block0 = batch * blocks_b + kv_head * blocks_h
+        scalar_at = scalars + block0 * TOKENS + tl.arange(0, 32)
+        rotated = tl.dot(plain, matrix) * (DKP**-0.5)
+        reference = 0.0
+        common = tl.zeros([BLOCK_R], tl.float32)
+        if HAS_MEAN:
+            scale0, _ = half_scales(tl.load(scalars + (block0 + first) * TOKENS))
+            reference = reference_key(key_means + (block0 + first) * DKP + key_channel, scale0, dk, key_exists)  # [BDK]
+            common = tl.sum(rotated * reference[None, :], 1)
+            if not SOFTCAP:
+                # Kept in memory: for sm_80 there are no registers left.
+                tl.store(
+                    lse + (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r, common, mask=row_mask
+                )
+            reference = tl.reshape(
+                _parked(reference[None, :], operand_rows, tile_count, BLOCK_R, BLOCK_DK), reference.shape
+            )
+        rotated = _parked(rotated.to(tl.float16), operand_rows, tile_count, BLOCK_R, BLOCK_DK)
+        for block in tl.range(first, last_block, num_stages=STAGES):
+            at = block0 + block
+            k_scale0, v_scale0 = half_scales(tl.load(scalar_at + block * TOKENS))
+            k_scale1, v_scale1 = half_scales(tl.load(scalar_at + block * TOKENS + 32))
+            k_scale2, v_scale2 = half_scales(tl.load(scalar_at + block * TOKENS + 64))
+            k_scale3, v_scale3 = half_scales(tl.load(scalar_at + block * TOKENS + 96))
+            mean = 0.0
+            if HAS_MEAN:
+                mean = tl.load(key_means + at * DKP + key_channel, mask=key_exists, other=0.0) - reference  # [BDK]
+            k0, k1 = key_tiles(
+                key_words + at * (4 * DKP * KEY_BITS),
+                k_scale0,
+                k_scale1,
+                k_scale2,
+                k_scale3,
+                mean,
+                DKP,
+                BLOCK_DK,
+                KEY_BITS,
+                HAS_MEAN,
+                ASM,
+            )
+            v0, v1 = value_tiles(
+                value_words + at * (4 * DVP * VALUE_BITS),
+                v_scale0,
+                v_scale1,
+                v_scale2,
+                v_scale3,
+                DVP,
+                BLOCK_DV,
+                VALUE_BITS,
+                ASM,
+            )
+            t = sink_count + block * TOKENS + tl.arange(0, TILE)
+            x0 = _logits(rotated, k0, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
+            if STEP == 64:
+                acc, total, maximum = _add_tile(acc, total, maximum, x0, tl.trans(v0), gain, MASK > 0)
+            x1 = _logits(rotated, k1, common, factor, cap_log2, mask, mask_offset, t + TILE, mask_t, MASK, SOFTCAP)
+            if STEP == 64:
+                acc, total, maximum = _add_tile(acc, total, maximum, x1, tl.trans(v1), gain, MASK > 0)
+            else:
+                new_maximum = tl.maximum(maximum, tl.maximum(tl.max(x0, 1), tl.max(x1, 1)))
+                shift = finite(new_maximum) if MASK > 0 else new_maximum
+                alpha = tl.exp2((maximum - shift) * gain)
+                maximum = new_maximum
+                p0 = _weights(x0, shift, gain)
+                p1 = _weights(x1, shift, gain)
+                total = total * alpha + tl.sum(p0 + p1, 1)
+                acc = acc * alpha[:, None]
+                acc = tl.dot(p0.to(tl.float16), tl.trans(v0), acc)
+                acc = tl.dot(p1.to(tl.float16), tl.trans(v1), acc)
+
+        if HAS_MEAN and not SOFTCAP:
+            r = _hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
+            row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
+            tl.debug_barrier()
+            maximum += tl.load(lse + row, mask=r < rows, other=0.0)
+            tl.debug_barrier()
+        # Normalised rows: fp16 then holds any output to 11 bits.
+        peak = tl.max(tl.abs(tl.where(value_exists[None, :], acc, 0.0)), 1)
+        peak = tl.where(peak > 0, peak, 1.0)
+        matrix = tl.load(
+            value_rotation + value_channel[:, None] * DVP + dv[None, :],
+            mask=value_exists[:, None] & (dv < DVP)[None, :],
+            other=0.0,
+        )  # [BDV column, BDV out]
+        operand = tl.where(value_exists[None, :], acc / peak[:, None], 0.0).to(tl.float16)
+        acc = tl.dot(operand, matrix) * (peak * (DVP**-0.5))[:, None]
+
+    if last > blocks:
+        first_row = _hidden(first_row, ASM)
+        r = first_row + tl.arange(0, BLOCK_R)
+        s = r // groups
+        mask_offset = s * mask_s
+        query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
+        query_inside = (r < rows)[:, None] & (dk < DK)[None, :]
+        plain, _ = _normalised_rows(query_at[:, None] + dk[None, :], query_inside)
+        plain = _parked(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
+        low = tl.maximum(first - blocks, 0) * TOKENS
+        high = tl.minimum((last - blocks) * TOKENS, dense)
+        sink_keys += batch * sink_b + kv_head * sink_h
+        sink_values += batch * sink_vb + kv_head * sink_vh
+        window_keys += batch * window_b + kv_head * window_h
+        window_values += batch * window_vb + kv_head * window_vh
+        new_keys += batch * new_b + kv_head * new_h
+        new_values += batch * new_vb + kv_head * new_vh
+        history = sink_count + window_count
+        newest = history + new_count - queries + s  # [BR], the last dense token a row sees
+        for start in tl.range(low, high, TILE, num_stages=1):
+            t = start + tl.arange(0, TILE)
+            inside = t < high
+            sink = t < sink_count
+            slot = window_start + t - sink_count  # the window is a ring
+            slot = tl.where(slot >= window_capacity, slot - window_capacity, slot)
+            fresh = (t - history).to(tl.int64)
+            k_row = tl.where(sink, sink_keys + t * DK, window_keys + slot * DK)
+            k_row = tl.where(t < history, k_row, new_keys + fresh * new_t)  # [64] pointers
+            v_row = tl.where(sink, sink_values + t * DV, window_values + slot * DV)
+            v_row = tl.where(t < history, v_row, new_values + fresh * new_vt)
+            k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0)
+            v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+            x = tl.dot(plain, tl.trans(k.to(tl.float16)))  # [BR, 64]
+            if SOFTCAP:
+                x = soft_capped(x * factor[:, None], cap_log2)
+            if CAUSAL:
+                x = tl.where(inside[None, :] & (t[None, :] <= newest[:, None]), x, -float("inf"))
+            else:
+                x = tl.where(inside[None, :], x, -float("inf"))
+            if MASK > 0:
+                position = tl.where(sink, t, t + blocks * TOKENS)
+                x = _masked(x, mask, mask_offset, position, mask_t, inside, MASK)
+            acc, total, maximum = _add_tile(acc, total, maximum, x, v.to(tl.float16), gain, True)
+
+    r = _hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
+    row_mask = r < rows
+    s = r // groups
+    head_q = kv_head * groups + r % groups
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    inside = row_mask[:, None] & (dv < DV)[None, :]
+    if SPLIT:
+        row = (split * tl.num_programs(1) + head).to(tl.int64) * rows + r
+        tl.store(lse + row, log2_sum(finite(maximum) * gain, total), mask=row_mask)
+        tl.store(partial + row[:, None] * DV + dv[None, :], acc * inverse[:, None], mask=inside)
+    else:
+        if HAS_AUX:
+            aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * 1.4426950408889634
+            inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - finite(maximum) * gain))
+        at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
+        tl.store(at[:, None] + dv[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_tile(acc, total, maximum, x, v, gain, MASKED: tl.constexpr):
+    """Take in logits x [BR, 64] and values v [64, BDV]."""
+    new_maximum = tl.maximum(maximum, tl.max(x, 1))
+    shift = finite(new_maximum) if MASKED else new_maximum
+    alpha = tl.exp2((maximum - shift) * gain)
+    p = _weights(x, shift, gain)
+    acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
+    return acc, total * alpha + tl.sum(p, 1), new_maximum

@@ -1,0 +1,285 @@
+"""What to launch for attention of many queries over compressed history: a heuristic table, no autotuner.
+
+Lengths are arguments that are not specialised and the table knows shapes only: nothing is compiled while a sequence
+grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from ..decode.decoder import LOG2E
+from ..decode.plan import Target, target
+from .attention import prefix_attention
+from .merge import merge_splits
+
+__all__ = ["PrefixConfig", "attend_prefix", "prefix_config", "prefix_constants", "prefix_splits", "prefix_takes"]
+
+TOKENS = 128
+
+
+@dataclass(frozen=True)
+class PrefixConfig:
+    """Tile sizes and launch parameters of `prefix_attention`.
+
+    Args:
+        block_rows: Query rows of a program.
+        step: Tokens between two updates of the maximum, 64 or 128.
+        warps: Warps of a program.
+        stages: Blocks on their way at a time.
+        registers: Most registers a thread may use, or `None`.
+        programs_per_multiprocessor: How many programs a multiprocessor holds.
+    """
+
+    block_rows: int
+    step: int
+    warps: int
+    stages: int
+    registers: int | None
+    programs_per_multiprocessor: int
+
+
+def _block(dim: int) -> int:
+    return max(32, triton.next_power_of_2(-(-dim // 8) * 8))
+
+
+@lru_cache
+def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, on: Target) -> PrefixConfig:
+    """The heuristic table."""
+    largest = max(_block(key_dim), _block(value_dim))
+    if not on.asm:
+        # Products without asynchronous copies hold their operands in registers and shared memory: small tiles.
+        return PrefixConfig(32, 64, 4, 1, None, 2)
+    if largest > 128:
+        return PrefixConfig(64, 64, 8 if on.dependent_launch else 4, 1, None, 1)
+    if on.dependent_launch:
+        # A second block on its way takes registers that the products need: 13 % slower (H200, 4 bits).
+        return PrefixConfig(128, 128, 8, 1, None, 1)
+    return PrefixConfig(64, 128, 8, 1, None, 1)
+
+
+def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
+    """Whether the kernel runs for heads of this size on this device: rotations of large heads need its shared
+    memory, and without matrix units it would be slow."""
+    on = target(device)
+    if device.type == "cuda" and not on.asm:
+        return torch.version.hip is not None and max(key_dim, value_dim) <= 128
+    return max(_block(key_dim), _block(value_dim)) <= (256 if on.shared_bytes > 160 * 1024 else 128)
+
+
+@lru_cache(maxsize=4096)
+def prefix_splits(tiles: int, units: int, resident: int) -> int:
+    """Programs that share the tokens of one tile of rows: as many as give full waves of resident programs.
+
+    Args:
+        tiles: Tiles of rows, of all heads and sequences.
+        units: Packed blocks and dense tiles of 128 tokens each reads.
+        resident: Programs the device holds at a time.
+    """
+    most = max(1, min(units, 2 * resident // max(tiles, 1)))
+    # A wave lasts 1 / splits of a tile; another split costs about two units (rotations, partial results).
+    return min(range(1, most + 1), key=lambda n: (-(-tiles * n // resident)) * (units / n + 2 * (n > 1)))
+
+
+def prefix_constants(
+    key_dim: int,
+    value_dim: int,
+    key_bits: int,
+    value_bits: int,
+    has_mean: bool,
+    causal: bool,
+    mask: int,
+    has_softcap: bool,
+    has_aux: bool,
+    split: bool,
+    config: PrefixConfig,
+    asm: bool,
+) -> tuple[Any, ...]:
+    """The constexpr arguments of `prefix_attention`, in order."""
+    return (
+        key_dim,
+        value_dim,
+        -(-key_dim // 8) * 8,
+        -(-value_dim // 8) * 8,
+        _block(key_dim),
+        _block(value_dim),
+        key_bits,
+        value_bits,
+        has_mean,
+        causal,
+        mask,
+        has_softcap,
+        has_aux,
+        split,
+        config.block_rows,
+        config.step,
+        config.stages,
+        asm,
+    )
+
+
+def attend_prefix(
+    query: torch.Tensor,
+    key_words: torch.Tensor,
+    value_words: torch.Tensor,
+    scalars: torch.Tensor,
+    key_means: torch.Tensor | None,
+    num_blocks: int,
+    sinks: tuple[torch.Tensor, torch.Tensor],
+    window: tuple[torch.Tensor, torch.Tensor],
+    num_window: int,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    key_rotation: torch.Tensor,
+    value_rotation: torch.Tensor,
+    *,
+    key_bits: int,
+    value_bits: int,
+    scaling: float,
+    out: torch.Tensor,
+    scratch: Any,
+    mask: torch.Tensor | None = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    config: PrefixConfig | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of S queries over sinks, packed blocks, window and new tokens.
+
+    Args:
+        query: `[B, Hq, S, Dk]` fp16, bf16 or fp32, last dimension contiguous; row i is the query of the i-th of the
+            last S tokens.
+        key_words, value_words, scalars: `[B, Hkv, N, *]` int32 packed blocks (`tq_hf/layout.py`), of which the first
+            `num_blocks` count. The last two dimensions are contiguous, and all packed tensors have the same strides
+            in blocks.
+        key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
+        sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
+        window: The same, a ring: the `num_window` rows that count start at row 128 * `num_blocks` modulo its size.
+        new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the window, last dimension contiguous, or `None`.
+        key_rotation, value_rotation: sqrt(D) R as `[D, D]` fp16 with D the padded dimension.
+        scaling: Factor of the logits.
+        out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
+        scratch: Called with a number; gives so many float32 elements, 16-byte aligned.
+        mask: `[B, 1, S or 1, >= T]` bool, True attends, T counting sinks, blocks' tokens, window and new rows in this
+            order.
+        causal: With no mask, query i does not see the last S - 1 - i tokens.
+        softcap: cap of cap * tanh(logit / cap).
+        s_aux: `[Hq]` logits of sinks that take weight but have no value.
+        config, splits: Instead of what the table says.
+
+    Returns:
+        `out`. Rows that attend to nothing are 0.
+    """
+    device = query.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return attend_prefix(
+                query, key_words, value_words, scalars, key_means, num_blocks, sinks, window, num_window, new,
+                key_rotation, value_rotation, key_bits=key_bits, value_bits=value_bits, scaling=scaling, out=out,
+                scratch=scratch, mask=mask, causal=causal, softcap=softcap, s_aux=s_aux, config=config, splits=splits,
+            )  # fmt: skip
+    batch, query_heads, queries, key_dim = query.shape
+    kv_heads, value_dim = key_words.shape[1], window[1].shape[3]
+    groups, on = query_heads // kv_heads, target(device)
+    config = config or prefix_config(key_dim, value_dim, key_bits, value_bits, on)
+    rows, heads = groups * queries, batch * kv_heads
+    row_tiles = -(-rows // config.block_rows)
+    fresh = (window[0][:, :, :0], window[1][:, :, :0]) if new is None else new
+    dense = sinks[0].shape[2] + num_window + fresh[0].shape[2]
+    if splits is None:
+        resident = on.multiprocessors * config.programs_per_multiprocessor
+        splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // TOKENS), resident)
+    sums = splits * heads * rows
+    outputs = sums if splits > 1 else 0
+    operands = splits * heads * row_tiles * config.block_rows * _block(key_dim) // 2
+    held = scratch(operands + outputs * value_dim + sums)
+    operand_rows, partial, lse = held.split([operands, outputs * value_dim, sums])
+    words, capacity = key_words.shape[3], max(window[0].shape[2], 1)
+    # A mask of few strides: for all queries alike where its queries are.
+    mask_kind = 0 if mask is None else (1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2)
+    options: dict[str, Any] = {"num_warps": config.warps}
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
+    prefix_attention[(row_tiles, heads, splits)](
+        query,
+        key_words,
+        value_words,
+        scalars,
+        scalars if key_means is None else key_means,
+        key_rotation,
+        value_rotation,
+        *sinks,
+        *window,
+        *fresh,
+        query if mask is None else mask,
+        query if s_aux is None else s_aux,
+        out,
+        partial,
+        lse,
+        operand_rows.view(torch.float16),
+        *query.stride()[:3],
+        key_words.stride(0) // words,
+        key_words.stride(1) // words,
+        *sinks[0].stride()[:2],
+        *sinks[1].stride()[:2],
+        *window[0].stride()[:2],
+        *window[1].stride()[:2],
+        *fresh[0].stride()[:3],
+        *fresh[1].stride()[:3],
+        *out.stride()[:3],
+        rows,
+        groups,
+        kv_heads,
+        num_blocks,
+        sinks[0].shape[2],
+        num_window,
+        num_blocks * TOKENS % capacity,
+        capacity,
+        fresh[0].shape[2],
+        queries,
+        *((0, 0, 0) if mask is None else (mask.stride(0) * (mask.shape[0] > 1), mask.stride(2), mask.stride(3))),
+        scaling * LOG2E,
+        (softcap or 1.0) * LOG2E,
+        row_tiles,
+        *prefix_constants(
+            key_dim,
+            value_dim,
+            key_bits,
+            value_bits,
+            key_means is not None,
+            causal and mask is None,
+            mask_kind,
+            softcap is not None,
+            s_aux is not None,
+            splits > 1,
+            config,
+            on.asm,
+        ),
+        **options,
+    )
+    if splits > 1:
+        block_dv = _block(value_dim)
+        block_rows = max(1, 2048 // block_dv)
+        merge_splits[(-(-heads * rows // block_rows),)](
+            partial,
+            lse,
+            query if s_aux is None else s_aux,
+            out,
+            rows,
+            groups,
+            kv_heads,
+            heads * rows,
+            splits,
+            *out.stride()[:3],
+            value_dim,
+            block_dv,
+            block_rows,
+            s_aux is not None,
+            num_warps=4,
+        )
+    return out

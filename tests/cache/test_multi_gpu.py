@@ -1,0 +1,192 @@
+"""Models whose layers live in several places: offloaded by accelerate, or on two GPUs by `device_map`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import needle_data as needle
+import pytest
+import torch
+from accelerate import dispatch_model
+from tiny_models import VOCAB, build
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tq_hf import TurboQuantCache
+from tq_hf.ops import workspace
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+OPTIONS = dict(residual_length=0, sink_tokens=2)
+
+
+def prompt(batch: int = 2, length: int = 280, padding: int = 30) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def everything(model: PreTrainedModel, **options: Any) -> dict[str, list]:
+    """What generate() and the operations of a cache give: greedy, beam search, a crop and a second turn."""
+    device = "cpu" if model.device.type == "meta" else model.device
+    inputs = {name: tensor.to(device) for name, tensor in prompt().items()}
+    cache = TurboQuantCache(model.config, **OPTIONS, **options)
+    settings = dict(do_sample=False, disable_compile=True)
+    first = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, **settings)
+    cache.crop(-30)
+    kept = first[:, : int(cache.get_seq_length())]
+    again = torch.cat([kept, kept[:, 100:150]], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(again[:, 280:])], 1)[:, : again.shape[1]]
+    second = model.generate(again, attention_mask=mask, past_key_values=cache, max_new_tokens=20, **settings)
+    results = {"greedy": first, "cropped": second}
+    if not options:
+        beams = TurboQuantCache(model.config, **OPTIONS)
+        results["beams"] = model.generate(**inputs, past_key_values=beams, max_new_tokens=20, num_beams=3, **settings)
+    return {name: tokens.tolist() for name, tokens in results.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
+def test_layers_offloaded_to_disk_give_the_same_tokens_and_files(tmp_path, options):
+    plain, offloaded = build("llama"), build("llama")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    places |= dict.fromkeys(("model.layers.3", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    dispatch_model(offloaded, places, main_device="cpu", offload_dir=str(tmp_path / "weights"), force_hooks=True)
+    assert offloaded.model.layers[1].self_attn.k_proj.weight.is_meta
+    for model in (plain, offloaded):
+        model.set_attn_implementation("turboquant")
+    assert everything(offloaded, **options) == everything(plain, **options)
+
+    cache = TurboQuantCache(plain.config, **OPTIONS, **options)
+    with torch.no_grad():
+        plain(**prompt(), past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors", plain)
+    loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", offloaded)
+    assert loaded.memory_footprint().by_device == cache.memory_footprint().by_device
+    step = torch.full((2, 1), 5)
+    with torch.no_grad():
+        expected, actual = (m(step, past_key_values=c).logits for m, c in ((plain, cache), (offloaded, loaded)))
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.slow
+def test_the_example_runs_without_gpus(tmp_path):
+    record = run_example(tmp_path)
+    assert record["tensor_parallel"]["bytes_halved_exactly"]
+
+
+def run_example(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, str(EXAMPLES / "multi_gpu.py"), "--tiny", "--layers", "2"]
+    run = subprocess.run([*command, "--output", str(folder / "out.json")], capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-8000:]
+    return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+
+
+# On GPUs
+
+
+def needle_model(device_map: Any) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(
+        EXAMPLES / "needle", dtype=torch.float16, attn_implementation="turboquant", device_map=device_map
+    )
+    return model.eval()
+
+
+def halves(second: Any) -> dict[str, Any]:
+    """A device map with the last two of four layers on `second`."""
+    first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1")
+    return (
+        dict.fromkeys(first, 0)
+        | dict.fromkeys(("model.layers.2", "model.layers.3"), second)
+        | {name: 0 if second == "cpu" else second for name in ("model.norm", "lm_head")}
+    )
+
+
+@pytest.fixture(scope="module")
+def one_gpu():
+    return needle_model({"": 0})
+
+
+@pytest.fixture(scope="module")
+def two_gpus():
+    return needle_model(halves(1))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
+def test_layers_offloaded_to_the_cpu_give_the_same_tokens(one_gpu, options):
+    model = needle_model(halves("cpu"))
+    assert everything(model, **options) == everything(one_gpu, **options)
+    cache = TurboQuantCache(model.config)
+    with torch.no_grad():
+        model(prompt()["input_ids"].cuda(), past_key_values=cache)
+    assert set(cache.memory_footprint().by_device) == {"cuda:0"}, "states live where their layer runs"
+
+
+@pytest.mark.cuda
+@TWO_GPUS
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
+def test_two_gpus_give_the_tokens_of_one(one_gpu, two_gpus, options):
+    assert everything(two_gpus, **options) == everything(one_gpu, **options)
+    if not options:  # a preallocated store takes scratch for each call
+        used = {device for device, _ in workspace._local.workspaces}
+        assert {torch.device("cuda", 0), torch.device("cuda", 1)} <= used
+
+
+@pytest.mark.cuda
+@TWO_GPUS
+def test_each_layer_is_stored_where_it_runs_and_counted_there(two_gpus):
+    cache = TurboQuantCache(two_gpus.config)
+    with torch.no_grad():
+        two_gpus(prompt(length=1000)["input_ids"].to("cuda:0"), past_key_values=cache)
+    footprint = cache.memory_footprint()
+    assert footprint.by_device == {"cuda:0": footprint.total // 2, "cuda:1": footprint.total // 2}
+    places = [{str(t.device) for kind in layer.store.tensors().values() for t in kind} for layer in cache.layers]
+    assert places == [{"cuda:0"}] * 2 + [{"cuda:1"}] * 2
+
+
+@pytest.mark.cuda
+@TWO_GPUS
+@pytest.mark.parametrize("offloading", [False, True], ids=["kept", "offloaded"])
+def test_a_file_is_loaded_onto_the_gpus_of_the_model(one_gpu, two_gpus, tmp_path, offloading):
+    ids, step = prompt(length=1000)["input_ids"].to("cuda:0"), torch.full((2, 1), 5, device="cuda:0")
+    for saver, loader in ((one_gpu, two_gpus), (two_gpus, one_gpu)):
+        cache = TurboQuantCache(saver.config, offloading=offloading)
+        with torch.no_grad():
+            saver(ids, past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors", saver)
+        loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", loader)
+        with torch.no_grad():
+            expected, actual = (m(step, past_key_values=c).logits.cpu() for m, c in ((saver, cache), (loader, loaded)))
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")  # what the compiler says of graphs over two devices
+@TWO_GPUS
+def test_compiled_decoding_over_two_gpus_recalls_a_passkey(two_gpus):
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "needle")
+    text, answer = needle.passkey_prompt(3000, depth=0.4, seed=0)
+    ids = tokenizer(text, return_tensors="pt").to("cuda:0")
+    cache = TurboQuantCache(two_gpus.config, max_cache_len=3072)
+    with torch.inference_mode():
+        two_gpus(ids.input_ids[:, :-30], past_key_values=cache)
+    out = two_gpus.generate(**ids, past_key_values=cache, max_new_tokens=needle.ANSWER_TOKENS)
+    assert needle.is_recalled(tokenizer.decode(out[0, ids.input_ids.shape[1] :]), answer)
+
+
+@pytest.mark.cuda
+@TWO_GPUS
+def test_the_example_shows_what_it_should_on_a_tiny_model(tmp_path):
+    record = run_example(tmp_path)
+    assert record["device_map"]["tokens_equal"] == record["device_map"]["tokens"]
+    assert len(record["device_map"]["bytes_by_device"]) == 2
+    split = record["tensor_parallel"]
+    assert split["bytes_halved_exactly"]
+    assert split["logits"]["4bit_nc"]["relative_rms"] < 2e-2
+    assert split["collectives_a_step"]["4bit_nc"] == split["collectives_a_step"]["DynamicCache"] > 0
+    waits = split["host_synchronisations_in_8_steps"]
+    assert waits["4bit_nc"] <= waits["DynamicCache"] and waits["4bit_nc, preallocated"] <= waits["DynamicCache"]

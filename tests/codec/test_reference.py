@@ -1,0 +1,257 @@
+"""Encode and dequantise in torch: errors, exact definitions, and bits that depend on the tokens alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    BLOCK,
+    CPU,
+    all_packed,
+    assert_same,
+    concatenated,
+    dequantised,
+    encoded,
+    relative_error,
+    rows,
+    states,
+)
+
+from tq_hf import PRESETS
+from tq_hf.codec import reference
+from tq_hf.codec.codebook import levels
+from tq_hf.codec.packing import unpack
+from tq_hf.codec.reference import quantize
+from tq_hf.codec.rotation import rotate
+
+SPHERE_MSE = {2: 0.1153, 3: 0.03388, 4: 0.00931}
+"""What tests/codec/test_codebook.py finds at head_dim 128, relative to the vector's energy."""
+
+FP8_ERROR = 0.0257
+"""Relative error of e4m3 on Gaussian channels (2**-4 / sqrt(3) at most), the largest of which is exact."""
+
+
+def expected_error(bits: int, correction: str) -> float:
+    """Relative error of Lloyd-Max codes with mean squared error m: cos^2 of the angle to the centroids is 1 - m."""
+    if bits == 8:
+        return FP8_ERROR
+    m = SPHERE_MSE[bits]
+    squared = {"none": m, "projection": m, "inner": m / (1 - m), "norm": 2 - 2 * (1 - m) ** 0.5}[correction]
+    return squared**0.5
+
+
+def round_trip(config, keys, values):
+    return dequantised(config, encoded(config, keys, values))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_error_of_a_preset_is_that_of_its_codebooks(name):
+    config = PRESETS[name]
+    keys, values = states(0, batch=2, tokens=2 * BLOCK, dim=128)
+    for restored, exact, bits, correction in zip(
+        round_trip(config, keys, values),
+        (keys, values),
+        (config.key_bits, config.value_bits),
+        (config.key_correction, config.value_correction),
+        strict=True,
+    ):
+        assert relative_error(restored, exact) == pytest.approx(expected_error(bits, correction), rel=0.02)
+
+
+@pytest.mark.parametrize("correction", ["none", "norm", "inner", "projection"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_error_of_a_correction_is_the_one_theory_gives(bits, correction):
+    config = all_packed(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction)
+    for restored, exact in zip(round_trip(config, *states(1, dim=128)), states(1, dim=128), strict=True):
+        assert relative_error(restored, exact) == pytest.approx(expected_error(bits, correction), rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_each_correction_keeps_what_it_promises(bits):
+    z = torch.randn(256, 128, generator=torch.Generator().manual_seed(2))
+    fp16 = 2**-11
+
+    def restore(correction):
+        codes, scale = quantize(z, bits, correction)
+        assert scale.dtype == torch.float16
+        return scale.float()[:, None] * levels(bits, CPU)[codes]
+
+    square = (z * z).sum(-1)
+    torch.testing.assert_close(restore("norm").norm(dim=-1), z.norm(dim=-1), rtol=2 * fp16, atol=0)
+    torch.testing.assert_close((restore("inner") * z).sum(-1), square, rtol=2 * fp16, atol=0)
+    projected = restore("projection")
+    assert (((z - projected) * projected).sum(-1).abs() <= 2 * fp16 * square).all()
+    codes, scale = quantize(z, bits, "none")
+    torch.testing.assert_close(scale.float(), z.square().mean(-1).sqrt(), rtol=2 * fp16, atol=0)
+    assert (
+        restore("norm").norm(dim=-1) / z.norm(dim=-1) - restore("none").norm(dim=-1) / z.norm(dim=-1)
+    ).abs().max() > 0.005
+
+
+def test_corrections_change_scales_and_never_codes():
+    z = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
+    codes = [quantize(z, 3, correction)[0] for correction in ("none", "norm", "inner", "projection")]
+    assert all(torch.equal(codes[0], other) for other in codes[1:])
+
+
+def test_fp8_scale_puts_the_largest_channel_at_the_largest_level():
+    z = torch.randn(32, 64, generator=torch.Generator().manual_seed(4)) * 100
+    codes, scale = quantize(z, 8, "norm")
+    restored = scale.float()[:, None] * levels(8, CPU)[codes]
+    assert ((codes & 0x7F) == 0x7E).any(-1).all()  # 448
+    assert restored.isfinite().all()
+    assert ((restored - z).abs() <= 2**-4 * 1.001 * z.abs() + 2**-9 * z.abs().amax(-1, keepdim=True) / 448).all()
+
+
+def test_block_carries_the_mean_of_its_own_rotated_keys():
+    config = all_packed()
+    keys, values = states(5, tokens=2 * BLOCK, dim=64)
+    keys[:, :, BLOCK:] += 3.0
+    means = encoded(config, keys, values).key_means
+    expected = rotate(keys, config.seed).unflatten(2, (2, BLOCK)).mean(3)
+    torch.testing.assert_close(means.float(), expected, rtol=2**-10, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_common_offset_of_ten_times_the_keys_is_harmless(bits):
+    keys, values = states(6, dim=128)
+    offset = torch.randn(128, generator=torch.Generator().manual_seed(7))
+    offset *= 10 * keys.norm(dim=-1).mean() / offset.norm()
+
+    def key_error(config, shift):
+        return relative_error(round_trip(config, keys + shift, values)[0] - shift, keys)
+
+    plain = key_error(all_packed(key_bits=bits), 0 * offset)
+    assert key_error(all_packed(key_bits=bits), offset) < 1.02 * plain
+    assert key_error(all_packed(key_bits=bits, key_mean=False), offset) > 3 * plain
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("correction", ["none", "norm", "inner", "projection"])
+def test_zero_vectors_come_back_as_zeros(bits, correction):
+    config = all_packed(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction)
+    keys, values = states(8, dim=32)
+    values[:, :, 5] = 0
+    restored = round_trip(config, torch.zeros_like(keys), values)
+    assert torch.equal(restored[0], torch.zeros_like(keys))
+    assert torch.equal(restored[1][:, :, 5], values[:, :, 5])
+    assert restored[1].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-2, 1e2, 1e4])
+@pytest.mark.parametrize("name", ["k8v4", "3bit_nc"])
+def test_error_does_not_depend_on_the_size_of_the_states(name, scale):
+    keys, values = states(9, dim=64)
+    at_one = round_trip(PRESETS[name], keys, values)
+    scaled = round_trip(PRESETS[name], keys * scale, values * scale)
+    for one, other, exact in zip(at_one, scaled, (keys, values), strict=True):
+        assert relative_error(other / scale, exact) == pytest.approx(relative_error(one, exact), rel=0.02)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 5e-8, 1e-7, 1e5, 1e8])
+@pytest.mark.parametrize("name", ["k8v4", "3bit_nc"])
+def test_states_beyond_fp16_scales_stay_finite(name, scale):
+    """Where an fp16 scale under- or overflows the states are wrong, and never NaN: bf16 has that range."""
+    keys, values = states(10, dim=64)
+    restored = round_trip(PRESETS[name], keys * scale, values * scale)
+    assert all(part.isfinite().all() for part in restored)
+
+
+def test_norms_may_differ_wildly_within_a_block():
+    config = all_packed(key_mean=False, key_bits=4)
+    keys, values = states(11, dim=64)
+    factor = torch.logspace(-2, 3, BLOCK)[:, None]
+    for restored, exact in zip(round_trip(config, keys * factor, values * factor), (keys, values), strict=True):
+        each = ((restored / factor - exact).norm(dim=-1) / exact.norm(dim=-1)).squeeze()
+        assert each.max() < 0.2
+
+
+@pytest.mark.parametrize("tile", [1, 3, 16])
+@pytest.mark.parametrize("name", ["k8v4", "4bit_nc", "2.5bit_nc"])
+def test_bits_do_not_depend_on_how_many_blocks_are_encoded_at_once(name, tile, monkeypatch):
+    config = PRESETS[name]
+    keys, values = states(12, batch=2, tokens=5 * BLOCK, dim=40)
+    one_by_one = [encoded(config, *rows((keys, values), i * BLOCK, (i + 1) * BLOCK)) for i in range(5)]
+    monkeypatch.setattr(reference, "TILE_BLOCKS", tile)
+    together = encoded(config, keys, values)
+    for field, tensor in together.tensors().items():
+        parts = torch.cat([block.tensors()[field] for block in one_by_one], 2)
+        assert torch.equal(tensor.view(torch.int16), parts.view(torch.int16)), field
+    assert_same(dequantised(config, together), concatenated(*(dequantised(config, block) for block in one_by_one)))
+
+
+def test_bits_of_a_sequence_do_not_depend_on_its_batch_or_heads():
+    config = PRESETS["4bit_nc"]
+    keys, values = states(13, batch=3, heads=4, tokens=2 * BLOCK, dim=80)
+    together = encoded(config, keys, values)
+    alone = encoded(config, keys[1:2, 2:3], values[1:2, 2:3])
+    for field, tensor in alone.tensors().items():
+        assert torch.equal(tensor, together.tensors()[field][1:2, 2:3]), field
+
+
+def test_encode_writes_only_the_blocks_it_was_given():
+    config = PRESETS["3bit_nc"]
+    blocks = encoded(config, *states(14, tokens=4 * BLOCK))
+    before = blocks.map(torch.clone)
+    fresh = states(15)
+    reference.encode(config, *fresh, blocks, 2)
+    alone = encoded(config, *fresh)
+    for field, tensor in blocks.tensors().items():
+        assert torch.equal(tensor[:, :, [0, 1, 3]], before.tensors()[field][:, :, [0, 1, 3]]), field
+        assert torch.equal(tensor[:, :, 2:3], alone.tensors()[field]), field
+
+
+@pytest.mark.parametrize("dim, value_dim", [(20, 20), (36, 12), (1, 3), (100, 64)])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_head_dims_that_are_no_multiple_of_eight_are_padded(bits, dim, value_dim):
+    config = all_packed(key_bits=bits, value_bits=bits)
+    keys, values = states(16, tokens=2 * BLOCK, dim=dim, value_dim=value_dim)
+    restored = round_trip(config, keys, values)
+    for part, exact in zip(restored, (keys, values), strict=True):
+        assert part.shape == exact.shape
+        # Part of the error falls on the padding and is dropped; what a padded vector rotates to is not quite Gaussian.
+        assert relative_error(part, exact) < 1.1 * expected_error(bits, "inner")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["k8v4", "3bit_nc"])
+def test_16_bit_states_are_encoded_like_their_float32_values(name, dtype):
+    pair = states(17, dim=40, dtype=dtype)
+    blocks = encoded(PRESETS[name], *pair)
+    for field, tensor in encoded(PRESETS[name], pair[0].float(), pair[1].float()).tensors().items():
+        assert torch.equal(tensor, blocks.tensors()[field]), field
+    restored = dequantised(PRESETS[name], blocks, like=pair)
+    exact = dequantised(PRESETS[name], blocks)
+    assert_same(restored, (exact[0].to(dtype), exact[1].to(dtype)))
+
+
+def test_scalars_hold_the_key_scale_low_and_the_value_scale_high():
+    config = all_packed(key_mean=False)
+    keys, values = states(18, dim=64)
+    scalars = encoded(config, keys, values).scalars[:, :, 0]
+    key_scale = (scalars & 0xFFFF).to(torch.uint16).view(torch.float16)
+    value_scale = (scalars >> 16 & 0xFFFF).to(torch.uint16).view(torch.float16)
+    assert torch.equal(key_scale, quantize(rotate(keys, 0), 4, config.key_correction)[1])
+    assert torch.equal(value_scale, quantize(rotate(values, 0), 4, config.value_correction)[1])
+
+
+def test_words_hold_the_codes_of_rotated_states():
+    config = all_packed(key_mean=False, key_bits=3, value_bits=2)
+    keys, values = states(19, dim=64)
+    blocks = encoded(config, keys, values)
+    assert torch.equal(
+        unpack(blocks.key_words[:, :, 0], 3, 64, is_value=False), quantize(rotate(keys, 0), 3, "norm")[0]
+    )
+    assert torch.equal(
+        unpack(blocks.value_words[:, :, 0], 2, 64, is_value=True), quantize(rotate(values, 0), 2, "norm")[0]
+    )
+
+
+def test_another_seed_gives_other_bits_and_the_same_quality():
+    keys, values = states(20, dim=128)
+    first, second = (all_packed(seed=seed) for seed in (0, 1))
+    assert not torch.equal(encoded(first, keys, values).key_words, encoded(second, keys, values).key_words)
+    for config in (first, second):
+        assert relative_error(round_trip(config, keys, values)[0], keys) == pytest.approx(
+            expected_error(4, "inner"), rel=0.02
+        )

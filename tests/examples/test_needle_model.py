@@ -1,0 +1,142 @@
+"""The shipped model of `examples/needle`: what its card claims, and that it recalls what it read."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import needle_data as needle  # noqa: E402  (the examples are scripts, no installed package)
+
+CHECKPOINT = EXAMPLES / "needle"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading must not ask the hub for anything."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@lru_cache
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+
+
+@lru_cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+def generated(prompts: list[str]) -> list[str]:
+    """What the model says after each prompt, greedily by its own default, with transformers' own cache."""
+    inputs = tokenizer()(prompts, return_tensors="pt", padding=True)
+    cache = DynamicCache(config=model().config)
+    output = model().generate(**inputs, past_key_values=cache, max_new_tokens=needle.ANSWER_TOKENS)
+    return tokenizer().batch_decode(output[:, inputs["input_ids"].shape[1] :])
+
+
+def test_the_checkpoint_is_what_the_card_says() -> None:
+    config = model().config
+    assert config.model_type == "llama"
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 128)
+    assert config.max_position_embeddings == 8192
+    assert not config.tie_word_embeddings
+    assert model().num_parameters() == 3_870_464
+    assert AutoModelForCausalLM.from_pretrained(CHECKPOINT).dtype == torch.bfloat16
+    assert (CHECKPOINT / "model.safetensors").stat().st_size < 8_000_000
+
+
+def test_generation_is_greedy_and_knows_the_special_tokens() -> None:
+    options, tokens = model().generation_config, tokenizer()
+    assert not options.do_sample
+    assert (options.bos_token_id, options.eos_token_id, options.pad_token_id) == (256, 257, 258)
+    assert (tokens.bos_token_id, tokens.eos_token_id, tokens.pad_token_id) == (256, 257, 258)
+    assert tokens.padding_side == "left"
+    assert len(tokens) == model().config.vocab_size == 259
+
+
+@given(st.one_of(st.text(max_size=200), st.sampled_from(["<|bos|> is plain text", " a  b .\r\n\t", "é🙂\x00"])))
+@settings(max_examples=200, deadline=None)
+def test_a_token_is_a_byte_and_any_text_survives(text: str) -> None:
+    ids = tokenizer()(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer().decode(ids) == text
+    assert tokenizer().decode(ids, skip_special_tokens=True) == text
+
+
+@given(tokens=st.integers(100, 6000), depth=st.floats(0, 1), seed=st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_a_passkey_prompt_holds_its_answer_once(tokens: int, depth: float, seed: int) -> None:
+    prompt, answer = needle.passkey_prompt(tokens, depth, seed)
+    assert (prompt, answer) == needle.passkey_prompt(tokens, depth, seed)
+    assert len(prompt.encode()) == tokens
+    assert len(answer) == needle.ANSWER_DIGITS and prompt.count(answer) == 1
+    assert prompt.count(needle.fact(needle.PASSKEY, answer)) == 1
+    assert prompt.endswith(needle.question(needle.PASSKEY))
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_a_passkey_lies_at_its_depth(depth: float) -> None:
+    prompt, answer = needle.passkey_prompt(4000, depth, seed=3)
+    # The fact goes to the start of a line, and a line is shorter than 120 bytes.
+    assert prompt.index(needle.fact(needle.PASSKEY, answer)) == pytest.approx(depth * 4000, abs=120)
+
+
+@given(n_facts=st.integers(1, 32), extra=st.integers(0, 4000), seed=st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_a_recall_prompt_holds_every_answer_once(n_facts: int, extra: int, seed: int) -> None:
+    tokens = 40 * n_facts + extra
+    prompt, asked = needle.recall_prompt(tokens, n_facts, seed)
+    assert (prompt, asked) == needle.recall_prompt(tokens, n_facts, seed)
+    assert len(prompt.encode()) == tokens
+    assert len(asked) == n_facts and len({question for question, _ in asked}) == n_facts
+    for question, answer in asked:
+        assert prompt.count(answer) == 1
+        assert prompt.count(question + answer + needle.TERMINATOR) == 1
+
+
+def test_prompts_that_cannot_be_made_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot hold a fact"):
+        needle.passkey_prompt(20, 0.5, seed=0)
+    with pytest.raises(ValueError, match="cannot hold 8 facts"):
+        needle.recall_prompt(100, 8, seed=0)
+    with pytest.raises(ValueError, match="depth"):
+        needle.passkey_prompt(1000, 1.5, seed=0)
+
+
+def test_prompts_are_the_same_everywhere() -> None:
+    """Measured numbers are compared between machines, so no Python version may change a prompt."""
+    made = [needle.passkey_prompt(2000, seed / 9, seed) for seed in range(10)]
+    made += [needle.recall_prompt(2000, 8, seed) for seed in range(10)]
+    digest = hashlib.sha256(repr(made).encode()).hexdigest()
+    assert digest == "d5a9e5b095bbd34e272ac28b60b4a81c31a05b2b43bc8cde61446ab2898efe38"
+
+
+@pytest.mark.parametrize("tokens", [1000, 2000, 3000])
+@pytest.mark.parametrize("depth", [0.0, 0.4, 0.9])
+def test_a_passkey_is_recalled(tokens: int, depth: float) -> None:
+    prompt, answer = needle.passkey_prompt(tokens, depth, seed=tokens)
+    (text,) = generated([prompt])
+    assert needle.is_recalled(text, answer)
+
+
+def test_each_of_many_facts_is_recalled() -> None:
+    prompt, asked = needle.recall_prompt(1500, n_facts=8, seed=1)
+    texts = generated([prompt + question for question, _ in asked])
+    assert all(needle.is_recalled(text, answer) for text, (_, answer) in zip(texts, asked, strict=True))
+
+
+def test_a_fact_that_was_not_read_is_not_known() -> None:
+    prompt, answer = needle.passkey_prompt(1000, 0.5, seed=4)
+    (text,) = generated([prompt.replace(needle.fact(needle.PASSKEY, answer), "")])
+    assert not needle.is_recalled(text, answer)

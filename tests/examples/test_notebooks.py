@@ -1,0 +1,56 @@
+"""The notebooks open on Colab, with the versions that are tested. (`make test` also runs them.)"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+NAMES = ["long_context", "quality", "quickstart", "save_and_reuse"]
+
+
+def cells(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
+
+
+def source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def test_these_are_the_notebooks() -> None:
+    assert [path.stem for path in NOTEBOOKS] == NAMES
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in NOTEBOOKS if f"examples/{path.name}" not in readme] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_opens_with_a_badge_an_install_and_a_gpu_check(path: Path) -> None:
+    title, install, gpu = (source(cell) for cell in cells(path)[:3])
+    assert title.startswith("# ")
+    assert f"(https://colab.research.google.com/github/tq-hf/tq_hf/blob/main/examples/{path.name})" in title
+    assert "**On a T4**" in title
+    assert "git" in install and "pip" in install
+    assert "cuda.is_available()" in gpu and "float16" in gpu
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_installs_the_versions_that_are_tested(path: Path) -> None:
+    pinned = re.findall(r'"([\w-]+==[\d.]+)"', source(cells(path)[1]))
+    assert {pin.partition("==")[0] for pin in pinned} >= {"transformers", "accelerate", "safetensors"}
+    tested = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    assert set(pinned) <= set(tested)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
+    code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    for cell in code:
+        assert max(map(len, source(cell).splitlines())) <= 120
+        ast.parse(source(cell))

@@ -1,0 +1,182 @@
+"""What each preset may cost the shipped model, and that each part of the recipe is needed to stay within it.
+
+Documents are read into plain caches once, compressed with nothing kept dense, and their questions with the right
+answers are then read through each cache in one call. The limits are about a third above what was measured: KL in
+float32 on a CPU moves by less than a hundredth between machines, and by much more than a third when a part is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import needle_data as needle
+import pytest
+import torch
+from evaluate_passkey import compress
+from report import SHIPPED_MODEL
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.codec import reference
+from tq_hf.codec.rotation import hadamard, signs
+from tq_hf.config import Correction
+from tq_hf.tensors.blocks import PackedBlocks
+from tq_hf.tensors.window import KeyValue
+
+DOCUMENTS = 2
+TOKENS = 1280
+FACTS = 8
+PACKED: dict[str, Any] = {"residual_length": 0, "sink_tokens": 0}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most KL from the plain cache (nats, mean of a token), least top-1 agreement and least right answers."""
+
+    kl: float
+    top1: float
+    right: int
+
+
+LIMITS = {
+    "k8v4": Limits(0.00047, 0.990, 16),
+    "4bit_nc": Limits(0.00075, 0.985, 16),
+    "3.5bit_nc": Limits(0.0018, 0.985, 16),
+    "k3v4_nc": Limits(0.0019, 0.985, 16),
+    "3bit_nc": Limits(0.0031, 0.985, 16),
+    "2.5bit_nc": Limits(0.0083, 0.975, 16),
+    "2bit_nc": Limits(0.0195, 0.960, 15),
+}
+
+
+@lru_cache
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32).eval()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Questions with their answers `[N, S]`, the plain cache of the documents before them, what it foretells
+    `[N, S, V]`, and where the answers start."""
+
+    questions: torch.Tensor
+    dense: DynamicCache
+    log_probs: torch.Tensor
+    starts: list[list[int]]
+
+
+@lru_cache
+@torch.no_grad()
+def reading() -> Reading:
+    texts, questions, starts = [], [], []
+    for seed in range(DOCUMENTS):
+        text, asked = needle.recall_prompt(TOKENS, FACTS, seed)
+        answered, offsets = needle.answered("", asked)
+        texts.append(text)
+        questions.append(answered)
+        starts.append(offsets)
+    longest = max(map(len, questions))
+    ids = torch.tensor([list(text.encode()) for text in texts])
+    asked_ids = torch.tensor([list(text.ljust(longest).encode()) for text in questions])
+    model().set_attn_implementation("sdpa")
+    dense, plain = DynamicCache(config=model().config), DynamicCache(config=model().config)
+    model()(ids, past_key_values=dense, logits_to_keep=1)
+    for index, layer in enumerate(dense.layers):
+        plain.update(layer.keys, layer.values, index)
+    log_probs = model()(asked_ids, past_key_values=plain).logits.log_softmax(-1)
+    return Reading(asked_ids, dense, log_probs, starts)
+
+
+@torch.no_grad()
+def measured(preset: str, **options: Any) -> Limits:
+    """What a preset costs: its figures as the limits they would just meet."""
+    known = reading()
+    cache = compress(known.dense, TurboQuantCache(model().config, preset, **(PACKED | options)))
+    model().set_attn_implementation("turboquant")
+    log_probs = model()(known.questions, past_key_values=cache).logits.log_softmax(-1)
+    kl = (known.log_probs.exp() * (known.log_probs - log_probs)).sum(-1).mean().item()
+    guesses = log_probs.argmax(-1)
+    right = sum(
+        sum(needle.recalled_at(guesses[i : i + 1], known.questions[i : i + 1], starts))
+        for i, starts in enumerate(known.starts)
+    )
+    return Limits(kl, (guesses == known.log_probs.argmax(-1)).float().mean().item(), right)
+
+
+def missed(preset: str, found: Limits) -> list[str]:
+    """Which limits of a preset are not met."""
+    limits = LIMITS[preset]
+    broken = {"kl": found.kl > limits.kl, "top1": found.top1 < limits.top1, "right": found.right < limits.right}
+    return [name for name, is_broken in broken.items() if is_broken]
+
+
+def test_the_plain_cache_recalls_everything() -> None:
+    known = reading()
+    guesses = known.log_probs.argmax(-1)
+    for i, starts in enumerate(known.starts):
+        assert all(needle.recalled_at(guesses[i : i + 1], known.questions[i : i + 1], starts))
+
+
+def test_every_preset_has_limits_and_fewer_bits_have_wider_ones() -> None:
+    assert list(LIMITS) == list(PRESETS)
+    for better, worse in (("k8v4", "4bit_nc"), ("4bit_nc", "3bit_nc"), ("3bit_nc", "2bit_nc")):
+        assert LIMITS[better].kl < LIMITS[worse].kl and LIMITS[better].top1 >= LIMITS[worse].top1
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_keeps_within_its_limits(preset: str) -> None:
+    found = measured(preset)
+    assert missed(preset, found) == [], found
+
+
+def wrong_sign(x: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """`rotate_back` with the signs of four channels flipped."""
+    flipped = signs(x.shape[-1], seed, x.device).clone()
+    flipped[:4] *= -1
+    return hadamard(x) * flipped
+
+
+def short_rotation(x: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """`rotate_back` without the last stage of the transform."""
+    halves = x.unflatten(-1, (2, -1))
+    return hadamard(halves).flatten(-2) * signs(x.shape[-1], seed, x.device)
+
+
+quantize, dequantise_rotated = reference.quantize, reference.dequantise_rotated
+
+
+def neighbours_scale(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` with each token's scale given to the next."""
+    codes, scales = quantize(z, bits, correction)
+    return codes, scales.roll(1, -1)
+
+
+def neighbours_means(blocks: PackedBlocks) -> KeyValue:
+    """`dequantise_rotated` that gives each block's mean to the next."""
+    assert blocks.key_means is not None
+    keys, values = dequantise_rotated(blocks)
+    means = blocks.key_means.float()
+    return keys + (means.roll(1, 2) - means)[..., None, :], values
+
+
+BREAKS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "sign": ("rotate_back", wrong_sign),
+    "rotation": ("rotate_back", short_rotation),
+    "norm": ("quantize", neighbours_scale),
+    "mean": ("dequantise_rotated", neighbours_means),
+}
+
+
+@pytest.mark.parametrize("part", BREAKS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_broken_part_breaks_the_limits(preset: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, *BREAKS[part])
+    assert missed(preset, measured(preset)) != []
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "k8v4"])
+def test_scales_without_norm_correction_break_the_limits(preset: str) -> None:
+    assert "kl" in missed(preset, measured(preset, key_correction="none", value_correction="none"))

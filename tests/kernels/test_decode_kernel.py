@@ -1,0 +1,201 @@
+"""Decode kernels against fp64 attention over the dequantised cache, in the interpreter and on a GPU if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from kernel_cases import (
+    INTERPRETED,
+    Case,
+    assert_passes_in_the_interpreter,
+    make_inputs,
+    oracle,
+    relative_rms,
+    run_decode,
+)
+
+from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.ops import dispatch, reference_attention
+from tq_hf.stores.growing import LayerStore
+
+BASE = Case()
+FP32, BF16 = torch.float32, torch.bfloat16
+
+# Every preset; groups of 1 to 12; head dims that are powers of two and others; keys and values of different size.
+SHAPES = [
+    BASE.with_(preset=preset, Hkv=hkv, Hq=hkv * groups, Dk=dk, Dv=dv, B=batch, blocks=blocks, window=window)
+    for preset, (hkv, groups, dk, dv, batch, blocks, window) in product(
+        PRESETS,
+        [(2, 1, 64, 64, 2, 3, 37), (1, 7, 128, 96, 1, 2, 96), (1, 3, 80, 64, 1, 4, 1), (1, 12, 96, 128, 1, 1, 13)],
+    )
+] + [
+    BASE.with_(Hkv=2, Hq=8, Dk=256, Dv=256, blocks=2),
+    BASE.with_(Hkv=1, Hq=5, Dk=192, Dv=128, blocks=2, window=53),
+    BASE.with_(Hkv=1, Hq=8, Dk=72, Dv=100, blocks=2, preset="3bit_nc"),
+]
+OPTIONS = [
+    BASE.with_(dtype=BF16, Hq=8, Hkv=2),
+    BASE.with_(dtype=FP32, preset="k8v4"),
+    BASE.with_(key_mean=False),
+    BASE.with_(mask="padding", B=3, preset="3bit_nc"),
+    BASE.with_(mask="full", S=5),
+    BASE.with_(mask="full", S=1, B=2, softcap=15.0),
+    BASE.with_(softcap=30.0, preset="k8v4"),
+    BASE.with_(s_aux=True, Hq=8, Hkv=2, B=2),
+    BASE.with_(S=2),
+    BASE.with_(S=3, preset="2bit_nc", Hq=6, Hkv=2, B=2),
+    BASE.with_(S=16, Hq=3, s_aux=True),
+    BASE.with_(S=16, Hq=12, window=16),
+    BASE.with_(S=4, causal=False),
+    BASE.with_(S=37, Hq=2, window=40),
+    BASE.with_(S=64, Hq=3, B=2, window=70, mask="padding"),
+    BASE.with_(blocks=0, window=23),
+    BASE.with_(blocks=1, window=1, sinks=0),
+    BASE.with_(window=0, sinks=0),
+    BASE.with_(blocks=4, window=96, window_capacity=96, sinks=11),
+    BASE.with_(blocks=3, capacity=64, B=2),
+    BASE.with_(value_scale=1e-3),
+    BASE.with_(value_scale=300.0),
+]
+CASES = SHAPES + OPTIONS
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4e-3}
+"""Relative RMS. bf16 output alone has 1.7e-3 (3.2e-3 in the interpreter, which truncates)."""
+
+
+def gpu(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs a GPU."""
+    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.cuda(skip(function))
+
+
+def check(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    assert relative_rms(run_decode(inputs), oracle(inputs)) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_all_cases_in_the_interpreter() -> None:
+    """Runs this file again with the interpreter switched on before Triton is imported."""
+    assert_passes_in_the_interpreter(__file__)
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_agrees_with_fp64(case: Case) -> None:
+        check(case, torch.device("cpu"))
+
+    def test_rows_that_attend_to_nothing_are_zero() -> None:
+        inputs = make_inputs(BASE.with_(mask="full", B=2), torch.device("cpu"))
+        assert inputs.mask is not None
+        inputs.mask[1] = False
+        out = run_decode(inputs)
+        assert relative_rms(out, oracle(inputs)) <= 1e-3
+        assert (out[1] == 0).all()
+
+    def test_what_is_out_of_use_is_never_read() -> None:
+        case = BASE.with_(capacity=9, window_capacity=128)
+        clean, other = (make_inputs(case, torch.device("cpu")) for _ in range(2))
+        for tensor in other.packed.tensors().values():
+            tensor[:, :, case.blocks :] = -1
+        assert torch.equal(run_decode(clean), run_decode(other, scratch_fill=1e30))
+
+    def test_expanded_mask_needs_no_copy() -> None:
+        inputs = make_inputs(BASE.with_(mask="padding", B=2, S=3), torch.device("cpu"))
+        assert inputs.mask is not None
+        expected = run_decode(inputs)
+        inputs.mask = inputs.mask.expand(-1, -1, 3, -1)
+        assert torch.equal(run_decode(inputs), expected)
+
+
+def check_late_rows(device: torch.device) -> None:
+    """Steps that write the newest row in passing agree with a store that wrote it before."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        torch.randn(2, 40, 2, dim, generator=generator).half().to(device).transpose(1, 2) for dim in (80, 96)
+    )
+    config = TurboQuantConfig(sink_tokens=4, residual_length=0)
+    late, early = (LayerStore(config, keys, values) for _ in range(2))
+    for store in (late, early):
+        store.append(keys[:, :, :30], values[:, :, :30])
+    for token in range(30, 34):
+        row = keys[:, :, token : token + 1], values[:, :, token : token + 1]
+        query = torch.randn(2, 6, 1, 80, generator=generator).half().to(device)
+        views = [store.append(*row) for store in (late, early)]
+        expected = reference_attention.attend(query, views[1], None, scaling=0.1)
+        out = dispatch.attend(query, views[0], None, scaling=0.1)
+        assert relative_rms(out, expected.cpu().double()) <= 1e-3
+        assert views[0].late is not None and views[0].late.states is None  # the kernel has written it
+        assert torch.equal(dispatch.attend(query, views[0], None, scaling=0.1), out)
+    for ring, expected in zip(late.window.ring, early.window.ring, strict=True):
+        assert torch.equal(ring, expected)
+
+
+if INTERPRETED:
+
+    @torch.no_grad()
+    def test_late_rows() -> None:
+        check_late_rows(torch.device("cpu"))
+
+
+@gpu
+@torch.no_grad()
+def test_late_rows_on_a_gpu() -> None:
+    check_late_rows(torch.device("cuda", 0))
+
+
+@gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64_on_a_gpu(case: Case) -> None:
+    check(case, torch.device("cuda", 0))
+
+
+@gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("batch", [1, 5, 40])
+def test_long_contexts_on_a_gpu(preset: str, batch: int) -> None:
+    check(
+        BASE.with_(preset=preset, B=batch, Hq=8, Hkv=2, Dk=128, Dv=128, blocks=61, capacity=64), torch.device("cuda", 0)
+    )
+
+
+@gpu
+def test_nothing_is_compiled_or_allocated_while_a_cache_grows() -> None:
+    from tq_kernels.decode import decoder
+
+    device = torch.device("cuda", 0)
+    # A capacity has its own scratch layout; lengths within it, and other capacities, share the compiled kernels.
+    for blocks in (1, 2, 3, 17, 31):
+        for window in (1, 2, 31, 96):
+            check(BASE.with_(blocks=blocks, window=window, capacity=32 if blocks < 20 else 64), device)
+        if blocks == 1:
+            compiled = [len(kernel.variants) for kernel in (decoder.ROTATE, decoder.SPLIT, decoder.REDUCE)]
+    assert compiled == [len(kernel.variants) for kernel in (decoder.ROTATE, decoder.SPLIT, decoder.REDUCE)]
+
+
+@gpu
+def test_replays_in_a_graph_follow_the_length_on_the_device() -> None:
+    device = torch.device("cuda", 0)
+    case = BASE.with_(blocks=7, capacity=8, window_capacity=128)
+    inputs = make_inputs(case, device)
+    blocks, window = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
+    run_decode(inputs, num_blocks=blocks, num_window=window)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run_decode(inputs, num_blocks=blocks, num_window=window)
+    for used in (7, 2, 5):
+        shorter = make_inputs(case.with_(blocks=used), device)
+        for name, tensor in inputs.packed.tensors().items():
+            tensor.copy_(getattr(shorter.packed, name))
+        for mine, theirs in zip(
+            (*inputs.window, *inputs.sinks, inputs.query), (*shorter.window, *shorter.sinks, shorter.query), strict=True
+        ):
+            mine.copy_(theirs)
+        blocks.fill_(used)
+        window.fill_(case.window)
+        graph.replay()
+        assert relative_rms(out, oracle(shorter)) <= 1e-3

@@ -1,0 +1,135 @@
+"""The dequantise kernel against the torch reference: in Triton's interpreter, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, relative_rms
+
+from tq_hf.codec.reference import dequantise as reference_dequantise
+from tq_hf.codec.reference import encode as reference_encode
+from tq_hf.codec.rotation import rotation_matrix
+from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.tensors.blocks import PackedBlocks
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+TOLERANCE = {FP32: 1e-6, FP16: 3e-4, BF16: 4e-3}
+"""Relative RMS: rounding of the output's dtype (the interpreter truncates to bf16)."""
+
+
+def gpu(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs a GPU."""
+    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.cuda(skip(function))
+
+
+@dataclass(frozen=True)
+class Case:
+    config: TurboQuantConfig
+    dk: int = 128
+    dv: int = 64
+    dtype: torch.dtype = BF16
+    batch: int = 1
+    heads: int = 2
+    start: int = 1
+    stop: int = 3
+    blocks: int = 4
+
+    def __str__(self) -> str:
+        c = self.config
+        name = f"k{c.key_bits}-v{c.value_bits}" + ("" if c.key_mean else "-no_mean")
+        blocks = f"-{self.start}to{self.stop}-{self.dtype}".replace("torch.", "")
+        return f"{name}-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}{blocks}"
+
+
+CASES = [
+    *[Case(config, dtype=FP32) for config in PRESETS.values()],
+    *[
+        Case(PRESETS["4bit_nc"], dk, dv, dtype, heads=1)
+        for dk, dv, dtype in ((64, 256, FP16), (80, 96, BF16), (192, 128, FP16), (128, 72, FP32))
+    ],
+    *[
+        Case(PRESETS["3bit_nc"], dk, dv, dtype, heads=1)
+        for dk, dv, dtype in ((96, 80, FP16), (8, 24, BF16), (256, 12, FP16))
+    ],
+    *[
+        Case(PRESETS[name], dk, dv, dtype)
+        for name, dk, dv, dtype in (("k8v4", 24, 16, FP32), ("2bit_nc", 32, 8, FP16), ("2.5bit_nc", 16, 40, BF16))
+    ],
+    Case(TurboQuantConfig(key_bits=8, value_bits=8), 80, 256, FP16),
+    Case(TurboQuantConfig(key_mean=False), 64, 64, batch=2, heads=3, start=0, stop=4),
+]
+
+
+def check(case: Case, device: torch.device) -> None:
+    from tq_kernels.codec.dequantise import dequantise
+
+    generator = torch.Generator().manual_seed(0)
+    config = case.config
+    layout = config.layout(case.dk, case.dv)
+    blocks = PackedBlocks.allocate(layout, case.batch, case.heads, case.blocks, CPU)
+    keys, values = (
+        torch.randn(case.batch, case.heads, 128 * case.blocks, dim, generator=generator) for dim in (case.dk, case.dv)
+    )
+    reference_encode(config, keys + 2, values, blocks, 0)
+    tokens = 128 * (case.stop - case.start)
+    expected = [torch.empty(case.batch, case.heads, tokens, dim) for dim in (case.dk, case.dv)]
+    reference_dequantise(config, blocks.slice(case.start, case.stop), *expected)
+    # Views of a workspace: heads behind tokens, room to spare on every side, all of it poisoned.
+    rooms = [
+        torch.full((case.batch, tokens + 7, case.heads, dim), torch.nan, dtype=case.dtype, device=device)
+        for dim in (case.dk + 8, case.dv + 8)
+    ]
+    out = [room[:, :tokens, :, :dim].transpose(1, 2) for room, dim in zip(rooms, (case.dk, case.dv), strict=True)]
+    on_device = blocks.map(lambda tensor: tensor.to(device))
+    dequantise(
+        on_device.key_words, on_device.value_words, on_device.scalars, on_device.key_means, case.start, case.stop, *out,
+        key_bits=config.key_bits, value_bits=config.value_bits,
+        key_rotation=rotation_matrix(layout.key_dim_padded, config.seed, device, FP32),
+        value_rotation=rotation_matrix(layout.value_dim_padded, config.seed, device, FP32),
+    )  # fmt: skip
+    for room, got, want in zip(rooms, out, expected, strict=True):
+        assert relative_rms(got, want.double()) <= TOLERANCE[case.dtype]
+        assert room.isnan().sum() == room.numel() - got.numel(), "wrote outside of the given rows"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_all_cases_in_the_interpreter() -> None:
+    """Runs this file again with the interpreter switched on before Triton is imported."""
+    assert_passes_in_the_interpreter(__file__)
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_agrees_with_the_reference(case: Case) -> None:
+        check(case, CPU)
+
+    def test_refuses_a_buffer_of_another_length() -> None:
+        from tq_kernels.codec.dequantise import dequantise
+
+        blocks = PackedBlocks.allocate(PRESETS["4bit_nc"].layout(16), 1, 1, 2, CPU)
+        rotation = rotation_matrix(16, 0, CPU, FP32)
+        out = torch.empty(1, 1, 128, 16)
+        with pytest.raises(ValueError, match="room for 128 tokens"):
+            dequantise(
+                blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, 0, 2, out, out,
+                key_bits=4, value_bits=4, key_rotation=rotation, value_rotation=rotation,
+            )  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_the_reference_on_a_gpu(case: Case) -> None:
+    check(case, torch.device("cuda", 0))
+
+
+@gpu
+@pytest.mark.parametrize("preset", PRESETS)
+def test_long_contexts_on_a_gpu(preset: str) -> None:
+    """More blocks than programs."""
+    check(Case(PRESETS[preset], 128, 128, heads=5, batch=2, start=3, stop=150, blocks=151), torch.device("cuda", 0))

@@ -1,0 +1,254 @@
+"""The encode kernel against the torch reference: in Triton's interpreter, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
+
+from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
+from tq_hf.codec.packing import unpack
+from tq_hf.codec.reference import encode as reference_encode
+from tq_hf.codec.rotation import rotate, rotation_matrix
+from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.tensors.blocks import PackedBlocks
+
+START, BLOCKS, CAPACITY = 1, 2, 4
+POISON = 0x7E017E01
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+
+
+def gpu(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs a GPU."""
+    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.cuda(skip(function))
+
+
+@dataclass(frozen=True)
+class Case:
+    config: TurboQuantConfig
+    dk: int = 128
+    dv: int = 64
+    dtype: torch.dtype = BF16
+    batch: int = 1
+    heads: int = 2
+
+    def __str__(self) -> str:
+        c = self.config
+        name = f"k{c.key_bits}{c.key_correction}-v{c.value_bits}{c.value_correction}" + (
+            "" if c.key_mean else "-no_mean"
+        )
+        return f"{name}-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}-{self.dtype}".replace("torch.", "")
+
+
+CASES = [
+    *[Case(config) for config in PRESETS.values()],
+    *[
+        Case(PRESETS["4bit_nc"], dk, dv, dtype, heads=1)
+        for dk, dv, dtype in ((64, 256, FP16), (80, 96, BF16), (192, 128, FP16), (128, 72, FP32))
+    ],
+    *[
+        Case(PRESETS["3bit_nc"], dk, dv, dtype, heads=1)
+        for dk, dv, dtype in ((96, 80, FP16), (8, 24, BF16), (256, 12, FP16))
+    ],
+    *[
+        Case(PRESETS[name], dk, dv, dtype)
+        for name, dk, dv, dtype in (("k8v4", 24, 16, FP32), ("2bit_nc", 32, 8, FP16), ("2.5bit_nc", 16, 40, BF16))
+    ],
+    *[
+        Case(
+            TurboQuantConfig(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction),
+            32,
+            32,
+        )
+        for bits, correction in ((4, "none"), (3, "norm"), (2, "inner"), (4, "inner"), (3, "projection"))
+    ],
+    Case(TurboQuantConfig(key_bits=8, value_bits=8), 32, 64, FP16),
+    Case(TurboQuantConfig(key_mean=False), 64, 64, batch=2, heads=3),
+]
+
+
+def make_states(case: Case, device: torch.device, blocks: int = BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as a model gives them: views of `[B, T, H * D]`; keys have a mean, and some rows are zero."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(dim: int) -> torch.Tensor:
+        return torch.randn(case.batch, 128 * blocks, case.heads, dim, generator=generator)
+
+    keys = randn(case.dk) + 3 * torch.randn(case.batch, 1, case.heads, case.dk, generator=generator)
+    values = randn(case.dv) * torch.logspace(-2, 2, 128).repeat(blocks)[None, :, None, None]
+    values[:, 5] = 0
+    return tuple(x.to(device, case.dtype).transpose(1, 2) for x in (keys, values))  # type: ignore[return-value]
+
+
+def run_encode(
+    case: Case, keys: torch.Tensor, values: torch.Tensor, start: int = START, capacity: int = CAPACITY
+) -> PackedBlocks:
+    """Blocks written by the kernel into poisoned tensors."""
+    from tq_kernels.codec.encode import encode
+
+    config, device = case.config, keys.device
+    layout = config.layout(case.dk, case.dv)
+    out = PackedBlocks.allocate(layout, case.batch, case.heads, capacity, device)
+    for tensor in out.tensors().values():
+        tensor.view(torch.int32).fill_(POISON)
+    encode(
+        keys, values, out.key_words, out.value_words, out.scalars, out.key_means, start,
+        key_bits=config.key_bits, value_bits=config.value_bits,
+        key_correction=config.key_correction, value_correction=config.value_correction,
+        key_rotation=rotation_matrix(layout.key_dim_padded, config.seed, device, FP32),
+        value_rotation=rotation_matrix(layout.value_dim_padded, config.seed, device, FP32),
+    )  # fmt: skip
+    return out
+
+
+def _ordered(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes in the order of their levels."""
+    return torch.where(codes >= 128, 128 - codes, codes) if bits == 8 else codes
+
+
+def check_codes(
+    words: torch.Tensor, expected: torch.Tensor, z: torch.Tensor, scale: torch.Tensor, bits: int, *, is_value: bool
+) -> None:
+    """Codes are equal but for values within rounding of a boundary, of which there are few and which move by one
+    level."""
+    got, want = (_ordered(unpack(w, bits, z.shape[-1], is_value=is_value), bits) for w in (words, expected))
+    different = got != want
+    assert different.double().mean() <= 1e-3
+    assert (got - want).abs().max() <= 1
+    if bits == 8:
+        x = (z / (scale[..., None] * FP8_LEVEL_SCALE))[different].clamp(-FP8_MAX, FP8_MAX)
+        levels = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        edges = (levels[1:] + levels[:-1]) / 2
+        edges = torch.cat([-edges.flip(0), edges])
+    else:
+        x = (z / (z * z).mean(-1, keepdim=True).sqrt())[different]
+        edges = boundaries(bits, CPU)
+    distance = (x[:, None] - edges).abs().amin(-1)
+    assert (distance <= 1e-3 * x.abs().clamp_min(1)).all()
+
+
+def check(case: Case, device: torch.device) -> None:
+    keys, values = make_states(case, device)
+    got = run_encode(case, keys, values).map(torch.Tensor.cpu)
+    for tensor in got.tensors().values():
+        rest = torch.cat([tensor[:, :, :START], tensor[:, :, START + BLOCKS :]], 2)
+        assert (rest.view(torch.int32) == POISON).all(), "wrote outside of its blocks"
+    got = got.slice(START, START + BLOCKS)
+    config, layout = case.config, got.layout
+    want = PackedBlocks.allocate(layout, case.batch, case.heads, BLOCKS, CPU)
+    reference_encode(config, keys.cpu(), values.cpu(), want, 0)
+    got_scales, want_scales = (x.scalars.contiguous().view(FP16).unflatten(-1, (-1, 2)).float() for x in (got, want))
+    assert got_scales.isfinite().all()
+    torch.testing.assert_close(got_scales, want_scales, rtol=1.5e-3, atol=1e-7)
+    pairs = (
+        (keys, layout.key_dim_padded, got.key_words, want.key_words, config.key_bits, False),
+        (values, layout.value_dim_padded, got.value_words, want.value_words, config.value_bits, True),
+    )
+    for states, dim, got_words, want_words, bits, is_value in pairs:
+        x = states.cpu().float()
+        z = rotate(torch.nn.functional.pad(x, (0, dim - x.shape[-1])), config.seed).unflatten(2, (-1, 128))
+        if not is_value and got.key_means is not None and want.key_means is not None:
+            torch.testing.assert_close(got.key_means, want.key_means, rtol=1e-3, atol=2e-6)
+            z = z - want.key_means.float()[..., None, :]
+        check_codes(got_words, want_words, z, want_scales[..., int(is_value)], bits, is_value=is_value)
+
+
+def check_chunks(device: torch.device) -> None:
+    case = Case(PRESETS["k3v4_nc"], 64, 64)
+    keys, values = make_states(case, device, blocks=3)
+    whole = run_encode(case, keys, values, start=0)
+    for block in range(3):
+        rows = slice(128 * block, 128 * (block + 1))
+        alone = run_encode(case, keys[:, :, rows].contiguous(), values[:, :, rows].contiguous(), start=0)
+        for name, tensor in alone.tensors().items():
+            assert torch.equal(tensor[:, :, 0], whole.tensors()[name][:, :, block]), name
+
+
+def check_e4m3(device: torch.device) -> None:
+    """One row's largest channel is 448 times its unit, so that the others are converted as they are; no head dim, no
+    rotation."""
+    from tq_kernels.codec.encode import encode
+
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    samples = torch.cat([codes, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(500.0))])
+    rows = torch.zeros(128, 8)
+    rows[:, 0] = FP8_MAX
+    rows[:, 1:5] = torch.nn.functional.pad(samples, (0, 512 - len(samples))).view(128, 4)
+    rows[:, 5:] = -rows[:, 1:4]
+    # The rotation of 8 channels is not the identity: rotate back first.
+    identity = rotation_matrix(8, 0, CPU, FP32)
+    states = (rows @ identity)[None, None].to(device)
+    got = PackedBlocks.allocate(TurboQuantConfig(key_bits=8, key_mean=False).layout(8), 1, 1, 1, device)
+    encode(
+        states, states, got.key_words, got.value_words, got.scalars, None, 0, key_bits=8, value_bits=4,
+        key_correction="none",
+        value_correction="none", key_rotation=identity.to(device), value_rotation=identity.to(device),
+    )  # fmt: skip
+    got_codes = (
+        unpack(got.key_words.cpu(), 8, 8, is_value=False)[0, 0, 0].to(torch.uint8).view(torch.float8_e4m3fn).float()
+    )
+    exact = torch.cat([codes]).tolist()
+    is_level = torch.tensor([[abs(x) in exact for x in row] for row in rows.tolist()])
+    assert torch.equal(got_codes[is_level], rows[is_level])
+    assert ((got_codes - rows).abs() <= (rows.abs() * 2**-4 + 2**-10) * 1.001).all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_all_cases_in_the_interpreter() -> None:
+    """Runs this file again with the interpreter switched on before Triton is imported."""
+    assert_passes_in_the_interpreter(__file__)
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_agrees_with_the_reference(case: Case) -> None:
+        check(case, CPU)
+
+    def test_a_block_does_not_depend_on_its_neighbours() -> None:
+        check_chunks(CPU)
+
+    def test_converts_to_e4m3() -> None:
+        check_e4m3(CPU)
+
+    def test_refuses_incomplete_blocks() -> None:
+        case = Case(PRESETS["4bit_nc"], 16, 16)
+        keys, values = make_states(case, CPU)
+        with pytest.raises(ValueError, match="whole blocks"):
+            run_encode(case, keys[:, :, :200], values[:, :, :200])
+
+
+@gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_the_reference_on_a_gpu(case: Case) -> None:
+    check(case, torch.device("cuda", 0))
+
+
+@gpu
+def test_a_block_does_not_depend_on_its_neighbours_on_a_gpu() -> None:
+    check_chunks(torch.device("cuda", 0))
+
+
+@gpu
+def test_converts_to_e4m3_on_a_gpu() -> None:
+    check_e4m3(torch.device("cuda", 0))
+
+
+@gpu
+@pytest.mark.parametrize("preset", PRESETS)
+def test_long_prompts_repeat_bit_for_bit(preset: str) -> None:
+    """More blocks than programs, twice, and against the same blocks encoded in two halves."""
+    device = torch.device("cuda", 0)
+    case = Case(PRESETS[preset], 128, 128, batch=2, heads=4)
+    keys, values = make_states(case, device, blocks=200)
+    first, second = (run_encode(case, keys, values, start=0, capacity=200) for _ in range(2))
+    tail = run_encode(case, keys[:, :, 128 * 99 :], values[:, :, 128 * 99 :], start=0, capacity=101)
+    for name, tensor in first.tensors().items():
+        assert torch.equal(tensor, second.tensors()[name]), name
+        assert torch.equal(tensor[:, :, 99:], tail.tensors()[name]), name

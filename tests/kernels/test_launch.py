@@ -1,0 +1,365 @@
+"""A decode step is launched with addresses and kept numbers: what the kernels get is what Triton was given."""
+
+from __future__ import annotations
+
+import weakref
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import all_packed, assert_same, concatenated, filled, rows, states
+
+from tq_hf import TurboQuantConfig
+from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops.workspace import current_workspace, release_workspaces
+from tq_hf.stores.growing import LayerStore
+
+pytest.importorskip("triton")
+
+from kernel_cases import INTERPRETED  # noqa: E402
+from tq_kernels.common import launcher
+from tq_kernels.decode import decoder  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+
+KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "SPLIT", "REDUCE")
+
+
+class Recorder:
+    """In place of a Triton kernel: keeps what is launched, through `kernel[grid]` or through what that returned."""
+
+    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
+        self.name, self.log = name, log
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def compile_and_launch(*arguments: Any, **options: Any) -> Any:
+            self._keep("compiled", grid, arguments)
+            return SimpleNamespace(run=self._run, function=None, packed_metadata=None)
+
+        return compile_and_launch
+
+    def _run(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        self._keep("launched", (x, y, z), arguments[5:])
+
+    def _keep(self, how: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
+        by_address = not any(isinstance(x, torch.Tensor) for x in arguments)
+        self.log.append((self.name, how, by_address, (grid, values)))
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[tuple[Any, ...]]:
+    """What is launched where kernels serve CPU tensors."""
+    log: list[tuple[Any, ...]] = []
+    for name in KERNELS:
+        monkeypatch.setattr(decoder, name, launcher.Kernel(Recorder(name, log)))
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_backend, "encode", lambda *arguments: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    release_workspaces()
+    with torch.no_grad():
+        yield log
+    release_workspaces()
+
+
+def token(seed: int, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return states(seed, batch=batch, tokens=1, dim=64, value_dim=32, dtype=torch.float16)
+
+
+def query(batch: int = 1) -> torch.Tensor:
+    return torch.zeros(batch, 4, 1, 64, dtype=torch.float16)
+
+
+@pytest.fixture
+def store(log) -> LayerStore:
+    """A store that is decoding, with room in its window."""
+    config = TurboQuantConfig(sink_tokens=4, residual_length=128)
+    store = filled(config, states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
+    dispatch.attend(query(), store.append(*token(1)), None, scaling=0.3)
+    log.clear()
+    return store
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["row", "no-row"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(softcap=20.0), dict(s_aux=torch.ones(4)), dict(mask=True)],
+    ids=["plain", "softcap", "s_aux", "mask"],
+)
+def test_a_settled_launch_passes_what_the_first_one_did(store, log, options, late):
+    options = dict(options)
+    view = store.append(*token(2))
+    mask = torch.ones(1, 1, 1, view.length, dtype=torch.bool) if options.pop("mask", False) else None
+    states, q = view.late.states, query()
+    outs = []  # kept alive, and so apart
+    for _ in range(3):
+        view.late.states = states if late else None
+        outs.append(dispatch.attend(q, view, mask, scaling=0.3, causal=True, **options))
+    names = ["ROTATE_AND_APPEND" if late else "ROTATE", "SPLIT", "REDUCE"]
+    assert [entry[0] for entry in log] == 3 * names
+    first, *others = log[:3], log[3:6], log[6:]
+    assert all(entry[1:3] == ("launched", True) for launches in others for entry in launches)
+    for launches, out in zip(others, outs[1:], strict=True):
+        for before, after in zip(first, launches, strict=True):
+            grid, values = before[3]
+            moved = tuple(out.data_ptr() if value == outs[0].data_ptr() else value for value in values)
+            assert after[3] == (grid, moved)
+
+
+def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
+    for seed in range(2, 6):
+        new = token(seed)
+        slot = (store.window.first + store.window.count) % store.window.capacity
+        view = store.append(*new)
+        dispatch.attend(query(), view, None, scaling=0.3)
+        assert view.late.states is None  # written, and the model's tensors are let go
+        assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
+        keys_at, values_at, *ring_at = log[0][3][1][:4]
+        assert (keys_at, values_at) == (new[0].data_ptr(), new[1].data_ptr())
+        assert ring_at == [part.data_ptr() for part in store.window.ring]
+        assert slot in log[0][3][1]
+        log.clear()
+
+
+def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
+    dispatch.attend(query(), store.append(*token(2)), None, scaling=0.3)
+    log.clear()
+    odd = torch.zeros(4 * 64 + 1, dtype=torch.float16)[1:].view(1, 4, 1, 64)
+    for how in ("compiled", "launched"):
+        dispatch.attend(odd, store.append(*token(3)), None, scaling=0.3)
+        assert log[0][1] == how and log[0][3][1][4] == odd.data_ptr()
+        log.clear()
+
+
+def addresses(log: list[tuple[Any, ...]]) -> set[int]:
+    """Everything the kernels were given."""
+    return {value for entry in log for value in entry[3][1] if isinstance(value, int)}
+
+
+def packed_window_and_sinks(store: LayerStore) -> set[int]:
+    tensors = [tensor for group in store.tensors().values() for tensor in group]
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+def reordered(store: LayerStore) -> LayerStore:
+    return store.mapped(lambda tensor: tensor.index_select(0, torch.tensor([0])))
+
+
+def prefilled(store: LayerStore) -> LayerStore:
+    store.append(*states(7, tokens=300, dim=64, value_dim=32, dtype=torch.float16))
+    return store
+
+
+def grown(store: LayerStore) -> LayerStore:
+    """Decoded on until a block is encoded into larger buffers."""
+    blocks = store.blocks
+    while store.blocks is blocks:
+        dispatch.attend(query(), store.append(*token(8)), None, scaling=0.3)
+    return store
+
+
+def cropped(store: LayerStore) -> LayerStore:
+    store.crop(150)
+    return store
+
+
+def copied(store: LayerStore) -> LayerStore:
+    store.window = store.window.copied(store.window.capacity)
+    return store
+
+
+@pytest.mark.parametrize("change", [reordered, prefilled, grown, cropped, copied, deepcopy])
+def test_launches_follow_the_buffers(store, log, change, monkeypatch):
+    from tq_hf.codec import reference
+
+    monkeypatch.setattr(triton_backend, "dequantise", reference.dequantise)
+    view = store.append(*token(2))
+    dispatch.attend(query(), view, None, scaling=0.3)  # launches are kept for these buffers
+    changed = change(store)
+    for seed in (3, 4, 5):
+        log.clear()
+        dispatch.attend(query(), changed.append(*token(seed)), None, scaling=0.3)
+        assert packed_window_and_sinks(changed) <= addresses(log)
+
+
+def test_buffers_that_were_replaced_are_let_go(store):
+    dispatch.attend(query(), store.append(*token(2)), None, scaling=0.3)
+    old = [weakref.ref(tensor) for tensor in store.blocks.tensors().values()]
+    grown(store)
+    assert all(tensor() is None for tensor in old)
+
+
+def test_a_copied_view_is_read_where_the_copy_is(store, log):
+    view = store.append(*token(2))
+    dispatch.attend(query(), view, None, scaling=0.3)
+    twin = deepcopy(view)
+    for _ in range(2):
+        log.clear()
+        dispatch.attend(query(), twin, None, scaling=0.3)
+        assert {part.data_ptr() for part in (*twin.sinks, *twin.buffers.ring)} <= addresses(log)
+
+
+def test_what_was_worked_out_is_kept_between_steps(store):
+    views = [store.append(*token(seed)) for seed in (2, 3)]
+    assert views[0].buffers is views[1].buffers
+    assert views[0].buffers.prepared is not None
+
+
+# The late row
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store, view: dispatch.dense(view),
+        lambda store, view: dispatch.dense(store.view()),
+        lambda store, view: dispatch.dense(deepcopy(store).view()),
+        lambda store, view: dispatch.dense(store.mapped(torch.clone).view()),
+        lambda store, view: dispatch.dense(LayerStore.resumed(
+            store.config, store.blocks, store.sinks, (store.window.keys, store.window.values), store.counts
+        ).view()),
+    ],
+    ids=["view", "store", "copied", "mapped", "saved"],
+)  # fmt: skip
+@torch.no_grad()
+def test_whoever_reads_a_late_row_finds_it(read):
+    pair = states(0, tokens=30)
+    store = filled(all_packed(), pair)
+    for seed in (1, 2):
+        new = states(seed, tokens=1)
+        view = store.append(*new)
+        assert view.late is not None and view.late.states is not None
+        pair = concatenated(pair, new)
+        assert_same(read(store, view), pair)
+
+
+@torch.no_grad()
+def test_a_late_row_that_was_cropped_does_not_come_back():
+    pair = states(0, tokens=30)
+    store = filled(all_packed(), pair)
+    store.append(*states(1, tokens=1))
+    store.crop(1)
+    other, third = states(2, tokens=1), states(3, tokens=1)
+    store.append(*other)
+    assert_same(dispatch.dense(store.view()), concatenated(pair, other))
+    store.append(*third)
+    store.crop(2)
+    assert_same(dispatch.dense(store.view()), pair)
+
+
+@torch.no_grad()
+def test_rows_that_nobody_reads_are_written_one_after_the_other():
+    pair = states(0, tokens=100)
+    store = filled(all_packed(), rows(pair, 0, 90))
+    for i in range(90, 100):
+        store.append(*rows(pair, i, i + 1))
+    assert_same(dispatch.dense(store.view()), pair)
+
+
+def test_a_row_is_not_lost_when_attention_fails(store):
+    view = store.append(*token(2))
+    release_workspaces()
+    current_workspace(torch.device("cpu")).lock()
+    with pytest.raises(RuntimeError, match="is locked"):
+        dispatch.attend(query(), view, None, scaling=0.3)
+    *_, (_, part) = store.window.parts()
+    assert_same(rows(part, part[0].shape[2] - 1), token(2))
+
+
+# Triton's launchers
+
+POINTERS = {
+    *("query", "rotation", "scratch", "keys", "values", "window_keys", "window_values", "sink_keys", "sink_values"),
+    *(
+        "key_words",
+        "value_words",
+        "scalars",
+        "key_means",
+        "num_blocks",
+        "num_window",
+        "num_sinks",
+        "mask",
+        "s_aux",
+        "out",
+    ),
+}
+
+
+class Asked:
+    """A launcher of Triton's: `launch` is its function in C."""
+
+    launch_pdl = True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.launch = lambda *arguments: self.calls.append(arguments)
+
+
+class PassesOn(Asked):
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(x, y, z, stream, function, self.launch_pdl, None, *arguments)
+
+
+class Allocates(Asked):
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(x, y, z, stream, function, torch.empty(8), *arguments)
+
+
+class OtherOrder(Asked):
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(True, x, y, z, stream, function, *arguments)
+
+
+class OneTuple(Asked):
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(x, y, z, stream, function, arguments)
+
+
+class Elsewhere(Asked):
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+
+
+@pytest.mark.parametrize("kind", [PassesOn, Allocates, OtherOrder, OneTuple])
+def test_the_c_function_is_called_directly_only_where_it_gets_the_same(kind):
+    run = kind()
+    direct = launcher.direct(launcher.Launcher(run, (7, (4, 1), None)))
+    assert (direct.call is run.launch) == (kind is PassesOn)
+    assert not run.calls  # asking launches nothing
+    direct.call(3, 2, 1, 99, *direct.fixed, 5, "end")
+    run(3, 2, 1, 99, 7, (4, 1), None, 5, "end")
+    by_launcher, by_triton = run.calls
+    assert kind is Allocates or by_launcher == by_triton
+
+
+def test_a_launcher_that_calls_something_else_is_kept():
+    run = Elsewhere()
+    kept = launcher.Launcher(run, (7, (4, 1), None))
+    assert launcher.direct(kept) is kept
+
+
+@pytest.mark.parametrize("launched", [decoder.ROTATE, decoder.ROTATE_AND_APPEND, decoder.SPLIT, decoder.REDUCE])
+def test_no_number_decides_what_is_compiled(launched):
+    """What is kept compiled is launched with other strides and slots."""
+    parameters = launched.function.params
+    numbers = [p for p in parameters if not p.is_constexpr and p.name not in POINTERS]
+    assert len(numbers) > 5
+    assert [p.name for p in numbers if not p.do_not_specialize] == []
+
+
+def test_this_tritons_launcher_gets_the_same_either_way():
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    calls: list[tuple[Any, ...]] = []
+    run = CudaLauncher.__new__(CudaLauncher)
+    sizes = dict.fromkeys(
+        ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align"), 0
+    )
+    others = dict(launch_cooperative_grid=False, launch_pdl=True, num_ctas=1, arg_annotations=(), kernel_signature=b"")
+    run.__dict__.update(sizes, **others, launch=lambda *arguments: calls.append(arguments))
+    direct = launcher.direct(launcher.Launcher(run, (7, (4, 1), None, None, None)))
+    direct.call(3, 2, 1, 99, *direct.fixed, 5, 6)
+    run(3, 2, 1, 99, 7, (4, 1), None, None, None, 5, 6)
+    assert len(calls) == 2 and calls[0] == calls[1]

@@ -1,0 +1,188 @@
+"""Attention of many queries over packed history against fp64 attention over the dequantised cache: in the interpreter
+and on a GPU if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, Case, assert_passes_in_the_interpreter, relative_rms
+from prefix_cases import make_prefix_inputs, oracle, run_prefix
+
+from tq_hf import TurboQuantConfig
+from tq_hf.config import PRESETS
+from tq_hf.ops import dispatch, reference_attention, triton_backend
+from tq_hf.stores.growing import LayerStore
+
+FP32, BF16 = torch.float32, torch.bfloat16
+BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, window=37, window_capacity=96)
+
+# (case, new tokens beside the window)
+CASES = (
+    [(BASE.with_(preset=preset), False) for preset in PRESETS]
+    + [(BASE.with_(preset=preset, Dk=96, Dv=80, S=23, window=31), True) for preset in ("k8v4", "3bit_nc", "2bit_nc")]
+    + [
+        (BASE.with_(S=64, window=101, window_capacity=160), True),
+        (BASE.with_(S=100, window=101, window_capacity=160, Hq=3, Hkv=1), False),
+        (BASE.with_(S=97, window=97, window_capacity=160, Hq=2, Hkv=1), True),
+        (BASE.with_(Dk=128, Dv=128, Hq=8, Hkv=1), False),
+        (BASE.with_(Dk=192, Dv=128, Hq=2, Hkv=1), False),
+        (BASE.with_(Dk=256, Dv=256, Hq=2, Hkv=1, blocks=1), True),
+        (BASE.with_(Dk=72, Dv=100, preset="3bit_nc", Hq=3, Hkv=1), False),
+        (BASE.with_(dtype=BF16), True),
+        (BASE.with_(dtype=FP32, preset="k8v4"), False),
+        (BASE.with_(key_mean=False), False),
+        (BASE.with_(mask="padding", B=2, Hkv=1), True),
+        (BASE.with_(mask="full", B=2), True),
+        (BASE.with_(mask="full", softcap=15.0), False),
+        (BASE.with_(softcap=20.0, preset="2.5bit_nc"), True),
+        (BASE.with_(s_aux=True, B=2), False),
+        (BASE.with_(causal=False), True),
+        (BASE.with_(blocks=0), False),
+        (BASE.with_(blocks=0, sinks=0, window=17), True),
+        (BASE.with_(S=2, window=2, sinks=0), False),
+        (BASE.with_(value_scale=1e-3, key_offset=20.0), False),
+        (BASE.with_(value_scale=300.0, key_offset=0.0, preset="2bit_nc"), True),
+    ]
+)
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4e-3}
+"""Relative RMS. Rows, keys and weights in fp16 alone have up to 0.8e-3; bf16 output alone has 1.7e-3 (3.2e-3 in the
+interpreter, which truncates)."""
+
+
+def gpu(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs a GPU."""
+    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.cuda(skip(function))
+
+
+def check(case: Case, beside: bool, device: torch.device, **options: object) -> None:
+    prefix = make_prefix_inputs(case, device, beside=beside)
+    out = run_prefix(prefix, **options)
+    assert out.isfinite().all()
+    assert relative_rms(out, oracle(prefix.inputs)) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_all_cases_in_the_interpreter() -> None:
+    """Runs this file again with the interpreter switched on before Triton is imported."""
+    assert_passes_in_the_interpreter(__file__)
+
+
+if INTERPRETED:
+    CPU = torch.device("cpu")
+
+    @pytest.mark.parametrize(("case", "beside"), CASES, ids=str)
+    def test_agrees_with_fp64(case: Case, beside: bool) -> None:
+        check(case, beside, CPU, splits=1)
+
+    @pytest.mark.parametrize("splits", [2, 3, 7])
+    def test_splits_merge_to_the_same(splits: int) -> None:
+        check(BASE.with_(s_aux=True, Hq=4, Hkv=1, S=21, mask="padding"), True, CPU, splits=splits)
+
+    @pytest.mark.parametrize("step", [64, 128])
+    def test_any_number_of_rows_and_tokens_at_a_time_gives_the_same(step: int) -> None:
+        from tq_kernels.prefix.launch import PrefixConfig
+
+        for rows in (16, 128):
+            check(BASE.with_(Hkv=1), True, CPU, config=PrefixConfig(rows, step, 4, 1, None, 1))
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    def test_rows_that_attend_to_nothing_are_zero(splits: int) -> None:
+        prefix = make_prefix_inputs(BASE.with_(mask="full", B=2, Hkv=1, blocks=1), CPU, beside=True)
+        assert prefix.inputs.mask is not None
+        prefix.inputs.mask[1, :, 3:9] = False
+        out = run_prefix(prefix, splits=splits)
+        assert relative_rms(out, oracle(prefix.inputs)) <= 1e-3
+        assert (out[1, 3:9] == 0).all() and (out[1, :3] != 0).any()
+
+    @pytest.mark.parametrize(
+        ("queries", "short", "kernel"),
+        [
+            (20, 320 * 20, "attend"),
+            (20, 320 * 20 - 1, "attend_many"),
+            (65, 1 << 18, "attend_many"),
+            (130, 0, "attend_many"),
+        ],
+        ids=["few on a short history", "few on a long history", "many", "many beside the window"],
+    )
+    def test_a_cache_is_read_by_the_kernel_for_it_as_by_the_reference(
+        queries: int, short: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Up to 128 new tokens come in the window, more of them beside it. `short` is the most scores (queries times
+        tokens) at which more than 16 queries still go to the decode kernel."""
+        called = []
+
+        def recorded(name: str) -> Callable[..., torch.Tensor]:
+            function = getattr(triton_backend, name)
+            return lambda *arguments, **options: (called.append(name), function(*arguments, **options))[1]
+
+        for name in ("attend", "attend_many"):
+            monkeypatch.setattr(triton_backend, name, recorded(name))
+        monkeypatch.setattr(triton_backend, "MAX_SHORT_SCORES", short)
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(1, 1, 300 + queries, 32, generator=generator).half() for _ in range(2)]
+        store = LayerStore(TurboQuantConfig(residual_length=10), *states)
+        store.append(*(x[:, :, :300] for x in states))
+        view = store.append(*(x[:, :, 300:] for x in states))
+        assert (view.new is None) == (queries < 130) and view.num_blocks == 2
+        query = torch.randn(1, 2, queries, 32, generator=generator).half()
+        expected = reference_attention.attend(query, view, None, scaling=0.2)
+        assert relative_rms(dispatch.attend(query, view, None, scaling=0.2), expected.double()) <= 1e-3
+        assert called == [kernel]
+
+    def test_blocks_out_of_use_are_never_read() -> None:
+        clean, other = (make_prefix_inputs(BASE.with_(capacity=6), CPU, beside=False) for _ in range(2))
+        for tensor in other.inputs.packed.tensors().values():
+            tensor[:, :, BASE.blocks :] = -1
+        assert torch.equal(run_prefix(clean), run_prefix(other))
+
+    def test_expanded_mask_needs_no_copy() -> None:
+        prefix = make_prefix_inputs(BASE.with_(mask="padding", Hkv=1, blocks=1), CPU, beside=False)
+        assert prefix.inputs.mask is not None
+        expected = run_prefix(prefix)
+        prefix.inputs.mask = prefix.inputs.mask.expand(-1, -1, BASE.S, -1)
+        assert torch.equal(run_prefix(prefix), expected)
+
+
+@gpu
+@pytest.mark.parametrize(("case", "beside"), CASES, ids=str)
+def test_agrees_with_fp64_on_a_gpu(case: Case, beside: bool) -> None:
+    check(case, beside, torch.device("cuda", 0))
+
+
+@gpu
+@pytest.mark.parametrize("S", [2, 17, 101, 512, 2048])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_long_contexts_on_a_gpu(preset: str, S: int, padded: bool) -> None:
+    """T = 4 + 128 * 31 + S + 41, odd and even."""
+    capacity = -(-(S + 41) // 128) * 128
+    case = BASE.with_(
+        preset=preset, S=S, Hq=8, Dk=128, Dv=128, B=2, blocks=31, capacity=32, window=S + 41, window_capacity=capacity
+    )
+    check(case.with_(mask="padding", causal=False) if padded else case, S > 128, torch.device("cuda", 0))
+
+
+@gpu
+def test_nothing_is_compiled_while_a_cache_grows() -> None:
+    from tq_kernels.prefix.attention import prefix_attention
+    from tq_kernels.prefix.merge import merge_splits
+
+    device = torch.device("cuda", 0)
+
+    def compiled() -> list[int]:
+        return [len(kernel.device_caches[0][0]) for kernel in (prefix_attention, merge_splits)]
+
+    def grow(blocks: int, queries: int, window: int) -> None:
+        case = BASE.with_(blocks=blocks, S=queries, window=window, capacity=32, window_capacity=256)
+        check(case, True, device, splits=1)
+        check(case, True, device, splits=2)
+
+    grow(1, 17, 17)
+    before = compiled()
+    for blocks in (2, 3, 16, 17, 31):
+        for queries in (18, 31, 64, 128):
+            grow(blocks, queries, queries + 16)
+    assert compiled() == before

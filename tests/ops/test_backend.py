@@ -1,0 +1,83 @@
+"""The whole cache on the kernels: what the torch path stores and reads, stored and read by Triton.
+
+On a machine without a GPU the file runs again in a child process under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
+
+from tq_hf import TurboQuantConfig
+from tq_hf.ops import reference_attention
+from tq_hf.stores.graph_ops import append_token, attend_token
+from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.preallocated import StaticStore
+
+DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] + (["cpu"] if INTERPRETED else [])
+
+HEADS, GROUP, DIM = 2, 3, 32
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child")
+def test_under_the_interpreter():
+    assert_passes_in_the_interpreter(__file__)
+
+
+def states(tokens: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(2, HEADS, tokens, DIM, generator=generator).half() for _ in range(2))
+    return keys.to(device), values.to(device)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prompt", [1, 3, 5, 200])
+@pytest.mark.parametrize("preset", ["4bit_nc", "k8v4", "2.5bit_nc"])
+def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset, prompt, device):
+    config = TurboQuantConfig.from_preset(preset, residual_length=0, sink_tokens=4)
+    total = prompt + 140 if prompt > 3 else prompt + 6
+    keys, values = states(total, device)
+    static = StaticStore.allocate(config, keys, values, total)
+    growing = LayerStore(config, keys, values)
+    growing.append(keys[:, :, :prompt], values[:, :, :prompt])
+    with static.opened() as store:
+        store.append(keys[:, :, :prompt], values[:, :, :prompt])
+    query = torch.randn(2, HEADS * GROUP, 1, DIM, generator=torch.Generator().manual_seed(1)).half().to(device)
+    # Every step matters near an event; the rest are appended only.
+    for token in range(prompt, total):
+        new = keys[:, :, token : token + 1], values[:, :, token : token + 1]
+        append_token(static, *new)
+        view = growing.append(*new)
+        assert static.length.item() == token + 1
+        assert tuple(static.state.tolist()) == tuple(growing.counts)
+        if token in (prompt, total - 1) or growing.num_pending:
+            actual = attend_token(query, static, None, scaling=DIM**-0.5)
+            expected = reference_attention.attend(query, view, None, scaling=DIM**-0.5)
+            assert relative_error(actual, expected) < 2e-3
+    with static.opened() as store:
+        dense, expected = (s.view() for s in (store, growing))
+        for (start, part), (other_start, other) in zip(dense.dense_parts, expected.dense_parts, strict=True):
+            assert start == other_start
+            assert torch.equal(part[0], other[0]) and torch.equal(part[1], other[1])
+        for name, tensor in store.blocks.tensors().items():
+            assert torch.equal(
+                tensor[:, :, : store.num_blocks], growing.blocks.tensors()[name][:, :, : store.num_blocks]
+            )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_full_store_is_left_as_it_is(device):
+    config = TurboQuantConfig(residual_length=0, sink_tokens=4)
+    keys, values = states(50, device)
+    static = StaticStore.allocate(config, keys, values, 50)
+    with static.opened() as store:
+        store.append(keys, values)
+    before = [tensor.clone() for tensor in (*static.window, *static.sinks, static.state)]
+    append_token(static, *states(1, device, seed=1))
+    assert static.length.item() == 50
+    assert all(torch.equal(a, b) for a, b in zip(before, (*static.window, *static.sinks, static.state), strict=True))

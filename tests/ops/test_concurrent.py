@@ -1,0 +1,201 @@
+"""Two threads, two streams, two models in one process at once: the results of running alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import all_packed, filled, states
+from tiny_models import VOCAB, build
+from transformers import PreTrainedModel
+
+from tq_hf import TurboQuantCache
+from tq_hf.ops import dispatch, reference_attention, triton_backend, workspace
+
+PROMPT, NEW_TOKENS = 300, 16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def models() -> list[PreTrainedModel]:
+    """Two models of one shape: each would fit into the other's scratch."""
+    models = [build("llama", seed=seed, num_hidden_layers=2, head_dim=64) for seed in (1, 2)]
+    for model in models:
+        model.set_attn_implementation("turboquant")
+    return models
+
+
+def prompt(seed: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: PreTrainedModel, seed: int, preset: str = "4bit_nc", **options: Any) -> torch.Tensor:
+    """Tokens after prompt `seed`, decoded from packed blocks."""
+    cache = TurboQuantCache(model.config, preset, residual_length=0, sink_tokens=0, **options)
+    ids = prompt(seed).to(model.device)
+    mask = torch.ones_like(ids)
+    lengths = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
+    out = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, do_sample=False, disable_compile=True, **lengths
+    )
+    return out.cpu()
+
+
+def at_once(tasks: list[Callable[[], torch.Tensor]], device: torch.device = CPU) -> list[torch.Tensor]:
+    """The results of `tasks`, each run in a thread, on a GPU each on a stream of its own."""
+    start, results = threading.Barrier(len(tasks)), {}
+
+    def work(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+            start.wait()
+            results[index] = tasks[index]()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(tasks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[index] for index in range(len(tasks))]  # a KeyError if a thread failed
+
+
+@pytest.fixture
+def scratch_is_held(monkeypatch):
+    """Every thread pauses between filling its scratch and reading it: the other one gets its turn just there."""
+    dequantise = reference_attention.dequantise
+
+    def pausing(*arguments: Any) -> None:
+        dequantise(*arguments)
+        time.sleep(1e-3)
+
+    monkeypatch.setattr(reference_attention, "dequantise", pausing)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
+def test_two_models_in_two_threads_give_the_tokens_of_running_alone(models, scratch_is_held, options):
+    alone = [generate(model, seed, **options) for seed, model in enumerate(models)]
+    together = at_once([lambda m=m, s=s: generate(m, s, **options) for s, m in enumerate(models)])
+    for actual, expected in zip(together, alone, strict=True):
+        assert len(expected[:, PROMPT:].unique()) > 5
+        assert torch.equal(actual, expected)
+
+
+def test_one_model_in_two_threads_with_caches_of_different_presets(models, scratch_is_held):
+    cases = [(0, "2bit_nc"), (1, "k8v4")]
+    alone = [generate(models[0], seed, preset) for seed, preset in cases]
+    together = at_once([lambda s=s, p=p: generate(models[0], s, p) for s, p in cases])
+    assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+
+
+def test_this_test_notices_a_workspace_shared_by_threads(models, scratch_is_held, monkeypatch):
+    """The same run with one workspace for all threads goes wrong: the tests above can fail."""
+    monkeypatch.setattr(workspace, "_local", SimpleNamespace(workspaces={}))
+    alone = [generate(model, seed) for seed, model in enumerate(models)]
+    together = at_once([lambda m=m, s=s: generate(m, s) for s, m in enumerate(models)])
+    assert not all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+
+
+# On a GPU
+
+
+@pytest.fixture
+def gpu_models(models) -> list[PreTrainedModel]:
+    return [model.to("cuda", torch.float16) for model in models]
+
+
+@pytest.fixture
+def views():
+    """What two layers hold, and a query for each."""
+    cases = []
+    for seed in (1, 2):
+        pair = states(seed, batch=4, heads=8, tokens=1024, dim=128, dtype=torch.float16)
+        store = filled(all_packed(), tuple(part.cuda() for part in pair))  # type: ignore[arg-type]
+        query = torch.randn(4, 32, 1, 128, generator=torch.Generator().manual_seed(seed)).half().cuda()
+        cases.append((query, store.view()))
+    return cases
+
+
+@pytest.fixture
+def partial_results_are_held(monkeypatch):
+    """Every stream pauses between writing partial results to scratch and reducing them."""
+    from tq_kernels.common import launcher
+    from tq_kernels.decode import decoder
+
+    class Pausing(launcher.Kernel):
+        def launcher(self, compiled: Any) -> launcher.Launcher:
+            call, fixed = super().launcher(compiled)
+
+            def pause_and_call(*arguments: Any) -> None:
+                torch.cuda._sleep(2_000_000)  # about a millisecond
+                call(*arguments)
+
+            return launcher.Launcher(pause_and_call, fixed)
+
+    monkeypatch.setattr(decoder, "REDUCE", Pausing(decoder.REDUCE.function))
+
+
+def interleaved_on_two_streams(cases: list) -> list[torch.Tensor]:
+    """Attention of both cases, queued by one thread on two streams."""
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(3):
+        for stream, (query, view) in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(dispatch.attend(query, view, None, scaling=0.3))
+    torch.cuda.synchronize()
+    return results
+
+
+@pytest.mark.cuda
+def test_two_streams_of_one_thread_give_the_results_of_one(views, partial_results_are_held):
+    expected = [dispatch.attend(query, view, None, scaling=0.3) for query, view in views] * 3
+    for _ in range(2):  # the first time compiles
+        actual = interleaved_on_two_streams(views)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+@pytest.mark.cuda
+def test_this_test_notices_a_workspace_shared_by_streams(views, partial_results_are_held, monkeypatch):
+    expected = [dispatch.attend(query, view, None, scaling=0.3) for query, view in views] * 3
+    interleaved_on_two_streams(views)
+    shared = workspace.current_workspace(views[0][0].device)
+    monkeypatch.setattr(triton_backend, "current_workspace", lambda device: shared)
+    actual = interleaved_on_two_streams(views)
+    assert not all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
+def test_two_models_in_two_threads_on_two_streams(gpu_models, partial_results_are_held, options):
+    alone = [generate(model, seed, **options) for seed, model in enumerate(gpu_models)]
+    torch.cuda.synchronize()
+    together = at_once(
+        [lambda m=m, s=s: generate(m, s, **options) for s, m in enumerate(gpu_models)], torch.device("cuda", 0)
+    )
+    assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("default")  # what the compiler says on its way
+def test_two_models_compiled_in_one_process_do_not_disturb_each_other(gpu_models):
+    """Captured graphs of both live side by side, each with its own scratch and its cache's addresses."""
+    torch._dynamo.reset()
+
+    def run(model: PreTrainedModel, seed: int) -> torch.Tensor:
+        cache = TurboQuantCache(model.config, max_cache_len=400, residual_length=0)
+        ids = prompt(seed).cuda()
+        lengths = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, **lengths).cpu()
+
+    alone = [run(model, seed) for seed, model in enumerate(gpu_models)]
+    for _ in range(2):
+        again = [run(model, seed) for seed, model in enumerate(gpu_models)]
+        assert all(torch.equal(*pair) for pair in zip(again, alone, strict=True))
+    torch._dynamo.reset()

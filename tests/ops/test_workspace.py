@@ -1,0 +1,322 @@
+"""The life of shared scratch memory: reserve, lock, acquire; clause by clause.
+
+The clauses are those of vLLM's workspace manager (pull requests 40706, 40941, 37805 and the review of the last).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+from helpers import CPU, filled, states
+
+from tq_hf import TurboQuantConfig
+from tq_hf.ops import dispatch, workspace
+from tq_hf.ops.workspace import Scratch, Workspace, acquire, current_workspace, release_workspaces, workspace_bytes
+
+
+def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Scratch]:
+    return {"mid_o": Scratch(shape, dtype)}
+
+
+@pytest.fixture
+def space() -> Workspace:
+    return Workspace(CPU)
+
+
+@pytest.fixture(autouse=True)
+def nothing_held():
+    release_workspaces()
+    yield
+    release_workspaces()
+
+
+@pytest.fixture
+def allocations(monkeypatch):
+    """The shapes `torch.empty` was asked for by the workspace module."""
+    made = []
+    empty = torch.empty
+
+    def spy(*args, **kwargs):
+        made.append(args)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(workspace.torch, "empty", spy)
+    return made
+
+
+# Reserve
+
+
+def test_reservations_take_the_maximum_over_heterogeneous_heads_and_not_the_sum(space):
+    for heads, dim in [(8, 64), (2, 256), (32, 128), (16, 80)]:
+        space.reserve("a layer", {"mid_o": Scratch((4, heads, dim + 1), torch.float32)})
+    assert space.nbytes == 4 * 32 * 257 * 4
+
+
+def test_equal_layers_share_one_buffer(space):
+    for _ in range(61):
+        space.reserve("a layer", scratch(4, 32, 129))
+    assert space.nbytes == 4 * 32 * 129 * 4
+
+
+def test_reserve_then_acquire_allocates_nothing(space, allocations):
+    space.reserve("a layer", {"mid_o": Scratch((4, 8, 64), torch.float32), "lse": Scratch((4, 8), torch.float32)})
+    reserved = len(allocations)
+    for batch in (1, 4, 2, 3):
+        space.acquire("a layer", {"mid_o": Scratch((batch, 8, 64), torch.float32)})
+        space.acquire("a layer", {"lse": Scratch((batch, 2), torch.float32)})
+    assert len(allocations) == reserved == 2
+
+
+def test_without_a_reservation_it_grows_when_needed(space):
+    assert space.nbytes == 0
+    view = space.acquire("a layer", scratch(2, 3))["mid_o"]
+    assert view.shape == (2, 3) and space.nbytes == 24
+
+
+# Acquire
+
+
+def test_acquire_returns_contiguous_views_of_the_shape_and_dtype_asked_for(space):
+    space.reserve("a layer", scratch(8, 8, 8))
+    requests = {"mid_o": Scratch((2, 3, 5), torch.float32), "out": Scratch((7,), torch.bfloat16)}
+    views = space.acquire("a layer", requests)
+    assert list(views) == ["mid_o", "out"]
+    for name, request in requests.items():
+        assert (views[name].shape, views[name].dtype) == (request.shape, request.dtype)
+        assert views[name].is_contiguous() and views[name].device == CPU
+
+
+def test_names_of_one_call_do_not_alias(space):
+    views = space.acquire("a layer", {name: Scratch((64,), torch.float32) for name in ("mid_o", "output", "lse")})
+    for i, view in enumerate(views.values()):
+        view.fill_(i)
+    assert [view.unique().tolist() for view in views.values()] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 16), (1, 8, 16), (4, 1, 16), (4, 8, 1), (1, 1, 1), (4, 8, 0)])
+def test_the_same_or_a_smaller_request_returns_the_same_pointer(space, shape):
+    buffer = space.acquire("a layer", scratch(4, 8, 16))["mid_o"]
+    view = space.acquire("another layer", scratch(*shape))["mid_o"]
+    assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    assert view.storage_offset() == 0
+
+
+def test_it_only_grows(space):
+    sizes = []
+    for shape in [(2, 2), (8, 8), (1, 1), (4, 4), (8, 9), (2, 2)]:
+        space.acquire("a layer", scratch(*shape))
+        sizes.append(space.nbytes)
+    assert sizes == sorted(sizes) == [16, 256, 256, 256, 288, 288]
+
+
+def test_each_dimension_keeps_its_own_maximum(space, allocations):
+    """(many heads, small batch) and (few heads, large batch) alternate without reallocating."""
+    many_heads, large_batch = scratch(1, 64, 32), scratch(32, 4, 32)
+    space.acquire("a layer", many_heads)
+    space.acquire("a layer", large_batch)
+    assert space.nbytes == 32 * 64 * 32 * 4
+    made, addresses = len(allocations), set()
+    for requests in [many_heads, large_batch] * 5 + [scratch(32, 64, 32)]:
+        addresses.add(space.acquire("a layer", requests)["mid_o"].data_ptr())
+    assert len(allocations) == made and len(addresses) == 1
+
+
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.int32])
+def test_a_change_of_dtype_starts_over(space, other):
+    space.acquire("a layer", scratch(64, 64))
+    view = space.acquire("a layer", scratch(2, 2, dtype=other))["mid_o"]
+    assert view.dtype == other
+    assert space.nbytes == 4 * view.element_size()
+
+
+def test_a_change_of_rank_starts_over(space):
+    space.acquire("a layer", scratch(4, 4))
+    view = space.acquire("a layer", scratch(2, 3, 4))["mid_o"]
+    assert view.shape == (2, 3, 4)
+    assert space.nbytes == 24 * 4
+
+
+def test_growing_frees_the_old_buffer_before_it_makes_the_new_one(space, monkeypatch):
+    space.acquire("a layer", scratch(64))
+    old = weakref.ref(space._buffers["mid_o"].data)
+    held_during = []
+    empty = torch.empty
+
+    def spy(*args, **kwargs):
+        held_during.append((space.nbytes, old()))
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(workspace.torch, "empty", spy)
+    space.acquire("a layer", scratch(128))
+    assert held_during == [(0, None)]
+
+
+# Lock
+
+
+@pytest.mark.parametrize("action", ["acquire", "reserve"])
+def test_growth_after_the_lock_is_refused_naming_the_caller(space, action):
+    space.reserve("a layer", scratch(4, 8))
+    address = space.acquire("a layer", scratch(4, 8))["mid_o"].data_ptr()
+    space.lock()
+    with pytest.raises(RuntimeError) as error:
+        getattr(space, action)("continuation prefill", scratch(5, 8))
+    message = str(error.value)
+    assert message.startswith("continuation prefill needs scratch 'mid_o' of [5, 8] torch.float32")
+    assert "[4, 8]" in message and "cpu" in message and "lock" in message
+    # and it is as usable as before
+    assert space.acquire("a layer", scratch(4, 8))["mid_o"].data_ptr() == address
+    assert space.acquire("a layer", scratch(2, 3))["mid_o"].data_ptr() == address
+    assert space.nbytes == 4 * 8 * 4
+
+
+def test_a_refused_request_does_not_raise_the_limits(space):
+    """Else smaller requests that fitted before would be refused after it."""
+    space.reserve("a layer", scratch(4, 8))
+    space.lock()
+    with pytest.raises(RuntimeError):
+        space.acquire("a layer", scratch(400, 1))
+    assert space.acquire("a layer", scratch(3, 8))["mid_o"].shape == (3, 8)
+
+
+def test_a_name_nobody_reserved_is_refused_after_the_lock(space):
+    space.lock()
+    with pytest.raises(RuntimeError, match="decode needs scratch 'mid_o'.*locked with nothing"):
+        space.acquire("decode", scratch(1))
+    assert space.nbytes == 0
+
+
+def test_another_dtype_is_refused_after_the_lock(space):
+    space.reserve("a layer", scratch(4, 8))
+    space.lock()
+    with pytest.raises(RuntimeError, match="bfloat16.*locked"):
+        space.acquire("decode", scratch(4, 8, dtype=torch.bfloat16))
+    assert space.acquire("a layer", scratch(4, 8))["mid_o"].dtype == torch.float32
+
+
+def test_a_locked_request_that_fits_the_bytes_held_is_served_in_place(space):
+    """Nothing has to grow for it, whatever shape was reserved."""
+    address = space.acquire("a layer", scratch(8, 2))["mid_o"].data_ptr()
+    space.lock()
+    assert space.acquire("another layer", scratch(2, 8))["mid_o"].data_ptr() == address
+    assert space.acquire("another layer", scratch(2, 2, 4))["mid_o"].data_ptr() == address
+    assert space.acquire("a layer", scratch(8, 2))["mid_o"].data_ptr() == address
+
+
+def test_unlocking_allows_growth_again(space):
+    space.reserve("a layer", scratch(4))
+    space.lock()
+    space.unlock()
+    assert space.acquire("a layer", scratch(9))["mid_o"].shape == (9,)
+
+
+# No workspace, devices, streams, threads
+
+
+def test_without_a_workspace_scratch_is_allocated_per_call_and_never_aliases():
+    first, second = (acquire(None, "a layer", CPU, scratch(4, 4))["mid_o"] for _ in range(2))
+    first.fill_(1)
+    second.fill_(2)
+    assert (first == 1).all() and (second == 2).all()
+    assert first.data_ptr() != second.data_ptr()
+    assert workspace_bytes() == 0
+
+
+def test_with_a_workspace_calls_share_it(space):
+    first, second = (acquire(space, "a layer", CPU, scratch(4, 4))["mid_o"] for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_there_is_one_workspace_per_device():
+    assert current_workspace(CPU) is current_workspace(torch.device("cpu"))
+    meta = current_workspace(torch.device("meta"))
+    assert meta is not current_workspace(CPU)
+    assert meta.acquire("a layer", scratch(4))["mid_o"].device.type == "meta"
+
+
+def test_streams_of_one_device_have_workspaces_of_their_own(monkeypatch):
+    streams = iter((0, 7, 0, 7, 0))
+    # PyTorch for the CPU has no such function.
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(streams), raising=False)
+    device = torch.device("cuda", 0)
+    spaces = [current_workspace(device) for _ in range(4)]
+    assert spaces[0] is spaces[2] and spaces[1] is spaces[3]
+    assert spaces[0] is not spaces[1]
+    assert current_workspace(torch.device("cuda", 1)) is not spaces[1]
+    spaces[0].lock()
+    assert not spaces[1].locked
+
+
+def test_threads_never_share_scratch():
+    """Two models generating in two threads: each fills its scratch while the other holds its own."""
+    barrier, failures, addresses = threading.Barrier(2), [], []
+
+    def work(value: int) -> None:
+        for _ in range(20):
+            view = current_workspace(CPU).acquire("a layer", scratch(256))["mid_o"]
+            barrier.wait()
+            view.fill_(value)
+            barrier.wait()
+            if not (view == value).all():
+                failures.append(value)
+            addresses.append((view.data_ptr(), value))
+            barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and len(addresses) == 40
+    assert len({address for address, _ in set(addresses)}) == 2
+
+
+def test_a_finished_threads_scratch_is_released():
+    def work() -> None:
+        current_workspace(CPU).acquire("a layer", scratch(1024))
+        held.append(workspace_bytes())
+
+    held: list[int] = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    del thread
+    assert held == [4096] and workspace_bytes() == 0
+
+
+def test_held_bytes_are_those_of_all_workspaces_and_are_gone_after_release():
+    current_workspace(CPU).reserve("a layer", {"a": Scratch((4,), torch.float32), "b": Scratch((3,), torch.float16)})
+    current_workspace(torch.device("meta")).reserve("a layer", scratch(2))
+    assert current_workspace(CPU).nbytes == 22
+    assert workspace_bytes() == 30
+    release_workspaces()
+    assert workspace_bytes() == 0 and current_workspace(CPU).nbytes == 0
+
+
+# What uses it
+
+
+def test_attention_of_all_layers_takes_its_tiles_from_one_workspace(allocations):
+    config = TurboQuantConfig(residual_length=0, sink_tokens=0)
+    layers = [(states(i, heads=heads, tokens=1024, dim=dim), dim) for i, (heads, dim) in enumerate([(4, 8), (1, 16)])]
+    views = [(filled(config, pair).view(), dim) for pair, dim in layers]
+    held = []
+    for _ in range(3):
+        for view, dim in views:
+            dispatch.attend(states(9, heads=4, tokens=1, dim=dim)[0], view, None, scaling=1.0)
+            held.append(workspace_bytes())
+    most = 2 * 4 * 4 * 1024 * 16  # keys and values, float32, of the most heads times the most channels
+    assert held[0] == most // 2 and held[1:] == [most] * 5
+
+
+def test_neither_layers_nor_stores_hold_scratch():
+    store = filled(TurboQuantConfig(), states(1, tokens=1024))
+    before = sum(t.nbytes for group in store.tensors().values() for t in group)
+    dispatch.attend(states(2, tokens=1)[0], store.view(), None, scaling=1.0)
+    assert workspace_bytes() > 0
+    assert sum(t.nbytes for group in store.tensors().values() for t in group) == before
+    assert not any(isinstance(value, Workspace) for value in vars(store).values())

@@ -1,0 +1,290 @@
+"""The command `tq-hf`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import build
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.tools import cli
+from tq_hf.tools.estimate import Estimator
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def saved_model(name: str, folder: Path) -> Path:
+    """A folder with a tiny random chat model of one token a character."""
+    model = build(name)
+    model.save_pretrained(folder)
+    backend = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", pad_token="\0", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def run(*arguments: object, typed: str | None = None, status: int = 0) -> str:
+    """What the command prints to both streams."""
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=typed)
+    assert result.exit_code == status, (result.output, result.exception)
+    return result.output
+
+
+def fails(*arguments: object) -> str:
+    """The sentence with which the command ends."""
+    output = run(*arguments, status=1)
+    assert output.startswith("Error: ") and "Traceback" not in output
+    return output
+
+
+def test_help_is_made_of_sentences():
+    assert {command.callback.__name__ for command in cli.app.registered_commands} == {
+        "estimate_command",
+        "chat_command",
+        "bench_command",
+    }
+    for command in cli.app.registered_commands:
+        first = command.callback.__doc__.strip().splitlines()[0]
+        assert re.match(r"[A-Z]", first) and len(first) > 40
+    for name in ("estimate", "chat"):
+        text = re.sub(r"[│╭╮╰╯─\s]+", " ", run(name, "--help"))
+        assert "model of the Hugging Face hub" in text
+
+
+def test_the_command_is_installed():
+    (script,) = entry_points(group="console_scripts", name="tq-hf")
+    assert script.value == "tq_hf.tools.cli:app"
+
+
+def test_estimate_prints_what_the_estimator_says(model_folder):
+    found = json.loads(run("estimate", model_folder, "--context", 700, "--batch", 3, "--gpu-memory", "1GB", "--json"))
+    estimator = Estimator(AutoConfig.from_pretrained(model_folder))
+    assert [row["preset"] for row in found["presets"]] == [None, *PRESETS]
+    left = int(10**9 * 0.9) - estimator.weight_bytes
+    assert (found["context"], found["batch"], found["dtype"]) == (700, 3, "float32")
+    assert (found["gpu_memory_bytes"], found["cache_memory_bytes"]) == (10**9, left)
+    for row in found["presets"]:
+        footprint = estimator.footprint(row["preset"], 700, 3)
+        assert row["after_prefill"]["total"] == footprint.total
+        assert row["after_prefill"]["packed"] == footprint.packed
+        assert row["decoding"]["total"] == estimator.footprint(row["preset"], 700, 3, decoding=True).total
+        assert row["max_context"] == estimator.max_context(row["preset"], left, 3)
+        assert row["max_batch"] == estimator.max_batch(row["preset"], left, 700)
+
+
+def test_estimate_of_a_preallocated_cache(model_folder):
+    options = ["--context", 300, "--max-cache-len", 1000, "--preset", "3bit_nc"]
+    found = json.loads(run("estimate", model_folder, *options, "--gpu-memory", "1GB", "--json"))
+    estimator = Estimator(AutoConfig.from_pretrained(model_folder))
+    left = found["cache_memory_bytes"]
+    for row in found["presets"]:
+        name = row["preset"]
+        assert row["after_prefill"]["total"] == estimator.footprint(name, 300, max_cache_len=1000).total
+        assert row["max_context"] == estimator.max_context(name, left, preallocated=True)
+        assert row["max_batch"] == estimator.max_batch(name, left, 300, max_cache_len=1000)
+        assert estimator.footprint(name, row["max_context"], max_cache_len=row["max_context"]).total <= left
+    assert "StaticCache" in run("estimate", model_folder, *options)
+    assert "`max_cache_len` is 300; it must be 301" in fails(
+        "estimate", model_folder, "--context", 300, "--max-cache-len", 300
+    )
+
+
+@pytest.mark.parametrize("memory", [[], ["--gpu-memory", "24"]], ids=["sizes", "what fits"])
+def test_estimate_prints_a_table_no_wider_than_a_terminal(model_folder, monkeypatch, memory):
+    monkeypatch.setenv("COLUMNS", "80")
+    output = run("estimate", model_folder, "--context", 2000, *memory)
+    for name in ("DynamicCache", *PRESETS):
+        (line,) = (line for line in output.splitlines() if line.strip().startswith(f"{name} "))
+        assert "…" not in line and len(line.split()) >= 5
+    assert ("max" in output) == bool(memory)
+    assert ("sliding-window" in output) == model_folder.name.startswith("gemma3")
+
+
+def test_estimate_shows_the_presets_asked_for(llama_folder):
+    output = run("estimate", llama_folder, "--preset", "3bit_nc", "--preset", "k8v4", "--dtype", "bfloat16", "--json")
+    assert [row["preset"] for row in json.loads(output)["presets"]] == [None, "3bit_nc", "k8v4"]
+    assert json.loads(output)["dtype"] == "bfloat16" and json.loads(output)["context"] == 2048
+
+
+def test_estimate_says_what_is_wrong(llama_folder, tmp_path):
+    assert "Unknown preset '5bit'" in fails("estimate", llama_folder, "--preset", "5bit")
+    assert "not an amount of memory" in fails("estimate", llama_folder, "--gpu-memory", "lots")
+    assert "must be one of bfloat16" in fails("estimate", llama_folder, "--dtype", "int3")
+    (tmp_path / "config.json").write_text("{}")
+    assert "Cannot read the config" in fails("estimate", tmp_path)
+    assert "1" in run("estimate", llama_folder, "--context", 0, status=2)
+
+
+def test_a_model_larger_than_the_gpu_leaves_no_room(llama_folder):
+    found = json.loads(run("estimate", llama_folder, "--gpu-memory", "0.0001GB", "--json"))
+    assert found["cache_memory_bytes"] == 0
+    assert all(row["max_context"] == row["max_batch"] == 0 for row in found["presets"])
+
+
+def test_without_a_checkout_the_default_model_is_explained(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "EXAMPLES", tmp_path / "examples")
+    for command in ("estimate", "chat"):
+        message = fails(command)
+        assert "not part of an installed package" in message and "Or name a model" in message
+    message = fails("bench", "--tokens", "10")
+    assert "`examples/benchmark.py` of the tq_hf repository" in message and "Clone" in message
+
+
+@pytest.mark.skipif(not (cli.EXAMPLES / "needle" / "config.json").exists(), reason="the shipped model is not there")
+def test_the_shipped_model_is_the_default(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert json.loads(run("estimate", "--json"))["model"] == str(cli.EXAMPLES / "needle")
+    output = run("chat", "--max-new-tokens", 4, typed="def f(x):\n/mem\n/quit\n")
+    assert "continues your text" in output and "packed 0.00" in output
+
+
+def test_chat_answers_on_one_cache(model_folder):
+    output = run("chat", model_folder, "--max-new-tokens", 5, typed="hello\nagain\n/mem\n\n/quit\nnot read\n")
+    # <user>hello<assistant>, 5, <user>again<assistant>, and 5 less the last, which nothing has followed.
+    held = re.search(r"(\d+) tokens: .* MiB", output)
+    assert held is not None and int(held[1]) == 22 + 5 + 22 + 5 - 1
+    assert "not read" not in output
+
+
+def test_a_conversation_saved_and_loaded_goes_on_as_if_nothing_had_happened(model_folder, tmp_path):
+    path = tmp_path / "chat.safetensors"
+    first, second = "tell me about rivers", "and about lakes"
+    whole = run("chat", model_folder, "--max-new-tokens", 9, typed=f"{first}\n{second}\n/mem\n")
+    saved = run("chat", model_folder, "--max-new-tokens", 9, typed=f"{first}\n/save {path}\n")
+    resumed = run("chat", model_folder, "--max-new-tokens", 9, typed=f"/load {path}\n{second}\n/mem\n")
+    assert "Saved 45 tokens." in saved and "Loaded 45 tokens." in resumed
+    assert whole.split("> ")[2:] == resumed.split("> ")[2:]
+    assert len(set(whole.split("> ")[2])) > 3
+
+
+def test_chat_takes_the_preset_that_suits_the_model(llama_folder):
+    output = run("chat", llama_folder, "--preset", "auto", "--max-new-tokens", 3, typed="x\n/quit\n")
+    assert "an automatically chosen cache" in " ".join(output.split())
+    model = cli.AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
+    chat = cli.Chat(model, cli.AutoTokenizer.from_pretrained(llama_folder), "auto", 3)
+    chat.say("x" * 200)
+    expected = TurboQuantCache(model.config, "auto", model=model)
+    with torch.no_grad():
+        model(torch.tensor([chat.ids[:-3]]), past_key_values=expected)
+    assert chat.cache.config == expected.config
+
+
+def test_chat_runs_only_new_tokens_through_the_model(llama_folder, monkeypatch):
+    widths = []
+    forward = cli.AutoModelForCausalLM.from_pretrained(llama_folder).__class__.forward
+
+    def counted(self, input_ids=None, **kwargs):
+        widths.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(build("llama").__class__, "forward", counted)
+    run("chat", llama_folder, "--max-new-tokens", 3, typed=f"{'x' * 200}\ny\n/quit\n")
+    assert widths[:4] == [200 + 17, 1, 1, 1 + 18]
+
+
+def test_chat_starts_over_where_the_conversation_changes(model_folder):
+    """A template that drops what was said (as those of reasoning models do) still gets right answers."""
+    tokenizer = cli.AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}<{{ m.content }}>{% endfor %}"
+    model = cli.AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
+    chat = cli.Chat(model, tokenizer, "4bit_nc", 7)
+    fresh = cli.Chat(model, tokenizer, "4bit_nc", 7)
+    chat.say("x" * 120)
+    answer = chat.say("second")
+    fresh.messages = [{"role": "user", "content": "x" * 120}]
+    assert answer == fresh.say("second")
+    chat.reset()
+    assert chat.cache.get_seq_length() == 0 and chat.say("third") == cli.Chat(model, tokenizer, "4bit_nc", 7).say(
+        "third"
+    )
+
+
+def test_an_answer_that_breaks_off_leaves_nothing_behind(llama_folder):
+    """Whatever stops it: a terminal that cannot print a character raises a `UnicodeEncodeError`, a `ValueError`."""
+
+    class Broken:
+        def put(self, value: torch.Tensor) -> None:
+            if value.numel() == 1:
+                raise UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range(128)")
+
+    tokenizer = cli.AutoTokenizer.from_pretrained(llama_folder)
+    model = cli.AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
+    chat, undisturbed = (cli.Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
+    for text in ("one", "two"):
+        with pytest.raises(UnicodeEncodeError):
+            chat.say(f"broken {text}", Broken())
+        assert chat.say(text) == undisturbed.say(text)
+        assert chat.ids == undisturbed.ids
+
+
+def test_a_model_without_a_template_continues_the_text(llama_folder):
+    tokenizer = cli.AutoTokenizer.from_pretrained(llama_folder)
+    tokenizer.chat_template = None
+    model = cli.AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
+    chat = cli.Chat(model, tokenizer, "4bit_nc", 6)
+    chat.say("one and")
+    said = list(chat.ids)
+    chat.say(" two and")
+    assert chat.ids[: len(said)] == said and len(chat.ids) == len(said) + 8 + 6
+    whole = torch.tensor([chat.ids[:-6]])
+    assert chat.ids == model.generate(whole, max_new_tokens=6, do_sample=False)[0].tolist()
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(capsys):
+    cli._Printer(None, cli.Console()).on_finalized_text("a\x1b[2Jb\nc\x07\x9b", stream_end=True)
+    assert capsys.readouterr().out == "a[2Jb\nc\n"
+
+
+def test_chat_survives_mistakes(llama_folder, tmp_path):
+    model = build("llama")
+    cache = TurboQuantCache(model.config)
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.long), past_key_values=cache)
+    cache.save(tmp_path / "plain.safetensors", model)
+    plain = tmp_path / "plain.safetensors"
+    typed = f"/save\n/save {tmp_path / 'x'}\n/load {tmp_path / 'no'}\n/load {plain}\n/what\n/reset\n/quit\n"
+    output = run("chat", llama_folder, typed=typed)
+    messages = ["Give a file: /save PATH.", "holds no tokens", "There is no file", "no conversation", "/load PATH "]
+    for message in messages:
+        assert message in output, message
+
+
+def test_chat_says_what_is_wrong(llama_folder, tmp_path):
+    assert "Unknown preset" in fails("chat", llama_folder, "--preset", "x")
+    assert "Cannot load the model" in fails("chat", tmp_path)
+    assert "Cannot run on 'tpu9'" in fails("chat", llama_folder, "--device", "tpu9")
+
+
+def test_bench_passes_everything_on(monkeypatch, tmp_path):
+    (tmp_path / "benchmark.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    monkeypatch.setattr(cli, "EXAMPLES", tmp_path)
+    calls = []
+    real = subprocess.run
+    monkeypatch.setattr(cli.subprocess, "run", lambda *a, **k: calls.append(a[0]) or real(*a, **k, capture_output=True))
+    run("bench", "--help", "--tokens", "10", "x", status=3)
+    assert calls == [[sys.executable, str(tmp_path / "benchmark.py"), "--help", "--tokens", "10", "x"]]

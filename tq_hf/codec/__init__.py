@@ -1,0 +1,1 @@
+"""The method in torch: codebook, rotation, packing, and the oracle."""

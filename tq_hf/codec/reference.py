@@ -1,0 +1,149 @@
+"""Encode and dequantise in torch: the oracle of the kernels and the path of devices without them.
+
+With R the rotation, x a key or value and b its block:
+
+    encode      y = R x;  z = y - m_b (keys, m_b = R mean of the block, rounded to fp16);  sigma = |z| / sqrt(D)
+                c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
+    dequantise  x' = R^-1 (scale c + m_b)
+
+(TurboQuant_mse, arXiv 2504.19874, algorithm 1, with a norm correction, as vLLM's `_nc` presets have one, and a key mean
+per block.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import Correction, TurboQuantConfig
+from ..layout import BlockLayout
+from ..tensors.blocks import PackedBlocks
+from .codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries, levels
+from .packing import pack, unpack
+from .rotation import rotate, rotate_back
+
+TILE_BLOCKS = 16
+"""Blocks worked on at a time, so that temporaries stay small beside the cache (2048 tokens)."""
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension by halving: the order, and so the bits, depend on that dimension's size alone."""
+    while (size := x.shape[-1]) > 1:
+        half = size // 2
+        folded = x[..., :half] + x[..., half : 2 * half]
+        x = folded if size % 2 == 0 else torch.cat([folded, x[..., -1:]], dim=-1)
+    return x.squeeze(-1)
+
+
+def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`x` in float32, padded with zeros to `dim` channels."""
+    return torch.nn.functional.pad(x.float(), (0, dim - x.shape[-1]))
+
+
+def _safe_divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """Quotient, 0 where the denominator is 0 (a zero vector keeps scale 0)."""
+    return torch.where(denominator == 0, 0, numerator / torch.where(denominator == 0, 1, denominator))
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    """float16, saturated: what is too large for it must not become infinite."""
+    limit = torch.finfo(torch.float16).max
+    return x.clamp(-limit, limit).half()
+
+
+def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of rotated vectors.
+
+    Args:
+        z: `[..., D]` float32.
+        bits: 2, 3, 4 (Lloyd-Max) or 8 (FP8 e4m3).
+        correction: What scale to store for 2, 3 and 4 bits (see `TurboQuantConfig.key_correction`). FP8 codes are
+            relative to the stored scale already.
+
+    Returns:
+        Codes `[..., D]` int32 and scales `[...]` float16, with `z ~ scale * levels[code]`.
+    """
+    if bits == 8:
+        scale = _half(z.abs().amax(-1) / (FP8_MAX * FP8_LEVEL_SCALE))
+        unit = _safe_divide(z, scale.float()[..., None] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX)
+        return unit.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), scale
+    square = _sum(z * z)
+    sigma = (square / z.shape[-1]).sqrt()
+    codes = torch.bucketize(_safe_divide(z, sigma[..., None]), boundaries(bits, z.device), out_int32=True)
+    if correction == "none":
+        return codes, _half(sigma)
+    level = levels(bits, z.device)[codes]
+    if correction == "norm":
+        scale = (square / _sum(level * level)).sqrt()
+    elif correction == "inner":
+        scale = _safe_divide(square, _sum(z * level))
+    else:
+        scale = _sum(z * level) / _sum(level * level)
+    return codes, _half(scale)
+
+
+def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
+    """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of `out`.
+
+    Args:
+        config: Seed, bits and corrections.
+        keys: `[B, Hkv, n * 128, Dk]` any float dtype.
+        values: `[B, Hkv, n * 128, Dv]`.
+        out: Blocks to write to.
+        start: Index of the first block written.
+    """
+    layout = out.layout
+    blocks = keys.shape[2] // layout.tokens
+    for first in range(0, blocks, TILE_BLOCKS):
+        tile = slice(first * layout.tokens, min(first + TILE_BLOCKS, blocks) * layout.tokens)
+        k, v = (x[:, :, tile].unflatten(2, (-1, layout.tokens)) for x in (keys, values))
+        target = out.slice(start + first, start + min(first + TILE_BLOCKS, blocks))
+        z = rotate(_padded(k, layout.key_dim_padded), config.rotation_seed)
+        if target.key_means is not None:
+            target.key_means.copy_(_half(_sum(z.transpose(-1, -2)) / layout.tokens))
+            z = z - target.key_means.float()[..., None, :]
+        codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
+        target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
+        z = _padded(v, layout.value_dim_padded)
+        if config.rotate_values:
+            z = rotate(z, config.rotation_seed)
+        codes, value_scales = quantize(z, layout.value_bits, config.value_correction)
+        target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
+        target.scalars.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
+
+
+def _dequantise(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
+    level = levels(bits, words.device)[unpack(words, bits, dim, is_value=is_value)]
+    return level * scales.float()[..., None]
+
+
+def dequantise_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, as stored: rotated, values
+    unless the layout says otherwise."""
+    layout: BlockLayout = blocks.layout
+    scales = blocks.scalars.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
+    keys = _dequantise(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
+    if blocks.key_means is not None:
+        keys = keys + blocks.key_means.float()[..., None, :]
+    values = _dequantise(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
+    return keys, values
+
+
+def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Write what `blocks` hold, as attention reads it.
+
+    Args:
+        config: Seed of the rotation.
+        blocks: N blocks, all of which are read.
+        keys: `[B, Hkv, N * 128, Dk]`, written in its own dtype.
+        values: `[B, Hkv, N * 128, Dv]`, likewise.
+    """
+    layout = blocks.layout
+    for first in range(0, blocks.capacity, TILE_BLOCKS):
+        last = min(first + TILE_BLOCKS, blocks.capacity)
+        rows = slice(first * layout.tokens, last * layout.tokens)
+        key, value = dequantise_rotated(blocks.slice(first, last))
+        key = rotate_back(key, config.rotation_seed)
+        if config.rotate_values:
+            value = rotate_back(value, config.rotation_seed)
+        for out, states in ((keys, key), (values, value)):
+            out[:, :, rows] = states[..., : out.shape[-1]].flatten(2, 3)

@@ -1,0 +1,70 @@
+"""The rotation before quantising: random signs, then a Hadamard-type transform.
+
+R = H diag(s): s are random signs, H is symmetric and orthogonal, so R^-1 = diag(s) H. For D = m 2^k, m odd, H is the
+Kronecker product of the m-point Hartley matrix cas(2 pi i j / m) / sqrt(m) and the 2^k Sylvester-Hadamard matrix; for
+a power of two it is the latter alone. The signs matter: without them a mean aligned with a row of H ends up in one
+channel.
+
+Everything here is element-wise arithmetic in a fixed order: a token's rotated channels do not depend on how many
+others are rotated with it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+from ..inference_mode import outside_inference_mode
+
+
+@lru_cache
+@outside_inference_mode
+def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
+    """Random signs, `[dim]` float32 of +1 and -1, equal on every device; all +1 for a seed of `None`."""
+    if seed is None:
+        return torch.ones(dim, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(0, 2, (dim,), generator=generator) * 2.0 - 1.0).to(device)
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """H x over the last dimension, `[..., D]` float32, in O(D log D) additions; its own inverse."""
+    dim = x.shape[-1]
+    power = dim & -dim
+    odd = dim // power
+    out = x.unflatten(-1, (odd, power))
+    step = 1
+    while step < power:
+        pairs = out.unflatten(-1, (power // (2 * step), 2, step))
+        low, high = pairs.unbind(-2)
+        out = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        step *= 2
+    if odd > 1:
+        rows = []
+        for i in range(odd):
+            angles = [2 * math.pi * (i * j % odd) / odd for j in range(odd)]
+            row = (math.cos(angles[0]) + math.sin(angles[0])) * out[..., 0, :]
+            for j in range(1, odd):
+                row = row + (math.cos(angles[j]) + math.sin(angles[j])) * out[..., j, :]
+            rows.append(row)
+        out = torch.stack(rows, dim=-2)
+    return out.flatten(-2) * dim**-0.5
+
+
+def rotate(x: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """R x over the last dimension; `[..., D]` float32."""
+    return hadamard(x * signs(x.shape[-1], seed, x.device))
+
+
+def rotate_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """R^-1 x over the last dimension; `[..., D]` float32."""
+    return hadamard(x) * signs(x.shape[-1], seed, x.device)
+
+
+@lru_cache
+@outside_inference_mode
+def rotation_matrix(dim: int, seed: int | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """R as a dense matrix, `[dim, dim]`: `rotate(x) = x @ R.T`. For kernels that rotate with tensor cores."""
+    return rotate(torch.eye(dim), seed).T.contiguous().to(device=device, dtype=dtype)

@@ -1,0 +1,21 @@
+"""Tensors that outlive a call.
+
+Under `torch.inference_mode` every new tensor is an inference tensor, which may never be written to in place outside
+of it. A cache that was filled there must still serve a plain `generate()`, so what is kept is made outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` outside of inference mode and without gradients, whatever the caller is in."""
+    # In this order: leaving inference mode turns gradients on.
+    return torch.inference_mode(False)(torch.no_grad()(function))

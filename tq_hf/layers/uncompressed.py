@@ -1,0 +1,66 @@
+"""A preallocated layer that is not compressed, beside compressed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+from ..inference_mode import outside_inference_mode
+from ..stores.growing import check_room
+from .base import FullAttentionLayer, check_crop
+
+
+class PreallocatedLayer(FullAttentionLayer, StaticLayer):
+    """transformers' own layer, except that it agrees with a `TurboQuantLayer` on what a call of several tokens sees.
+
+    `StaticLayer` shows all there is room for at every call. Beside a compressed layer it must show what that shows (see
+    `FullAttentionLayer`): the tokens held, and all there is room for only to a single token.
+    """
+
+    @outside_inference_mode
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+
+    @outside_inference_mode
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
+        super().lazy_initialization(key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that are held, or if S is 1 all
+        there is room for.
+
+        Raises:
+            ValueError: The tokens exceed `max_cache_len` (a single one on a CPU only; on a GPU `turboquant_mask` raises
+                before the step). The layer is unchanged then.
+        """
+        tokens = key_states.shape[-2]
+        if key_states.is_meta or (tokens == 1 and (not key_states.is_cpu or torch.compiler.is_compiling())):
+            # Without reading the length: there is none, or decoding would wait for it.
+            return super().update(key_states, value_states, *args, **kwargs)
+        held = int(self.get_seq_length())
+        check_room(tokens, held, self.max_cache_len)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return (keys, values) if tokens == 1 else (keys[:, :, : held + tokens], values[:, :, : held + tokens])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive.
+        """
+        check_crop(tokens_to_remove)
+        if self.is_initialized:
+            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+
+    @outside_inference_mode
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = function(self.keys), function(self.values)
+            self.batch_size = self.keys.shape[0]

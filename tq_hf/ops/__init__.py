@@ -1,0 +1,1 @@
+"""How attention, encoding and dequantising are computed: dispatch, and the backends."""

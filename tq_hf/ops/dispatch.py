@@ -1,0 +1,94 @@
+"""The operations on packed blocks; every backend is chosen here."""
+
+from __future__ import annotations
+
+import torch
+
+from ..codec import reference
+from ..config import TurboQuantConfig
+from ..tensors.blocks import PackedBlocks
+from ..tensors.view import StoreView
+from ..tensors.window import KeyValue
+from . import buffered_attention, reference_attention, triton_backend
+from .workspace import Scratch, current_workspace
+
+
+def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
+    """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
+    of `out`."""
+    backend = triton_backend if triton_backend.serves(keys, out.layout) else reference
+    backend.encode(config, keys, values, out, start)
+
+
+def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
+    backend = triton_backend if triton_backend.serves(keys, blocks.layout) else reference
+    backend.dequantise(config, blocks, keys, values)
+
+
+def dense(view: StoreView) -> KeyValue:
+    """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
+    keys, values = (part.new_empty(shape) for part, shape in zip(view.sinks, view.shaped(view.length), strict=True))
+    _write_dense(view, keys, values)
+    return keys, values
+
+
+def _write_dense(view: StoreView, keys: torch.Tensor, values: torch.Tensor) -> None:
+    tokens = view.num_blocks * view.blocks.layout.tokens
+    for start, part in view.dense_parts:
+        for out, states in zip((keys, values), part, strict=True):
+            out[:, :, start : start + states.shape[2]] = states
+    if tokens:
+        packed = slice(view.sinks[0].shape[2], view.sinks[0].shape[2] + tokens)
+        dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
+
+
+def buffered_attend(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, *, scaling: float, causal: bool = True
+) -> torch.Tensor:
+    """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
+    shapes = zip(("continuation keys", "continuation values"), view.shaped(view.length), strict=True)
+    requests = {name: Scratch(shape, view.sinks[0].dtype) for name, shape in shapes}
+    workspace = current_workspace(query.device)
+    keys, values = workspace.acquire("continuation prefill", requests).values()
+    _write_dense(view, keys, values)
+    return buffered_attention.attend_buffer(query, keys, values, mask, scaling=scaling, causal=causal)
+
+
+def attend(
+    query: torch.Tensor,
+    view: StoreView,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    causal: bool = True,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]`.
+
+    Arguments are those of `tq_hf.ops.reference_attention.attend`.
+    """
+    if triton_backend.can_attend(query, view, mask, position_bias):
+        return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
+    way = buffered_attention.choose(
+        fused=triton_backend.can_attend_many(query, view, mask, position_bias),
+        buffered=buffered_attention.sdpa_takes(query, softcap, s_aux, position_bias),
+    )
+    if way == "fused":
+        return triton_backend.attend_many(
+            query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux
+        )
+    if way == "buffered":
+        return buffered_attend(query, view, mask, scaling=scaling, causal=causal)
+    return reference_attention.attend(
+        query,
+        view,
+        mask,
+        scaling=scaling,
+        causal=causal,
+        softcap=softcap,
+        s_aux=s_aux,
+        position_bias=position_bias,
+    )

@@ -1,0 +1,314 @@
+"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` and `static_ops` call it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ..codec.rotation import rotation_matrix
+from ..config import TurboQuantConfig
+from ..inference_mode import outside_inference_mode
+from ..layout import BlockLayout
+from ..tensors.blocks import PackedBlocks
+from ..tensors.view import StoreView
+from ..tensors.window import KeyValue
+from .workspace import Scratch, acquire, current_workspace
+
+if HAS_TRITON := find_spec("triton") is not None:
+    from tq_kernels.codec.dequantise import dequantise as dequantise_blocks
+    from tq_kernels.codec.encode import encode as encode_blocks
+    from tq_kernels.decode.append import append_token as append_rows
+    from tq_kernels.decode.append import finish_step
+    from tq_kernels.decode.decoder import Decoder, NewRow, device_int, interpreted
+    from tq_kernels.prefix.launch import attend_prefix, prefix_takes
+
+MAX_QUERIES = 16
+"""Queries a sequence that the decode kernel takes whatever the history; more are the business of prefill."""
+MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
+"""Over a short history it takes up to so many, as long as queries times tokens stay within the second number
+(measured on an H200: 64 on 4k tokens take 54 us here and 85 us in the prefix kernel; 32 on 32k 115 and 86 us)."""
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels run on this tensor's device, in its dtype, for heads of this size and for values stored so."""
+    takes = layout.rotated_values and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+    return takes and _runs(tensor)
+
+
+def _runs(tensor: torch.Tensor) -> bool:
+    return HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """`states` with contiguous rows, as models make them."""
+    # All strides at once: torch answers in a third of the time.
+    return states if states.stride()[-1] == 1 else states.contiguous()
+
+
+def _launching_on(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device; layers of a model spread over several GPUs are not on it."""
+    away = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if away else nullcontext()
+
+
+def can_attend(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
+) -> bool:
+    """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
+    queries = query.shape[2]
+    buffers = view.buffers
+    few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
+    return (
+        few
+        and (_runs(query) if buffers.prepared is not None else serves(query, buffers.blocks.layout))
+        and view.new is None
+        and position_bias is None
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+    )
+
+
+def can_attend_many(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
+) -> bool:
+    """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
+    all heads."""
+    layout = view.blocks.layout
+    return (
+        serves(query, layout)
+        and prefix_takes(layout.key_dim, layout.value_dim, query.device)
+        and position_bias is None
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+    )
+
+
+@lru_cache
+@outside_inference_mode
+def _rotations(
+    config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value rotations `[D, D]`: R in float32, sqrt(D) R (+-1 for powers of two) in float16."""
+    matrices = []
+    for dim in (layout.key_dim_padded, layout.value_dim_padded):
+        matrix = rotation_matrix(dim, config.rotation_seed, torch.device("cpu"), torch.float32)
+        matrices.append((matrix * dim**0.5 if dtype == torch.float16 else matrix).to(device, dtype))
+    return matrices[0], matrices[1]
+
+
+def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -> None:
+    """Make the tables that kernels on `like.device` read: made inside a captured graph, they would live in it."""
+    if serves(like, layout):
+        for dtype in (torch.float32, torch.float16):
+            _rotations(config, layout, like.device, dtype)
+
+
+def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
+    """`tq_hf.codec.reference.encode` on the GPU."""
+    _encode(config, keys, values, out, start)
+
+
+def _encode(
+    config: TurboQuantConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: PackedBlocks,
+    start: int,
+    due: torch.Tensor | None = None,
+) -> None:
+    key_rotation, value_rotation = _rotations(config, out.layout, keys.device, torch.float32)
+    with _launching_on(keys.device):
+        encode_blocks(
+            _rows(keys),
+            _rows(values),
+            out.key_words,
+            out.value_words,
+            out.scalars,
+            out.key_means,
+            start,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            key_correction=config.key_correction,
+            value_correction=config.value_correction,
+            key_rotation=key_rotation,
+            value_rotation=value_rotation,
+            due=due,
+        )
+
+
+def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`tq_hf.codec.reference.dequantise` on the GPU."""
+    key_rotation, value_rotation = _rotations(config, blocks.layout, keys.device, torch.float32)
+    with _launching_on(keys.device):
+        dequantise_blocks(
+            blocks.key_words,
+            blocks.value_words,
+            blocks.scalars,
+            blocks.key_means,
+            0,
+            blocks.capacity,
+            keys,
+            values,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            key_rotation=key_rotation,
+            value_rotation=value_rotation,
+        )
+
+
+def make_decoder(
+    config: TurboQuantConfig, blocks: PackedBlocks, sinks: KeyValue, window: KeyValue, device: torch.device
+) -> Decoder:
+    """The decode kernels on these tensors, all on `device`."""
+    layout = blocks.layout
+    return Decoder(
+        blocks.key_words,
+        blocks.value_words,
+        blocks.scalars,
+        blocks.key_means,
+        sinks,
+        window,
+        *_rotations(config, layout, device, torch.float16),
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+    )
+
+
+@lru_cache
+def _floats(size: int) -> Scratch:
+    return Scratch((size,), torch.float32)
+
+
+def attend(
+    query: torch.Tensor,
+    view: StoreView,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    causal: bool,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """`reference_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
+    buffers, device = view.buffers, query.device
+    decoder: Decoder | None = buffers.prepared
+    if decoder is None:
+        decoder = make_decoder(buffers.config, buffers.blocks, buffers.sinks, buffers.ring, device)
+        buffers.prepared = decoder
+    batch, query_heads, queries, _ = query.shape
+    if mask is not None and mask.shape[0] != batch:
+        mask = mask.expand(batch, -1, -1, -1)
+    late = view.late
+    row = None
+    if late is not None and late.states is not None:
+        row = NewRow(_rows(late.states[0]), _rows(late.states[1]), late.slot)
+    workspace = current_workspace(device)
+    out = decoder(
+        _rows(query),
+        device_int(view.num_blocks, device),
+        device_int(view.num_window, device),
+        device_int(decoder.sinks, device),
+        scaling=scaling,
+        allocate=lambda size: workspace.view("decode attention", "decode", _floats(size)),
+        out=query.new_empty(batch, queries, query_heads, decoder.value_dim),
+        mask=mask,
+        causal=causal,
+        softcap=softcap,
+        s_aux=s_aux,
+        row=row,
+    )
+    if late is not None:
+        late.states = None
+    return out
+
+
+def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """`tq_hf.ops.reference_attention.attend` on the GPU, for calls that `can_attend_many`."""
+    layout, blocks = view.blocks.layout, view.blocks
+    key_rotation, value_rotation = _rotations(view.config, layout, query.device, torch.float16)
+    workspace = current_workspace(query.device)
+
+    def scratch(size: int) -> torch.Tensor:
+        return workspace.acquire("prefix attention", {"prefix": Scratch((size,), torch.float32)})["prefix"]
+
+    return attend_prefix(
+        _rows(query),
+        blocks.key_words,
+        blocks.value_words,
+        blocks.scalars,
+        blocks.key_means,
+        view.num_blocks,
+        view.sinks,
+        (view.window.keys, view.window.values),
+        view.num_window,
+        None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
+        key_rotation,
+        value_rotation,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        scratch=scratch,
+        out=query.new_empty(query.shape[0], query.shape[2], query.shape[1], layout.value_dim),
+        mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
+        **options,
+    )
+
+
+def append_token(
+    config: TurboQuantConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: PackedBlocks,
+    sinks: KeyValue,
+    window: KeyValue,
+    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    max_length: int,
+) -> None:
+    """`tq_hf.stores.graph_ops.append_token` on the GPU; `counts` are the store's `state`, `seen` and `length`."""
+    state, seen, length = counts
+    with _launching_on(keys.device):
+        append_rows(
+            _rows(keys),
+            _rows(values),
+            sinks,
+            window,
+            state,
+            seen,
+            residual_length=config.residual_length,
+            max_length=max_length,
+        )
+        if blocks.capacity:
+            _encode(config, *window, blocks, 0, due=seen)
+        finish_step(state, seen, length)
+
+
+def attend_token(
+    config: TurboQuantConfig,
+    query: torch.Tensor,
+    blocks: PackedBlocks,
+    sinks: KeyValue,
+    window: KeyValue,
+    seen: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """`tq_hf.stores.graph_ops.attend_token` on the GPU.
+
+    Scratch is per call: in a captured graph it comes from the graph's own memory, where one layer's is free again for
+    the next, and the capturing stream has no workspace that could outlive the graph.
+    """
+    num_sinks, num_blocks, num_window, _, _ = seen.unbind()
+    batch, query_heads, queries, _ = query.shape
+    return make_decoder(config, blocks, sinks, window, query.device)(
+        _rows(query),
+        num_blocks,
+        num_window,
+        num_sinks,
+        allocate=lambda size: acquire(None, "decode attention", query.device, {"decode": _floats(size)})["decode"],
+        out=query.new_empty(batch, queries, query_heads, blocks.layout.value_dim),
+        mask=None if mask is None else mask.expand(batch, -1, -1, -1),
+        **options,
+    )

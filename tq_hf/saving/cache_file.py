@@ -1,0 +1,201 @@
+"""Save a cache to a safetensors file, and load it back: a prompt processed once is reused after a restart.
+
+A file holds the used packed blocks, the dense rows and the sinks of every compressed layer, the tensors of every other
+layer, and one JSON text that says the rest (lengths, the configuration, which model it belongs to). That text carries
+its own checksum and one of all tensors.
+
+Loading believes none of it: see `tq_hf.saving.safetensors_file` for the file, `tq_hf.saving.fingerprint` for the model
+and `tq_hf.saving.layers` for the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from ..config import PRESETS, TurboQuantConfig
+from ..inference_mode import outside_inference_mode
+from ..layers.compressed import TurboQuantLayer
+from ..layers.uncompressed import PreallocatedLayer
+from . import fingerprint, safetensors_file
+from .layers import Loader, describe_compressed, describe_stock
+
+if TYPE_CHECKING:
+    from ..cache import TurboQuantCache
+
+FORMAT = "tq_hf.cache"
+VERSION = 2
+"""Raised whenever a reader of the old version would misread a new file."""
+
+STATE_FIELDS = {
+    "config": dict,
+    "max_cache_len": (int, type(None)),
+    "model": dict,
+    "batch": int,
+    "tokens": int,
+    "layers": list,
+    "tensors": str,
+    "notes": dict,
+    "transformers": str,
+}
+
+
+def save_cache(
+    cache: TurboQuantCache,
+    path: str | os.PathLike[str],
+    model: Any = None,
+    notes: Mapping[str, str] | None = None,
+) -> None:
+    """Write `cache` to `path`; see `TurboQuantCache.save`.
+
+    Args:
+        cache: A cache that holds tokens. It is not changed.
+        path: File to write, by convention `*.safetensors`. An old one is replaced in one step.
+        model: The model that filled the cache; by default it is found by its config.
+        notes: Strings to keep with the cache (`load_cache` returns them), e.g. the prompt.
+
+    Raises:
+        ValueError: The cache is empty, has a layer of an unknown kind, or its model cannot be found; `path` is not a
+            place for a file.
+        FileNotFoundError: The folder does not exist.
+    """
+    tokens = int(cache.get_seq_length())
+    if tokens == 0:
+        raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
+    if model is None:
+        compressed = (layer for layer in cache.layers if isinstance(layer, TurboQuantLayer))
+        reference = next((layer._model_config for layer in compressed), None)
+        model = fingerprint.owner(reference() if reference is not None else None)
+    if cache.offloading:
+        # Layers move to the CPU on streams of their own, and may be of several GPUs.
+        for device in {getattr(layer, "device", None) for layer in cache.layers}:
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
+    tensors: dict[str, torch.Tensor] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, TurboQuantLayer):
+            description, held = describe_compressed(layer, index)
+        else:
+            description, held = describe_stock(layer, index)
+        layers.append(description)
+        for name, tensor in held.items():
+            # A copy: parts of one storage may not be written under two names.
+            tensor = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            tensors[f"layers.{index}.{name}"] = tensor
+    state = {
+        "config": dataclasses.asdict(cache.config),
+        "max_cache_len": _max_cache_len(cache),
+        "model": fingerprint.identify(model),
+        "batch": _batch_size(cache),
+        "tokens": tokens,
+        "layers": layers,
+        "tensors": safetensors_file.digest(tensors),
+        "notes": dict(notes or {}),
+        "transformers": transformers.__version__,
+    }
+    text = json.dumps(state, sort_keys=True)
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "state": text,
+        "checksum": safetensors_file.text_digest(text),
+    }
+    safetensors_file.write(path, tensors, metadata)
+
+
+@outside_inference_mode
+def load_cache(
+    kind: type[TurboQuantCache],
+    path: str | os.PathLike[str],
+    model: Any,
+    preset: str | TurboQuantConfig | None = None,
+) -> tuple[TurboQuantCache, dict[str, str]]:
+    """The cache, of class `kind`, and the notes saved at `path`; see `TurboQuantCache.load`.
+
+    Raises:
+        ValueError: The file is damaged, was not written by `save_cache`, or belongs to another model or `preset`.
+        FileNotFoundError: There is no file.
+    """
+    with safetensors_file.open_regular(path) as file:
+        try:
+            header = safetensors_file.read_header(file)
+            state = _read_state(header.metadata)
+            config = _config(state["config"], preset)
+            fingerprint.check(state["model"], model)
+            loader = Loader(kind, model, config, state)
+            loader.check(header)
+            tensors = safetensors_file.read_tensors(file, header)
+            if safetensors_file.digest(tensors) != state["tensors"]:
+                raise ValueError("The tensors do not have the checksum they were saved with: the file is damaged.")
+            return loader.fill(tensors), state["notes"]
+        except ValueError as error:
+            raise ValueError(f"Cannot load the cache in {os.fspath(path)!r}. {error}") from error
+
+
+def _max_cache_len(cache: TurboQuantCache) -> int | None:
+    full = (TurboQuantLayer, PreallocatedLayer)
+    room = (layer.max_cache_len for layer in cache.layers if isinstance(layer, full))
+    return next(room, None)
+
+
+def _batch_size(cache: TurboQuantCache) -> int:
+    for layer in cache.layers:
+        if isinstance(layer, TurboQuantLayer):
+            return layer.batch_size
+        keys = getattr(layer, "keys", None)
+        if keys is not None:
+            return keys.shape[0]
+    raise ValueError("The cache has no layer with keys; there is nothing to save.")
+
+
+def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
+    """The JSON text of a file, checked against its checksum and for the types of its fields."""
+    if metadata.get("format") != FORMAT or "version" not in metadata:
+        raise ValueError(
+            "It is a safetensors file, but not one of a cache (model weights, perhaps). Give a file that `cache.save` "
+            "wrote."
+        )
+    version = metadata["version"]
+    if not version.isascii() or not version.isdigit() or len(version) > 9:
+        raise ValueError(f"Its format version is {version[:32]!r}, not a number: the file is damaged.")
+    if int(version) != VERSION:
+        what = "a newer tq_hf: upgrade it" if int(version) > VERSION else "no released tq_hf: save the cache again"
+        raise ValueError(f"Its format version is {version}, and this tq_hf reads {VERSION}. It was written by {what}.")
+    if metadata.keys() != {"format", "version", "state", "checksum"}:
+        raise ValueError("Its metadata are not those of a cache: the file is damaged.")
+    if safetensors_file.text_digest(metadata["state"]) != metadata["checksum"]:
+        raise ValueError("Its description does not have the checksum it was saved with: the file is damaged.")
+    state = safetensors_file.parse_json(metadata["state"], "The description")
+    safetensors_file.check_fields(state, STATE_FIELDS, "The description")
+    if not all(isinstance(note, str) for note in state["notes"].values()):
+        raise ValueError("Its notes are not all strings: the file is damaged.")
+    for name in ("batch", "tokens", "max_cache_len"):
+        if state[name] is not None and not 1 <= state[name] <= safetensors_file.MAX_DIMENSION:
+            raise ValueError(f"Its `{name}` is {state[name]}; it must be 1 or more.")
+    return state
+
+
+def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> TurboQuantConfig:
+    """The configuration a file was saved with, if it is that of `preset` (or none is asked for)."""
+    defaults = dataclasses.asdict(TurboQuantConfig())
+    types = {name: (str, type(None)) if name == "preset" else type(value) for name, value in defaults.items()}
+    safetensors_file.check_fields(saved, types | {"skip_layers": list}, "The configuration")
+    if saved["preset"] is not None and saved["preset"] not in PRESETS:
+        raise ValueError(f"Its preset is {saved['preset'][:32]!r}, unknown here. Known presets: {', '.join(PRESETS)}.")
+    if not all(safetensors_file.typed(index, int) for index in saved["skip_layers"]):
+        raise ValueError("Its `skip_layers` are not numbers: the file is damaged.")
+    config = TurboQuantConfig(**saved)
+    if preset is not None:
+        asked = TurboQuantConfig.from_preset(preset) if isinstance(preset, str) else preset
+        if asked != config:
+            differing = [name for name in defaults if getattr(asked, name) != getattr(config, name)]
+            options = ", ".join(f"{name}={getattr(config, name)!r}" for name in differing)
+            raise ValueError(f"It was saved with {options}, not as asked for. Leave out `preset`, or save it anew.")
+    return config

@@ -1,0 +1,1 @@
+"""What is held: packed blocks, the dense window, and what a call reads of them."""

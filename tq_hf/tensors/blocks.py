@@ -1,0 +1,74 @@
+"""The packed blocks of one layer, as a structure of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..layout import BlockLayout
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Tensors of the packed blocks of a layer, with room for N blocks (see `tq_hf.layout` for a block's parts).
+
+    Args:
+        layout: Sizes of a block.
+        key_words: `[B, Hkv, N, layout.key_words]` int32.
+        value_words: `[B, Hkv, N, layout.value_words]` int32.
+        scalars: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
+        key_means: `[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means, or `None` if the layout has none.
+    """
+
+    layout: BlockLayout
+    key_words: torch.Tensor
+    value_words: torch.Tensor
+    scalars: torch.Tensor
+    key_means: torch.Tensor | None
+
+    @classmethod
+    def allocate(cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device) -> PackedBlocks:
+        """Zero-filled room for `blocks` blocks of `heads` KV heads."""
+
+        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(batch, heads, blocks, size, dtype=dtype, device=device)
+
+        return cls(
+            layout=layout,
+            key_words=zeros(layout.key_words),
+            value_words=zeros(layout.value_words),
+            scalars=zeros(layout.tokens),
+            key_means=zeros(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Blocks there is room for."""
+        return self.scalars.shape[2]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by field name, without an absent mean."""
+        names = ("key_words", "value_words", "scalars", "key_means")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
+        """These blocks with `function` applied to every tensor."""
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
+
+    def slice(self, start: int, stop: int) -> PackedBlocks:
+        """Views of blocks `start` to `stop`."""
+        return self.map(lambda tensor: tensor[:, :, start:stop])
+
+    def resized(self, blocks: int, used: int) -> PackedBlocks:
+        """A copy with room for `blocks` blocks that holds the first `used`."""
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            out = tensor.new_zeros(*tensor.shape[:2], blocks, tensor.shape[3])
+            out[:, :, :used] = tensor[:, :, :used]
+            return out
+
+        return self.map(resize)

@@ -1,0 +1,106 @@
+"""A conversation held on one compressed cache, for `tq-hf chat`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from ..cache import TurboQuantCache
+from ..saving.cache_file import load_cache, save_cache
+
+
+class Chat:
+    """A conversation on one cache.
+
+    Only what is new is ever run through the model. If the tokens of a conversation change under it (some templates
+    drop earlier thoughts), the cache is cut back to what they share.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer. Without a chat template, text is continued as it is.
+        preset: What to compress to, or "auto".
+        max_new_tokens: The longest answer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, preset: str, max_new_tokens: int) -> None:
+        self.model, self.tokenizer, self.preset, self.max_new_tokens = model, tokenizer, preset, max_new_tokens
+        self.reset()
+
+    def _empty(self) -> TurboQuantCache:
+        return TurboQuantCache(self.model.config, self.preset, model=self.model)
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.cache = self._empty()
+        self.ids: list[int] = []
+        self.messages: list[dict[str, str]] = []
+
+    def _prompt(self, text: str) -> list[int]:
+        """All tokens of the conversation once `text` is said."""
+        if not self.tokenizer.chat_template:
+            return self.ids + self.tokenizer(text, add_special_tokens=not self.ids)["input_ids"]
+        messages = [*self.messages, {"role": "user", "content": text}]
+        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+    def _rewind(self, prompt: list[int]) -> None:
+        """Cut the cache back to the tokens it shares with `prompt`, of which at least the last must be new."""
+        held = int(self.cache.get_seq_length())
+        shared = 0
+        while shared < min(held, len(prompt) - 1) and self.ids[shared] == prompt[shared]:
+            shared += 1
+        if shared < held:
+            try:
+                self.cache.crop(shared - held)
+            except (RuntimeError, AttributeError):  # sliding windows and linear attention cannot go back
+                self.cache = self._empty()
+
+    def say(self, text: str, streamer: Any = None) -> str:
+        """The answer to `text`."""
+        prompt = self._prompt(text)
+        if not prompt:
+            return ""
+        self._rewind(prompt)
+        ids = torch.tensor([prompt], device=self.model.device)
+        try:
+            output = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self.cache,
+                max_new_tokens=self.max_new_tokens,
+                streamer=streamer,
+                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+            )
+        except BaseException:
+            # It holds tokens of this answer, and some layers perhaps one more than others.
+            self.cache = self._empty()
+            raise
+        self.ids = output[0].tolist()
+        answer = self.tokenizer.decode(self.ids[len(prompt) :], skip_special_tokens=True)
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        return answer
+
+    def save(self, path: str) -> None:
+        """Write the cache and the conversation to one file."""
+        notes = {"ids": json.dumps(self.ids), "messages": json.dumps(self.messages)}
+        save_cache(self.cache, path, self.model, notes)
+
+    def load(self, path: str) -> None:
+        """Take up a conversation that `save` wrote.
+
+        Raises:
+            ValueError: The file is damaged, from another model, or a cache without a conversation.
+        """
+        cache, notes = load_cache(TurboQuantCache, path, self.model)
+        try:
+            ids, messages = json.loads(notes["ids"]), json.loads(notes["messages"])
+            valid = len(ids) >= int(cache.get_seq_length()) and all(type(token) is int for token in ids)
+            valid = valid and all({type(message[key]) for key in ("role", "content")} == {str} for message in messages)
+        except (KeyError, TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise ValueError(f"{path} holds a cache but no conversation; only files made by `/save` can be taken up.")
+        self.cache, self.ids, self.messages = cache, ids, messages
+        self.preset = cache.config.preset or self.preset
