@@ -45,6 +45,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import triton_backend
 
 EXACT = "float32 cache"
@@ -130,7 +131,7 @@ def ablations(config: Any, tokens: int) -> list[Method]:
         "another seed": {"seed": 1},
     }
     return [
-        compressed(config, f"{preset}, {what}", replace(PRESETS[preset], **options), tokens)
+        compressed(config, f"{preset}, {what}", Ablation.from_preset(preset, **options), tokens)
         for preset in ("4bit_nc", "3bit_nc")
         for what, options in switches.items()
     ]

@@ -7,7 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise, encode
+from tq_hf.config import SETTLED
 from tq_hf.stores.growing import LayerStore
 from tq_hf.stores.preallocated import StaticStore
 from tq_hf.tensors.blocks import PackedBlocks
@@ -45,7 +47,8 @@ def concatenated(*pairs: KeyValue) -> KeyValue:
 
 def all_packed(**options) -> TurboQuantConfig:
     """A configuration without sinks and residual window: every complete block is packed."""
-    return TurboQuantConfig(**(dict(residual_length=0, sink_tokens=0) | options))
+    kind = Ablation if options.keys() & SETTLED else TurboQuantConfig
+    return kind(**(dict(residual_length=0, sink_tokens=0) | options))
 
 
 def encoded(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor) -> PackedBlocks:

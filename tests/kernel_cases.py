@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
@@ -119,7 +120,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    config = TurboQuantConfig.from_preset(case.preset, key_mean=case.key_mean)
+    config = Ablation.from_preset(case.preset, key_mean=case.key_mean)
     layout = config.layout(case.Dk, case.Dv)
     packed = PackedBlocks.allocate(layout, case.B, case.Hkv, case.capacity, torch.device("cpu"))
     for tensor in packed.tensors().values():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
 
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
 from tq_hf.codec.reference import encode as reference_encode
@@ -61,14 +62,14 @@ CASES = [
     ],
     *[
         Case(
-            TurboQuantConfig(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction),
+            Ablation(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction),
             32,
             32,
         )
         for bits, correction in ((4, "none"), (3, "norm"), (2, "inner"), (4, "inner"), (3, "projection"))
     ],
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 32, 64, FP16),
-    Case(TurboQuantConfig(key_mean=False), 64, 64, batch=2, heads=3),
+    Case(Ablation(key_mean=False), 64, 64, batch=2, heads=3),
 ]
 
 
@@ -184,7 +185,7 @@ def check_e4m3(device: torch.device) -> None:
     # The rotation of 8 channels is not the identity: rotate back first.
     identity = rotation_matrix(8, 0, CPU, FP32)
     states = (rows @ identity)[None, None].to(device)
-    got = PackedBlocks.allocate(TurboQuantConfig(key_bits=8, key_mean=False).layout(8), 1, 1, 1, device)
+    got = PackedBlocks.allocate(Ablation(key_bits=8, key_mean=False).layout(8), 1, 1, 1, device)
     encode(
         states, states, got.key_words, got.value_words, got.scalars, None, 0, key_bits=8, value_bits=4,
         key_correction="none",

@@ -24,6 +24,7 @@ from tiny_models import CONFIGS, VOCAB, build, dense_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
+from tq_hf.codec.ablation import Ablation
 from tq_hf.saving import fingerprint, safetensors_file
 from tq_hf.saving.cache_file import VERSION, load_cache, save_cache
 
@@ -102,9 +103,9 @@ def test_generate_goes_on_from_a_loaded_cache(tmp_path, name):
     [
         {"preset": "2.5bit_nc"},
         {"preset": "k8v4", "residual_length": 0, "sink_tokens": 0},
-        {"key_mean": False, "residual_length": 10**6},
+        {"residual_length": 10**6},
         {"skip_layers": (0, -1)},
-        {"seed": 2**40, "key_correction": "inner", "value_correction": "none"},
+        {"seed": 2**40},
     ],
     ids=lambda options: ",".join(options),
 )
@@ -445,10 +446,7 @@ def test_every_field_of_the_description_forged_is_refused(tmp_path, saved):
             else:
                 loaded.add(field)
     # These say how stored codes are to be understood, or what comes next; only their author knows better.
-    free = {
-        ("config", name)
-        for name in ("seed", "preset", "key_correction", "value_correction", "residual_length", "sink_tokens")
-    }
+    free = {("config", name) for name in ("seed", "preset", "residual_length", "sink_tokens")}
     flags = {field for field in loaded if field[-1] in ("reads_store", "record_past")}
     assert tried > 500
     # Fields of the model's config that a file leaves out are not compared; its weights are.
@@ -685,3 +683,12 @@ def test_a_long_prompt_saved_and_loaded_answers_its_pass_key(tmp_path):
     assert tokenizer.decode(outputs[1].sequences[0, ids.shape[1] :]).startswith("493817")
     for ours, theirs in zip(*(output.logits for output in outputs), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_cache_of_an_ablation_is_not_saved(tmp_path):
+    model = build("llama")
+    cache = TurboQuantCache(model.config, Ablation(key_mean=False))
+    model(torch.arange(40)[None], past_key_values=cache)
+    with pytest.raises(ValueError, match="cache of an `Ablation` is for measurements"):
+        cache.save(tmp_path / "c.safetensors", model)
+    assert not list(tmp_path.iterdir())

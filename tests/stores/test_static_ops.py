@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tq_hf import TurboQuantConfig
+from tq_hf.codec.ablation import Ablation
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import StaticStore
 
@@ -28,7 +29,7 @@ def numbers(store: StaticStore) -> tuple[int, int]:
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("key_mean", [False, True], ids=["no mean", "mean"])
 def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
-    config = TurboQuantConfig(key_mean=key_mean, residual_length=0, sink_tokens=2)
+    config = Ablation(key_mean=key_mean, residual_length=0, sink_tokens=2)
     store, key, value = filled(config, 131)
     torch.library.opcheck(
         graph_ops._append_token,

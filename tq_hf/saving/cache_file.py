@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from ..config import PRESETS, TurboQuantConfig
+from ..config import PRESETS, SETTLED, TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..layers.compressed import TurboQuantLayer
 from ..layers.uncompressed import PreallocatedLayer
@@ -68,6 +68,8 @@ def save_cache(
     tokens = int(cache.get_seq_length())
     if tokens == 0:
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
+    if type(cache.config) is not TurboQuantConfig:
+        raise ValueError("A cache of an `Ablation` is for measurements and is not saved: make it of a preset.")
     if model is None:
         compressed = (layer for layer in cache.layers if isinstance(layer, TurboQuantLayer))
         reference = next((layer._model_config for layer in compressed), None)
@@ -186,12 +188,13 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
     """The configuration a file was saved with, if it is that of `preset` (or none is asked for)."""
     defaults = dataclasses.asdict(TurboQuantConfig())
     types = {name: (str, type(None)) if name == "preset" else type(value) for name, value in defaults.items()}
-    safetensors_file.check_fields(saved, types | {"skip_layers": list}, "The configuration")
+    settled = {name: type(getattr(TurboQuantConfig, name)) for name in SETTLED if name in saved}
+    safetensors_file.check_fields(saved, types | {"skip_layers": list} | settled, "The configuration")
     if saved["preset"] is not None and saved["preset"] not in PRESETS:
         raise ValueError(f"Its preset is {saved['preset'][:32]!r}, unknown here. Known presets: {', '.join(PRESETS)}.")
     if not all(safetensors_file.typed(index, int) for index in saved["skip_layers"]):
         raise ValueError("Its `skip_layers` are not numbers: the file is damaged.")
-    config = TurboQuantConfig(**saved)
+    config = TurboQuantConfig.from_fields(saved)
     if preset is not None:
         asked = TurboQuantConfig.from_preset(preset) if isinstance(preset, str) else preset
         if asked != config:
