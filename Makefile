@@ -72,8 +72,8 @@ test-cuda: $(STAMP)
 
 # The tables of README.md and the pictures, from the results in examples/results.
 tables: $(STAMP)
-	$(BIN)/python examples/plots.py
-	$(BIN)/python examples/make_tables.py
+	$(BIN)/python examples/measure/plots.py
+	$(BIN)/python examples/measure/make_tables.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Write the tables of README.md anew from the package and from the files in `examples/results`.
 
-    python examples/make_tables.py            # rewrite
-    python examples/make_tables.py --check    # exit with an error if README.md is out of date
+    python examples/measure/make_tables.py            # rewrite
+    python examples/measure/make_tables.py --check    # exit with an error if README.md is out of date
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is `presets`, `pictures`, or a pattern of names
 of results files without their ending, e.g. `kernels-*`; their beginning says how they are shown (see `tables.py`).
@@ -67,7 +67,7 @@ def main() -> None:
     text = README.read_text(encoding="utf-8")
     fresh = updated(text)
     if check and fresh != text:
-        sys.exit("README.md is out of date: run `python examples/make_tables.py`.")
+        sys.exit("README.md is out of date: run `python examples/measure/make_tables.py`.")
     if not check:
         README.write_text(fresh, encoding="utf-8")
 

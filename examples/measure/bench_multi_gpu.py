@@ -1,11 +1,11 @@
 """A model over two GPUs, with transformers' own means and one cache: layers split by `device_map`, heads by `tp_plan`.
 
-    python examples/multi_gpu.py
+    python examples/measure/bench_multi_gpu.py
 
 measures, on an 8B-shaped random Llama: one GPU; both GPUs in one process with `device_map="auto"`; and both with
 tensor parallelism, for which it starts itself once more, as one would any script that asks transformers for it:
 
-    torchrun --nproc-per-node 2 examples/multi_gpu.py --folder FOLDER
+    torchrun --nproc-per-node 2 examples/measure/bench_multi_gpu.py --folder FOLDER
 
 With `--compiled-only` nothing but compiled steps and the bytes held is measured.
 

@@ -1,7 +1,7 @@
 """Draw the pictures of README.md and the notebooks from the package and from the files in `examples/results`.
 
-    python examples/plots.py            # draw what is out of date
-    python examples/plots.py --check    # exit with an error if a picture is out of date
+    python examples/measure/plots.py            # draw what is out of date
+    python examples/measure/plots.py --check    # exit with an error if a picture is out of date
 
 A picture whose results file does not exist is left out, with a message. Each SVG carries a digest of the numbers it was
 drawn from and of this file, so that a stale one is noticed without drawing it again (fonts and matplotlib's versions
@@ -281,7 +281,7 @@ def main() -> None:
     if not parser.parse_args().check:
         draw()
     elif names := stale():
-        sys.exit(f"Out of date: {', '.join(names)}. Run `python examples/plots.py`.")
+        sys.exit(f"Out of date: {', '.join(names)}. Run `python examples/measure/plots.py`.")
 
 
 if __name__ == "__main__":
