@@ -13,6 +13,7 @@ from tq_hf.config import SETTLED
 from tq_hf.stores.growing import LayerStore
 from tq_hf.stores.preallocated import StaticStore
 from tq_hf.tensors.blocks import PackedBlocks
+from tq_hf.tensors.factors import Factors
 from tq_hf.tensors.window import KeyValue
 
 CPU = torch.device("cpu")
@@ -51,11 +52,13 @@ def all_packed(**options) -> TurboQuantConfig:
     return kind(**(dict(residual_length=0, sink_tokens=0) | options))
 
 
-def encoded(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor) -> PackedBlocks:
+def encoded(
+    config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, factors: Factors | None = None
+) -> PackedBlocks:
     """The packed blocks of whole blocks of tokens, encoded in one call."""
     layout = config.layout(keys.shape[-1], values.shape[-1])
     blocks = PackedBlocks.allocate(layout, *keys.shape[:2], keys.shape[2] // layout.tokens, keys.device)
-    encode(config, keys, values, blocks, 0)
+    encode(config, keys, values, blocks, 0, factors)
     return blocks
 
 

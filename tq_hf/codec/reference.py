@@ -1,10 +1,10 @@
 """Encode and dequantise in torch: the oracle of the kernels and the path of devices without them.
 
-With R the rotation, x a key or value and b its block:
+With R the rotation, x a key or value, s its head's factors (see `tq_hf.codec.balance`) and b its block:
 
-    encode      y = R x;  z = y - m_b (keys, m_b = R mean of the block, rounded to fp16);  sigma = |z| / sqrt(D)
+    encode      y = R (x / s);  z = y - m_b (keys, m_b = R mean of the block, rounded to fp16);  sigma = |z| / sqrt(D)
                 c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
-    dequantise  x' = R^-1 (scale c + m_b)
+    dequantise  x' = s R^-1 (scale c + m_b)
 
 (TurboQuant_mse, arXiv 2504.19874, algorithm 1, with a norm correction, as vLLM's `_nc` presets have one, and a key mean
 per block.)
@@ -17,6 +17,7 @@ import torch
 from ..config import Correction, TurboQuantConfig
 from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
+from ..tensors.factors import Factors
 from .codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries, levels
 from .packing import pack, unpack
 from .rotation import rotate, rotate_back
@@ -81,7 +82,14 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
     return codes, _half(scale)
 
 
-def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
+def encode(
+    config: TurboQuantConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: PackedBlocks,
+    start: int,
+    factors: Factors | None = None,
+) -> None:
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of `out`.
 
     Args:
@@ -90,12 +98,16 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         values: `[B, Hkv, n * 128, Dv]`.
         out: Blocks to write to.
         start: Index of the first block written.
+        factors: What channels are divided by; `None` for ones.
     """
+    inverse = None if factors is None else factors.map(lambda factor: 1 / factor.float()[:, :, None, None])
     layout = out.layout
     blocks = keys.shape[2] // layout.tokens
     for first in range(0, blocks, TILE_BLOCKS):
         tile = slice(first * layout.tokens, min(first + TILE_BLOCKS, blocks) * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (-1, layout.tokens)) for x in (keys, values))
+        if inverse is not None:
+            k, v = k.float() * inverse.keys, v.float() * inverse.values
         target = out.slice(start + first, start + min(first + TILE_BLOCKS, blocks))
         z = rotate(_padded(k, layout.key_dim_padded), config.rotation_seed)
         if target.key_means is not None:
@@ -128,7 +140,13 @@ def dequantise_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor
     return keys, values
 
 
-def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+def dequantise(
+    config: TurboQuantConfig,
+    blocks: PackedBlocks,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    factors: Factors | None = None,
+) -> None:
     """Write what `blocks` hold, as attention reads it.
 
     Args:
@@ -136,8 +154,10 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         blocks: N blocks, all of which are read.
         keys: `[B, Hkv, N * 128, Dk]`, written in its own dtype.
         values: `[B, Hkv, N * 128, Dv]`, likewise.
+        factors: What channels were divided by; `None` for ones.
     """
     layout = blocks.layout
+    factor = (1, 1) if factors is None else factors.map(lambda factor: factor.float()[:, :, None, None])
     for first in range(0, blocks.capacity, TILE_BLOCKS):
         last = min(first + TILE_BLOCKS, blocks.capacity)
         rows = slice(first * layout.tokens, last * layout.tokens)
@@ -145,5 +165,5 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         key = rotate_back(key, config.rotation_seed)
         if config.rotate_values:
             value = rotate_back(value, config.rotation_seed)
-        for out, states in ((keys, key), (values, value)):
-            out[:, :, rows] = states[..., : out.shape[-1]].flatten(2, 3)
+        for out, states, times in ((keys, key, factor[0]), (values, value, factor[1])):
+            out[:, :, rows] = (states[..., : out.shape[-1]] * times).flatten(2, 3)
