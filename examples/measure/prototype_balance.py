@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec import reference as codec
-from tq_hf.codec.balance import Ramp, Statistics, key_factors, statistics, value_factors
+from tq_hf.codec.balance import Statistics, statistics
 from tq_hf.tensors.blocks import PackedBlocks
 from tq_hf.tensors.factors import Factors
 
@@ -43,17 +43,12 @@ class Variant:
     tokens: int = 128
 
 
-def by_head(start: float, full: float, tokens: int = 128) -> Variant:
-    ramp = Ramp(start, full)
-    return Variant(lambda found: key_factors(found, ramp), lambda found: value_factors(found, ramp), tokens)
-
-
-def by_channel(start: float, full: float, tokens: int = 128) -> Variant:
+def by_channel(near: float, far: float, tokens: int = 128) -> Variant:
     """Each channel by how far it is from the median."""
 
     def away(logarithm: torch.Tensor) -> torch.Tensor:
         r = logarithm - logarithm.median(-1, keepdim=True).values
-        weight = (r.abs() - math.log(start)) / (math.log(full) - math.log(start))
+        weight = (r.abs() - math.log(near)) / (math.log(far) - math.log(near))
         return (weight.clamp(0, 1) * r).exp()
 
     def keys(found: Statistics) -> torch.Tensor:
@@ -62,19 +57,16 @@ def by_channel(start: float, full: float, tokens: int = 128) -> Variant:
     return Variant(keys, lambda found: away(found.rms("values").log()), tokens)
 
 
-ALWAYS = by_head(0.5, 1.0)
+CHOSEN = by_channel(1.6, 2.5)
 VARIANTS = {
     "none": Variant(None, None),
-    "always": ALWAYS,
-    "head 1.3-2": by_head(1.3, 2),
-    "channel 1.5-2": by_channel(1.5, 2),
-    "channel 1.25-1.75": by_channel(1.25, 1.75),
-    "head 1.3-2, 512": by_head(1.3, 2, 512),
-    "always, 512": replace(ALWAYS, tokens=512),
-    "keys always": replace(ALWAYS, values=None),
-    "values always": replace(ALWAYS, keys=None),
-    "channel 1.5-2, 512": by_channel(1.5, 2, 512),
-    "head 1.5-2.5": by_head(1.5, 2.5),
+    "channel 1.6-2.5": CHOSEN,
+    "always": by_channel(0.5, 1.0),
+    "channel 1.3-1.8": by_channel(1.3, 1.8),
+    "channel 2-3": by_channel(2, 3),
+    "channel 1.6-2.5, 512": replace(CHOSEN, tokens=512),
+    "keys 1.6-2.5": replace(CHOSEN, values=None),
+    "values 1.6-2.5": replace(CHOSEN, keys=None),
 }
 STRESSES = {
     "none": {},

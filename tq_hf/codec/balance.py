@@ -10,15 +10,16 @@ in proportion to E = (sum sigma_q^2 s^2) (sum sigma_k^2 / s^2). Its minimum (sum
 s^2 = sigma_k / sigma_q (Cauchy-Schwarz), a gain of sum sigma_q^2 * sum sigma_k^2 / (sum sigma_q sigma_k)^2. For values
 t = sigma_v: how the output projection weighs them is not known here.
 
-The queries that matter are not the average ones, so balancing may cost a little where it gains nothing: s and t are
-raised to an exponent that grows with the gain from 0 to 1. A head that needs nothing has one power of two for all its
-channels, which changes no code. The power of two brings what is stored to an RMS of about 1, so that scales stay in
-fp16's range whatever that of the states.
+That gives a loud channel what it had if the model were balanced, but the queries that matter are not the average ones:
+where nothing is wrong, s by that formula is worse than none. So only channels are touched of which s or t is far from
+the median channel's (`NEAR`, `FAR`); a head without such channels has one power of two for all, which changes
+no code. The power of two brings what is stored to an RMS of about 1, so that scales stay in fp16's range whatever that
+of the states.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import torch
 
@@ -29,26 +30,14 @@ LEAST_TOKENS = 32
 """Of fewer tokens nothing is concluded: factors stay one."""
 SAMPLED_BLOCKS = 8
 """Blocks of the prompt that are looked at, evenly spread."""
+NEAR, FAR = 1.6, 2.5
+"""A channel is balanced wholly if its factor is `FAR` times the median one's or a `FAR`-th of it, not at all below
+`NEAR`, and in proportion (of logarithms) between."""
 LARGEST_FACTOR = 2.0**12
 QUIETEST = 2.0**-10
 """Least RMS of a channel that is believed, over that of the loudest."""
 _HUGE = 2.0**56
 """States are clamped to this, so that squares of them can be summed in float32."""
-
-
-@dataclass(frozen=True)
-class Ramp:
-    """How the exponent of factors follows from the predicted gain: 0 up to `start`, 1 from `full` on."""
-
-    start: float
-    full: float
-
-    def __call__(self, gain: torch.Tensor) -> torch.Tensor:
-        return ((gain - self.start) / (self.full - self.start)).clamp(0, 1)
-
-
-KEY_RAMP = Ramp(1.3, 2.0)
-VALUE_RAMP = Ramp(1.3, 2.0)
 
 
 def _sum_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -137,10 +126,13 @@ def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     return torch.exp2(torch.frexp(x).exponent.float() - 1)
 
 
-def _factors(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """`wanted ** exponent`, times the power of two that brings what is stored to an RMS of about 1; fp16."""
-    sigma = torch.where(known, sigma, 1)
-    factor = torch.where(known, wanted.clamp(2.0**-40, 2.0**40), 1) ** exponent
+def _factors(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """`wanted` where it is far from the median channel, times the power of two that brings what is stored to an RMS of
+    about 1; `[B, Hkv, D]` fp16."""
+    away = wanted.log()
+    away = away - away.median(-1, keepdim=True).values
+    share = ((away.abs() - math.log(NEAR)) / math.log(FAR / NEAR)).clamp(0, 1)
+    factor = torch.where(known, share * away, 0).exp()
     size = ((sigma / factor).square().mean(-1, keepdim=True)).sqrt()
     factor = factor * _power_of_two(size.clamp(2.0**-60, 2.0**60))
     return torch.where(known, factor.clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR), 1).half()
@@ -153,25 +145,20 @@ def key_gain(sigma_k: torch.Tensor, sigma_q: torch.Tensor) -> torch.Tensor:
     return energies / (k * q).sum(-1, keepdim=True).square().clamp_min(2.0**-60)
 
 
-def value_spread(sigma_v: torch.Tensor) -> torch.Tensor:
-    """How unequal value channels are, `[B, Hkv, 1]`: the same figure for queries of equal channels."""
-    return key_gain(sigma_v, torch.ones_like(sigma_v))
-
-
-def key_factors(found: Statistics, ramp: Ramp = KEY_RAMP) -> torch.Tensor:
+def key_factors(found: Statistics) -> torch.Tensor:
     """s, `[B, Hkv, Dk]` fp16 in `[1 / LARGEST_FACTOR, LARGEST_FACTOR]`."""
-    k = found.rms("keys")
+    k, known = found.rms("keys"), found.known("keys")
     if "queries" not in found.sums:
-        return _factors(torch.ones_like(k), k, found.known("keys"), torch.zeros_like(k[..., :1]))
-    q, known = found.rms("queries"), found.known("keys") & found.known("queries")
-    wanted = (k / torch.where(known, q, 1)).sqrt()
-    return _factors(wanted, k, known, ramp(key_gain(k, q)))
+        return _factors(torch.ones_like(k), k, known)
+    q, asked = found.rms("queries"), found.known("keys") & found.known("queries")
+    wanted = torch.where(asked, k / torch.where(asked, q, 1), 1).clamp(2.0**-60, 2.0**60).sqrt()
+    return _factors(wanted, k, known)
 
 
-def value_factors(found: Statistics, ramp: Ramp = VALUE_RAMP) -> torch.Tensor:
+def value_factors(found: Statistics) -> torch.Tensor:
     """t, `[B, Hkv, Dv]` fp16 in `[1 / LARGEST_FACTOR, LARGEST_FACTOR]`."""
-    v = found.rms("values")
-    return _factors(v, v, found.known("values"), ramp(value_spread(v)))
+    v, known = found.rms("values"), found.known("values")
+    return _factors(torch.where(known, v, 1).clamp(2.0**-60, 2.0**60), v, known)
 
 
 def factors(
