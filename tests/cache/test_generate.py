@@ -404,8 +404,9 @@ def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
     model = model_named("llama")
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
-    for tokens in (300, 20, 1):
-        model(prompts(1, tokens)["input_ids"], past_key_values=cache)
+    with torch.enable_grad():
+        for tokens in (300, 20, 1):
+            model(prompts(1, tokens)["input_ids"], past_key_values=cache)
     tensors = [t for layer in cache.layers for kind in layer.store.by_kind().values() for t in kind]
     assert not any(tensor.requires_grad for tensor in tensors)
     copy.deepcopy(cache)
