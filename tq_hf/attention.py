@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_tracing
 from .ops import dispatch
 from .ops.reference_attention import attend_dense
 from .stores import graph_ops
+from .stores.checks import check_room
 from .stores.ticket import redeem
 from .tensors.view import StepView
 
@@ -128,18 +129,17 @@ def turboquant_mask(
     Raises:
         ValueError: The padding mask is longer than the keys: a preallocated cache would overrun.
     """
-    # Lengths on the device belong to a preallocated cache, whose keys go on after the query.
+    # Lengths on the device belong to a preallocated cache, whose keys may go on after the query.
     preallocated = isinstance(q_offset, torch.Tensor)
-    if preallocated and q_length == 1 and kwargs.get("local_size") is None and attention_mask is not None:
-        if attention_mask.shape[-1] > kv_length:
-            raise ValueError(
-                f"This step needs room for {attention_mask.shape[-1]} tokens, but `max_cache_len` of the cache is "
-                f"{kv_length}. Make the cache with a larger `max_cache_len`."
-            )
     local = kwargs.get("local_size")
-    if allow_is_causal_skip and not preallocated and 1 < q_length < kv_length and local is None:
+    # An eager step is refused by the layer that counts. Before a compiled one, which can only assert on the device and
+    # takes the process's GPU with it, a padding mask too long is the last that the host sees of an overrun.
+    if preallocated and q_length == 1 and local is None and attention_mask is not None:
+        check_room(1, attention_mask.shape[-1] - 1, kv_length)
+    if allow_is_causal_skip and 1 < q_length < kv_length and local is None and not is_tracing(q_offset):
         end = kv_length + kwargs.get("kv_offset", 0)
-        if q_offset + q_length == end and _pads_nothing(attention_mask, end):
+        # The offset of a preallocated cache is read from the device, once for all layers of a call.
+        if int(q_offset) + q_length == end and _pads_nothing(attention_mask, end):
             return None
     ends_with_query = q_length == kv_length or (q_length == 1 and not preallocated)
     return sdpa_mask(
