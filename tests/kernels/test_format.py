@@ -30,9 +30,9 @@ def test_a_block_is_due_once_complete_and_wholly_older_than_the_residual_window(
 
 @pytest.mark.skipif(INTERPRETED, reason="imports nothing of Triton")
 def test_the_rules_of_the_host_need_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; from tq_kernels.format import due_blocks; print(due_blocks(500, 4, 128))"
+    code = "sys.modules['triton'] = None; from tq_kernels.format import due_blocks; print(due_blocks(500, 4, 128))"
     hidden = (
-        "import importlib.util as u; found = u.find_spec; "
+        "import sys, importlib.util as u; found = u.find_spec; "
         "u.find_spec = lambda name, *a: None if name.split('.')[0] == 'triton' else found(name, *a); "
     )
     result = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=False)
