@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from tq_kernels.format import due_blocks
+
 from .layout import SUPPORTED_BITS, BlockLayout
 
 GROWTH = 1.125
@@ -135,7 +137,7 @@ class TurboQuantConfig:
 
     def num_blocks(self, length: int) -> int:
         """Blocks a cache of `length` tokens holds packed: those complete and wholly older than `residual_length`."""
-        return max(0, length - self.sink_tokens - self.residual_length) // BlockLayout.tokens
+        return due_blocks(length, self.sink_tokens, self.residual_length)
 
 
 def _preset(name: str, key_bits: int, value_bits: int) -> TurboQuantConfig:

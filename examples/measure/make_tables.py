@@ -1,10 +1,10 @@
-"""Write the tables of README.md anew from the package and from the files in `examples/results`.
+"""Write the tables of `README.md` and `examples/results/README.md` anew from the package and the results files.
 
     python examples/measure/make_tables.py            # rewrite
-    python examples/measure/make_tables.py --check    # exit with an error if README.md is out of date
+    python examples/measure/make_tables.py --check    # exit with an error if a page is out of date
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is `presets`, `pictures`, or a pattern of names
-of results files without their ending, e.g. `kernels-*`; their beginning says how they are shown (see `tables.py`).
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is one of `glance.py`'s tables, or a pattern of
+names of results files without their ending, e.g. `kernels-*`; their beginning says how they are shown (`tables.py`).
 `make tables` also draws the pictures (`plots.py`).
 """
 
@@ -16,27 +16,13 @@ import re
 import sys
 from pathlib import Path
 
+from glance import TABLES
 from report import RESULTS, ROOT
-from tables import RENDERERS, presets
+from tables import RENDERERS
 
 README = ROOT / "README.md"
+PAGES = (README, RESULTS / "README.md")
 SECTION = re.compile(r"(<!-- table:(\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-
-
-PICTURES = {
-    "memory": "KV cache in GiB by context, for DynamicCache and presets",
-    "decode": "Milliseconds of a decode step by context, for transformers' caches and presets",
-    "kernels": "How many times as fast as bf16 attention decode attention is, by batch and context",
-    "quality": "KL from the full cache by bytes, for presets and what they are compared with",
-}
-"""Pictures of `plots.py` and what to say to those who cannot see them."""
-
-
-def pictures() -> str:
-    """The pictures that are drawn, two in a row; that of quality has a panel for each model."""
-    shown = [name for name in PICTURES if (RESULTS / f"{name}.svg").exists()]
-    tag = '<img src="examples/results/{}.svg" width="{}" alt="{}">'.format
-    return "\n".join(tag(name, "98%" if name == "quality" else "49%", PICTURES[name]) for name in shown) + "\n"
 
 
 def files_of(name: str) -> list[Path]:
@@ -44,14 +30,16 @@ def files_of(name: str) -> list[Path]:
     return sorted(RESULTS.glob(f"{name}.json"))
 
 
+def kind_of(path: Path) -> str:
+    """The part of a results file's name that says what was measured."""
+    return next(kind for kind in RENDERERS if path.stem == kind or path.stem.startswith(f"{kind}-"))
+
+
 def render(name: str) -> str:
     """The Markdown of the table called `name`."""
-    if name in ("presets", "pictures"):
-        return presets() if name == "presets" else pictures()
-    texts = []
-    for path in files_of(name):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        texts.append(next(show for kind, show in RENDERERS.items() if path.stem.startswith(f"{kind}-"))(record))
+    if name in TABLES:
+        return TABLES[name]()
+    texts = [RENDERERS[kind_of(path)](json.loads(path.read_text(encoding="utf-8"))) for path in files_of(name)]
     return "\n".join(texts) or "Not measured yet.\n"
 
 
@@ -64,12 +52,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
     check: bool = parser.parse_args().check
-    text = README.read_text(encoding="utf-8")
-    fresh = updated(text)
-    if check and fresh != text:
-        sys.exit("README.md is out of date: run `python examples/measure/make_tables.py`.")
-    if not check:
-        README.write_text(fresh, encoding="utf-8")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        fresh = updated(text)
+        if check and fresh != text:
+            sys.exit(f"{page.relative_to(ROOT)} is out of date: run `make tables`.")
+        if not check:
+            page.write_text(fresh, encoding="utf-8")
 
 
 if __name__ == "__main__":

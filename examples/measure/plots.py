@@ -1,17 +1,19 @@
-"""Draw the pictures of README.md and the notebooks from the package and from the files in `examples/results`.
+"""Draw the pictures of both READMEs and the notebooks from the package and from the files in `examples/results`.
 
     python examples/measure/plots.py            # draw what is out of date
     python examples/measure/plots.py --check    # exit with an error if a picture is out of date
 
 A picture whose results file does not exist is left out, with a message. Each SVG carries a digest of the numbers it was
 drawn from and of this file, so that a stale one is noticed without drawing it again (fonts and matplotlib's versions
-change the bytes of a picture, not what it says).
+change the bytes of a picture, not what it says). It is light, and dark where the reader's system is: a style sheet in
+the file exchanges `DARK` for the colours that the drawing uses.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import re
 import sys
@@ -26,6 +28,7 @@ from tq_hf import PRESETS
 from tq_hf.tools.estimate import Estimator
 
 GIB = 2**30
+QUALITY_MODEL = "qwen3"
 COLOURS = {
     "k8v4": "#1b9e77",
     "4bit_nc": "#d95f02",
@@ -35,20 +38,34 @@ COLOURS = {
     "2.5bit_nc": "#66a61e",
     "2bit_nc": "#e7298a",
 }
-"""Of presets, the same in every picture; everything else is black or grey."""
+"""Of presets, the same in every picture; everything else is `INK` or grey."""
+INK, GREY, CARD = "#1f2328", "#6e7781", "#ffffff"
+DARK = {INK: "#e6edf3", GREY: "#9198a1", CARD: "#0d1117"}
 STYLE: Any = {
+    "axes.edgecolor": GREY,
+    "axes.facecolor": CARD,
     "axes.grid": True,
+    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.constrained_layout.use": True,
-    "figure.figsize": (6, 4),
+    "figure.facecolor": CARD,
+    "font.size": 10,
     "grid.alpha": 0.3,
-    "legend.fontsize": 8,
+    "grid.color": GREY,
+    "legend.fontsize": 9,
     "legend.frameon": False,
-    "savefig.facecolor": "white",
+    "savefig.facecolor": CARD,
     "svg.fonttype": "none",
     "svg.hashsalt": "tq_hf",
+    "text.color": INK,
+    "xtick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.color": GREY,
+    "ytick.labelcolor": INK,
 }
+WIDTH, HEIGHT = 11.5, 4.3
+"""Of a picture in inches of 72 pixels: as wide as README.md is shown, so that its letters keep their size."""
 
 
 def results(kind: str) -> list[dict[str, Any]]:
@@ -64,7 +81,23 @@ def in_thousands(axes: Any, ticks: Iterable[int]) -> None:
     axes.set_xlabel("context, tokens")
 
 
-def memory_numbers() -> list[dict[str, Any]]:
+def in_plain_numbers(axis: Any, ticks: Iterable[float]) -> None:
+    """Label a logarithmic axis with numbers that one reads."""
+    axis.set_ticks(list(ticks), [f"{tick:g}" for tick in ticks])
+    axis.set_minor_locator(axis.get_major_locator().__class__([]))
+
+
+def label_ends(axes: Any, ends: list[tuple[float, float, str, str]], gap: float = 17.0) -> None:
+    """Names of curves `(x, y, name, colour)` right of where they end, at least `gap` pixels apart."""
+    below = float("-inf")
+    for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
+        place = axes.transData.transform((x, y))[1]
+        below = max(place, below + gap)
+        offset = {"xytext": (7, below - place), "textcoords": "offset pixels", "va": "center"}
+        axes.annotate(name, (x, y), color=colour, fontsize=9, annotation_clip=False, **offset)
+
+
+def memory_numbers() -> dict[str, Any]:
     """Bytes by context of each cache of one sequence: not measured but exact, from the model's shape."""
     estimator = Estimator(LlamaConfig(**LLAMA_8B, dtype="bfloat16"))
     contexts = [2**power for power in range(11, 18)]
@@ -72,28 +105,27 @@ def memory_numbers() -> list[dict[str, Any]]:
         name: [estimator.footprint(preset, context).total for context in contexts]
         for name, preset in ((BASELINE, None), ("k8v4", "k8v4"), ("4bit_nc", "4bit_nc"), ("2bit_nc", "2bit_nc"))
     }
-    return [{"contexts": contexts, "curves": curves, "weights": estimator.weight_bytes}]
+    return {"contexts": contexts, "curves": curves, "weights": estimator.weight_bytes}
 
 
 def draw_memory(axes: Any, numbers: dict[str, Any]) -> None:
     """Memory by context, and where a card of 24 GiB ends."""
+    contexts, ends = numbers["contexts"], []
+    axes.set_xlim(contexts[0], contexts[-1])
+    in_thousands(axes, contexts)
+    axes.set_ylim(0, 17)
     for name, sizes in numbers["curves"].items():
-        style = {"color": COLOURS[name]} if name in COLOURS else {"color": "black", "linestyle": "--"}
-        label = name if name in COLOURS else f"{name}, bf16"
-        axes.plot(numbers["contexts"], [size / GIB for size in sizes], marker="o", markersize=4, label=label, **style)
+        line, label = ("-", name) if name in COLOURS else ("--", f"{name},\nbf16")
+        colour = COLOURS.get(name, INK)
+        axes.plot(contexts, [size / GIB for size in sizes], line, color=colour, marker="o", markersize=4)
+        ends.append((contexts[-1], sizes[-1] / GIB, label, colour))
     left = 24 - numbers["weights"] / GIB
-    axes.axhline(left, color="grey", linewidth=1)
-    axes.annotate(
-        "what 24 GiB leave beside the weights",
-        (numbers["contexts"][0], left),
-        xytext=(0, 3),
-        textcoords="offset points",
-        fontsize=8,
-    )
-    in_thousands(axes, numbers["contexts"])
+    axes.axhline(left, color=GREY, linewidth=1)
+    text = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 9, "color": GREY}
+    axes.annotate("what a card of 24 GiB leaves beside the weights", (contexts[0], left), **text)
     axes.set_ylabel("KV cache, GiB")
-    axes.set_title("Memory by context: shape of Llama 3.1 8B, one sequence", fontsize=10)
-    axes.legend()
+    axes.set_title("Memory of one sequence, shape of Llama 3.1 8B", fontsize=10)
+    label_ends(axes, ends)
 
 
 def decode_numbers() -> list[dict[str, Any]]:
@@ -112,20 +144,32 @@ def decode_numbers() -> list[dict[str, Any]]:
 
 def draw_decode(axes: Any, numbers: dict[str, Any]) -> None:
     """Time of a step of `generate()` by context; dashed where a cache is not compiled."""
-    greys = iter(("black", "dimgrey", "darkgrey", "silver"))
+    contexts = sorted({context for points in numbers["curves"].values() for context, _ in points})
+    axes.set_xlim(contexts[0], contexts[-1])
+    in_thousands(axes, contexts)
+    axes.set_yscale("log")
+    axes.set_ylim(5, 100)
+    in_plain_numbers(axes.yaxis, (5, 10, 20, 50, 100))
+    greys, ends = iter((INK, GREY, GREY, GREY)), []
     for name, points in numbers["curves"].items():
         preset, _, rest = name.partition(", ")
         colour = COLOURS[preset] if preset in COLOURS else next(greys)
-        contexts, times = zip(*sorted(points), strict=True)
-        line = "-" if rest else "--"
-        axes.plot(contexts, times, color=colour, linestyle=line, marker="o", markersize=4, label=name)
-    in_thousands(axes, sorted({context for points in numbers["curves"].values() for context, _ in points}))
-    axes.set_yscale("log")
+        places, times = zip(*sorted(points), strict=True)
+        axes.plot(places, times, "-" if rest else "--", color=colour, marker="o", markersize=4)
+        ends.append((places[-1], times[-1], name.replace(", ", ",\n"), colour))
     axes.set_ylabel("decode step, ms")
-    axes.set_title(f"Decode time by context: {numbers['model']}, {numbers['gpu']}", fontsize=10)
-    lowest, highest = axes.get_ylim()
-    axes.set_ylim(lowest, highest * (highest / lowest) ** 0.4)
-    axes.legend(loc="upper left", ncols=2)
+    axes.set_title(f"Time of one sequence, {numbers['gpu']}, dashed: not compiled", fontsize=10)
+    label_ends(axes, ends, gap=18.0)
+
+
+def overview_numbers() -> list[dict[str, Any]]:
+    """Memory and time side by side."""
+    return [{"panel": "memory"} | memory_numbers(), *({"panel": "decode"} | numbers for numbers in decode_numbers())]
+
+
+def draw_overview(axes: Any, numbers: dict[str, Any]) -> None:
+    """A panel of the picture at the top of README.md."""
+    (draw_memory if numbers["panel"] == "memory" else draw_decode)(axes, numbers)
 
 
 def kernel_numbers() -> list[dict[str, Any]]:
@@ -150,7 +194,7 @@ def draw_kernels(axes: Any, numbers: dict[str, Any]) -> None:
         offset = (index - (len(presets) - 1) / 2) * width
         places = [place + offset for place in range(len(numbers["shapes"]))]
         axes.bar(places, numbers["bars"][preset], width, color=COLOURS[preset], label=preset)
-    axes.axhline(1, color="black", linestyle="--", linewidth=1)
+    axes.axhline(1, color=INK, linestyle="--", linewidth=1)
     labels = [f"{batch} × {length // 1024}k" for batch, length in numbers["shapes"]]
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(axis="x", visible=False)
@@ -163,57 +207,94 @@ def draw_kernels(axes: Any, numbers: dict[str, Any]) -> None:
 
 
 def quality_numbers() -> list[dict[str, Any]]:
-    """KL by bytes of presets and what they are compared with, for each model."""
+    """KL by bytes of presets and what they are compared with, of the model on which all of them were measured.
+
+    The paper's recipes are left to the table, where there is room for them.
+    """
     panels = []
     for record in results("quality"):
         rows = {row["cache"]: (row["bytes_all_in"], row["kl"]) for row in record["rows"] if not row["injection"]}
+        if record["model"] != QUALITY_MODEL or not set(PRESETS) <= set(rows):
+            continue
         noise = rows.pop("bf16 model", None)
         series = {
-            "presets": [rows[name] for name in PRESETS if name in rows],
-            "presets, nothing kept dense": [
-                rows[f"{name}, packed only"] for name in PRESETS if f"{name}, packed only" in rows
-            ],
-            "vLLM's recipe": [place for name, place in rows.items() if name.startswith("vLLM ")],
+            "presets": {name: rows[name] for name in PRESETS},
+            "presets, nothing kept dense": {n: rows[key] for n in PRESETS if (key := f"{n}, packed only") in rows},
+            "vLLM's recipe": {name: place for name, place in rows.items() if name.startswith("vLLM ")},
         }
         others = {
             name: place
             for name, place in rows.items()
-            if place[1] > 0 and name != "bf16" and name not in PRESETS and not re.match("vLLM |.*,", name)
+            if place[1] > 0 and name != "bf16" and name not in PRESETS and not re.match("vLLM |paper |.*,", name)
         }
-        names = [name for name in PRESETS if name in rows]
         model = {"model": record["model"], "tokens": record["document_tokens"]}
-        panels.append(model | {"names": names, "series": series, "others": others, "noise": noise and noise[1]})
+        panels.append(model | {"series": series, "others": others, "noise": noise and noise[1]})
     return panels
+
+
+AROUND = ((-9, -13, -1), (9, 13, 0), (10, 0, 0), (-10, 0, -1), (0, -16, -0.5), (0, 16, -0.5), (9, -13, 0), (-9, 13, -1))
+"""Where a label may stand: to the right and up in pixels, and the share of its width that lies left of that."""
+ALIGNED = {0: "left", -0.5: "center", -1: "right"}
+
+
+def label_points(axes: Any, points: list[tuple[tuple[float, float], str, str]], lines: list[Any]) -> None:
+    """Names of points `(place, name, colour)`, each where it covers the least of other names, points and lines."""
+    drawn = [axes.transData.transform(place) for place, _, _ in points for _ in range(10)]
+    for line in lines:
+        corners = axes.transData.transform(line)
+        for start, end in zip(corners, corners[1:], strict=False):
+            drawn += [start + (end - start) * step / 40 for step in range(41)]
+    taken: list[tuple[float, float, float, float]] = []
+    for place, name, colour in points:
+        x, y = axes.transData.transform(place)
+        width, height, found = 7.2 * len(name), 15.0, []
+        for right, up, share in AROUND:
+            left, low = x + right + share * width, y + up - height / 2
+            box = (left, low, left + width, low + height)
+            covered = sum(box[0] - 2 < a < box[2] + 2 and box[1] < b < box[3] for a, b in drawn)
+            over = sum(o[0] < box[2] and box[0] < o[2] and o[1] < box[3] and box[1] < o[3] for o in taken)
+            found.append((20 * over + covered, len(found), box, (right, up), ALIGNED[share]))
+        _, _, box, offset, side = min(found)
+        taken.append(box)
+        text = {"xytext": offset, "textcoords": "offset pixels", "ha": side, "va": "center", "fontsize": 9}
+        axes.annotate(name, place, color=colour, **text)
+
+
+STYLES = {"presets": ("#d95f02", "o-"), "presets, nothing kept dense": ("#b58900", "o:"), "vLLM's recipe": (INK, "s")}
 
 
 def draw_quality(axes: Any, numbers: dict[str, Any]) -> None:
     """KL by bytes; lower and further left is better."""
-    styles = {"presets": ("#d95f02", "o-"), "presets, nothing kept dense": ("#e6ab02", "o:")}
+    points, lines = [], []
     for name, places in numbers["series"].items():
         if places:
-            colour, style = styles.get(name, ("black", "s"))
-            sizes, divergences = zip(*places, strict=True)
+            colour, style = STYLES[name]
+            sizes, divergences = zip(*places.values(), strict=True)
             axes.plot(sizes, divergences, style, color=colour, markersize=4, label=name)
-    # To the lower left, where nothing else is.
-    below = {"xytext": (-4, -8), "textcoords": "offset points", "ha": "right", "fontsize": 7}
-    for name, place in zip(numbers["names"], numbers["series"]["presets"], strict=True):
-        axes.annotate(name, place, color="#d95f02", **below)
+            lines += [] if style == "s" else [list(places.values())]
+            points += [(place, point, colour) for point, place in places.items() if style != "o:"]
     for name, place in numbers["others"].items():
-        axes.plot(*place, "x", color="grey", markersize=4)
-        axes.annotate(name, place, xytext=(4, -3), textcoords="offset points", fontsize=7, color="dimgrey")
-    if numbers["noise"]:
-        axes.axhline(numbers["noise"], color="grey", linestyle="--", linewidth=1, label="the model itself in bf16")
+        axes.plot(*place, "x", color=GREY, markersize=5)
+        points.append((place, name, GREY))
+    axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.margins(x=0.18)
-    axes.set_xlabel("bytes per token and KV head, all in")
+    in_plain_numbers(axes.xaxis, (75, 100, 125, 150, 200, 250))
+    in_plain_numbers(axes.yaxis, (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005))
+    axes.margins(x=0.1, y=0.1)
+    if numbers["noise"]:
+        sizes = [place[0] for place, _, _ in points]
+        lines.append([(min(sizes), numbers["noise"]), (max(sizes), numbers["noise"])])
+        axes.axhline(numbers["noise"], color=GREY, linestyle="--", linewidth=1, label="the model itself in bf16")
+    axes.set_xlabel("bytes per token and KV head, everything counted")
     axes.set_ylabel("KL from the full cache, nats")
     axes.set_title(f"Quality by bytes: {numbers['model']}, {numbers['tokens']:,} tokens", fontsize=10)
     axes.legend()
+    axes.figure.draw_without_rendering()  # places are known in pixels only once the layout is
+    label_points(axes, points, lines)
 
 
 PICTURES: dict[str, tuple[Callable[[], list[dict[str, Any]]], Callable[[Any, dict[str, Any]], None]]] = {
-    "memory": (memory_numbers, draw_memory),
-    "decode": (decode_numbers, draw_decode),
+    "overview": (overview_numbers, draw_overview),
     "kernels": (kernel_numbers, draw_kernels),
     "quality": (quality_numbers, draw_quality),
 }
@@ -240,20 +321,28 @@ def figure_of(name: str, panels: list[dict[str, Any]] | None = None) -> Any:
     if not panels:
         return None
     with plt.rc_context(STYLE):
-        figure, places = plt.subplots(1, len(panels), squeeze=False, figsize=(6 * len(panels), 4))
+        figure, places = plt.subplots(1, len(panels), squeeze=False, figsize=(WIDTH, HEIGHT))
         for axes, numbers in zip(places[0], panels, strict=True):
             draw(axes, numbers)
     return figure
+
+
+def dark_style() -> str:
+    """A style sheet that exchanges the colours of text, lines and card where the reader's system is dark."""
+    pairs = ((part, *colours) for colours in DARK.items() for part in ("fill", "stroke"))
+    rules = (f'[style*="{part}: {light}"]{{{part}:{dark} !important}}' for part, light, dark in pairs)
+    return f"@media (prefers-color-scheme: dark){{{''.join(rules)}}}"
 
 
 def save(path: Path, name: str, panels: list[dict[str, Any]]) -> None:
     """Draw one picture to a file."""
     import matplotlib.pyplot as plt
 
-    figure = figure_of(name, panels)
+    figure, drawn = figure_of(name, panels), io.StringIO()
     with plt.rc_context(STYLE):
-        figure.savefig(path, metadata={"Date": None, "Description": digest(panels)})
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Description": digest(panels)})
     plt.close(figure)
+    path.write_text(drawn.getvalue().replace("</style>", f"{dark_style()}</style>", 1), encoding="utf-8")
 
 
 def stale(folder: Path = RESULTS) -> list[str]:

@@ -71,9 +71,7 @@ def save_cache(
     if type(cache.config) is not TurboQuantConfig:
         raise ValueError("A cache of an `Ablation` is for measurements and is not saved: make it of a preset.")
     if model is None:
-        compressed = (layer for layer in cache.layers if isinstance(layer, TurboQuantLayer))
-        reference = next((layer._model_config for layer in compressed), None)
-        model = fingerprint.owner(reference() if reference is not None else None)
+        model = fingerprint.owner(cache._model_config())
     if cache.offloading:
         # Layers move to the CPU on streams of their own, and may be of several GPUs.
         for device in {getattr(layer, "device", None) for layer in cache.layers}:
