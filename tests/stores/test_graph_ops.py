@@ -33,9 +33,9 @@ def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
     )
     torch.library.opcheck(graph_ops._dense_tokens, (tensors, view.step_counts, text, store.max_cache_len))
 
-    for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1)), Ablation(seed=3)):
+
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:
-    for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1), random_signs=False, seed=3)):
+    for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1)), Ablation(seed=3)):
         text = graph_ops.config_text(config)
         assert graph_ops.config_from(text) == config
         assert graph_ops.config_text(graph_ops.config_from(text)) == text
