@@ -66,7 +66,7 @@ def direct(launcher: Launcher) -> Launcher:
     """The C function behind Triton's launcher, where that calls it with the same arguments and constants in between.
 
     The launcher itself is asked, with a recorder in place of its C function. In Triton 3.5 and 3.6 for NVIDIA it passes
-    on what it was given. Later ones, and AMD, keep their launcher, and so does one that allocates memory for each launch.
+    on what it was given. Later ones and AMD's keep their launcher; so does one that allocates memory for each launch.
     """
     if not hasattr(launcher.call, "launch"):
         return launcher

@@ -188,8 +188,7 @@ def decode_split(
         tl.store(
             scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(dense_maximum, dense_total), mask=store_rows
         )
-        d = tl.arange(0, BLOCK_DM)
-        inverse = 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
+        d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
         at = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
         tl.store(scratch + LINE * partial_at + at, out * inverse[None, :], mask=store_rows[None, :] & (d < DV)[:, None])
 

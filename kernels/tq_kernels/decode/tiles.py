@@ -84,8 +84,8 @@ def key_scores(
 
 @triton.jit
 def mean_scores(means, q, channel, DIM: tl.constexpr):
-    """mean . q of a block, the same for its tokens: [32, BR] float32; `means` points to the mean of channel 0, `channel`
-    is [BM] and `q` [BM, BR]."""
+    """mean . q of a block, [32, BR] float32 with equal rows; `means` points to channel 0, `channel` is [BM], `q`
+    [BM, BR]."""
     WHOLE: tl.constexpr = channel.shape[0] == DIM
     mean = tl.load(means + channel, mask=None if WHOLE else channel < DIM, other=None if WHOLE else 0.0)  # [BM]
     return tl.dot(tl.broadcast_to(mean[None, :], [ROWS32, channel.shape[0]]), q)
