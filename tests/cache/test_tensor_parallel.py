@@ -55,7 +55,7 @@ def leave_results(folder: Path, model: PreTrainedModel) -> Path:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
     worker = [str(TESTS / "tensor_parallel_worker.py"), str(folder)]
     # Without GPUs, whatever the machine has: these are the tests of the path over gloo.
-    folders = [str(EXAMPLES / "measure"), str(TESTS / "cache"), os.environ.get("PYTHONPATH")]
+    folders = [str(EXAMPLES), str(EXAMPLES / "measure"), str(TESTS), str(TESTS / "cache"), os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, folders))
     hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     run = subprocess.run(
