@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
@@ -59,7 +61,8 @@ def encoded(
     """The packed blocks of whole blocks of tokens, encoded in one call."""
     layout = config.layout(keys.shape[-1], values.shape[-1])
     blocks = PackedBlocks.allocate(layout, *keys.shape[:2], keys.shape[2] // layout.tokens, keys.device)
-    encode(config, keys, values, blocks, 0, factors)
+    blocks = blocks if factors is None else replace(blocks, factors=factors)
+    encode(config, keys, values, blocks, 0)
     return blocks
 
 

@@ -91,11 +91,10 @@ class Layer(DynamicLayer):
         queries = torch.cat(self.queries, dim=2)[:, :, : self.variant.tokens]
         keys, values = (x[:, :, : queries.shape[2]] for x in (self.keys, self.values))
         found = statistics(queries, keys, values, first=self.config.sink_tokens)
-        plain = Factors.ones(keys, values)
-        s = self.variant.keys(found) if self.variant.keys else plain.keys
-        t = self.variant.values(found) if self.variant.values else plain.values
+        s = self.variant.keys(found) if self.variant.keys else torch.ones_like(keys[:, :, 0])
+        t = self.variant.values(found) if self.variant.values else torch.ones_like(values[:, :, 0])
         self.queries = []
-        return Factors(s.half(), t.half())
+        return Factors(1 / s, 1 / t).map(lambda factor: factor.bfloat16().half())
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Encode what is due, then append."""
@@ -106,8 +105,9 @@ class Layer(DynamicLayer):
             rows = self.keys[:, :, start:stop], self.values[:, :, start:stop]
             layout = self.config.layout(rows[0].shape[-1], rows[1].shape[-1])
             blocks = PackedBlocks.allocate(layout, *rows[0].shape[:2], due - self.encoded, keys.device)
-            codec.encode(self.config, *rows, blocks, 0, self.factors)
-            codec.dequantise(self.config, blocks, *rows, self.factors)
+            blocks = replace(blocks, factors=self.factors)
+            codec.encode(self.config, *rows, blocks, 0)
+            codec.dequantise(self.config, blocks, *rows)
             self.encoded = due
         new, all_values = super().update(keys, values)
         new = new.view_as(new)

@@ -3,7 +3,7 @@
 Attention is the same if a key channel is multiplied by c and the query's divided by c, or a value channel multiplied
 and its column of the output projection divided. A rotated code is not: its error is the same in all channels and
 proportional to the whole vector, so a few loud channels drown the quiet ones. So keys are stored divided by s and the
-query is multiplied by s; values are stored divided by t and the output is multiplied by t.
+query is multiplied by s; values are stored divided by t and the output is multiplied by t. Held are 1 / s and 1 / t.
 
 With sigma_k and sigma_q the RMS of a channel's keys about their block mean and of its queries, the error of q . k is
 in proportion to E = (sum sigma_q^2 s^2) (sum sigma_k^2 / s^2). Its minimum (sum sigma_q sigma_k)^2 is at
@@ -12,9 +12,8 @@ t = sigma_v: how the output projection weighs them is not known here.
 
 That gives a loud channel what it had if the model were balanced, but the queries that matter are not the average ones:
 where nothing is wrong, s by that formula is worse than none. So only channels are touched of which s or t is far from
-the median channel's (`NEAR`, `FAR`); a head without such channels has one power of two for all, which changes
-no code. The power of two brings what is stored to an RMS of about 1, so that scales stay in fp16's range whatever that
-of the states.
+the median channel's (`NEAR`, `FAR`); all others are left as they are. But where scales would leave fp16's range, all
+channels of a head are multiplied by a power of two, which changes no code.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ SAMPLED_BLOCKS = 8
 NEAR, FAR = 1.6, 2.5
 """A channel is balanced wholly if its factor is `FAR` times the median one's or a `FAR`-th of it, not at all below
 `NEAR`, and in proportion (of logarithms) between."""
-LARGEST_FACTOR = 2.0**12
+SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-11, 2.0**12
+"""Rotated queries, divided by a factor, then fit into fp16, as queries are normalised (`tq_kernels.decode.rotate`)."""
+OUT_OF_RANGE = 2.0**8
+"""States of an RMS beyond this, or below its inverse, are brought to an RMS of about 1."""
 QUIETEST = 2.0**-10
 """Least RMS of a channel that is believed, over that of the loudest."""
 _HUGE = 2.0**56
@@ -127,15 +129,16 @@ def _power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """`wanted` where it is far from the median channel, times the power of two that brings what is stored to an RMS of
-    about 1; `[B, Hkv, D]` fp16."""
+    """One over `wanted` where that is far from the median channel's; where what would be stored is `OUT_OF_RANGE`,
+    times the power of two that brings it to an RMS of about 1. `[B, Hkv, D]` fp16."""
     away = wanted.log()
     away = away - away.median(-1, keepdim=True).values
     share = ((away.abs() - math.log(NEAR)) / math.log(FAR / NEAR)).clamp(0, 1)
     factor = torch.where(known, share * away, 0).exp()
     size = ((sigma / factor).square().mean(-1, keepdim=True)).sqrt()
-    factor = factor * _power_of_two(size.clamp(2.0**-60, 2.0**60))
-    return torch.where(known, factor.clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR), 1).half()
+    outside = known & ((size > OUT_OF_RANGE) | (size < 1 / OUT_OF_RANGE))
+    factor = factor * torch.where(outside, _power_of_two(size.clamp(2.0**-60, 2.0**60)), 1)
+    return (1 / factor).clamp(SMALLEST_FACTOR, LARGEST_FACTOR).bfloat16().half()
 
 
 def key_gain(sigma_k: torch.Tensor, sigma_q: torch.Tensor) -> torch.Tensor:
@@ -146,7 +149,7 @@ def key_gain(sigma_k: torch.Tensor, sigma_q: torch.Tensor) -> torch.Tensor:
 
 
 def key_factors(found: Statistics) -> torch.Tensor:
-    """s, `[B, Hkv, Dk]` fp16 in `[1 / LARGEST_FACTOR, LARGEST_FACTOR]`."""
+    """1 / s, `[B, Hkv, Dk]` fp16 in `[SMALLEST_FACTOR, LARGEST_FACTOR]`."""
     k, known = found.rms("keys"), found.known("keys")
     if "queries" not in found.sums:
         return _factors(torch.ones_like(k), k, known)
@@ -156,7 +159,7 @@ def key_factors(found: Statistics) -> torch.Tensor:
 
 
 def value_factors(found: Statistics) -> torch.Tensor:
-    """t, `[B, Hkv, Dv]` fp16 in `[1 / LARGEST_FACTOR, LARGEST_FACTOR]`."""
+    """1 / t, `[B, Hkv, Dv]` fp16 in `[SMALLEST_FACTOR, LARGEST_FACTOR]`."""
     v, known = found.rms("values"), found.known("values")
     return _factors(torch.where(known, v, 1).clamp(2.0**-60, 2.0**60), v, known)
 

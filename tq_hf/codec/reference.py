@@ -1,10 +1,10 @@
 """Encode and dequantise in torch: the oracle of the kernels and the path of devices without them.
 
-With R the rotation, x a key or value, s its head's factors (see `tq_hf.codec.balance`) and b its block:
+With R the rotation, x a key or value, f its head's factors (see `tq_hf.codec.balance`) and b its block:
 
-    encode      y = R (x / s);  z = y - m_b (keys, m_b = R mean of the block, rounded to fp16);  sigma = |z| / sqrt(D)
+    encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block, rounded to fp16);  sigma = |z| / sqrt(D)
                 c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
-    dequantise  x' = s R^-1 (scale c + m_b)
+    dequantise  x' = R^-1 (scale c + m_b) / f
 
 (TurboQuant_mse, arXiv 2504.19874, algorithm 1, with a norm correction, as vLLM's `_nc` presets have one, and a key mean
 per block.)
@@ -17,7 +17,6 @@ import torch
 from ..config import Correction, TurboQuantConfig
 from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
-from ..tensors.factors import Factors
 from .codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries, levels
 from .packing import pack, unpack
 from .rotation import rotate, rotate_back
@@ -38,6 +37,11 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
     """`x` in float32, padded with zeros to `dim` channels."""
     return torch.nn.functional.pad(x.float(), (0, dim - x.shape[-1]))
+
+
+def _per_block(factor: torch.Tensor) -> torch.Tensor:
+    """`[B, Hkv, D]` in float32, to go with `[B, Hkv, N, 128, D]`."""
+    return factor.float()[:, :, None, None]
 
 
 def _safe_divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -82,14 +86,7 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
     return codes, _half(scale)
 
 
-def encode(
-    config: TurboQuantConfig,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: PackedBlocks,
-    start: int,
-    factors: Factors | None = None,
-) -> None:
+def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of `out`.
 
     Args:
@@ -98,24 +95,21 @@ def encode(
         values: `[B, Hkv, n * 128, Dv]`.
         out: Blocks to write to.
         start: Index of the first block written.
-        factors: What channels are divided by; `None` for ones.
     """
-    inverse = None if factors is None else factors.map(lambda factor: 1 / factor.float()[:, :, None, None])
+    factors = out.factors.map(_per_block)
     layout = out.layout
     blocks = keys.shape[2] // layout.tokens
     for first in range(0, blocks, TILE_BLOCKS):
         tile = slice(first * layout.tokens, min(first + TILE_BLOCKS, blocks) * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (-1, layout.tokens)) for x in (keys, values))
-        if inverse is not None:
-            k, v = k.float() * inverse.keys, v.float() * inverse.values
         target = out.slice(start + first, start + min(first + TILE_BLOCKS, blocks))
-        z = rotate(_padded(k, layout.key_dim_padded), config.rotation_seed)
+        z = rotate(_padded(k * factors.keys, layout.key_dim_padded), config.rotation_seed)
         if target.key_means is not None:
             target.key_means.copy_(_half(_sum(z.transpose(-1, -2)) / layout.tokens))
             z = z - target.key_means.float()[..., None, :]
         codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
-        z = _padded(v, layout.value_dim_padded)
+        z = _padded(v * factors.values, layout.value_dim_padded)
         if config.rotate_values:
             z = rotate(z, config.rotation_seed)
         codes, value_scales = quantize(z, layout.value_bits, config.value_correction)
@@ -140,13 +134,7 @@ def dequantise_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor
     return keys, values
 
 
-def dequantise(
-    config: TurboQuantConfig,
-    blocks: PackedBlocks,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    factors: Factors | None = None,
-) -> None:
+def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write what `blocks` hold, as attention reads it.
 
     Args:
@@ -154,10 +142,9 @@ def dequantise(
         blocks: N blocks, all of which are read.
         keys: `[B, Hkv, N * 128, Dk]`, written in its own dtype.
         values: `[B, Hkv, N * 128, Dv]`, likewise.
-        factors: What channels were divided by; `None` for ones.
     """
     layout = blocks.layout
-    factor = (1, 1) if factors is None else factors.map(lambda factor: factor.float()[:, :, None, None])
+    factors = blocks.factors.map(_per_block)
     for first in range(0, blocks.capacity, TILE_BLOCKS):
         last = min(first + TILE_BLOCKS, blocks.capacity)
         rows = slice(first * layout.tokens, last * layout.tokens)
@@ -165,5 +152,5 @@ def dequantise(
         key = rotate_back(key, config.rotation_seed)
         if config.rotate_values:
             value = rotate_back(value, config.rotation_seed)
-        for out, states, times in ((keys, key, factor[0]), (values, value, factor[1])):
-            out[:, :, rows] = (states[..., : out.shape[-1]] * times).flatten(2, 3)
+        for out, states, factor in ((keys, key, factors.keys), (values, value, factors.values)):
+            out[:, :, rows] = (states[..., : out.shape[-1]] / factor).flatten(2, 3)

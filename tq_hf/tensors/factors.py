@@ -9,21 +9,25 @@ import torch
 
 
 class Factors(NamedTuple):
-    """What keys and values are divided by before they are encoded (see `tq_hf.codec.balance`).
+    """What keys and values are multiplied by before they are encoded (see `tq_hf.codec.balance`).
+
+    They have no more bits than a bfloat16, so that the encoder's matrix products with them are exact.
 
     Args:
-        keys: s, `[B, Hkv, Dk]` fp16; queries are multiplied by it.
-        values: t, `[B, Hkv, Dv]` fp16; outputs are multiplied by it.
+        keys: 1 / s, `[B, Hkv, Dk]` fp16; queries are divided by it.
+        values: 1 / t, `[B, Hkv, Dv]` fp16; outputs are divided by it.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
 
     @classmethod
-    def ones(cls, keys: torch.Tensor, values: torch.Tensor) -> Factors:
-        """Factors that change nothing, for states `[B, Hkv, *, D]` like these."""
-        key, value = (x.new_ones(*x.shape[:2], x.shape[3], dtype=torch.float16) for x in (keys, values))
-        return cls(key, value)
+    def ones(cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device) -> Factors:
+        """Factors that change nothing."""
+        keys, values = (
+            torch.ones(batch, heads, dim, dtype=torch.float16, device=device) for dim in (key_dim, value_dim)
+        )
+        return cls(keys, values)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Factors:
         """Factors of the results of `function` on both tensors."""

@@ -26,6 +26,8 @@ class Held(NamedTuple):
     dense: tuple[Any, Any, Any, Any]
     key_rotation: Any
     value_rotation: Any
+    key_factors: Any
+    value_factors: Any
 
 
 class Given(NamedTuple):
@@ -93,7 +95,7 @@ class Step:
         """The arguments of every kernel, but for its constants."""
         rotate: tuple[tuple[Any, ...], tuple[float, ...]]
         if row is None:
-            rotate = (given.query, held.key_rotation, given.scratch), self.rotate_numbers
+            rotate = (given.query, held.key_rotation, held.key_factors, given.scratch), self.rotate_numbers
         else:
             rotate = (
                 (
@@ -102,6 +104,7 @@ class Step:
                     *held.dense[2:],
                     given.query,
                     held.key_rotation,
+                    held.key_factors,
                     given.scratch,
                 ),
                 (
@@ -131,6 +134,7 @@ class Step:
                 given.num_window,
                 given.num_sinks,
                 held.value_rotation,
+                held.value_factors,
                 given.s_aux,
                 given.out,
             ),
