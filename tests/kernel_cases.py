@@ -67,8 +67,8 @@ class Case:
 
     `blocks` of the store's `capacity` blocks and `window` of its window's rows are in use. `mask` is `None`, "padding"
     (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random). `key_offset`
-    is the size of what all packed keys of a head have in common, in units of what they have not. With `balanced`, blocks
-    have factors, and keys and queries, as values, channels to go with them.
+    is the size of what all packed keys of a head have in common, in units of what they have not. With `balanced`,
+    blocks have factors, and keys and queries, as values, channels to go with them.
     """
 
     B: int = 1

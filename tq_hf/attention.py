@@ -52,7 +52,7 @@ def turboquant_attention(
     Returns:
         `[B, S, Hq, Dv]` and `None` (attention weights are not available).
     """
-    held = redeem(key, module)
+    held = redeem(key, module, query, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = dict(

@@ -70,6 +70,7 @@ class TurboQuantCache(Cache):
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"`max_cache_len` is {max_cache_len}; it must be a number of tokens, 1 or more, or None.")
         self._choice: AutoChoice | None = None
+        self._waiting: TurboQuantLayer | None = None
         if isinstance(preset, TurboQuantConfig):
             if overrides:
                 raise ValueError(
@@ -129,7 +130,23 @@ class TurboQuantCache(Cache):
         """
         if self._choice is not None:
             self._choose(self._choice, key_states, value_states, layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._waiting is not None:
+            self._encode_waiting()
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if key_states.shape[2] > 1:
+            layer = self.layers[layer_idx]
+            if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.waits:
+                self._waiting = layer
+        return states
+
+    def _encode_waiting(self) -> None:
+        """Encode the prompt of the layer updated last, if its queries were not shown: one layer's is held at most."""
+        layer, self._waiting = self._waiting, None
+        assert layer is not None
+        if layer.store is not None:
+            layer.store.encode_prompt()
+        if self.offloading:
+            layer.offload()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens.

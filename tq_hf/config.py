@@ -46,6 +46,8 @@ class TurboQuantConfig:
         skip_layers: Layers that are not compressed, as indices into the model's layers; negative ones count from the
             end.
         seed: Seed of the random signs of the rotation. Equal seeds give equal bits on every device and rank.
+        balance: Give channels that are much louder or quieter than others factors, so that the error does not depend on
+            how a model scales its channels (see `tq_hf.codec.balance`).
 
     Raises:
         ValueError: An option is outside its range. The message says what came and what is allowed.
@@ -58,6 +60,7 @@ class TurboQuantConfig:
     sink_tokens: int = 4
     skip_layers: tuple[int, ...] = ()
     seed: int = 0
+    balance: bool = True
 
     # Settled: without annotations these are no fields.
     random_signs = True
@@ -76,6 +79,8 @@ class TurboQuantConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"`{name}` is {value!r}; it must be a number of tokens, 0 or more.")
+        if not isinstance(self.balance, bool):
+            raise ValueError(f"`balance` is {self.balance!r}; it must be True or False.")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` is {self.seed!r}; it must be a whole number, 0 or more and below 2**63.")
         layers: Any = self.skip_layers
@@ -103,7 +108,8 @@ class TurboQuantConfig:
 
     @classmethod
     def from_fields(cls, saved: Mapping[str, Any]) -> TurboQuantConfig:
-        """The configuration of these fields, as saved files have them; older ones name what is `SETTLED`, too.
+        """The configuration of these fields, as saved files have them. Older ones name what is `SETTLED`, too, and are
+        not balanced.
 
         Raises:
             ValueError: Fields are missing or unknown, a value is outside its range, or what is settled was switched.
@@ -112,7 +118,7 @@ class TurboQuantConfig:
         if switched:
             options = ", ".join(f"{name}={saved[name]!r}" for name in switched)
             raise ValueError(f"It was saved with {options}, which nothing but ablations has. Save it with a preset.")
-        given = {name: value for name, value in saved.items() if name not in SETTLED}
+        given = {"balance": False} | {name: value for name, value in saved.items() if name not in SETTLED}
         names = {field.name for field in fields(cls)}
         if given.keys() != names:
             raise ValueError(f"A configuration has the fields {', '.join(sorted(names))}; got {', '.join(given)}.")

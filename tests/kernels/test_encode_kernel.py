@@ -44,9 +44,8 @@ class Case:
         name = f"k{c.key_bits}{c.key_correction}-v{c.value_bits}{c.value_correction}" + (
             "" if c.key_mean else "-no_mean"
         )
-        return f"{name}-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}-{self.dtype}{'-balanced' * self.balanced}".replace(
-            "torch.", ""
-        )
+        name += f"-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}-{self.dtype}".replace("torch.", "")
+        return name + "-balanced" * self.balanced
 
 
 CASES = [

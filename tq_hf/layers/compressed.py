@@ -16,6 +16,7 @@ from ..stores.checks import check_room, check_states
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..stores.ticket import Receipt, Ticket, attach, step_placeholders
+from ..tensors.factors import Factors
 from .base import FullAttentionLayer, check_crop
 
 
@@ -52,6 +53,8 @@ class TurboQuantLayer(FullAttentionLayer):
         # An attribute of the layer, not of the class: transformers compiles decoding if all layers have it.
         self.is_compileable = max_cache_len is not None
         self.store: LayerStore | None = None
+        self.factors: Factors | None = None
+        """Factors of channels to use, if they were handed on."""
         self._receipt = Receipt()
 
     @property
@@ -80,6 +83,8 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store = GrowingStore.allocate(self.config, key_states, value_states)
         else:
             self.store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len)
+        if self.factors is not None:
+            self.store.hand_on(self.factors)
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
         self.is_initialized = True
@@ -98,8 +103,8 @@ class TurboQuantLayer(FullAttentionLayer):
                 check_room(key_states.shape[2], 0, self.max_cache_len)
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        view = self.store.append(key_states, value_states)
         receipt, compiling = self._receipt, torch.compiler.is_compiling()
+        view = self.store.append(key_states, value_states, wait=not compiling)
         reads_store = receipt.reader is not None and attention_implementation(receipt.reader()) == "turboquant"
         if not compiling:  # compiled steps go on as the prefill before them did
             self._receipt = Receipt()
@@ -112,7 +117,7 @@ class TurboQuantLayer(FullAttentionLayer):
             states = self.store.dense(view)
             if compiling:  # compiled code cannot put attributes on what operators return
                 return states
-        return attach(states, Ticket(view, self._receipt))
+        return attach(states, Ticket(view, self._receipt, self.store if self.store.waits else None))
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
@@ -156,7 +161,9 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store = self.store.reorder(beam_idx)
 
     def offload(self) -> None:
-        """Move the store to the CPU."""
+        """Move the store to the CPU, unless it waits for the queries of a prompt."""
+        if self.store is not None and self.store.waits:
+            return
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:

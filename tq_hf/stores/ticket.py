@@ -17,6 +17,7 @@ import torch
 from ..tensors.layer_tensors import RowKind, dense_shapes
 from ..tensors.view import StepView, StoreView
 from ..tensors.window import KeyValue
+from .base import LayerStore
 
 _ATTRIBUTE = "_turboquant_ticket"
 
@@ -39,10 +40,17 @@ class Receipt:
 
 
 class Ticket(NamedTuple):
-    """A claim on what a layer holds, good for one call of the model."""
+    """A claim on what a layer holds, good for one call of the model.
+
+    Args:
+        view: What is attended to.
+        receipt: Signed by who takes it.
+        waiting: The store, if it waits for the queries of this call.
+    """
 
     view: StoreView | StepView
     receipt: Receipt
+    waiting: LayerStore | None = None
 
 
 def attach(states: KeyValue, ticket: Ticket) -> KeyValue:
@@ -80,8 +88,11 @@ def step_placeholders(row: RowKind, tokens: int, nan: torch.Tensor) -> KeyValue:
     return keys.detach(), values
 
 
-def redeem(keys: torch.Tensor, module: torch.nn.Module) -> StoreView | StepView | None:
-    """The view `keys` carry a ticket for, or `None`; signs the receipt for the attention module `module`."""
+def redeem(
+    keys: torch.Tensor, module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None
+) -> StoreView | StepView | None:
+    """The view `keys` carry a ticket for, or `None`; signs the receipt for the attention module `module`, and shows a
+    store that waits for them the queries `[B, Hq, S, Dk]` and which tokens are padding."""
     ticket: Ticket | None = getattr(keys, _ATTRIBUTE, None)
     if ticket is None:
         return None
@@ -89,4 +100,14 @@ def redeem(keys: torch.Tensor, module: torch.nn.Module) -> StoreView | StepView 
     # A compiled step finds the receipt signed by the prefill before it, or cannot sign it.
     if ticket.receipt.reader is None and config is not None and not torch.compiler.is_compiling():
         ticket.receipt.reader = weakref.ref(config)
+    if ticket.waiting is not None:
+        ticket.waiting.encode_prompt(query, _attended(mask, ticket.view.length, query.shape[2]))
     return ticket.view
+
+
+def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tensor | None:
+    """Which of the newest `tokens` of `length` the last query attends to, `[B or 1, tokens]` bool; `None` for all."""
+    if mask is None:
+        return None
+    row = mask[:, 0, -1, length - tokens : length]
+    return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
