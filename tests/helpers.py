@@ -140,8 +140,8 @@ def prefill_bytes(
     """Bytes a layer holds after one prefill, by the kinds of `MemoryFootprint`, from the documentation alone.
 
     Whole blocks older than the residual window are packed without spare room; the window is a ring of whole blocks with
-    room for what decoding will need, up to an eighth and a block more than it holds; one element is the placeholder's
-    NaN.
+    room for what decoding will need, up to an eighth and a block more than it holds; every channel of a head has a
+    factor; one element is the placeholder's NaN.
     """
     layout = config.layout(dim)
     sinks = min(config.sink_tokens, tokens)
@@ -152,7 +152,9 @@ def prefill_bytes(
     codes = 128 * dim * (config.key_bits + config.value_bits) // 8
     return {
         "packed": batch * heads * blocks * codes,
-        "metadata": batch * heads * blocks * (128 * layout.scalar_bytes + layout.mean_bytes) + itemsize,
+        "metadata": batch * heads * blocks * (128 * layout.scalar_bytes + layout.mean_bytes)
+        + layout.factor_bytes * batch * heads
+        + itemsize,
         "window": batch * heads * window * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }

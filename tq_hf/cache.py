@@ -143,8 +143,12 @@ class TurboQuantCache(Cache):
         """Encode the prompt of the layer updated last, if its queries were not shown: one layer's is held at most."""
         layer, self._waiting = self._waiting, None
         assert layer is not None
-        if layer.store is not None:
+        if layer.store is not None and layer.store.waits:
             layer.store.encode_prompt()
+            # Nobody shows queries, so no other layer need wait for them.
+            for other in self.layers:
+                if isinstance(other, TurboQuantLayer):
+                    other.awaits_queries = False
         if self.offloading:
             layer.offload()
 

@@ -55,6 +55,8 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store: LayerStore | None = None
         self.factors: Factors | None = None
         """Factors of channels to use, if they were handed on."""
+        self.awaits_queries = True
+        """Whether a prompt is encoded only when attention has shown its queries, or something else is asked of it."""
         self._receipt = Receipt()
 
     @property
@@ -104,7 +106,7 @@ class TurboQuantLayer(FullAttentionLayer):
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
         receipt, compiling = self._receipt, torch.compiler.is_compiling()
-        view = self.store.append(key_states, value_states, wait=not compiling)
+        view = self.store.append(key_states, value_states, wait=self.awaits_queries and not compiling)
         reads_store = receipt.reader is not None and attention_implementation(receipt.reader()) == "turboquant"
         if not compiling:  # compiled steps go on as the prefill before them did
             self._receipt = Receipt()
