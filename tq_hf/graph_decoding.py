@@ -8,7 +8,7 @@ it. The step that ran too many is taken back.
 `generate()` prepares everything as for its own loop (prompt, masks, processors, stopping criteria, the cache) and hands
 it over, so left-padded batches, later turns, chunked prefill and `return_dict_in_generate` are as they were. Processors
 that read only scores run inside the graph; all others, and stopping criteria other than the end-of-sequence token and
-the length, run after each replay. Without a GPU the same loop runs step by step.
+the length, run after each replay. Without a GPU, or with `disable_compile`, the same loop runs step by step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -89,9 +89,9 @@ class _Step:
 
 
 def graph_decoding(
-    model: PreTrainedModel,
+    model: Any,
     input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
+    logits_processor: Any,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     token_streamer: BaseStreamer | None = None,
@@ -139,7 +139,7 @@ def graph_decoding(
         return loop.run(logits, model_kwargs)
 
 
-def _check(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any]) -> TurboQuantCache:
+def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> TurboQuantCache:
     cache = inputs.get("past_key_values")
     advice = "Leave out `custom_generate`, or "
     if not isinstance(cache, TurboQuantCache) or not cache.is_compileable:
@@ -221,15 +221,16 @@ class _Loop:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         cache: TurboQuantCache,
         prompt: torch.Tensor,
-        logits_processor: LogitsProcessorList,
+        logits_processor: Any,
         stopping_criteria: StoppingCriteriaList,
         config: GenerationConfig,
         streamer: BaseStreamer | None,
     ) -> None:
         self.model, self.cache, self.prompt = model, cache, prompt
+        self.layers: list[Any] = list(cache.layers)
         self.processors, self.sample = logits_processor, config.do_sample
         self.selects_in_graph = all(type(processor) in READ_SCORES_ONLY for processor in logits_processor)
         self.ends = [c.eos_token_id.to(prompt.device) for c in stopping_criteria if type(c) is EosTokenCriteria]
@@ -237,17 +238,17 @@ class _Loop:
             c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
         )
         has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        self.pad = config._pad_token_tensor.to(prompt.device) if has_end else None
+        pad: Any = config._pad_token_tensor
+        self.pad: torch.Tensor | None = pad.to(prompt.device) if has_end else None
         self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
-        self.forward = self._compiled(config)
+        self.compiles = model._valid_auto_compile_criteria({"past_key_values": cache}, config)
+        self.forward = self._compiled(config) if self.compiles else model.__call__
         self.returns_dict = config.return_dict_in_generate
         self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
         self.scores: list[torch.Tensor] | None = [] if self.returns_dict and config.output_scores else None
         self.flags = _LateFlags(prompt.device, prompt.shape[0], streamer)
 
     def _compiled(self, config: GenerationConfig) -> Callable[..., Any]:
-        if not self.model._valid_auto_compile_criteria({"past_key_values": self.cache}, config):
-            return self.model.__call__
         options = (CompileConfig() if config.compile_config is None else config.compile_config).to_dict()
         # "reduce-overhead" would capture graphs of its own inside of ours.
         return self.model.get_compiled_call(CompileConfig(**{**options, "mode": None}))
@@ -266,23 +267,24 @@ class _Loop:
         if not self.returns_dict:
             return tokens
         steps = self.length - self.prompt.shape[1]
-        kept = {
+        kept: dict[str, Any] = {
             name: None if every is None else tuple(every[:steps])
             for name, every in (("logits", self.logits), ("scores", self.scores))
         }
-        return GenerateDecoderOnlyOutput(sequences=tokens, past_key_values=self.cache, **kept)
+        kept |= dict(sequences=tokens, past_key_values=self.cache)
+        return GenerateDecoderOnlyOutput(**kept)
 
     def _advance(self, step: _Step) -> None:
         """One token more a sequence."""
-        if step.graph is not None:
-            step.graph.replay()
-        elif self.prompt.is_cuda and step.warm >= WARM_UP:
+        if step.graph is None and self.compiles and self.prompt.is_cuda and step.warm >= WARM_UP:
             self._capture(step)
-            assert step.graph is not None
-            step.graph.replay()
-        else:
+        if step.graph is None:
             self._run(step)
             step.warm += 1
+        else:
+            step.graph.replay()
+            for layer in self.layers:
+                layer.forget_host_count()
         if not self.selects_in_graph:
             assert step.logits is not None
             self._select(step, step.logits)
@@ -415,7 +417,7 @@ class _Loop:
 def _held(layer: Any) -> list[torch.Tensor]:
     """Every tensor a layer holds."""
     if isinstance(layer, TurboQuantLayer):
-        return [] if layer.store is None else [tensor for kind in layer.store.tensors().values() for tensor in kind]
+        return [] if layer.store is None else [tensor for kind in layer.store.by_kind().values() for tensor in kind]
     return [layer.keys, layer.values] if layer.is_initialized else []
 
 
