@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from .ops import dispatch
-from .ops.reference_attention import attend_dense
+from .ops.tiled_attention import attend_dense
 from .stores import graph_ops
 from .stores.preallocated import StaticStore
 from .stores.ticket import redeem

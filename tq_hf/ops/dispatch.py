@@ -9,7 +9,7 @@ from ..config import TurboQuantConfig
 from ..tensors.blocks import PackedBlocks
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
-from . import buffered_attention, reference_attention, triton_backend
+from . import buffered_attention, tiled_attention, triton_backend
 from .workspace import Scratch, current_workspace
 
 
@@ -68,7 +68,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]`.
 
-    Arguments are those of `tq_hf.ops.reference_attention.attend`.
+    Arguments are those of `tq_hf.ops.tiled_attention.attend`.
     """
     if triton_backend.can_attend(query, view, mask, position_bias):
         return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
@@ -82,7 +82,7 @@ def attend(
         )
     if way == "buffered":
         return buffered_attend(query, view, mask, scaling=scaling, causal=causal)
-    return reference_attention.attend(
+    return tiled_attention.attend(
         query,
         view,
         mask,
