@@ -228,11 +228,15 @@ def test_a_preallocated_store_has_room_after_what_is_read():
     assert_attends(random(28, 2, 4, 1, 16), view)
 
 
-def test_gradients_reach_the_query():
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_gradients_reach_the_query(packed, softcap):
     view = viewed(3, config=all_packed(), past=900)
     query, expected_query = (random(29, 2, 4, 3, 16).requires_grad_() for _ in range(2))
-    weights = random(30, 2, 3, 4, 16)
+    weights, options = random(30, 2, 3, 4, 16), dict(scaling=0.25, softcap=softcap, s_aux=random(31, 4))
     with torch.enable_grad():
-        (dispatch.attend(query, view, None, scaling=0.25) * weights).sum().backward()
-        (reference_attention.attend(expected_query, view, None, scaling=0.25) * weights).sum().backward()
+        pair = dispatch.dense(view)
+        out = dispatch.attend(query, view, None, **options) if packed else attend_dense(query, *pair, None, **options)
+        (out * weights).sum().backward()
+        (reference_attention.attend(expected_query, view, None, **options) * weights).sum().backward()
     torch.testing.assert_close(query.grad, expected_query.grad, atol=1e-5, rtol=1e-4)

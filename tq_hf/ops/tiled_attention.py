@@ -225,9 +225,9 @@ def _attend(
                 continue  # wholly in these queries' future
             logits = [tile.scores(part) for tile in group]
             scores = torch.cat(logits, -1) if len(logits) > 1 else logits[0]
-            shaped = scores.view(batch, kv_heads, groups, -1, stop - start)
             if softcap is not None:
-                shaped.div_(softcap).tanh_().mul_(softcap)
+                scores = scores.div_(softcap).tanh() * softcap
+            shaped = scores.view(batch, kv_heads, groups, -1, stop - start)
             if position_bias is not None:
                 shaped.add_(_per_group(position_bias[:, :, part, start:stop], kv_heads))
             if mask is not None:
