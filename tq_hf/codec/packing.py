@@ -111,7 +111,7 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     signs, magnitudes = None, by_channel
     if bits != 2:
         half = 2 ** (bits - 1)
-        signs = (by_channel < half).view(torch.uint8)
+        signs = (by_channel >> bits - 1).bitwise_xor_(1)
         # half - 1 - code below the half, code - half from it on: all lower bits flipped, or the upper one cleared.
         magnitudes = (by_channel ^ half).bitwise_xor_(signs * (2 * half - 1))
     if bits == 4:

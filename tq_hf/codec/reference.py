@@ -36,8 +36,11 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x` in float32, padded with zeros to `dim` channels."""
-    return torch.nn.functional.pad(x.float(), (0, dim - x.shape[-1]))
+    """`x` `[..., 128, D]` in float32, padded with zeros to `dim` channels; vectors side by side, as `hadamard` has them."""
+    out = x.new_empty((*x.shape[:-2], dim, x.shape[-2]), dtype=torch.float32)
+    out[..., : x.shape[-1], :] = x.mT
+    out[..., x.shape[-1] :, :] = 0
+    return out.mT
 
 
 def _safe_divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
