@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers import all_packed, filled, rows, states
+from helpers import all_packed, assert_same, dequantised, encoded, filled, rows, states
 
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference_attention, tiled_attention, workspace
 from tq_hf.ops.tiled_attention import attend_dense
-from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.growing import GrowingStore
 from tq_hf.tensors.view import StoreView
 
 CONFIG = TurboQuantConfig(residual_length=60, sink_tokens=4)
@@ -26,7 +28,7 @@ def viewed(
 ) -> StoreView:
     """A view of `past` cached tokens and `queries` new ones."""
     pair = states(queries, batch, heads, past + queries, dim, value_dim)
-    store = LayerStore(config, *pair)
+    store = GrowingStore.allocate(config, *pair)
     store.append(*rows(pair, 0, past))
     return store.append(*rows(pair, past))
 
@@ -133,9 +135,10 @@ def test_very_large_logits_do_not_overflow():
     assert_attends(query, view, scaling=0.1)
 
 
-@pytest.mark.parametrize("scores", [1, 4000, 10_000])
-def test_tiling_the_queries_changes_nothing(scores, monkeypatch):
-    view, query = viewed(50), random(16, 2, 4, 50, 16)
+@pytest.mark.parametrize("name", ["4bit_nc", "k8v4"])
+@pytest.mark.parametrize("scores", [1, 4000, 10_000, 16 * 2048 * 7])
+def test_tiling_the_queries_changes_nothing(name, scores, monkeypatch):
+    view, query = viewed(50, config=all_packed(**bits_of(name))), random(16, 2, 4, 50, 16)
     mask = torch.ones(2, 4, 50, view.length, dtype=torch.bool).tril(view.length - 50)
     mask[:, 1, :, 10:90] = False
     bias = random(17, 2, 4, 50, view.length)
@@ -219,13 +222,13 @@ def test_what_a_block_may_lack(options):
     assert_attends(random(26, 2, 4, 3, 16), view)
 
 
-def test_a_preallocated_store_has_room_after_what_is_read():
+def test_a_store_may_have_room_after_what_is_read():
     """Blocks of a head are then not next to those of the next head."""
-    pair = states(27, 2, 2, 500, 16)
-    store = filled(all_packed(), rows(pair, 0, 499), max_length=2000)
-    view = store.append(*rows(pair, 499))
-    assert view.blocks.capacity > view.num_blocks > 0
-    assert_attends(random(28, 2, 4, 1, 16), view)
+    view = viewed(1, config=all_packed(), past=500)
+    blocks = view.blocks.resized(9, view.num_blocks)
+    roomy = view._replace(tensors=replace(view.tensors, blocks=blocks))
+    query = random(28, 2, 4, 1, 16)
+    assert torch.equal(assert_attends(query, roomy), dispatch.attend(query, view, None, scaling=0.25))
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
@@ -240,3 +243,14 @@ def test_gradients_reach_the_query(packed, softcap):
         (out * weights).sum().backward()
         (reference_attention.attend(expected_query, view, None, **options) * weights).sum().backward()
     torch.testing.assert_close(query.grad, expected_query.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_dequantising_by_tables_gives_the_bits_of_the_reference(name, monkeypatch):
+    config = PRESETS[name]
+    blocks = encoded(config, *states(32, 2, 3, 5 * 128, 40, 24))
+    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 2 * 6 * 128 * 40)
+    expected = dequantised(config, blocks)
+    actual = tuple(torch.empty_like(part) for part in expected)
+    dispatch.dequantise(config, blocks, *actual)
+    assert_same(actual, expected)

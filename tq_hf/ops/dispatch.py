@@ -22,13 +22,15 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
 
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
-    backend = triton_backend if triton_backend.serves(keys, blocks.layout) else reference
+    backend = triton_backend if triton_backend.serves(keys, blocks.layout) else tiled_attention
     backend.dequantise(config, blocks, keys, values)
 
 
 def dense(view: StoreView) -> KeyValue:
     """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
-    keys, values = (part.new_empty(shape) for part, shape in zip(view.sinks, view.shaped(view.length), strict=True))
+    keys, values = (
+        part.new_empty(shape) for part, shape in zip(view.sinks, view.tensors.dense_shapes(view.length), strict=True)
+    )
     _write_dense(view, keys, values)
     return keys, values
 
@@ -47,7 +49,7 @@ def buffered_attend(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, *, scaling: float, causal: bool = True
 ) -> torch.Tensor:
     """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
-    shapes = zip(("continuation keys", "continuation values"), view.shaped(view.length), strict=True)
+    shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
     requests = {name: Scratch(shape, view.sinks[0].dtype) for name, shape in shapes}
     workspace = current_workspace(query.device)
     keys, values = workspace.acquire("continuation prefill", requests).values()

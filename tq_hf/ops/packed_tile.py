@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..codec.rotation import rotation_matrix
+from ..codec.rotation import rotate_back, rotation_matrix
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..tensors.blocks import PackedBlocks
@@ -48,6 +48,8 @@ class PackedTile:
         blocks: n blocks, all of which are read.
         value_dim: Channels of a value, without padding.
         take: Makes scratch; what it gives must last until the tile is done with.
+        products: In what many queries weigh values: bfloat16 where the model has it and the processor multiplies it
+            several times as fast, else float32.
     """
 
     position: int
@@ -56,11 +58,17 @@ class PackedTile:
     blocks: PackedBlocks
     value_dim: int
     take: Take
+    products: torch.dtype = torch.float32
 
     @property
     def tokens(self) -> int:
         """Tokens of the tile."""
         return self.blocks.capacity * self.blocks.layout.tokens
+
+    @property
+    def many(self) -> bool:
+        """Whether keys and values are put in the order of tokens and scaled, rather than queries and weights."""
+        return self.query.shape[1] * self.query.shape[2] > FEW_QUERIES
 
     @cached_property
     def _scales(self) -> torch.Tensor:
@@ -80,58 +88,86 @@ class PackedTile:
         )
 
     @cached_property
-    def _keys_by_token(self) -> torch.Tensor:
-        """`[N, n * 128, D]`."""
-        keys = self._keys
+    def key_rows(self) -> torch.Tensor:
+        """Rotated keys token by token, `[N, n * 128, Dk padded]` float32."""
+        levels = self._keys
         if self.blocks.layout.key_bits == 8:
-            return keys.flatten(1, 2)
-        heads, blocks, rows, pairs = keys.shape[:4]
-        out = self.take("key rows", (heads, blocks, PLANES, rows, pairs), torch.complex64)
-        out.copy_(keys.view(torch.complex64).squeeze(-1).movedim(-1, 2))
-        return out.view(torch.float32).view(heads, self.tokens, 2 * pairs)
+            out = levels.mul_(self._scales[..., :1])
+        else:
+            heads, blocks, rows, pairs = levels.shape[:4]
+            out = self.take("key rows", (heads, blocks, PLANES, rows, 2 * pairs), torch.float32)
+            by_plane = levels.movedim(4, 2)
+            scales = self._scales[..., 0].view(heads, blocks, PLANES, rows, 1, 1)
+            torch.mul(by_plane, scales, out=out.view(by_plane.shape))
+        out = out.view(*self._scales.shape[:3], -1)
+        if self.blocks.key_means is not None:
+            out += self.blocks.key_means.flatten(0, 1).float()[:, :, None]
+        return out.flatten(1, 2)
 
     @cached_property
-    def _values_by_token(self) -> torch.Tensor:
-        """`[N, n * 128, D]`."""
-        values = self._values
-        heads, blocks, dim = values.shape[:3]
+    def value_rows(self) -> torch.Tensor:
+        """Values token by token as they are stored, `[N, n * 128, Dv padded]` in `products`."""
+        levels = self._values
+        heads, blocks, dim = levels.shape[:3]
         if self.blocks.layout.value_bits == 8:
-            return values.transpose(2, 3).reshape(heads, self.tokens, dim)
-        out = self.take("value rows", (heads, blocks, PLANES, ROWS // 2, 2, dim), torch.float32)
-        out.copy_(values.unflatten(-1, (ROWS // 2, PLANES, 2)).movedim(2, -1).transpose(2, 3))
+            by_token = levels.unflatten(-1, (PLANES, ROWS // 2, 2)).movedim(2, -1)
+        else:
+            by_token = levels.unflatten(-1, (ROWS // 2, PLANES, 2)).movedim(2, -1).transpose(2, 3)
+        out = self.take("value rows", (heads, blocks, PLANES, ROWS // 2, 2, dim), self.products)
+        torch.mul(by_token, self._scales[..., 1].view(*out.shape[:-1], 1), out=out)
         return out.view(heads, self.tokens, dim)
 
     def scores(self, part: slice) -> torch.Tensor:
         """Logits `[N, G * s, n * 128]` of the queries of s tokens."""
         query = self.query[:, :, part].flatten(1, 2)
         heads, rows, dim = query.shape
-        blocks, bits = self.blocks.capacity, self.blocks.layout.key_bits
-        if bits == 8 or rows > FEW_QUERIES:
-            scores = query @ self._keys_by_token.transpose(1, 2)
+        if self.many:
+            return query @ self.key_rows.mT
+        blocks = self.blocks.capacity
+        if self.blocks.layout.key_bits == 8:
+            scores = query @ self._keys.flatten(1, 2).mT
         else:
             # Row (r, p) meets the levels of plane p and zeros elsewhere.
             spread = query.view(heads, rows, 1, dim // 2, 1, 2) * _planes(query.device)
             spread = spread.view(heads, rows * PLANES, dim * PLANES)
-            scores = spread @ self._keys.view(heads, blocks * ROWS, dim * PLANES).transpose(1, 2)
+            scores = spread @ self._keys.view(heads, blocks * ROWS, dim * PLANES).mT
             scores = scores.view(heads, rows, PLANES, blocks, ROWS).transpose(2, 3)
         scores = scores.reshape(heads, rows, blocks, PLANES * ROWS) * self._scales[:, None, :, :, 0]
         if self.blocks.key_means is not None:
             means = self.blocks.key_means.flatten(0, 1).float()
-            scores += (query @ means.transpose(1, 2))[..., None]
+            scores += (query @ means.mT)[..., None]
         return scores.view(heads, rows, -1)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         """Sums of the values under weights `[N, R, n * 128]`, `[N, R, Dv]`."""
         heads, rows, _ = weights.shape
         blocks, layout = self.blocks.capacity, self.blocks.layout
-        weights = weights.view(heads, rows, blocks, PLANES * ROWS) * self._scales[:, None, :, :, 1]
-        if rows > FEW_QUERIES:
-            total = weights.view(heads, rows, -1) @ self._values_by_token
+        if self.many:
+            total = (weights.to(self.products) @ self.value_rows).float()
         else:
+            weights = weights.view(heads, rows, blocks, PLANES * ROWS) * self._scales[:, None, :, :, 1]
             ordered = value_order(weights, layout.value_bits).transpose(1, 2).reshape(heads * blocks, rows, -1)
-            sums = ordered @ self._values.flatten(0, 1).transpose(1, 2)
-            total = sums.view(heads, blocks, rows, -1).sum(1)
+            total = (ordered @ self._values.flatten(0, 1).mT).view(heads, blocks, rows, -1).sum(1)
         if self.config.rotate_values:
             dim = layout.value_dim_padded
             total = total @ rotation_matrix(dim, self.config.rotation_seed, total.device, torch.float32)
+        # Per-channel factors of balanced values go here, as those of keys go into the query before `rotated`.
         return total[..., : self.value_dim]
+
+
+def dequantise(
+    config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, take: Take
+) -> None:
+    """`tq_hf.codec.reference.dequantise` by tables: the same bits.
+
+    Args:
+        config: Seed of the rotation.
+        blocks: Blocks, all of which are read, few enough to be a tile.
+        keys: `[B, Hkv, N * 128, Dk]`, written in its own dtype.
+        values: `[B, Hkv, N * 128, Dv]`, likewise.
+        take: Makes scratch.
+    """
+    tile = PackedTile(0, keys[:0], config, blocks, values.shape[-1], take)
+    for out, rows, turned in ((keys, tile.key_rows, True), (values, tile.value_rows, config.rotate_values)):
+        states = rotate_back(rows, config.rotation_seed) if turned else rows
+        out.copy_(states[..., : out.shape[-1]].view(out.shape))

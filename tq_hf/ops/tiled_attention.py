@@ -15,9 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ..config import TurboQuantConfig
+from ..tensors.blocks import PackedBlocks
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
-from .packed_tile import PackedTile, rotated
+from . import packed_tile
+from .packed_tile import FEW_QUERIES, PackedTile, rotated
 from .tables_cpu import Take
 from .workspace import Scratch, current_workspace
 
@@ -66,7 +69,9 @@ class DenseTile:
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         """See `Tile`."""
-        return weights @ self.states[1].flatten(0, 1).float()
+        values = self.states[1].flatten(0, 1)
+        products = _products(values) if weights.shape[1] > FEW_QUERIES else torch.float32
+        return (weights.to(products) @ values.to(products)).float()
 
 
 class OnlineSoftmax:
@@ -118,12 +123,23 @@ def _packed_tiles(view: StoreView, query: torch.Tensor) -> Iterator[PackedTile]:
     layout, sinks = view.blocks.layout, view.sinks
     needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
     take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
-    turned = rotated(query, view)
-    step = max(1, TILE_NUMBERS // (query.shape[0] * layout.tokens * layout.key_dim_padded))
+    turned, products = rotated(query, view), _products(sinks[0])
+    step = _blocks_of_tile(view.blocks)
     for start in range(0, view.num_blocks, step):
         blocks = view.blocks.slice(start, min(start + step, view.num_blocks))
         position = sinks[0].shape[2] + start * layout.tokens
-        yield PackedTile(position, turned, view.config, blocks, sinks[1].shape[3], take)
+        yield PackedTile(position, turned, view.config, blocks, sinks[1].shape[3], take, products)
+
+
+def _blocks_of_tile(blocks: PackedBlocks) -> int:
+    batch, heads = blocks.scalars.shape[:2]
+    return max(1, TILE_NUMBERS // (max(1, batch * heads) * blocks.layout.tokens * blocks.layout.key_dim_padded))
+
+
+def _products(states: torch.Tensor) -> torch.dtype:
+    """In what many queries weigh the values of a model with such states."""
+    fast = states.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.bfloat16 if states.dtype == torch.bfloat16 and fast else torch.float32
 
 
 def _scratch(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -146,9 +162,12 @@ def _view_tiles(view: StoreView, query: torch.Tensor) -> Iterator[Tile]:
         yield from _dense_tiles(first, states, query)
 
 
-def _groups(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
-    """Neighbouring tiles whose scores are taken at once: one that is packed at most, and dense ones of a tile's
-    tokens."""
+def _groups(tiles: Iterable[Tile], rows: int) -> Iterator[list[Tile]]:
+    """Neighbouring tiles whose scores are taken at once: of few rows a KV head, one that is packed at most, and dense
+    ones of a tile's tokens."""
+    if rows > FEW_QUERIES:
+        yield from ([tile] for tile in tiles)
+        return
     group: list[Tile] = []
     dense, packed = 0, False
     for tile in tiles:
@@ -161,6 +180,16 @@ def _groups(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
         dense += 0 if is_packed else tile.tokens
     if group:
         yield group
+
+
+def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`tq_hf.codec.reference.dequantise` by tables, tile by tile: the same bits."""
+    take: Take = partial(_scratch, keys.device)
+    step, tokens = _blocks_of_tile(blocks), blocks.layout.tokens
+    for start in range(0, blocks.capacity, step):
+        stop = min(start + step, blocks.capacity)
+        rows = slice(start * tokens, stop * tokens)
+        packed_tile.dequantise(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
 
 
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
@@ -212,7 +241,7 @@ def _attend(
     grouped = (query.float() * scaling).reshape(batch * kv_heads, groups, queries, dim)
     states: list[OnlineSoftmax] = []
     step = queries
-    for group in _groups(tiles(grouped)):
+    for group in _groups(tiles(grouped), groups * queries):
         start, stop = group[0].position, group[-1].position + group[-1].tokens
         if not states:
             widest = min(length, max(TILE_TOKENS, stop - start))
