@@ -74,11 +74,9 @@ def _nibble_words(codes: torch.Tensor, is_value: bool) -> torch.Tensor:
 
 def _sign_words(signs: torch.Tensor, first: int, second: int, is_value: bool) -> torch.Tensor:
     """Signs `[..., C, 128]` uint8 of 0 and 1 to words with that of code i at bit 8i + first (i < 4) or
-    8 (i - 4) + second."""
+    8 (i - 4) + second: byte b of a word holds those of codes b and b + 4, b being 2 (plane % 2) + e."""
     early, late = signs.unflatten(-1, (2, 2, ROWS)).unbind(-3)  # planes 0, 1 and 2, 3: codes 0 to 3 and 4 to 7
-    bits = (early << first).bitwise_or_(
-        late << second
-    )  # [..., C, plane % 2, row]; e is the lower half of a byte's number
+    bits = (early << first).bitwise_or_(late << second)  # [..., C, plane % 2, row]
     if is_value:
         return _words(bits.unflatten(-1, (ROWS // 2, 2)).transpose(-1, -2).flatten(-3, -2), is_value)
     return _words(bits.unflatten(-3, (bits.shape[-3] // 2, 2)).transpose(-3, -2).flatten(-3, -2), is_value)
@@ -120,9 +118,8 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
         assert signs is not None
         words = _nibble_words(magnitudes, is_value)
         return words.bitwise_or_(_sign_words(signs, 7, 3, is_value)).flatten(-2)
-    lower, upper = magnitudes.unflatten(-2, (2, 2, magnitudes.shape[-2] // QUARTERS)).unbind(
-        -3
-    )  # quarters 2t and 2t + 1
+    quarters = magnitudes.unflatten(-2, (2, 2, magnitudes.shape[-2] // QUARTERS))
+    lower, upper = quarters.unbind(-3)  # 2t and 2t + 1
     words = _nibble_words(lower | upper << 2, is_value).flatten(-3)
     if signs is None:
         return words

@@ -36,7 +36,7 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x` `[..., 128, D]` in float32, padded with zeros to `dim` channels; vectors side by side, as `hadamard` has them."""
+    """`x` `[..., 128, D]` in float32, padded with zeros to `dim` channels; in memory as `hadamard` wants it."""
     out = x.new_empty((*x.shape[:-2], dim, x.shape[-2]), dtype=torch.float32)
     out[..., : x.shape[-1], :] = x.mT
     out[..., x.shape[-1] :, :] = 0
@@ -56,7 +56,7 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 def _looked_up(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`entries[index]` for entries `[N]` and any index, in the index's order in memory."""
-    if index.dim() > 1 and index.mT.is_contiguous():
+    if not index.is_contiguous() and index.mT.is_contiguous():
         return _looked_up(entries, index.mT).mT
     return torch.index_select(entries, 0, index.flatten()).view(index.shape)
 

@@ -11,9 +11,8 @@ from ..tensors.window import KeyValue
 
 def dense_states(view: StoreView) -> KeyValue:
     """Everything in `view` as float64 keys and values, `[B, Hkv, view.length, D]`."""
-    keys, values = (
-        view.sinks[0].new_zeros(shape, dtype=torch.float64) for shape in view.tensors.dense_shapes(view.length)
-    )
+    shapes = view.tensors.dense_shapes(view.length)
+    keys, values = (view.sinks[0].new_zeros(shape, dtype=torch.float64) for shape in shapes)
     for start, part in view.dense_parts:
         for out, states in zip((keys, values), part, strict=True):
             out[:, :, start : start + states.shape[2]] = states
