@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import LLAMA_8B, RESULTS, SHIPPED_MODEL, bytes_held, provenance
+from report import LLAMA_8B, RESULTS, SHIPPED_MODEL, provenance
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
@@ -134,14 +134,14 @@ class Bench:
         return times
 
 
-def rows(cell: str, times: dict[str, list[float]], held: dict[str, Cache]) -> list[dict[str, Any]]:
+def rows(cell: str, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     """A row a cache: median milliseconds, and how many times as fast as DynamicCache that is."""
     medians = {name: statistics.median(values) for name, values in times.items()}
     result = []
     for name, median in medians.items():
         row = {"cell": cell, "cache": name, "ms": round(median, 3), "least_ms": round(min(times[name]), 3)}
         row["speed"] = round(medians["DynamicCache"] / median, 3)
-        result.append(row | {"bytes_held": bytes_held(held[name])})
+        result.append(row)
         print(f"{cell:18} {name:22} {median:10.2f} ms   {row['speed']:6.2f} of DynamicCache's speed", flush=True)
     return result
 
@@ -154,9 +154,9 @@ def shipped(presets: list[str], rounds: int, wanted: Callable[[str], bool]) -> l
     makers = {name: made for name, made in caches(model.config, SHORT, presets).items() if wanted(f"4k {name}")}
     bench = Bench(model, makers)
     prefill = bench.prefill(ids[:, :SHORT], max(3, rounds // 10))
-    result = rows("prefill of 4k", prefill, bench.held)
-    result += rows("decode at 4k", bench.steps(ids[:, SHORT:], rounds), bench.held)
-    return result + rows("500 more on 4k", bench.turns(ids[:, SHORT : SHORT + TURN], max(3, rounds // 10)), bench.held)
+    result = rows("prefill of 4k", prefill)
+    result += rows("decode at 4k", bench.steps(ids[:, SHORT:], rounds))
+    return result + rows("500 more on 4k", bench.turns(ids[:, SHORT : SHORT + TURN], max(3, rounds // 10)))
 
 
 def long(rounds: int, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ def long(rounds: int, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     makers = {name: made for name, made in caches(config, LONG, ["4bit_nc"]).items() if wanted(f"32k {name}")}
     bench = Bench(model, makers)
     bench.fill(LONG)
-    return rows("decode at 32k", bench.steps(torch.tensor([[5]]), rounds), bench.held)
+    return rows("decode at 32k", bench.steps(torch.tensor([[5]]), rounds))
 
 
 def main() -> None:
