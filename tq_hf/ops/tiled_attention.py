@@ -7,7 +7,6 @@ are the same for both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -143,8 +142,7 @@ def _products(states: torch.Tensor) -> torch.dtype:
 
 
 def _scratch(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    request = {name: Scratch((math.prod(shape),), dtype)}
-    return current_workspace(device).acquire("tiled attention", request)[name].view(shape)
+    return current_workspace(device).acquire("tiled attention", {name: Scratch(shape, dtype)})[name]
 
 
 def _fresh(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
