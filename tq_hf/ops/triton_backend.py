@@ -193,7 +193,7 @@ def attend(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`reference_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
+    """`tiled_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
     decoder, device = decoder_of(view.tensors), query.device
     batch, query_heads, queries, _ = query.shape
     if mask is not None and mask.shape[0] != batch:
@@ -222,7 +222,7 @@ def attend(
 
 
 def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """`tq_hf.ops.reference_attention.attend` on the GPU, for calls that `can_attend_many`."""
+    """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `can_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
     key_rotation, value_rotation = _rotations(view.config, layout, query.device, torch.float16)
     return attend_prefix(
