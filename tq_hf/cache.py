@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import weakref
 from copy import deepcopy
-from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -22,6 +20,7 @@ from .layers.rollback import crop, held_lengths
 from .layers.sliding import SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
+from .saving import pickling
 from .saving.cache_file import load_cache, save_cache
 from .stores.growing import check_states
 
@@ -74,17 +73,19 @@ class TurboQuantCache(Cache):
         if not isinstance(offloading, bool):
             raise ValueError(f"`offloading` is {offloading!r}; it must be True or False.")
         if offloading and not torch.cuda.is_available():
-            raise ValueError("`offloading=True` moves layers between a GPU and the CPU, and there is no GPU. Leave it out.")
+            raise ValueError(
+                "`offloading=True` moves layers between a GPU and the CPU, and there is no GPU. Leave it out."
+            )
         auto = isinstance(preset, str) and preset.lower() == "auto"
         if auto and (bits := sorted(overrides.keys() & {"key_bits", "value_bits"})):
             raise ValueError(
-                f"`preset='auto'` chooses the bits, so {', '.join(bits)} cannot be given beside it. Name a preset, e.g. "
-                "'4bit_nc', to choose them yourself."
+                f"`preset='auto'` chooses the bits, so {', '.join(bits)} cannot be given beside it. Name a preset "
+                "('4bit_nc') to choose them yourself."
             )
         # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
         self.preallocated_for = max_cache_len
         self._choice: AutoChoice | None = None
-        self._model_config = weakref.ref(model_config)
+        self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         if isinstance(preset, TurboQuantConfig):
             if overrides:
@@ -132,13 +133,15 @@ class TurboQuantCache(Cache):
         tokens = next(iter(held_lengths(self.layers).values()), 0)
         room = "" if self.preallocated_for is None else f" of {self.preallocated_for:,}"
         size = f"{held.total / 2**20:.2f} MiB, {held.ratio:.1%} of 16 bits" if tokens else "empty"
-        return f"TurboQuantCache({self.config.preset or bits}, {len(self.layers)} layers, {tokens:,}{room} tokens, {size})"
+        return (
+            f"TurboQuantCache({self.config.preset or bits}, {len(self.layers)} layers, {tokens:,}{room} tokens, {size})"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "max_cache_len":
             raise AttributeError(
-                "A TurboQuantCache has no `max_cache_len`; `get_max_length()` tells. (PEFT asks for it in prefix tuning, "
-                "to put a cache of its own in this one's place: call such a model without `past_key_values`.)"
+                "A TurboQuantCache has no `max_cache_len`; `get_max_length()` tells. (PEFT asks for it in prefix "
+                "tuning to put a cache of its own in this one's place: call such a model without `past_key_values`.)"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -155,23 +158,12 @@ class TurboQuantCache(Cache):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if any(map(_is_filled, self.layers)):
-            raise pickle.PicklingError(
-                "A TurboQuantCache that has been filled cannot be pickled, only an empty one. Write it to a file with "
-                "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."
-            )
-        model_config = self._model_config()
-        if model_config is None:
-            raise pickle.PicklingError("The config this cache was made from no longer exists; make a new cache.")
-        return _unpickled, (type(self), model_config, self._arguments())
+        return pickling.reduce(self)
 
-    def _arguments(self) -> dict[str, Any]:
-        """What to make an empty cache like this one of, besides the config of the model."""
-        options: dict[str, Any] = {"preset": self.config}
-        if self._choice is not None:
-            unchosen = {field.name for field in fields(self.config)} - {"preset", "key_bits", "value_bits"}
-            options = {"preset": "auto"} | {name: getattr(self.config, name) for name in unchosen}
-        return options | {"max_cache_len": self.preallocated_for, "offloading": self.offloading}
+    @property
+    def undecided(self) -> bool:
+        """Whether preset "auto" has yet to see the keys of some layers."""
+        return self._choice is not None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -183,8 +175,8 @@ class TurboQuantCache(Cache):
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
-                f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer {layer_idx}. "
-                "Make it from this model's own config (`TurboQuantCache(model.config)`)."
+                f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
+                f"{layer_idx}; make it from this model's own config."
             )
         if self._choice is not None:
             self._choose(self._choice, key_states, value_states, layer_idx)
@@ -193,8 +185,8 @@ class TurboQuantCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens.
 
-        Every layer holds the same tokens afterwards, also if an exception in a forward pass (Ctrl-C, no memory left) left
-        some a call ahead of the others.
+        Every layer holds the same tokens afterwards, also if an exception in a forward pass (Ctrl-C, no memory left)
+        left some a call ahead of the others.
 
         Raises:
             ValueError: A layer cannot be cropped, or `tokens_to_remove` is no number or positive. Nothing is changed
@@ -301,17 +293,6 @@ def check_max_cache_len(max_cache_len: Any) -> None:
     number = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
     if max_cache_len is not None and not (number and max_cache_len >= 1):
         raise ValueError(f"`max_cache_len` is {max_cache_len!r}; it must be a number of tokens, 1 or more, or None.")
-
-
-def _is_filled(layer: Any) -> bool:
-    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
-    return getattr(layer, "is_initialized", False) or any(any(one.values()) for one in states)
-
-
-def _unpickled(kind: type[TurboQuantCache], model_config: PreTrainedConfig, arguments: dict[str, Any]) -> TurboQuantCache:
-    cache = kind(model_config, **arguments)
-    cache._kept_config = model_config  # nobody else holds it here, and layers look at it
-    return cache
 
 
 def _skipped(skip_layers: tuple[int, ...], num_layers: int) -> set[int]:

@@ -508,8 +508,14 @@ HOSTILE = {
         lambda content: edited(content, lambda h: h[TENSOR].update(shape=[2**40, 2**40, 2**40, 2**40])),
         "overflow|truncated, damaged",
     ),
-    "negative shape": (lambda content: edited(content, lambda h: h[TENSOR].update(shape=[-1, -1])), "truncated, damaged"),
-    "many dimensions": (lambda content: edited(content, lambda h: h[TENSOR].update(shape=[1] * 1000)), "truncated, damaged"),
+    "negative shape": (
+        lambda content: edited(content, lambda h: h[TENSOR].update(shape=[-1, -1])),
+        "truncated, damaged",
+    ),
+    "many dimensions": (
+        lambda content: edited(content, lambda h: h[TENSOR].update(shape=[1] * 1000)),
+        "truncated, damaged",
+    ),
     "other shape": (
         lambda content: edited(content, lambda h: h[TENSOR]["shape"].reverse()),
         r"would be torch.int32 \[2, 2, 1, ",

@@ -52,7 +52,11 @@ def _obstacle(layer: Any, tokens: int, kept: int, even: bool) -> str | None:
         if not even:
             return "nobody knows how many tokens a layer of linear attention has seen"
         for states, size in zip(layer.conv_states.values(), layer.conv_kernel_size.values(), strict=True):
-            if states is not None and (not layer.record_past or states.shape[-1] - tokens < min(size, kept)):
+            if (
+                states is not None
+                and size is not None
+                and (not layer.record_past or states.shape[-1] - tokens < min(size, kept))
+            ):
                 return "it did not record its past"
     window = getattr(layer, "sliding_window", None)
     # Its window is whole afterwards only if what slid out of it is still there.

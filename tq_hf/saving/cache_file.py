@@ -80,8 +80,8 @@ def save_cache(
     _check_model(model, "cache.save(path, model)")
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: what its decoder caches depends on what the encoder read, which "
-            "this cache does not hold. Only caches of decoders can be saved."
+            f"{type(model).__name__} is an encoder-decoder: what its decoder caches depends on what its encoder read, "
+            "which this cache does not hold. Only caches of decoders can be saved."
         )
     if cache.offloading:
         # Layers move to the CPU on streams of their own, and may be of several GPUs.
@@ -178,7 +178,9 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
         raise ValueError(f"Its format version is {version[:32]!r}, not a number: the file is damaged.")
     if not OLDEST <= int(version) <= VERSION:
         what = "a newer tq_hf: upgrade it" if int(version) > VERSION else "no released tq_hf: save the cache again"
-        raise ValueError(f"Its format version is {version}, and this tq_hf reads {OLDEST} to {VERSION}. It was written by {what}.")
+        raise ValueError(
+            f"Its format version is {version}, and this tq_hf reads {OLDEST} to {VERSION}. It was written by {what}."
+        )
     if metadata.keys() != {"format", "version", "state", "checksum"}:
         raise ValueError("Its metadata are not those of a cache: the file is damaged.")
     if safetensors_file.text_digest(metadata["state"]) != metadata["checksum"]:

@@ -100,13 +100,13 @@ def check(saved: dict[str, Any], model: Any) -> None:
     if saved["adapters"] == UNKNOWN:
         if ours["adapters"] is not None:
             raise ValueError(
-                "The file is of an older format, which does not say which adapters were active, and this model has some. "
-                "Save the cache again."
+                "The file is of an older format, which does not say which adapters were active, and this model has "
+                "some. Save the cache again."
             )
     elif saved["adapters"] != ours["adapters"]:
         raise ValueError(
-            f"The cache was made with {_said(saved['adapters'])}, and this model has {_said(ours['adapters'])}. Activate, "
-            "merge and scale its adapters as they were, or load the cache with the model it was made with."
+            f"The cache was made with {_said(saved['adapters'])}, and this model has {_said(ours['adapters'])}. "
+            "Activate, merge and scale its adapters as they were, or load the cache with the model it was made with."
         )
 
 

@@ -113,8 +113,8 @@ class Loader:
             entry = header.entries[name]
             if entry.dtype != dtype or not fits(entry.shape):
                 raise ValueError(
-                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be {dtype} {shape} in "
-                    "a cache of this model: the file is damaged."
+                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be {dtype} "
+                    f"{shape} in a cache of this model: the file is damaged."
                 )
         for device, size in need.items():
             free = _free_memory(device)

@@ -88,7 +88,9 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
         try:
             save_file(dict(tensors), temporary, metadata=dict(metadata))
         except SafetensorError as error:
-            raise OSError(f"{target} cannot be saved ({str(error)[:200]}). What was there before is still there.") from None
+            raise OSError(
+                f"{target} cannot be saved ({str(error)[:200]}). What was there before is still there."
+            ) from None
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.chmod(temporary, mode)  # safetensors makes files that nobody else may read
@@ -144,7 +146,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     for name, described in slices.items():
         dtype = described.get_dtype()
         if dtype not in DTYPES:
-            raise ValueError(f"{name[:64]!r} is of dtype {dtype}; a cache has {', '.join(DTYPES)}: the file is damaged.")
+            raise ValueError(
+                f"{name[:64]!r} is of dtype {dtype}; a cache has {', '.join(DTYPES)}: the file is damaged."
+            )
         entries[name] = Entry(DTYPES[dtype], tuple(described.get_shape()))
     return Header(metadata, entries)
 
@@ -204,7 +208,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if tensor.numel():
-            state.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            state.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
     return state.hexdigest()
 
 

@@ -104,7 +104,7 @@ def expect(
 def fill(
     probes: tuple[Any, Any], index: int, held: dict[str, torch.Tensor], values: dict[str, Any], tokens: int
 ) -> Any:
-    """The first of two probes, initialised for this model as transformers does it, with everything it holds replaced."""
+    """The first of two probes, initialised for this model as transformers does it, with all it holds replaced."""
     layer, other = probes
     others = _leaves(other)
     for path, (into, key, value) in _leaves(layer).items():
@@ -142,6 +142,7 @@ def converted(layer: Any, target: Any, index: int) -> Any:
     keys, values = (states[:, :, :rows] for states in (layer.keys, layer.values))
     if isinstance(target, StaticLayer):
         target.lazy_initialization(keys, values)
+        assert target.keys is not None and target.values is not None
         # Of a full window the newest row is the last, and the first is never read again.
         start = max(0, target.max_cache_len - rows) if tokens >= target.max_cache_len else 0
         for buffer, states in ((target.keys, keys), (target.values, values)):
