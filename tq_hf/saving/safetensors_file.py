@@ -208,7 +208,8 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if tensor.numel():
-            state.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            state.update(data)
     return state.hexdigest()
 
 
