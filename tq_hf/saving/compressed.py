@@ -9,10 +9,10 @@ import torch
 
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..stores.growing import Counts, LayerStore
-from ..stores.preallocated import StaticStore
-from ..stores.ticket import Receipt
-from ..tensors.window import DenseWindow, KeyValue
+from ..stores.base import Counts
+from ..stores.growing import GrowingStore
+from ..stores.growth import GROW, Fixed
+from ..tensors.window import KeyValue
 from .expected import Expected, exactly
 from .safetensors_file import typed
 
@@ -22,28 +22,15 @@ FIELDS = {"class": str, "counts": list, "reads_store": bool, "optional": list}
 OPTIONAL: tuple[str, ...] = ()
 
 
-def _as_layer_store(store: LayerStore | StaticStore) -> LayerStore:
-    """The store, or a view of a preallocated one, for reading."""
-    if isinstance(store, LayerStore):
-        return store
-    counts = Counts(*store.state.tolist())
-    return LayerStore.resumed(store.config, store.blocks, store.sinks, store.window, counts, store.max_length)
-
-
 def describe(layer: TurboQuantLayer, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A compressed layer as JSON and tensors by name: what is used of its store, rows in the order of the tokens."""
     if layer.store is None:
         raise ValueError(f"Layer {index} holds no tokens although others do; save a cache the whole model has filled.")
-    store = _as_layer_store(layer.store)
-    held = store.blocks.slice(0, store.num_blocks + store.num_pending).tensors()
-    for name, position in (("keys", 0), ("values", 1)):
-        held[f"sink_{name}"] = store.sinks[position][:, :, : store.num_sinks]
-        empty = store.sinks[position][:, :, :0]
-        held[f"window_{name}"] = torch.cat([empty, *(part[position] for _, part in store.window.parts())], dim=2)
+    counts, held = layer.store.export()
     description = {
         "class": type(layer).__name__,
-        "counts": list(store.counts),
-        "reads_store": layer._receipt.signed,
+        "counts": list(counts),
+        "reads_store": layer.reads_store,
         "optional": [name for name in OPTIONAL if name in held],
     }
     return description, held
@@ -89,10 +76,11 @@ def expect(
         raise ValueError(f"Layer {index} holds {counts}, which is impossible for {tokens} tokens: damaged.")
     try:
         # Sizes from the store itself, without memory.
-        store = LayerStore(config, keys.to("meta"), values.to("meta"), room)
+        growth = GROW if room is None else Fixed(room)
+        store = GrowingStore.allocate(config, keys.to("meta"), values.to("meta"), growth)
     except RuntimeError as error:
         raise ValueError(f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged.") from None
-    size = sum(tensor.nbytes for tensors in store.tensors().values() for tensor in tensors)
+    size = sum(tensor.nbytes for tensors in store.by_kind().values() for tensor in tensors)
     packed_shapes = {
         name: (tensor.dtype, [*tensor.shape[:2], packed, tensor.shape[3]])
         for name, tensor in store.blocks.tensors().items()
@@ -112,27 +100,8 @@ def fill(
 ) -> None:
     """Put tensors of a file into an empty layer."""
     layer.lazy_initialization(*states_like(probe, batch))
-    counts = Counts(*described["counts"])
-    if isinstance(layer.store, StaticStore):
-        with layer.store.opened() as store:
-            _fill_store(store, counts, held)
-    else:
-        assert layer.store is not None
-        _fill_store(layer.store, counts, held)
+    assert layer.store is not None
+    layer.store.restore(Counts(*described["counts"]), held)
     # Known already, so that the next step need not dequantise everything to find out.
-    layer._receipt = Receipt(described["reads_store"] and probe._receipt.signed)
-
-
-def _fill_store(store: LayerStore, counts: Counts, held: dict[str, torch.Tensor]) -> None:
-    packed = counts.blocks + counts.pending
-    if packed > store.blocks.capacity:
-        store.blocks = store.blocks.resized(packed, 0)
-    for name, tensor in store.blocks.tensors().items():
-        tensor[:, :, :packed] = held[name].to(tensor.device)
-    for buffer, name in zip(store.sinks, ("sink_keys", "sink_values"), strict=True):
-        buffer[:, :, : counts.sinks] = held[name].to(buffer.device)
-    capacity = store._window_capacity(counts.window)
-    window = DenseWindow(*store.sinks, capacity, counts.blocks * store.layout.tokens)
-    window.append(held["window_keys"].to(store.device), held["window_values"].to(store.device))
-    store.window = window
-    store.num_sinks, store.num_blocks, _, store.num_pending = counts
+    if described["reads_store"]:
+        layer.read_like(probe)

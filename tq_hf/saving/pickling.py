@@ -37,10 +37,7 @@ def reduce(cache: TurboQuantCache) -> tuple[Any, ...]:
 def _make(
     kind: type[TurboQuantCache], model_config: PreTrainedConfig, options: dict[str, Any], offloading: bool
 ) -> TurboQuantCache:
-    cache = kind(model_config, offloading=offloading, **options)
-    # Nobody else holds it here, and the layers look at it.
-    vars(cache)["unpickled_config"] = model_config
-    return cache
+    return kind(model_config, offloading=offloading, **options)
 
 
 def _is_filled(layer: Any) -> bool:

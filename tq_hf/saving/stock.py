@@ -121,6 +121,8 @@ def fill(
         if layer.is_compileable:
             torch._dynamo.mark_static_address(tensor)
         into[key] = tensor
+    if isinstance(layer, PreallocatedLayer):
+        layer.num_held = None
     return layer
 
 

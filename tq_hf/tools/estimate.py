@@ -19,11 +19,11 @@ from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
-from ..config import GROWTH, TurboQuantConfig
+from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.recorded import Call
 from ..memory import MemoryFootprint, _tensors
-from ..stores.growing import LayerStore
+from ..stores.growing import GrowingStore
 from ..tensors.window import KeyValue
 from . import weights
 from .traced import trace
@@ -33,13 +33,11 @@ MOST = 2**40
 """Where a search for what fits ends: a model of which more fits has layers that do not grow."""
 
 
-class _Sizes(LayerStore):
-    """A store that makes room for blocks as `LayerStore._encode` does, and encodes nothing."""
+class _Sizes(GrowingStore):
+    """A store that makes room for blocks and encodes nothing."""
 
     def _encode(self, states: KeyValue, start: int) -> None:
-        needed = start + states[0].shape[2] // self.layout.tokens
-        if needed > self.blocks.capacity:
-            self.blocks = self.blocks.resized(max(needed, int(start * GROWTH) + 1) if start else needed, start)
+        self._make_room(start, start + states[0].shape[2] // self.layout.tokens)
 
 
 class Estimator:
@@ -228,8 +226,7 @@ def _measure(layer: Any, tokens: int) -> MemoryFootprint:
     if isinstance(layer, TurboQuantLayer):
         if layer.store is None:
             return footprint
-        kinds = layer.store.tensors()
-        kinds["metadata"].append(layer._nan)
+        kinds = layer.by_kind()
         blocks = layer.store.blocks
         footprint.bf16_equivalent = math.prod(blocks.scalars.shape[:2]) * tokens * blocks.layout.dense_bytes
     else:
@@ -257,7 +254,7 @@ def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
     if layer.max_cache_len is not None:
         return  # all there will ever be is there
     if not isinstance(layer.store, _Sizes):
-        layer.store = _Sizes(layer.config, keys, values)
+        layer.store = _Sizes.allocate(layer.config, keys, values)
     layer.store.append(keys, values)
 
 
