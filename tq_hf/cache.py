@@ -20,6 +20,7 @@ from .layers.rollback import crop, held_lengths
 from .layers.sliding import SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
+from .ops.backend import check_choice
 from .saving import pickling
 from .saving.cache_file import load_cache, save_cache
 from .stores.checks import check_states
@@ -69,6 +70,7 @@ class TurboQuantCache(Cache):
             raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
         if model is not None and not isinstance(model, torch.nn.Module):
             raise ValueError(f"`model` must be the model itself, or left out, not {type(model).__name__}.")
+        check_choice()
         check_max_cache_len(max_cache_len)
         if not isinstance(offloading, bool):
             raise ValueError(f"`offloading` is {offloading!r}; it must be True or False.")

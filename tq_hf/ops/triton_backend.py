@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import StoreView
+from . import backend
+from .backend import HAS_TRITON, explains_failures
 from .workspace import Scratch, acquire, current_workspace
 
-if HAS_TRITON := find_spec("triton") is not None:
+if HAS_TRITON:
     from tq_kernels.codec.dequantise import dequantise as dequantise_blocks
     from tq_kernels.codec.encode import encode as encode_blocks
     from tq_kernels.decode.append import append_token as append_rows
@@ -42,7 +43,8 @@ def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
 
 
 def _runs(tensor: torch.Tensor) -> bool:
-    return HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
+    able = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
+    return able and backend.chosen != "torch"
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
@@ -107,6 +109,7 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
             _rotations(config, layout, like.device, dtype)
 
 
+@explains_failures
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """`tq_hf.codec.reference.encode` on the GPU."""
     _encode(config, keys, values, out, start)
@@ -140,6 +143,7 @@ def _encode(
         )
 
 
+@explains_failures
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`tq_hf.codec.reference.dequantise` on the GPU."""
     key_rotation, value_rotation = _rotations(config, blocks.layout, keys.device, torch.float32)
@@ -204,25 +208,32 @@ def attend(
     if late is not None and late.states is not None:
         row = NewRow(_rows(late.states[0]), _rows(late.states[1]), late.slot)
     workspace = current_workspace(device)
-    out = decoder(
-        _rows(query),
-        device_int(view.num_blocks, device),
-        device_int(view.num_window, device),
-        device_int(decoder.sinks, device),
-        scaling=scaling,
-        allocate=lambda size: workspace.view("decode attention", "decode", _floats(size)),
-        out=query.new_empty(batch, queries, query_heads, decoder.value_dim),
-        mask=mask,
-        causal=causal,
-        softcap=softcap,
-        s_aux=s_aux,
-        row=row,
-    )
+    try:
+        out = decoder(
+            _rows(query),
+            device_int(view.num_blocks, device),
+            device_int(view.num_window, device),
+            device_int(decoder.sinks, device),
+            scaling=scaling,
+            allocate=lambda size: workspace.view("decode attention", "decode", _floats(size)),
+            out=query.new_empty(batch, queries, query_heads, decoder.value_dim),
+            mask=mask,
+            causal=causal,
+            softcap=softcap,
+            s_aux=s_aux,
+            row=row,
+        )
+    except Exception as error:
+        better = backend.explained(error, device)
+        if better is error:
+            raise
+        raise better from error
     if late is not None:
         late.states = None
     return out
 
 
+@explains_failures
 def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """`tq_hf.ops.reference_attention.attend` on the GPU, for calls that `can_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
@@ -254,6 +265,7 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
     )
 
 
+@explains_failures
 def append_token(
     tensors: LayerTensors,
     counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -279,6 +291,7 @@ def append_token(
         finish_step(state, step_counts, length)
 
 
+@explains_failures
 def attend_token(
     tensors: LayerTensors,
     sizes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
