@@ -121,6 +121,12 @@ class TurboQuantCache(Cache):
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
                 layers[index] = SlidingLayer(layer.sliding_window)
+                vars(layers[index]).update(vars(layer))
+            elif isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and index not in skipped:
+                logger.warning_once(
+                    f"Layers of the class {type(layer).__name__} are left to transformers: this version does not "
+                    "compress them, although they hold all tokens."
+                )
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
                 f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "

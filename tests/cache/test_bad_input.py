@@ -9,8 +9,10 @@ import pickle
 import pytest
 import torch
 from helpers import assert_unchanged, llama_config, snapshot, states
-from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig
+from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, MambaConfig
+from transformers.cache_utils import DynamicLayer
 
+import tq_hf.cache
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 
 LAYERS = 2
@@ -364,3 +366,24 @@ def test_a_copy_is_not_touched_by_its_original():
         cache.update(*states(5, 2, tokens=200), 0)
         cache.crop(-150)
         cache.reorder_cache(torch.tensor([1, 1]))
+
+
+def test_a_kind_of_full_attention_that_is_not_compressed_is_named(monkeypatch):
+    class NovelLayer(DynamicLayer):
+        pass
+
+    made = DynamicCache(config=llama_config())
+    made.layers[1] = NovelLayer()
+    monkeypatch.setattr(tq_hf.cache, "DynamicCache", lambda **options: made)
+    warnings = []
+    monkeypatch.setattr(tq_hf.cache.logger, "warning_once", warnings.append)
+    cache = TurboQuantCache(llama_config())
+    assert type(cache.layers[1]) is NovelLayer and "class NovelLayer are left to transformers" in warnings[0]
+
+
+def test_a_sliding_layer_keeps_all_that_transformers_gave_it(monkeypatch):
+    made = DynamicCache(config=gemma_config(["full_attention", "sliding_attention"]))
+    made.layers[1].novelty = 7
+    monkeypatch.setattr(tq_hf.cache, "DynamicCache", lambda **options: made)
+    cache = TurboQuantCache(gemma_config(["full_attention", "sliding_attention"]))
+    assert cache.layers[1].novelty == 7 and type(cache.layers[1]).__name__ == "SlidingLayer"

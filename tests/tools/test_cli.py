@@ -252,20 +252,23 @@ def test_chat_starts_over_where_the_conversation_changes(model_folder):
     )
 
 
-def test_an_answer_that_breaks_off_leaves_nothing_behind(llama_folder):
-    """Whatever stops it: a terminal that cannot print a character raises a `UnicodeEncodeError`, a `ValueError`."""
+def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
+    """Whatever stops it: a terminal that cannot print a character raises a `UnicodeEncodeError`, a `ValueError`. A
+    window that has slid cannot go back: the conversation is read again."""
 
     class Broken:
         def put(self, value: torch.Tensor) -> None:
             if value.numel() == 1:
                 raise UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range(128)")
 
-    tokenizer = cli.AutoTokenizer.from_pretrained(llama_folder)
-    model = cli.AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
+    tokenizer = cli.AutoTokenizer.from_pretrained(model_folder)
+    model = cli.AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
     chat, undisturbed = (cli.Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
     for text in ("one", "two"):
         with pytest.raises(UnicodeEncodeError):
-            chat.say(f"broken {text}", Broken())
+            chat.say(f"broken {text} " * 10, Broken())
+        slid = model_folder.name.startswith("gemma3") and text == "two"
+        assert chat.holds_conversation() != slid
         assert chat.say(text) == undisturbed.say(text)
         assert chat.ids == undisturbed.ids
 
