@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
+from ..compat import attention_implementation
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
@@ -100,7 +100,7 @@ class TurboQuantLayer(FullAttentionLayer):
         assert self.store is not None
         view = self.store.append(key_states, value_states)
         receipt, compiling = self._receipt, torch.compiler.is_compiling()
-        reads_store = receipt.reader is not None and _attention_of(receipt.reader()) == "turboquant"
+        reads_store = receipt.reader is not None and attention_implementation(receipt.reader()) == "turboquant"
         if not compiling:  # compiled steps go on as the prefill before them did
             self._receipt = Receipt()
         if view.is_first:
@@ -154,6 +154,11 @@ class TurboQuantLayer(FullAttentionLayer):
             return
         self.store.crop(-tokens_to_remove)
 
+    def forget_host_count(self) -> None:
+        """See `FullAttentionLayer.forget_host_count`."""
+        if isinstance(self.store, PreallocatedStore):
+            self.store.num_held = None
+
     def reset(self) -> None:
         """Forget everything. Memory is released and the next update may have any batch size; a preallocated cache keeps
         its memory and batch size instead, so that compiled graphs stay valid."""
@@ -178,13 +183,3 @@ class TurboQuantLayer(FullAttentionLayer):
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
         self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-
-def _attention_of(model_config: PreTrainedConfig | None) -> str | None:
-    """`model_config._attn_implementation`. transformers' configs look up attributes in Python, which takes as long as a
-    launch: where its value is kept is asked directly."""
-    if not torch.compiler.is_compiling() and model_config is not None:
-        kept = object.__getattribute__(model_config, "__dict__")
-        if "_attn_implementation_internal" in kept:
-            return kept["_attn_implementation_internal"]
-    return getattr(model_config, "_attn_implementation", None)

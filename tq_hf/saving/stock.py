@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ..compat import mark_static_address
 from ..layers.sliding import SlidingLayer
 from ..layers.uncompressed import PreallocatedLayer
 from .expected import Expected, between
@@ -119,7 +120,7 @@ def fill(
             if not possible.all():
                 raise ValueError(f"`{path}` of layer {index} is {str(tensor.tolist())[:32]}: the file is damaged.")
         if layer.is_compileable:
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
         into[key] = tensor
     if isinstance(layer, PreallocatedLayer):
         layer.num_held = None

@@ -12,10 +12,8 @@ import triton
 import triton.language as tl
 
 from ..common.launcher import Kernel
-from ..format import due_blocks_in_kernel
+from ..format import TOKENS, due_blocks_in_kernel
 from .rotate import rotate_query
-
-BLOCK = tl.constexpr(128)
 
 
 @triton.jit
@@ -145,13 +143,13 @@ def append_row(
     head = tl.program_id(0)
     sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
     blocks += pending
-    rows -= pending * BLOCK
-    length = sinks + blocks * BLOCK + rows
+    rows -= pending * TOKENS
+    length = sinks + blocks * TOKENS + rows
     fits = length < max_cache_len
     tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
     to_sinks = (sinks < max_sinks) & (length == sinks)
     # Window rows are numbered from the end of the sinks; row p is in slot p % capacity.
-    slot = (blocks * BLOCK + rows) % capacity
+    slot = (blocks * TOKENS + rows) % capacity
     d = tl.arange(0, TILE)
     k = _load_row(keys, keys_b, keys_h, head, heads, d, DK)
     v = _load_row(values, values_b, values_h, head, heads, d, DV)
@@ -166,7 +164,7 @@ def append_row(
         tl.store(step_counts, sinks + (to_sinks & fits).to(tl.int32))
         tl.store(step_counts + 1 * 4, blocks)
         tl.store(step_counts + 2 * 4, rows + (fits & (to_sinks == 0)).to(tl.int32))
-        tl.store(step_counts + 3 * 4, (blocks * BLOCK) % capacity)
+        tl.store(step_counts + 3 * 4, (blocks * TOKENS) % capacity)
         due = due_blocks_in_kernel(length + fits.to(tl.int32), max_sinks, residual) - blocks
         tl.store(step_counts + 4 * 4, tl.minimum(tl.maximum(due, 0), 1))
 
@@ -183,7 +181,7 @@ def write_counts(
     tl.store(state + 1, blocks)
     tl.store(state + 2, rows)
     tl.store(state + 3, tl.load(step_counts + 4 * 4))
-    tl.store(length, (sinks + blocks * BLOCK + rows).to(tl.int64))
+    tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
 
 
 APPEND, FINISH = Kernel(append_row), Kernel(write_counts)
