@@ -13,8 +13,8 @@ from transformers.utils.import_utils import is_tracing
 from .ops import dispatch
 from .ops.reference_attention import attend_dense
 from .stores import graph_ops
-from .stores.preallocated import StaticStore
 from .stores.ticket import redeem
+from .tensors.view import StepView
 
 NAME = "turboquant"
 
@@ -51,19 +51,19 @@ def turboquant_attention(
     Returns:
         `[B, S, Hq, Dv]` and `None` (attention weights are not available).
     """
-    held = redeem(key)
+    held = redeem(key, module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = dict(
         scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
     )
-    if isinstance(held, StaticStore) or (held is not None and held.past_length > 0):
+    if held is not None and not held.is_first:
         if dropout:
             raise ValueError(
                 f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
             )
-        if isinstance(held, StaticStore):
-            return _attend_static(query, held, attention_mask, **options), None
+        if isinstance(held, StepView):
+            return _attend_step(query, held, attention_mask, **options), None
         return dispatch.attend(query, held, attention_mask, **options), None
     if softcap is None and s_aux is None:
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
@@ -89,9 +89,9 @@ def turboquant_attention(
     return attend_dense(query, key, value, attention_mask, **options), None
 
 
-def _attend_static(
+def _attend_step(
     query: torch.Tensor,
-    store: StaticStore,
+    view: StepView,
     mask: torch.Tensor | None,
     *,
     scaling: float,
@@ -106,7 +106,7 @@ def _attend_static(
             f"A preallocated cache is read with boolean masks [batch, 1, queries, keys] and no position bias, but got "
             f"{came}. Pass a boolean mask (`mask == 0` of an additive one), or make the cache without `max_cache_len`."
         )
-    return graph_ops.attend_token(query, store, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 def turboquant_mask(

@@ -1,5 +1,8 @@
 """Triton kernels over packed KV-cache blocks."""
 
-from .decode.decoder import Decoder, device_int
+from importlib.util import find_spec
 
-__all__ = ["Decoder", "device_int"]
+if find_spec("triton") is not None:  # `tq_kernels.format` serves installations without it too
+    from .decode.decoder import Decoder, device_int
+
+    __all__ = ["Decoder", "device_int"]

@@ -104,7 +104,7 @@ def encode_blocks(
     scales,  # [B, H, N, 128, 2] float16, a key's and a value's
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
-    due,  # [5] int32, or None: `seen` of `tq_kernels.decode.append`
+    due,  # [5, 4] int32, or None: `step_counts` of `tq_kernels.decode.append`
     heads,
     blocks,  # n
     start,
@@ -133,9 +133,9 @@ def encode_blocks(
         cuda.gdc_launch_dependents()
     if due is not None:
         # A ring of rows: the block that is due, if one is, starts at the first window row.
-        blocks = tl.load(due + 4)
-        start = tl.load(due + 1)
-        states += tl.load(due + 3) * stride_token
+        blocks = tl.load(due + 4 * 4)
+        start = tl.load(due + 1 * 4)
+        states += tl.load(due + 3 * 4) * stride_token
         if blocks == 0:
             return
     UNIT: tl.constexpr = DIM**-0.5
@@ -284,9 +284,8 @@ def encode(
         key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous, with rotate(x) = x
             @ R.T. Where
             D padded is a power of two only its signs are read: any multiple of R in any float dtype will do.
-        due: `seen` of `tq_kernels.decode.append.append_token`: keys and values are a window's ring then, and what is
-            encoded, from
-            where and to where is read on the device; `start` is ignored.
+        due: `step_counts` of `tq_kernels.decode.append.append_token`: keys and values are a window's ring then, and
+            what is encoded, from where and to where is read on the device; `start` is ignored.
 
     Raises:
         ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
