@@ -122,7 +122,7 @@ def _tiny(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConfi
         changes.update(_layers(config_class, fields))
     if _whole(config_class, "num_key_value_heads") == _whole(config_class, "num_attention_heads") != None:  # noqa: E711
         changes["num_key_value_heads"] = changes["num_attention_heads"]
-    if "is_decoder" in fields and "is_encoder_decoder" not in fields:
+    if "is_decoder" in fields and not getattr(config_class, "is_encoder_decoder", False):
         changes["is_decoder"] = True
     changes.update(overrides)
     return config_class(**changes)

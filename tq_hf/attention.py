@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from .compat import takes_attention_functions
 from .ops import dispatch
 from .ops.reference_attention import attend_dense
 from .stores import graph_ops
@@ -31,6 +32,8 @@ def turboquant_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a transformers module, on the compressed cache where there is one and like sdpa elsewhere.
@@ -47,12 +50,22 @@ def turboquant_attention(
         softcap: Tanh cap of the logits (Gemma 2).
         s_aux: Learned sink logits `[Hq]` (gpt-oss).
         position_bias: Added to the logits.
+        indices: `[B, S, K]` tokens that each query may attend to, of those the mask allows (DeepSeek V3.2). Negative
+            ones are none.
+        block_indices: The same in blocks, as MiniMax M3's indexer chooses them.
 
     Returns:
-        `[B, S, Hq, Dv]` and `None` (attention weights are not available).
+        `[B, S, Hq, Dv]`, contiguous, and `None` (attention weights are not available).
     """
-    held = redeem(key, module)
+    held, key, value = redeem(key, value, module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if block_indices is not None:
+        # Made by the model itself for "eager" and "sdpa", by name; other functions are left to it.
+        attention_mask = module.indexer.build_block_mask(
+            block_indices, attention_mask, key.shape[2], query.dtype, query.device, kwargs.get("position_ids")
+        )
+    if indices is not None:
+        attention_mask = _among(indices, attention_mask, key.shape[2], causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = dict(
         scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
@@ -64,7 +77,9 @@ def turboquant_attention(
             )
         if isinstance(held, StepView):
             return _attend_step(query, held, attention_mask, **options), None
-        return dispatch.attend(query, held, attention_mask, **options), None
+        return dispatch.attend(query, held, attention_mask, **options).contiguous(), None
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., : key.shape[2]]
     if softcap is None and s_aux is None:
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
             # sdpa's own causal mask is top-left aligned.
@@ -86,7 +101,22 @@ def turboquant_attention(
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
-    return attend_dense(query, key, value, attention_mask, **options), None
+    return attend_dense(query, key, value, attention_mask, **options).contiguous(), None
+
+
+def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal: bool) -> torch.Tensor:
+    """`mask` without the tokens that are not among `indices` `[B, S, K]`. `None` is bottom-right causal, or full."""
+    batch, queries, _ = indices.shape
+    counts = torch.zeros(batch, queries, length + 1, dtype=torch.int32, device=indices.device)
+    # Negative ones go to a token after the last.
+    where = torch.where(indices < 0, length, indices.long())
+    chosen = (counts.scatter(-1, where, 1)[..., :length] > 0)[:, None]
+    if mask is None:
+        past = torch.ones(queries, length, dtype=torch.bool, device=indices.device).tril(length - queries)
+        return chosen & past if causal else chosen
+    if mask.dtype == torch.bool:
+        return mask[..., :length] & chosen
+    return mask[..., :length].masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _attend_step(
@@ -100,13 +130,16 @@ def _attend_step(
     s_aux: torch.Tensor | None,
     position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    if position_bias is not None or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1)):
-        came = "a position bias" if mask is None else f"a mask of {mask.dtype} and shape {list(mask.shape)}"
-        raise ValueError(
-            f"A preallocated cache is read with boolean masks [batch, 1, queries, keys] and no position bias, but got "
-            f"{came}. Pass a boolean mask (`mask == 0` of an additive one), or make the cache without `max_cache_len`."
-        )
-    return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    if position_bias is None and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)):
+        return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, all there is room for.
+    keys, values = graph_ops.dense_tokens(view)
+    if mask is None:
+        sinks, blocks, rows = view.entries
+        held = sinks + blocks * view.tensors.layout.tokens + rows
+        mask = (torch.arange(view.length, device=query.device) < held)[None, None, None]
+    options: dict[str, Any] = dict(scaling=scaling, softcap=softcap, s_aux=s_aux, position_bias=position_bias)
+    return attend_dense(query, keys, values, mask, causal=False, **options).contiguous()
 
 
 def turboquant_mask(
@@ -123,11 +156,16 @@ def turboquant_mask(
 
     sdpa reads `None` as a top-left causal mask in some shapes, bottom-right in others. Here it is always bottom-right:
     the skip is allowed for queries over keys that end with them. (A mask of 2,048 queries over a million tokens would
-    take 2 GiB.)
+    take 2 GiB.) Models with attention of their own get the masks of "eager", which they add to their logits.
 
     Raises:
         ValueError: The padding mask is longer than the keys: a preallocated cache would overrun.
     """
+    if not takes_attention_functions(kwargs.get("config")):
+        kwargs.pop("local_size", None)
+        return eager_mask(
+            batch_size, q_length, kv_length, q_offset, attention_mask=attention_mask, **kwargs  # type: ignore[arg-type]
+        )
     # Lengths on the device belong to a preallocated cache, whose keys go on after the query.
     preallocated = isinstance(q_offset, torch.Tensor)
     if preallocated and q_length == 1 and kwargs.get("local_size") is None and attention_mask is not None:

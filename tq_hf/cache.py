@@ -26,7 +26,7 @@ from .stores.checks import check_states
 logger = logging.get_logger(__name__)
 
 
-class TurboQuantCache(Cache):
+class TurboQuantCache(DynamicCache):
     """A key/value cache in about a quarter of the memory, for any decoder of transformers.
 
     Every full-attention layer is compressed. Layers of another kind (sliding windows, linear attention, shared keys)
@@ -100,7 +100,7 @@ class TurboQuantCache(Cache):
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
-                layers[index] = TurboQuantLayer(self.config, max_cache_len, index in shared)
+                layers[index] = TurboQuantLayer(self.config, max_cache_len, index in shared, watched)
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
@@ -110,7 +110,8 @@ class TurboQuantCache(Cache):
                 f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "
                 "`skip_layers`."
             )
-        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+        # Only a DynamicCache is cropped, selected and repeated in an EncoderDecoderCache; its own layers are not wanted.
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantCache:

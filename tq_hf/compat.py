@@ -1,0 +1,42 @@
+"""What is read of transformers' private attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_known: WeakKeyDictionary[type[PreTrainedConfig], bool] = WeakKeyDictionary()
+
+
+def takes_attention_functions(config: PreTrainedConfig | None) -> bool:
+    """Whether the model of a config leaves attention to the function registered under a name, with masks like sdpa's.
+
+    transformers checks this for its own names only. Models that do not (Bloom, XGLM, TrOCR) accept any other name and go
+    on with attention of their own, or with masks that only "eager" makes (BigBird-Pegasus, GIT).
+    """
+    if config is None:
+        return True
+    kind = type(config)
+    known = _known.get(kind)
+    if known is None:
+        models = [model for model in _models() if model.config_class is kind]
+        known = all(_takes(model) for model in models)
+        if models:  # else its module is still to be imported
+            _known[kind] = known
+    return known
+
+
+def _takes(model: type[PreTrainedModel]) -> bool:
+    by_interface = model._can_set_attn_implementation()
+    return by_interface and (model._supports_sdpa or model._supports_attention_backend)
+
+
+def _models() -> Iterator[type[PreTrainedModel]]:
+    """All model classes imported so far."""
+    pending = [PreTrainedModel]
+    while pending:
+        for model in pending.pop().__subclasses__():
+            pending.append(model)
+            yield model
