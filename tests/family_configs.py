@@ -51,6 +51,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "blt_local_encoder": dict(),
     "codegen": dict(rotary_dim=8),
     "gptj": dict(rotary_dim=8),
+    "minimax_m3_vl_text": dict(num_hidden_layers=2, layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense", "sparse"], index_block_size=4, index_topk_blocks=8),
     "mpt": dict(max_seq_len=1024),
     "cpmant": dict(prompt_length=2),
     "deepseek_v2": dict(num_experts_per_tok=2),

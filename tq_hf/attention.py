@@ -34,6 +34,7 @@ def turboquant_attention(
     position_bias: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a transformers module, on the compressed cache where there is one and like sdpa elsewhere.
@@ -54,9 +55,19 @@ def turboquant_attention(
             ones are none.
         block_indices: The same in blocks, as MiniMax M3's indexer chooses them.
 
+        sinks: Not supported: sink logits by query (Inkling 2).
+
     Returns:
         `[B, S, Hq, Dv]`, contiguous, and `None` (attention weights are not available).
+
+    Raises:
+        ValueError: The arguments ask for what there is no way to compute.
     """
+    if sinks is not None:
+        raise ValueError(
+            f"{type(module).__name__} has sink logits by query, which \"turboquant\" cannot compute. Load the model with "
+            '`attn_implementation="eager"`; the cache works with it.'
+        )
     held, key, value = redeem(key, value, module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if block_indices is not None:
@@ -175,7 +186,9 @@ def turboquant_mask(
                 f"{kv_length}. Make the cache with a larger `max_cache_len`."
             )
     local = kwargs.get("local_size")
-    if allow_is_causal_skip and not preallocated and 1 < q_length < kv_length and local is None:
+    # Its modules are not causal, and take `None` for "all".
+    both_ways = getattr(kwargs.get("config"), "use_bidirectional_attention", False)
+    if allow_is_causal_skip and not both_ways and not preallocated and 1 < q_length < kv_length and local is None:
         end = kv_length + kwargs.get("kv_offset", 0)
         if q_offset + q_length == end and _pads_nothing(attention_mask, end):
             return None

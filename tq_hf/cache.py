@@ -9,15 +9,22 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.utils import logging
 
 from .auto import AutoChoice
+from .compat import takes_attention_functions
 from .config import TurboQuantConfig
 from .inference_mode import outside_inference_mode
-from .layers.base import check_crop
+from .layers.base import FullAttentionLayer, check_crop
 from .layers.compressed import TurboQuantLayer
-from .layers.sliding import SlidingLayer
+from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
 from .saving.cache_file import load_cache, save_cache
@@ -104,7 +111,10 @@ class TurboQuantCache(DynamicCache):
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
-                layers[index] = SlidingLayer(layer.sliding_window)
+                layers[index] = SlidingLayer.like(layer)
+            elif type(layer) is StaticSlidingWindowLayer:
+                layers[index] = PreallocatedSlidingLayer.like(layer)
+        _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
                 f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "
@@ -231,6 +241,21 @@ def _skipped(skip_layers: tuple[int, ...], num_layers: int) -> set[int]:
                 f"use {-num_layers} to {num_layers - 1}."
             )
     return {index % num_layers for index in skip_layers}
+
+
+def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
+    """Let all full-attention layers show a call the same room, and tell which kinds stay as they are."""
+    kinds = {type(layer) for layer in layers if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding}
+    others = {kind for kind in kinds if not issubclass(kind, PreallocatedLayer) and kind is not DynamicLayer}
+    for kind in sorted(others, key=lambda kind: kind.__name__):
+        logger.warning_once(
+            f"Layers of {type(config).__name__} that are transformers' {kind.__name__} are kept as they are: only "
+            "DynamicLayer and StaticLayer are compressed."
+        )
+    if not takes_attention_functions(config) or any(issubclass(kind, StaticLayer) for kind in others):
+        for layer in layers:
+            if isinstance(layer, FullAttentionLayer):
+                layer.shows_room = True
 
 
 def _read_by_others(config: PreTrainedConfig) -> set[int]:

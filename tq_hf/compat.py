@@ -29,8 +29,11 @@ def takes_attention_functions(config: PreTrainedConfig | None) -> bool:
 
 
 def _takes(model: type[PreTrainedModel]) -> bool:
-    by_interface = model._can_set_attn_implementation()
-    return by_interface and (model._supports_sdpa or model._supports_attention_backend)
+    if not model._can_set_attn_implementation():
+        return False
+    # Those whose attention cannot be sdpa's for its mathematics alone (softcap, sinks) say that other functions can.
+    others = model._supports_attention_backend and (model._supports_flex_attn or model._supports_flash_attn)
+    return model._supports_sdpa or others
 
 
 def _models() -> Iterator[type[PreTrainedModel]]:

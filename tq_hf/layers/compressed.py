@@ -126,7 +126,7 @@ class TurboQuantLayer(FullAttentionLayer):
             known = last.left_alone or call in self._left_alone
             # Compiled code can neither watch states nor put attributes on what operators return.
             if not (reads_store and known) and call != _FIRST:
-                return self.store.dense(view)
+                return self._dense(view)
         else:
             if last.read:
                 self._left_alone.clear()
@@ -142,18 +142,36 @@ class TurboQuantLayer(FullAttentionLayer):
         assert self.store is not None
         dense: Callable[[], KeyValue]
         if view.is_first:
-            dense = partial(_same, new)
+            dense = partial(self._shown, new)
             # An alias: with the ticket on the very tensor its view holds, they would keep each other alive.
-            states = (new[0].view_as(new[0]), new[1])
+            keys, values = dense()
+            states = (keys.view_as(keys), values)
             watches = self._may_read_store() and not torch.compiler.is_compiling()
         else:
-            dense = partial(self.store.dense, view)
-            states = step_placeholders(view.tensors.row, view.length, self._nan) if reads_store else dense()
+            dense = partial(self._dense, view)
+            states = step_placeholders(view.tensors.row, self._length(view), self._nan) if reads_store else dense()
             watches = reads_store and not known
         if watches:
             self._receipt.watched = True
             states = Watch(dense, self._receipt.note_read).over(states)
         return attach(states, Ticket(view, self._receipt, states[1], dense))
+
+    def _length(self, view: StoreView | StepView) -> int:
+        """Tokens that states for `view` must have."""
+        return max(view.length, self.get_max_length()) if self.shows_room else view.length
+
+    def _dense(self, view: StoreView | StepView) -> KeyValue:
+        """The states `view` stands for, dequantised."""
+        assert self.store is not None
+        return self._shown(self.store.dense(view))
+
+    def _shown(self, states: KeyValue) -> KeyValue:
+        """`states`, with zeros for empty room if that is shown."""
+        room = self.get_max_length() - states[0].shape[2]
+        if not self.shows_room or room <= 0:
+            return states
+        keys, values = (torch.nn.functional.pad(x, (0, 0, 0, room)) for x in states)
+        return keys, values
 
     def _may_read_store(self) -> bool:
         if self._model_config is None:
@@ -209,10 +227,6 @@ class TurboQuantLayer(FullAttentionLayer):
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
         self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-
-def _same(states: KeyValue) -> KeyValue:
-    return states
 
 
 def _attention_of(model_config: PreTrainedConfig | None) -> str | None:

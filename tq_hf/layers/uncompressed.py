@@ -33,7 +33,7 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that are held, or if S is 1 all
-        there is room for.
+        there is room for (always, if that is shown).
 
         Raises:
             ValueError: The tokens exceed `max_cache_len` (a single one on a CPU only; on a GPU `turboquant_mask` raises
@@ -46,7 +46,7 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         held = int(self.get_seq_length())
         check_room(tokens, held, self.max_cache_len)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return (keys, values) if tokens == 1 else (keys[:, :, : held + tokens], values[:, :, : held + tokens])
+        return (keys, values) if tokens == 1 or self.shows_room else (keys[:, :, : held + tokens], values[:, :, : held + tokens])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens.
