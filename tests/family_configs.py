@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 VOCAB = 160
-LARGEST = 30_000_000
+LARGEST = 100_000_000
 """Parameters of the largest model that is still called tiny."""
 
 SIZES: list[tuple[str, Any]] = [
@@ -45,39 +45,81 @@ SIZES: list[tuple[str, Any]] = [
 ]
 """Sizes by what a field's name matches as a whole; the first match counts. Fields that are None stay so."""
 
+def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
+    return dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=list(sections), **more))
+
+
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": dict(layer_types=["sliding_attention", "full_attention"]),
-    "gemma3n_text": dict(num_hidden_layers=4, num_kv_shared_layers=1, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16, layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4),
-    "blt_local_encoder": dict(),
+    "bamba": dict(attn_layer_indices=[1]),
+    "blt": dict(encoder_hash_byte_group_vocab=512),
+    "chameleon": dict(vocabulary_map={"<image>": 150}),
     "codegen": dict(rotary_dim=8),
-    "gptj": dict(rotary_dim=8),
-    "minimax_m3_vl_text": dict(num_hidden_layers=2, layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense", "sparse"], index_block_size=4, index_topk_blocks=8),
-    "mpt": dict(max_seq_len=1024),
-    "cpmant": dict(prompt_length=2),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            kind: dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2])
+            for kind in ("sliding_attention", "full_attention")
+        },
+    ),
+    "cosmos3_edge_text": _mrope(4, 2, 2),
+    "dbrx": dict(
+        attn_config=dict(rope_theta=1e4, kv_n_heads=2),
+        ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
+    ),
+    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"]),
     "deepseek_v2": dict(num_experts_per_tok=2),
     "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1),
-    "nemotron_h": dict(n_groups=1, mamba_n_groups=1),
-    "musicgen_decoder": dict(num_codebooks=1),
-    "musicgen_melody_decoder": dict(num_codebooks=1),
-    "xmod": dict(default_language="en_XX"),
-    "switch_transformers": dict(num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
-    "blenderbot": dict(max_position_embeddings=512),
-    "gemma4_assistant": dict(),
+    "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[64, 64]) | _mrope(3, 3, 2),
+    "gemma3n_text": dict(
+        num_hidden_layers=4,
+        num_kv_shared_layers=1,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
     "gemma4_text": dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16),
+    "glm4v_moe_text": _mrope(2, 1, 1, partial_rotary_factor=0.5),
+    "glm4v_text": _mrope(2, 3, 3),
+    "glm_ocr_text": _mrope(2, 3, 3),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "gptj": dict(rotary_dim=8),
+    "granite4_vision": dict(deepstack_layer_map=[]),
+    "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16),
-    "hunyuan_vl_text": dict(head_dim=16),
+    "hunyuan_vl_text": dict(head_dim=16) | _mrope(2, 2, 2, 2),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "mamba2": dict(hidden_size=64, num_heads=8, head_dim=16),
+    "minimax_m3_vl_text": dict(
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse"],
+        index_block_size=4,
+        index_topk_blocks=8,
+    ),
     "ministral": dict(head_dim=16),
+    "mpt": dict(max_seq_len=1024),
+    "musicgen_decoder": dict(num_codebooks=1),
+    "musicgen_melody_decoder": dict(num_codebooks=1),
     "nemotron": dict(num_key_value_heads=2),
-    "reformer": dict(is_decoder=True),
-    "zamba": dict(num_hidden_layers=3, layer_types=["mamba", "mamba", "hybrid"]),
-    "cosmos3_edge_text": dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2])),
+    "nemotron_h": dict(n_groups=1, mamba_n_groups=1),
+    "paddleocr_vl_text": _mrope(2, 3, 3),
+    "qwen2_5_omni_text": _mrope(2, 3, 3),
+    "qwen2_5_vl_text": _mrope(2, 3, 3),
+    "qwen2_vl_text": _mrope(2, 3, 3),
+    "qwen4_exp_text": dict(
+        indexer_n_heads=2, indexer_kv_heads=2, indexer_head_dim=16, indexer_budget=32, indexer_compress_ratio=4
+    ),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"]),
+    "step3p5": dict(sliding_window=48),
+    "switch_transformers": dict(
+        num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1
+    ),
+    "xmod": dict(default_language="en_XX"),
+    "zamba": dict(num_hidden_layers=5, layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid"]),
 }
-"""Fields of a config by its `model_type`, after shrinking. A callable is given the shrunk values."""
-
+"""Fields of a config by its `model_type`, after shrinking."""
 
 PER_LAYER = {"layer_types", "layers_block_type", "mlp_layer_types", "indexer_types"}
 """Fields that name a kind for each layer."""
@@ -174,6 +216,8 @@ def tiny_model(model_type: str, attention: str | None = None, seed: int = 0) -> 
         raise ValueError(f"{model_type} has {size} parameters: not tiny.")
     torch.manual_seed(seed)
     model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
