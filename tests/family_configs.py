@@ -45,6 +45,7 @@ SIZES: list[tuple[str, Any]] = [
 ]
 """Sizes by what a field's name matches as a whole; the first match counts. Fields that are None stay so."""
 
+
 def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
     return dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=list(sections), **more))
 
@@ -160,7 +161,9 @@ def _tiny(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConfi
         elif field.name in given or (isinstance(default, int) and not isinstance(default, bool)):
             changes[field.name] = _shrunk(field.name, default)
     fields = {field.name for field in dataclasses.fields(config_class)}
-    changes.update({name: i for i, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")) if name in fields})
+    changes.update(
+        {name: i for i, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")) if name in fields}
+    )
     if not overrides.keys() & PER_LAYER and "num_hidden_layers" in fields:
         changes.update(_layers(config_class, fields))
     if _whole(config_class, "num_key_value_heads") == _whole(config_class, "num_attention_heads") != None:  # noqa: E711
@@ -185,9 +188,7 @@ def _layers(config_class: type[PreTrainedConfig], fields: set[str]) -> dict[str,
         return {}
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=False)))[:4]
     kinds *= 2 if len(kinds) == 1 else 1
-    return {"num_hidden_layers": len(kinds)} | {
-        name: [kind[i] for kind in kinds] for i, name in enumerate(lists)
-    }
+    return {"num_hidden_layers": len(kinds)} | {name: [kind[i] for kind in kinds] for i, name in enumerate(lists)}
 
 
 def _shrunk(name: str, default: Any) -> Any:

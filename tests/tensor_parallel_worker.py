@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_multi_gpu import keep_local_shards, without_module_guards
 from helpers import states
-from multi_gpu import keep_local_shards, without_module_guards
 from test_compiled import compile_config
 from tiny_models import VOCAB
 from torch._dynamo.utils import counters

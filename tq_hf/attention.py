@@ -14,6 +14,7 @@ from .compat import takes_attention_functions
 from .ops import dispatch
 from .ops.reference_attention import attend_dense
 from .stores import graph_ops
+from .stores.checks import check_room
 from .stores.ticket import redeem
 from .tensors.view import StepView
 
@@ -65,14 +66,15 @@ def turboquant_attention(
     """
     if sinks is not None:
         raise ValueError(
-            f"{type(module).__name__} has sink logits by query, which \"turboquant\" cannot compute. Load the model with "
-            '`attn_implementation="eager"`; the cache works with it.'
+            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model with '
+            'with `attn_implementation="eager"`; the cache works with it.'
         )
     held, key, value = redeem(key, value, module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if block_indices is not None:
         # Made by the model itself for "eager" and "sdpa", by name; other functions are left to it.
-        attention_mask = module.indexer.build_block_mask(
+        indexer: Any = module.indexer
+        attention_mask = indexer.build_block_mask(
             block_indices, attention_mask, key.shape[2], query.dtype, query.device, kwargs.get("position_ids")
         )
     if indices is not None:
@@ -143,12 +145,17 @@ def _attend_step(
 ) -> torch.Tensor:
     if position_bias is None and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)):
         return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
-    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, all there is room for.
+    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
+    # empty room.
     keys, values = graph_ops.dense_tokens(view)
+    sinks, blocks, rows = view.entries
+    held = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
     if mask is None:
-        sinks, blocks, rows = view.entries
-        held = sinks + blocks * view.tensors.layout.tokens + rows
-        mask = (torch.arange(view.length, device=query.device) < held)[None, None, None]
+        mask = held[None, None, None]
+    elif mask.dtype == torch.bool:
+        mask = mask[..., : view.length] & held
+    else:
+        mask = mask[..., : view.length].masked_fill(~held, -torch.inf)
     options: dict[str, Any] = dict(scaling=scaling, softcap=softcap, s_aux=s_aux, position_bias=position_bias)
     return attend_dense(query, keys, values, mask, causal=False, **options).contiguous()
 
@@ -172,25 +179,28 @@ def turboquant_mask(
     Raises:
         ValueError: The padding mask is longer than the keys: a preallocated cache would overrun.
     """
-    if not takes_attention_functions(kwargs.get("config")):
-        kwargs.pop("local_size", None)
-        return eager_mask(
-            batch_size, q_length, kv_length, q_offset, attention_mask=attention_mask, **kwargs  # type: ignore[arg-type]
-        )
-    # Lengths on the device belong to a preallocated cache, whose keys go on after the query.
+    if "config" in kwargs and not takes_attention_functions(type(kwargs["config"])):
+        start: Any = q_offset
+        return eager_mask(batch_size, q_length, kv_length, start, attention_mask=attention_mask, **kwargs)
+    # Lengths on the device belong to a preallocated cache, whose keys may go on after the query.
     preallocated = isinstance(q_offset, torch.Tensor)
-    if preallocated and q_length == 1 and kwargs.get("local_size") is None and attention_mask is not None:
-        if attention_mask.shape[-1] > kv_length:
-            raise ValueError(
-                f"This step needs room for {attention_mask.shape[-1]} tokens, but `max_cache_len` of the cache is "
-                f"{kv_length}. Make the cache with a larger `max_cache_len`."
-            )
     local = kwargs.get("local_size")
-    # Its modules are not causal, and take `None` for "all".
+    # An eager step is refused by the layer that counts. Before a compiled one, which can only assert on the device and
+    # takes the process's GPU with it, a padding mask too long is the last that the host sees of an overrun.
+    if preallocated and q_length == 1 and local is None and attention_mask is not None:
+        check_room(1, attention_mask.shape[-1] - 1, kv_length)
+    # Modules that attend both ways take `None` for "all".
     both_ways = getattr(kwargs.get("config"), "use_bidirectional_attention", False)
-    if allow_is_causal_skip and not both_ways and not preallocated and 1 < q_length < kv_length and local is None:
+    if (
+        allow_is_causal_skip
+        and not both_ways
+        and 1 < q_length < kv_length
+        and local is None
+        and not is_tracing(q_offset)
+    ):
         end = kv_length + kwargs.get("kv_offset", 0)
-        if q_offset + q_length == end and _pads_nothing(attention_mask, end):
+        # The offset of a preallocated cache is read from the device, once for all layers of a call.
+        if int(q_offset) + q_length == end and _pads_nothing(attention_mask, end):
             return None
     ends_with_query = q_length == kv_length or (q_length == 1 and not preallocated)
     return sdpa_mask(

@@ -120,7 +120,7 @@ class TurboQuantCache(DynamicCache):
                 f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "
                 "`skip_layers`."
             )
-        # Only a DynamicCache is cropped, selected and repeated in an EncoderDecoderCache; its own layers are not wanted.
+        # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
     @outside_inference_mode
@@ -252,7 +252,7 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
             f"Layers of {type(config).__name__} that are transformers' {kind.__name__} are kept as they are: only "
             "DynamicLayer and StaticLayer are compressed."
         )
-    if not takes_attention_functions(config) or any(issubclass(kind, StaticLayer) for kind in others):
+    if not takes_attention_functions(type(config)) or any(issubclass(kind, StaticLayer) for kind in others):
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
                 layer.shows_room = True

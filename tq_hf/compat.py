@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _known: WeakKeyDictionary[type[PreTrainedConfig], bool] = WeakKeyDictionary()
 
 
-def takes_attention_functions(config: PreTrainedConfig | None) -> bool:
-    """Whether the model of a config leaves attention to the function registered under a name, with masks like sdpa's.
+@torch.compiler.assume_constant_result
+def takes_attention_functions(kind: type[PreTrainedConfig]) -> bool:
+    """Whether models with such a config leave attention to the function registered under a name, with sdpa's masks.
 
-    transformers checks this for its own names only. Models that do not (Bloom, XGLM, TrOCR) accept any other name and go
-    on with attention of their own, or with masks that only "eager" makes (BigBird-Pegasus, GIT).
+    transformers checks this for its own names only. Models that do not (Bloom, XGLM, TrOCR) accept any other name and
+    go on with attention of their own, or with masks that only "eager" makes (BigBird-Pegasus, GIT).
     """
-    if config is None:
-        return True
-    kind = type(config)
     known = _known.get(kind)
     if known is None:
         models = [model for model in _models() if model.config_class is kind]

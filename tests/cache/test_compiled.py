@@ -68,7 +68,7 @@ def test_compiled_decoding_gives_the_tokens_of_eager_decoding_in_one_graph(prese
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma3n", "gpt_oss", "deepseek_v3"])
 def test_other_families_compile(name):
     model = build(name)
     model.set_attn_implementation("turboquant")

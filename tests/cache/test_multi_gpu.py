@@ -79,7 +79,7 @@ def test_the_example_runs_without_gpus(tmp_path):
 
 
 def run_example(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, str(EXAMPLES / "multi_gpu.py"), "--tiny", "--layers", "2"]
+    command = [sys.executable, str(EXAMPLES / "measure" / "bench_multi_gpu.py"), "--tiny", "--layers", "2"]
     run = subprocess.run([*command, "--output", str(folder / "out.json")], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-8000:]
     return json.loads((folder / "out.json").read_text(encoding="utf-8"))

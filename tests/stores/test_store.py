@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import Fixed
 from tq_hf.stores.ticket import redeem, step_placeholders
 from tq_hf.tensors.layer_tensors import RowKind
+from tq_hf.tensors.window import DenseWindow
 
 CONFIGS = {
     "all_packed": all_packed(),
@@ -45,6 +47,7 @@ CONFIGS = {
     "default": PRESETS["2.5bit_nc"],
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+gradients = pytest.mark.parametrize("recorded", [False, True], ids=["", "gradients"])
 
 
 class Expected:
@@ -114,9 +117,13 @@ def check(store: GrowingStore, expected: Expected) -> None:
 
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from([60, 127, 128, 129, 256]), st.integers(1, 420))
 APPEND = st.tuples(st.just("append"), SIZES)
+STEP = st.tuples(st.just("append"), st.just(1))
 CALLS = st.one_of(
     APPEND,
     APPEND,
+    STEP,
+    STEP,
+    STEP,
     st.tuples(st.just("crop"), st.one_of(st.integers(0, 12), SIZES)),
     st.tuples(st.just("select"), st.lists(st.integers(0, 5), min_size=1, max_size=3)),
     st.tuples(st.just("read"), st.none()),
@@ -132,7 +139,7 @@ CALLS = st.one_of(
     prompt=SIZES,
     calls=st.lists(CALLS, min_size=3, max_size=12),
 )
-def test_any_sequence_of_calls_holds_and_shows_what_it_should(bits, residual, sinks, key_mean, prompt, calls):
+def check_any_sequence_of_calls(bits, residual, sinks, key_mean, prompt, calls):
     config = TurboQuantConfig(
         key_bits=bits[0], value_bits=bits[1], residual_length=residual, sink_tokens=sinks, key_mean=key_mean
     )
@@ -158,6 +165,13 @@ def test_any_sequence_of_calls_holds_and_shows_what_it_should(bits, residual, si
         check(store, expected)
 
 
+def test_any_sequence_of_calls_holds_and_shows_what_it_should():
+    append_late = DenseWindow.append_late
+    with mock.patch.object(DenseWindow, "append_late", autospec=True, side_effect=append_late) as late:
+        check_any_sequence_of_calls()
+    assert late.call_count > 100, "the path of decoding is hardly taken"
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(list(CONFIGS)),
@@ -173,24 +187,28 @@ def test_what_is_held_does_not_depend_on_how_it_was_appended(name, calls):
         assert torch.equal(packed_tensors(split)[tensor_name], tensor), tensor_name
 
 
+@gradients
 @configs
-def test_decoding_token_by_token_holds_the_same_as_one_prefill(config):
+def test_decoding_token_by_token_holds_the_same_as_one_prefill(config, recorded):
     pair = states(2, tokens=420, dim=8)
-    steps, whole = filled(config, pair, [1] * 420), filled(config, pair)
+    with torch.set_grad_enabled(recorded):
+        steps, whole = filled(config, pair, [1] * 420), filled(config, pair)
     assert_same(window_tensors(steps), window_tensors(whole))
     for name, tensor in packed_tensors(whole).items():
         assert torch.equal(packed_tensors(steps)[name], tensor), name
 
 
+@gradients
 @configs
 @pytest.mark.parametrize("calls", [[300], [1, 299], [290, 10], [100, 128, 72], [200, 129, 300]])
-def test_tokens_of_a_call_are_exact_in_that_call_and_follow_the_past(config, calls):
+def test_tokens_of_a_call_are_exact_in_that_call_and_follow_the_past(config, calls, recorded):
     pair = states(3, tokens=sum(calls), dim=8)
     store = GrowingStore.allocate(config, *pair)
     past = 0
     for size in calls:
         before = dispatch.dense(store.view())
-        view = store.append(*rows(pair, past, past + size))
+        with torch.set_grad_enabled(recorded):
+            view = store.append(*rows(pair, past, past + size))
         assert (view.past_length, view.length) == (past, past + size)
         shown = dispatch.dense(view)
         assert_same(rows(shown, past), rows(pair, past, past + size))

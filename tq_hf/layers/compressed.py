@@ -23,7 +23,6 @@ from ..tensors.view import StepView, StoreView
 from ..tensors.window import KeyValue
 from .base import FullAttentionLayer, check_crop
 
-
 _FIRST, _SEVERAL, _ONE = "a prompt", "several tokens", "one token"
 """Kinds of call: a model may treat each in its own way."""
 

@@ -28,7 +28,9 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 def dense(view: StoreView) -> KeyValue:
     """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
-    keys, values = (part.new_empty(shape) for part, shape in zip(view.sinks, view.tensors.dense_shapes(view.length), strict=True))
+    keys, values = (
+        part.new_empty(shape) for part, shape in zip(view.sinks, view.tensors.dense_shapes(view.length), strict=True)
+    )
     _write_dense(view, keys, values)
     return keys, values
 

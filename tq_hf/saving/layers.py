@@ -17,6 +17,7 @@ import transformers
 
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
+from ..layers.uncompressed import PreallocatedLayer
 from ..stores.base import Counts
 from ..stores.growing import GrowingStore
 from ..stores.growth import GROW, Fixed
@@ -283,6 +284,8 @@ class Loader:
             if layer.is_compileable:
                 torch._dynamo.mark_static_address(tensor)
             into[key] = tensor
+        if isinstance(layer, PreallocatedLayer):
+            layer.num_held = None
         self.cache.layers[index] = layer
 
 

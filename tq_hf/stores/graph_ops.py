@@ -124,9 +124,7 @@ def _attend(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     if triton_backend.serves(query, tensors.layout):
-        return triton_backend.attend_token(
-            tensors, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux
-        )
+        return triton_backend.attend_token(tensors, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
     view = _on_host(tensors, step_counts)
     return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux).contiguous()
 

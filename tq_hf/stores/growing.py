@@ -62,7 +62,8 @@ class GrowingStore(LayerStore):
         """
         check_states(keys, values)
         layout = config.layout(keys.shape[-1], values.shape[-1])
-        blocks = PackedBlocks.allocate(layout, *keys.shape[:2], growth.blocks(config, 0, 0), keys.device)
+        batch, heads = keys.shape[:2]
+        blocks = PackedBlocks.allocate(layout, batch, heads, growth.blocks(config, 0, 0), keys.device)
         sinks = DenseWindow.allocate((keys, values), config.sink_tokens).ring
         ring = DenseWindow.allocate((keys, values), growth.window_rows(config, 0)).ring
         return cls(LayerTensors(config, blocks, sinks, ring), growth=growth)

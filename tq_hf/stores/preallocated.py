@@ -4,15 +4,15 @@ Its tensors are allocated once and written in place. What changes from step to s
 that a captured graph serves every length:
 
     state        [4] int32     what is held between calls, as `Counts`
-    step_counts  [5, 4] int32  what the last decode step attends to: sinks, blocks, window rows, slot of the first window
-                               row; and the blocks that became due in it. Only column 0 is used: entries lie 16 bytes
-                               apart, as wide as Triton's alignment.
+    step_counts  [5, 4] int32  what the last decode step attends to: sinks, blocks, window rows, slot of the first
+                               window row; and the blocks that became due in it. Only column 0 is used: entries lie
+                               16 bytes apart, as wide as Triton's alignment.
     length       [] int64      tokens held, as `get_seq_length` returns it
 
 Decode steps (one new token) never read them on the host. Everything else does, through `as_growing`.
 
-The host counts the tokens too, to refuse one too many. A compiled step cannot count: it forgets the number, and the next
-eager step reads `length` once. The compiled step itself asserts on the device that there is room.
+The host counts the tokens too, to refuse one too many. A compiled step cannot count: it forgets the number, and the
+next eager step reads `length` once. The compiled step itself asserts on the device that there is room.
 """
 
 from __future__ import annotations

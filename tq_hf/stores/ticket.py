@@ -77,6 +77,11 @@ def attach(states: KeyValue, ticket: Ticket) -> KeyValue:
     return states
 
 
+def _placeholders(row: RowKind, tokens: int, nan: torch.Tensor) -> KeyValue:
+    keys, values = dense_shapes(row, tokens)
+    return nan.expand(keys), nan.expand(values)
+
+
 _latest: tuple[RowKind, int, KeyValue] | None = None
 
 
@@ -91,14 +96,12 @@ def step_placeholders(row: RowKind, tokens: int, nan: torch.Tensor) -> KeyValue:
         tokens: Tokens they stand for.
         nan: One NaN of the model's dtype and device, `[1, 1, 1, 1]`.
     """
+    if torch.compiler.is_compiling() or type(nan) is not torch.Tensor:  # such tensors are of one trace only
+        return _placeholders(row, tokens, nan)
     global _latest
     latest = _latest
-    if torch.compiler.is_compiling() or type(nan) is not torch.Tensor:  # such tensors are of one trace only
-        keys, values = dense_shapes(row, tokens)
-        return nan.expand(keys), nan.expand(values)
     if latest is None or latest[1] != tokens or latest[0] != row:
-        key_shape, value_shape = dense_shapes(row, tokens)
-        latest = _latest = (row, tokens, (nan.expand(key_shape), nan.expand(value_shape)))
+        latest = _latest = (row, tokens, _placeholders(row, tokens, nan))
     keys, values = latest[2]
     return keys.detach(), values
 

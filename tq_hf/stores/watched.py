@@ -20,7 +20,7 @@ from ..tensors.window import KeyValue
 _ASKED_OF_SHAPE: set[Any] = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ class Watch:
         """Watched aliases of `stand_ins`, which have the shape, dtype and device of the states."""
         watched = []
         for index, tensor in enumerate(stand_ins):
-            alias = tensor.as_subclass(Watched)  # type: ignore[arg-type]
+            alias = tensor.as_subclass(Watched)
             alias._watch, alias._index = self, index
             watched.append(alias)
         return watched[0], watched[1]

@@ -15,7 +15,7 @@ from .window import KeyValue
 
 
 class RowKind(NamedTuple):
-    """What one token's keys and values are like: their shapes `[B, Hkv, 1, Dk]` and `[B, Hkv, 1, Dv]`, dtype, device."""
+    """What one token's keys and values are like: shapes `[B, Hkv, 1, Dk]` and `[B, Hkv, 1, Dv]`, dtype and device."""
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
@@ -116,7 +116,7 @@ class LayerTensors:
     @classmethod
     def from_arguments(cls, config: TurboQuantConfig, tensors: Sequence[torch.Tensor]) -> LayerTensors:
         """The layer whose `arguments()` these are."""
-        sinks, ring, packed = (tensors[0], tensors[1]), (tensors[2], tensors[3]), tensors[4:]
-        layout = config.layout(ring[0].shape[3], ring[1].shape[3])
-        blocks = PackedBlocks(layout, *packed[:3], key_means=packed[3] if layout.key_mean else None)
-        return cls(config, blocks, sinks, ring)
+        sink_keys, sink_values, ring_keys, ring_values, key_words, value_words, scalars, *means = tensors
+        layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
+        blocks = PackedBlocks(layout, key_words, value_words, scalars, means[0] if means else None)
+        return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))

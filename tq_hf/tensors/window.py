@@ -48,7 +48,7 @@ class LateRow:
 
 
 class DenseWindow:
-    """The rows `first` to `first + count` in a ring of keys `[B, Hkv, capacity, Dk]` and values `[B, Hkv, capacity, Dv]`.
+    """Rows `first` to `first + count` in a ring of keys `[B, Hkv, capacity, Dk]` and values `[B, Hkv, capacity, Dv]`.
 
     Args:
         ring: The buffers, possibly without the late row.
