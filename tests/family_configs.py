@@ -52,6 +52,7 @@ def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),
+    "blenderbot": dict(max_position_embeddings=512),
     "blt": dict(encoder_hash_byte_group_vocab=512),
     "chameleon": dict(vocabulary_map={"<image>": 150}),
     "codegen": dict(rotary_dim=8),
@@ -64,7 +65,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     "cosmos3_edge_text": _mrope(4, 2, 2),
     "dbrx": dict(
-        attn_config=dict(rope_theta=1e4, kv_n_heads=2),
+        attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8),
         ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
     ),
     "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"]),
@@ -127,15 +128,19 @@ PER_LAYER = {"layer_types", "layers_block_type", "mlp_layer_types", "indexer_typ
 
 
 def model_types() -> dict[str, str]:
-    """Model types with a cache to test, each with the name of its class. The first mapping that knows a type counts."""
+    """Model types with a cache to test, each with the name of its class. Of a type that is a decoder and an
+    encoder-decoder, "type/seq2seq" is the latter."""
     names: dict[str, str] = {}
     for mapping in (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     ):
         for model_type, name in mapping.items():
             names.setdefault(model_type, name if isinstance(name, str) else name[0])
+    for model_type, name in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items():
+        first = name if isinstance(name, str) else name[0]
+        if names.setdefault(model_type, first) != first:
+            names[f"{model_type}/seq2seq"] = first
     return names
 
 
@@ -146,7 +151,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """The shrunk config of a model type: its text decoder's alone where the class takes that."""
-    return _tiny(model_class(model_type).config_class or CONFIG_MAPPING[model_type])
+    return _tiny(model_class(model_type).config_class or CONFIG_MAPPING[model_type.partition("/")[0]])
 
 
 def _tiny(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from .auto import AutoChoice
-from .compat import takes_attention_functions
+from .compat import has_attention_heads, takes_attention_functions
 from .config import TurboQuantConfig
 from .inference_mode import outside_inference_mode
 from .layers.base import FullAttentionLayer, check_crop
@@ -87,7 +87,7 @@ class TurboQuantCache(DynamicCache):
         else:
             self.config = TurboQuantConfig.from_preset("4bit_nc" if preset == "auto" else preset, **overrides)
         decoder_config = model_config.get_text_config(decoder=True)
-        if not getattr(decoder_config, "num_attention_heads", None):
+        if not has_attention_heads(decoder_config):
             raise ValueError(
                 f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
                 "and values to compress. Let the model make its own cache: leave out `past_key_values`."

@@ -27,6 +27,13 @@ def takes_attention_functions(kind: type[PreTrainedConfig]) -> bool:
     return known
 
 
+def has_attention_heads(config: PreTrainedConfig) -> bool:
+    """Whether any layer of a decoder's config has attention heads. Where layers differ in their number (Dots 3), the
+    config as a whole raises when it is asked for it."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return any(getattr(layer, "num_attention_heads", None) for layer in layers)
+
+
 def _takes(model: type[PreTrainedModel]) -> bool:
     if not model._can_set_attn_implementation():
         return False

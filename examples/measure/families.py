@@ -69,7 +69,7 @@ def table(findings: list[Finding]) -> str:
         "",
         'Each is run with its default attention and with "turboquant", growing and preallocated, with everything in '
         "the dense window and with whole prompts packed: logits of teacher-forced steps (one token, three tokens) "
-        "and of a left-padded generation, against transformers' own cache; packed, against the same cache read dequantised.",
+        "and of a left-padded generation, against transformers' own cache; packed, against it read dequantised.",
         "",
         "| | families |",
         "| --- | ---: |",
