@@ -8,10 +8,9 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
-from transformers.utils.import_utils import is_tracing
 
-from .compat import takes_attention_functions
-from .ops import dispatch
+from .compat import is_tracing, takes_attention_functions
+from .ops import dispatch, triton_backend
 from .ops.reference_attention import attend_dense
 from .stores import graph_ops
 from .stores.checks import check_room
@@ -143,7 +142,7 @@ def _attend_step(
     s_aux: torch.Tensor | None,
     position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    if position_bias is None and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)):
+    if position_bias is None and triton_backend.reads_mask(mask):
         return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
     # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
     # empty room.

@@ -1,8 +1,5 @@
-"""Triton kernels over packed KV-cache blocks."""
+"""Triton kernels over packed KV-cache blocks.
 
-from importlib.util import find_spec
-
-if find_spec("triton") is not None:  # `tq_kernels.format` serves installations without it too
-    from .decode.decoder import Decoder, device_int
-
-    __all__ = ["Decoder", "device_int"]
+Rooms import downwards only: `decode`, `prefix` and `codec` know `common`, everything knows `format`. `format` imports
+without Triton, because `tq_hf` reads it where no kernel runs.
+"""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ..compat import attention_implementation
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
@@ -118,9 +119,8 @@ class TurboQuantLayer(FullAttentionLayer):
         view = self.store.append(key_states, value_states)
         call = _FIRST if view.is_first else _ONE if key_states.shape[2] == 1 else _SEVERAL
         last = self._receipt
-        reads_store = (
-            not self.read_by_others and last.reader is not None and _attention_of(last.reader()) == "turboquant"
-        )
+        reader = None if self.read_by_others or last.reader is None else last.reader()
+        reads_store = reader is not None and attention_implementation(reader) == "turboquant"
         if torch.compiler.is_compiling():  # compiled steps go on as the prefill before them did
             known = last.left_alone or call in self._left_alone
             # Compiled code can neither watch states nor put attributes on what operators return.
@@ -175,7 +175,7 @@ class TurboQuantLayer(FullAttentionLayer):
     def _may_read_store(self) -> bool:
         if self._model_config is None:
             return True
-        return _attention_of(self._model_config()) in ("turboquant", None)
+        return attention_implementation(self._model_config()) in ("turboquant", None)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
@@ -200,6 +200,11 @@ class TurboQuantLayer(FullAttentionLayer):
         if tokens_to_remove == 0 or self.store is None:
             return
         self.store.crop(-tokens_to_remove)
+
+    def forget_host_count(self) -> None:
+        """See `FullAttentionLayer.forget_host_count`."""
+        if isinstance(self.store, PreallocatedStore):
+            self.store.num_held = None
 
     def reset(self) -> None:
         """Forget everything. Memory is released and the next update may have any batch size; a preallocated cache keeps
@@ -226,13 +231,3 @@ class TurboQuantLayer(FullAttentionLayer):
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
         self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-
-def _attention_of(model_config: PreTrainedConfig | None) -> str | None:
-    """`model_config._attn_implementation`. transformers' configs look up attributes in Python, which takes as long as a
-    launch: where its value is kept is asked directly."""
-    if not torch.compiler.is_compiling() and model_config is not None:
-        kept = object.__getattribute__(model_config, "__dict__")
-        if "_attn_implementation_internal" in kept:
-            return kept["_attn_implementation_internal"]
-    return getattr(model_config, "_attn_implementation", None)

@@ -180,8 +180,12 @@ def attend_token(
     """Attention of one query a sequence, `[B, Hq, 1, Dk]`, over all tokens of the store; `[B, 1, Hq, Dv]`.
 
     `mask` is bool `[B, 1, 1, >= T]` or `None`.
+
+    Raises:
+        ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    tensors, step_counts, sizes, config, _, _ = view
+    tensors, step_counts, sizes, config, max_cache_len, num_held = view
+    dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
     if torch.compiler.is_compiling():
         return _attend_token(query, tensors.arguments(), step_counts, mask, s_aux, scaling, softcap, config)
     return _attend(tensors, step_counts, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)

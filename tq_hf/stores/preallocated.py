@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..compat import mark_static_address
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch, triton_backend
@@ -71,7 +72,7 @@ class PreallocatedStore(LayerStore):
         )
         triton_backend.prepare(config, tensors.layout, keys)
         for tensor in (*tensors.arguments(), *counts):
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
         return cls(tensors, counts, max_cache_len)
 
     @property
