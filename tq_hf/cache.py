@@ -9,15 +9,23 @@ from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.utils import logging
 
 from .auto import AutoChoice
+from .compat import has_attention_heads, takes_attention_functions
 from .config import TurboQuantConfig
 from .inference_mode import outside_inference_mode
+from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
 from .layers.rollback import crop, held_lengths
-from .layers.sliding import SlidingLayer
+from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
@@ -28,7 +36,7 @@ from .stores.checks import check_states
 logger = logging.get_logger(__name__)
 
 
-class TurboQuantCache(Cache):
+class TurboQuantCache(DynamicCache):
     """A key/value cache in about a quarter of the memory, for any decoder of transformers.
 
     Every full-attention layer is compressed. Layers of another kind (sliding windows, linear attention, shared keys)
@@ -99,7 +107,7 @@ class TurboQuantCache(Cache):
         else:
             self.config = TurboQuantConfig.from_preset("4bit_nc" if auto else preset, **overrides)
         decoder_config = model_config.get_text_config(decoder=True)
-        if not getattr(decoder_config, "num_attention_heads", None):
+        if not has_attention_heads(decoder_config):
             raise ValueError(
                 f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
                 "and values to compress. Let the model make its own cache: leave out `past_key_values`."
@@ -112,27 +120,32 @@ class TurboQuantCache(Cache):
             layers = DynamicCache(config=model_config).layers
         else:
             layers = StaticCache(model_config, max_cache_len).layers
+        # Looked at later; an encoder-decoder's decoder config is made on the fly.
+        watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
         shared = _read_by_others(decoder_config)
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
-                layers[index] = TurboQuantLayer(self.config, max_cache_len, index in shared)
+                layers[index] = TurboQuantLayer(self.config, max_cache_len, index in shared, watched)
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
-                layers[index] = SlidingLayer(layer.sliding_window)
-                vars(layers[index]).update(vars(layer))
+                layers[index] = SlidingLayer.like(layer)
+            elif type(layer) is StaticSlidingWindowLayer:
+                layers[index] = PreallocatedSlidingLayer.like(layer)
             elif isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and index not in skipped:
                 logger.warning_once(
                     f"Layers of the class {type(layer).__name__} are left to transformers: this version does not "
                     "compress them, although they hold all tokens."
                 )
+        _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
                 f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "
                 "`skip_layers`."
             )
-        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=False)
+        # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
     def __repr__(self) -> str:
         held = self.memory_footprint()
@@ -311,6 +324,15 @@ def _skipped(skip_layers: tuple[int, ...], num_layers: int) -> set[int]:
                 f"use {-num_layers} to {num_layers - 1}."
             )
     return {index % num_layers for index in skip_layers}
+
+
+def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
+    """Let all full-attention layers show a call the same room: transformers makes one mask for them all."""
+    others = [layer for layer in layers if isinstance(layer, StaticLayer) and not isinstance(layer, PreallocatedLayer)]
+    if not takes_attention_functions(type(config)) or any(not layer.is_sliding for layer in others):
+        for layer in layers:
+            if isinstance(layer, FullAttentionLayer):
+                layer.shows_room = True
 
 
 def _read_by_others(config: PreTrainedConfig) -> set[int]:
