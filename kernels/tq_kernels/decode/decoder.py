@@ -19,13 +19,14 @@ from .plan import Plan, Target, interpreted, plan_decode, target
 from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split
+from .split_fragments import decode_split_fragments
 
 __all__ = ["Decoder", "NewRow", "Plan", "Target", "device_int", "interpreted", "target"]
 
 LOG2E = 1.4426950408889634
 
 ROTATE, ROTATE_AND_APPEND = Kernel(rotate_query), Kernel(rotate_and_append)
-SPLIT, REDUCE = Kernel(decode_split), Kernel(reduce_splits)
+SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
 
 
 @lru_cache
@@ -362,7 +363,7 @@ class Decoder:
                 num_warps=2,
             )
         key_words, value_words, scalars, key_means = self.packed
-        split = SPLIT(
+        split = (SPLIT_FRAGMENTS if target(self.device).fragments else SPLIT)(
             step.split_grid,
             (
                 scratch,

@@ -38,6 +38,8 @@ class Target:
         asm: Inline PTX unpacking (NVIDIA, compute capability 8.0 and later).
         dependent_launch: Programmatic dependent launch (compute capability 9.0 and later).
         small_levels: Subnormal fp16 numbers count in products (NVIDIA; AMD's MI200 takes them for 0).
+        fragments: Matrix units that `tl.dot` does not use (compute capability 7.5): kernels of
+            `tq_kernels.common.fragments`.
     """
 
     multiprocessors: int
@@ -45,6 +47,7 @@ class Target:
     asm: bool
     dependent_launch: bool
     small_levels: bool
+    fragments: bool = False
 
 
 def interpreted() -> bool:
@@ -65,6 +68,7 @@ def target(device: torch.device) -> Target:
         asm=cuda and properties.major >= 8,
         dependent_launch=cuda and properties.major >= 9,
         small_levels=cuda,
+        fragments=cuda and (properties.major, properties.minor) == (7, 5),
     )
 
 
@@ -113,6 +117,15 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
         programs_per_multiprocessor=programs,
         registers=registers if registers < 255 else None,
     )
+
+
+def _fragments_config(key_dim: int, value_dim: int, rows: int) -> SplitConfig:
+    """The table of `decode_split_fragments`: programs are warps, as many as have the registers they need."""
+    wide = max(key_dim, value_dim) > 128
+    tiles = 2 if rows > 8 and not wide else 1
+    programs = 8 if wide or tiles == 2 else (12 if max(key_dim, value_dim) > 64 else 16)
+    registers = 65536 // (32 * programs) // 8 * 8
+    return SplitConfig(1, 1, 8 * tiles, 1, 1, programs, registers if registers < 255 else None)
 
 
 @dataclass(frozen=True)
@@ -180,7 +193,10 @@ def plan_decode(
 ) -> Plan:
     heads, rows = batch * kv_heads, query_heads // kv_heads * queries
     dkp, dvp = _padded(key_dim), _padded(value_dim)
-    config = _split_config(dkp, dvp, key_bits, value_bits, rows, on)
+    if on.fragments:
+        config = _fragments_config(dkp, dvp, rows)
+    else:
+        config = _split_config(dkp, dvp, key_bits, value_bits, rows, on)
     dense_splits = -(-dense_capacity // DENSE_TOKENS)
     row_tiles = -(-rows // config.block_rows)
     streams, tile_rows = heads * row_tiles, min(rows, config.block_rows)
@@ -196,29 +212,23 @@ def plan_decode(
     # Without matrix units the rotation is held in shared memory as float32.
     block_columns = 128 if on.asm else 32
     block_dk, block_dv = max(16, triton.next_power_of_2(dkp)), max(16, triton.next_power_of_2(max(dvp, value_dim)))
-    return Plan(
-        config=config,
-        workers=workers,
-        row_tiles=row_tiles,
-        streams=streams,
-        tile_rows=tile_rows,
-        scratch=Scratch.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
-        rotate_grid=(heads, row_tiles, -(-dkp // 32)),
-        reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
-        reduce_warps=8 if reduce_rows == 1 and reduce_slots * block_dv > 4096 else 4,
-        rotate_constants=(key_dim, dkp, block_dk, config.block_rows, on.dependent_launch),
-        split_constants=(
-            key_dim,
-            value_dim,
-            dkp,
-            dvp,
-            key_bits,
-            value_bits,
-            has_mean,
-            dense_splits,
-            causal and queries > 1 and not mask_rows,
-            mask_rows,
-            has_softcap,
+    split_constants: tuple[Any, ...] = (
+        key_dim,
+        value_dim,
+        dkp,
+        dvp,
+        key_bits,
+        value_bits,
+        has_mean,
+        dense_splits,
+        causal and queries > 1 and not mask_rows,
+        mask_rows,
+        has_softcap,
+    )
+    if on.fragments:
+        split_constants += (config.block_rows // 8,)
+    else:
+        split_constants += (
             config.key_chunks,
             config.value_chunks,
             max(16, triton.next_power_of_2(dkp // config.key_chunks)),
@@ -231,7 +241,19 @@ def plan_decode(
             on.small_levels,
             on.asm,
             on.dependent_launch,
-        ),
+        )
+    return Plan(
+        config=config,
+        workers=workers,
+        row_tiles=row_tiles,
+        streams=streams,
+        tile_rows=tile_rows,
+        scratch=Scratch.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
+        rotate_grid=(heads, row_tiles, -(-dkp // 32)),
+        reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
+        reduce_warps=8 if reduce_rows == 1 and reduce_slots * block_dv > 4096 else 4,
+        rotate_constants=(key_dim, dkp, block_dk, config.block_rows, on.dependent_launch),
+        split_constants=split_constants,
         reduce_constants=(
             value_dim,
             dvp,

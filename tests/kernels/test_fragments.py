@@ -1,0 +1,53 @@
+"""The kernels for GPUs whose matrix units Triton does not use, against fp64 attention: in the interpreter, which is made
+to run their inline PTX."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, Case, assert_passes_in_the_interpreter, make_inputs, oracle, relative_rms, run_decode
+
+pytest.importorskip("triton")
+
+from ptx import run_inline_asm  # noqa: E402
+from tq_kernels.decode import decoder  # noqa: E402
+
+BASE = Case()
+BF16, FP32 = torch.bfloat16, torch.float32
+CASES = [
+    BASE,
+    BASE.with_(preset="3bit_nc", Hq=7, Dk=128, Dv=96, blocks=2),
+    BASE.with_(preset="2bit_nc", Hq=3, Dk=80, B=2, Hkv=1, blocks=1, window=1),
+    BASE.with_(preset="k8v4", Hq=2, Hkv=2, dtype=BF16),
+    BASE.with_(preset="3.5bit_nc", Hq=12, blocks=1),
+    BASE.with_(preset="3bit_nc", Dk=72, Dv=100, blocks=1, Hq=8),
+    BASE.with_(Dk=192, Dv=128, Hq=9, blocks=1),
+    BASE.with_(key_mean=False, dtype=FP32, blocks=1),
+    BASE.with_(mask="padding", B=2, preset="3bit_nc", blocks=2),
+    BASE.with_(mask="full", S=5, blocks=1, Hq=3),
+    BASE.with_(softcap=15.0, S=2, s_aux=True, Hq=2, blocks=1),
+    BASE.with_(S=16, Hq=2, window=16, blocks=1),
+    BASE.with_(blocks=0, window=23),
+    BASE.with_(blocks=1, window=0, sinks=0),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_all_cases_in_the_interpreter() -> None:
+    assert_passes_in_the_interpreter(__file__)
+
+
+if INTERPRETED:
+    run_inline_asm()
+
+    @pytest.fixture(autouse=True)
+    def turing(monkeypatch: pytest.MonkeyPatch) -> None:
+        usual = decoder.target
+        monkeypatch.setattr(decoder, "target", lambda device: dataclasses.replace(usual(device), fragments=True))
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_decode_agrees_with_fp64(case: Case) -> None:
+        inputs = make_inputs(case, torch.device("cpu"))
+        assert relative_rms(run_decode(inputs), oracle(inputs)) <= (4e-3 if case.dtype == BF16 else 1e-3)
