@@ -93,9 +93,9 @@ def load(addresses: np.ndarray, size: int, active: np.ndarray, old: np.ndarray) 
     return result
 
 
-def store(addresses: np.ndarray, values: np.ndarray, active: np.ndarray) -> None:
+def store(addresses: np.ndarray, values: np.ndarray, size: int, active: np.ndarray) -> None:
     for lane in np.flatnonzero(active):
-        ctypes.memmove(int(addresses[lane]), int(values[lane]).to_bytes(4, "little"), 4)
+        ctypes.memmove(int(addresses[lane]), int(values[lane]).to_bytes(size, "little"), size)
 
 
 def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarray:
@@ -119,6 +119,8 @@ def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarra
             return (x[0] != x[1]).astype(np.int64)
         case "shfl.sync.bfly.b32":
             return x[0][LANE ^ x[1]]
+        case "shfl.sync.idx.b32":
+            return x[0][x[1]]
         case "movmatrix.sync.aligned.m8n8.trans.b16":
             return transpose(x[0])
     raise AssertionError(f"{operation} is not known here")
@@ -149,7 +151,7 @@ def execute(asm: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
             for i, name in enumerate(parts[0]):
                 registers[name] = load(read(parts[1][0]) + size * i, size, active, registers[name])
         elif operation.startswith("st.global"):
-            store(read(parts[0][0]), read(parts[1][0]), active)
+            store(read(parts[0][0]), read(parts[1][0]), 2 if operation.endswith("b16") else 4, active)
         elif operation.startswith("mma"):
             new = multiply_add([read(n) for n in parts[1]], read(parts[2][0]), [read(n) for n in parts[3]])
             registers.update(zip(parts[0], new, strict=True))
@@ -173,7 +175,9 @@ def run_inline_asm() -> None:
     """Make Triton's interpreter, switched on in this process, run inline assembly on one warp a program."""
     from triton.runtime import interpreter
 
-    def create_inline_asm(self: Any, asm: str, constraints: str, values: list, types: list, pure: bool, pack: int) -> Any:
+    def create_inline_asm(
+        self: Any, asm: str, constraints: str, values: list, types: list, pure: bool, pack: int
+    ) -> Any:
         assert pack == 1
         found = execute(asm, len(types), *[bits(np.ascontiguousarray(v.data)) for v in values])
         handles = []

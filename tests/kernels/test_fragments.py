@@ -1,5 +1,5 @@
-"""The kernels for GPUs whose matrix units Triton does not use, against fp64 attention: in the interpreter, which is made
-to run their inline PTX."""
+"""The kernels for GPUs whose matrix units Triton does not use, against fp64 attention: in the interpreter, which is
+made to run their inline PTX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import dataclasses
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, Case, assert_passes_in_the_interpreter, make_inputs, oracle, relative_rms, run_decode
+from kernel_cases import (
+    INTERPRETED,
+    Case,
+    assert_passes_in_the_interpreter,
+    make_inputs,
+    oracle,
+    relative_rms,
+    run_decode,
+)
 
 pytest.importorskip("triton")
 

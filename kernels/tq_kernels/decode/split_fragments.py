@@ -10,37 +10,37 @@ clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
 import triton
 import triton.language as tl
 
-from ..common.fragments import (
-    LANES,
-    add_dense_values,
-    add_packed_values,
-    column_sum,
-    decayed,
-    dense_scores,
-    load32,
+from ..common.fragments import LANES, column_sum, initial, load32, ones, store32, zero_quads
+from .dense import log2_sum
+from .fragment_tiles import (
+    PROBABILITY_BITS,
+    attend_dense,
+    attend_packed,
     load_dense,
     load_rows,
-    mean_scores,
-    packed_scores,
-    pair_of,
     quarters_of,
-    store32,
-    transposed,
-    weights,
-    zero_quads,
+    value_tiles,
 )
-from .dense import log2_sum, soft_capped
 from .rotate import LINE
 from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
-from .tiles import halves_of, level_unit
+from .tiles import level_unit
 
 TOKENS = tl.constexpr(128)
-PROBABILITY_BITS = tl.constexpr(4.0)
 
 
 @triton.jit
-def _operands(halves, row0, first, rows, g, t, STRIDE: tl.constexpr, WIDTH: tl.constexpr, QUARTERS: tl.constexpr,
-              TILES: tl.constexpr):
+def _operands(
+    halves,
+    row0,
+    first,
+    rows,
+    g,
+    t,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUARTERS: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """`load_rows` of each row tile of a stream whose rows start at `first` of `rows`."""
     q = ()
     for tile in tl.static_range(TILES):
@@ -62,35 +62,25 @@ def _factors(scale, row0, first, rows, t, unit, TILES: tl.constexpr):
 
 
 @triton.jit
-def _initial(TILES: tl.constexpr):
-    """Sums and maxima of no tokens, 2 * TILES each."""
-    sums, maximum = (), ()
-    for _ in tl.static_range(2 * TILES):
-        sums += (tl.zeros([LANES], tl.float32),)
-        maximum += (tl.full([LANES], -float("inf"), tl.float32),)
-    return sums, maximum
-
-
-@triton.jit
-def _ones(TILES: tl.constexpr):
-    ones = ()
-    for _ in tl.static_range(2 * TILES):
-        ones += (tl.full([LANES], 1.0, tl.float32),)
-    return ones
-
-
-@triton.jit
-def _allowed(mask, t_mask, r, rows, queries, mask_s, MASK: tl.constexpr):
-    """Whether a token, whose mask is at offset `t_mask` [32], is attended to by row `r` [32]."""
-    if MASK == 1:
-        return tl.load(mask + t_mask) != 0
-    else:
-        return tl.load(mask + t_mask + (r % queries) * mask_s, mask=r < rows, other=0) != 0
-
-
-@triton.jit
-def _store(lse, partial, slot, acc, sums, maximum, gain, bias, unit, tile_rows, g, t, DIM: tl.constexpr,
-           DM: tl.constexpr, QUARTERS: tl.constexpr, TILES: tl.constexpr, DENSE: tl.constexpr):
+def _store(
+    lse,
+    partial,
+    slot,
+    acc,
+    sums,
+    maximum,
+    gain,
+    bias,
+    unit,
+    tile_rows,
+    g,
+    t,
+    DIM: tl.constexpr,
+    DM: tl.constexpr,
+    QUARTERS: tl.constexpr,
+    TILES: tl.constexpr,
+    DENSE: tl.constexpr,
+):
     """Leave a partial result in `slot`."""
     WIDTH: tl.constexpr = DIM // QUARTERS
     CHUNKS: tl.constexpr = (WIDTH + 15) // 16
@@ -227,56 +217,44 @@ def decode_split_fragments(
             r = first_row + 8 * tile + g
             pairs = ()
             for chunk in tl.static_range((DK + 15) // 16):
-                pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK)
+                pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
             q += (pairs,)
         sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
         window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
-        if MASK:
-            mask_row = mask + batch.to(tl.int64) * mask_b
-        token, value_row, inside, x = (), (), (), ()
+        mask_row = mask + batch.to(tl.int64) * mask_b
+        key_rows, value_rows, inside, allowed = (), (), (), ()
         for group in tl.static_range(2):
-            pair = ()
+            token = ()
             for half in tl.static_range(2):
                 j = part * DENSE_TOKENS + 16 * group + 8 * half + g
                 sink = j < sink_count
                 row = window_start + j - sink_count  # the window is a ring
                 row = tl.where(row >= window_capacity, row - window_capacity, row)
-                pair += (tl.where(sink, sink_keys + (sink_at + j) * DK, window_keys + (window_at + row) * DK),)
-                value_row += (
+                key_rows += (tl.where(sink, sink_keys + (sink_at + j) * DK, window_keys + (window_at + row) * DK),)
+                value_rows += (
                     tl.where(sink, sink_values + (sink_at + j) * DV, window_values + (window_at + row) * DV),
                 )
                 inside += (j < sink_count + window_count,)
                 token += (j,)
-            s = dense_scores(pair[0], pair[1], inside[2 * group], inside[2 * group + 1], q, t, DK, TILES)
             for tile in tl.static_range(TILES):
-                quad = ()
                 for i in tl.static_range(4):
-                    j = token[2 * group + i // 2]
+                    j = token[i // 2]
                     r = first_row + 8 * tile + 2 * t + i % 2
-                    allowed = inside[2 * group + i // 2] & (r < rows)
+                    seen = inside[2 * group + i // 2] & (r < rows)
                     if CAUSAL:
-                        allowed = allowed & (j - sink_count <= window_count - queries + r % queries)
+                        seen = seen & (j - sink_count <= window_count - queries + r % queries)
                     if MASK:
                         position = tl.where(j < sink_count, j, j + blocks * TOKENS)
                         at = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
-                        allowed = allowed & (tl.load(at, mask=allowed, other=0) != 0)
-                    logit = s[tile][i]
-                    if SOFTCAP:
-                        logit = soft_capped(logit * gain[2 * tile + i % 2], cap_log2)
-                    quad += (tl.where(allowed, logit, -float("inf")),)
-                x += (quad,)
-        sums, maximum = _initial(TILES)
+                        seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+                    allowed += (seen,)
+        sums, maximum = initial(TILES)
+        acc, sums, maximum = attend_dense(
+            zero_quads(((DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
+            key_rows, value_rows, inside, allowed, t, DK, DV, SOFTCAP, TILES,
+        )  # fmt: skip
         if SOFTCAP:
-            gain = _ones(TILES)
-        p, maximum, decay = weights(x, maximum, gain, 0.0, 2, TILES, True)
-        acc, sums = decayed((), sums, decay, p, 0, 2, TILES)
-        acc = zero_quads(((DV + 15) // 16) * TILES)
-        for i in tl.static_range(4):
-            b = ()
-            for tile in tl.static_range(TILES):
-                quad = p[i // 2 * TILES + tile]
-                b += (transposed(pair_of(quad[2 * (i % 2)], quad[2 * (i % 2) + 1])),)
-            acc = add_dense_values(acc, value_row[i], inside[i], b, t, DV, TILES)
+            gain = ones(TILES)
         slot = workers + streams + stream * DENSE_SPLITS + part
         _store(lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DV, DM, 1, TILES, True)
 
@@ -286,8 +264,6 @@ def decode_split_fragments(
     KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
     VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
     KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
-    VALUE_TILES: tl.constexpr = VALUE_QUARTERS * ((DVP // VALUE_QUARTERS + 15) // 16)
-    row16 = 4 * (g // 2) + g % 2
     for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream):
         first = tl.maximum(start - stream * per_stream, 0)
         last = tl.minimum(end - stream * per_stream, per_stream)
@@ -295,58 +271,34 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        factor = _factors(
-            scale, head * rows, first_row, rows, t, scaling_log2 / level_unit(KEY_BITS, True), TILES
-        )
-        gain = _ones(TILES) if SOFTCAP else factor
+        factor = _factors(scale, head * rows, first_row, rows, t, scaling_log2 / level_unit(KEY_BITS, True), TILES)
+        gain = ones(TILES) if SOFTCAP else factor
         q = _operands(halves, head * rows, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
-        sums, maximum = _initial(TILES)
-        acc = zero_quads(VALUE_TILES * TILES)
+        sums, maximum = initial(TILES)
+        acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
         block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-        if MASK:
-            mask_row = mask + batch.to(tl.int64) * mask_b
+        mask_row = mask + batch.to(tl.int64) * mask_b
         for step in tl.range(2 * first, 2 * last):
             block = step // 2
             half = step % 2
             at = block0 + block
-            key_at = key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH)
-            value_at = value_words + at * (4 * DVP * VALUE_BITS) + half * 8
-            s = packed_scores(key_at, q, g, t, DKP, KEY_BITS, TILES)
-            if HAS_MEAN:
-                mean = load_rows(key_means + at * DKP + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
-                shared = mean_scores(mean, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), TILES)
-            x, value_scale = (), ()
-            for plane in tl.static_range(4):
-                key_scale = ()
-                for i in tl.static_range(2):
-                    scales = halves_of(load32(scalars + at * TOKENS + half * 16 + 32 * plane + row16 + 2 * i, t >= 0))
-                    key_scale += (scales[0],)
-                    value_scale += (scales[1],)
-                for tile in tl.static_range(TILES):
-                    quad = ()
-                    for i in tl.static_range(4):
-                        logit = s[plane * TILES + tile][i] * key_scale[i // 2]
-                        if HAS_MEAN:
-                            logit += shared[tile][i] * level_unit(KEY_BITS, True)
-                        if SOFTCAP:
-                            logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
-                        if MASK:
-                            token = sink_count + block * TOKENS + half * 16 + 32 * plane + row16 + 2 * (i // 2)
-                            r = first_row + 8 * tile + 2 * t + i % 2
-                            allowed = _allowed(mask_row, token.to(tl.int64) * mask_t, r, rows, queries, mask_s, MASK)
-                            logit = tl.where(allowed, logit, -float("inf"))
-                        quad += (logit,)
-                    x += (quad,)
-            p, maximum, decay = weights(x, maximum, gain, PROBABILITY_BITS, 4, TILES, MASK > 0)
-            acc, sums = decayed(acc, sums, decay, p, VALUE_TILES, 4, TILES)
-            b = ()
-            for plane in tl.static_range(4):
-                for i in tl.static_range(2):
+            allowed = ()
+            if MASK:
+                for plane in tl.static_range(4):
                     for tile in tl.static_range(TILES):
-                        quad = p[plane * TILES + tile]
-                        v = value_scale[2 * plane + i]
-                        b += (transposed(pair_of(quad[2 * i] * v, quad[2 * i + 1] * v)),)
-            acc = add_packed_values(acc, value_at, b, g, t, DVP, VALUE_BITS, TILES)
+                        for i in tl.static_range(4):
+                            token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
+                            r = first_row + 8 * tile + 2 * t + i % 2
+                            seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
+                            allowed += (tl.load(seen, mask=r < rows, other=0) != 0,)
+            acc, sums, maximum = attend_packed(
+                acc, sums, maximum, q, factor, cap_log2,
+                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
+                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                scalars + at * TOKENS + half * 16,
+                key_means + at * DKP if HAS_MEAN else key_means,
+                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
+            )  # fmt: skip
         _store(
             lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, level_unit(VALUE_BITS, True),
             tile_rows, g, t, DVP, DM, VALUE_QUARTERS, TILES, False,
