@@ -23,7 +23,7 @@ from report import LLAMA_8B, provenance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from tq_kernels.decode.plan import target
+from tq_kernels.common.device import target
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config
 from transformers import DynamicCache
 from triton.testing import do_bench

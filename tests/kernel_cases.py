@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -19,16 +20,26 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _patch_interpreter() -> None:
-    """Let Triton 3.6's interpreter take loop bounds from one-element arrays, which NumPy 2.4 no longer converts."""
+    """Mend what Triton's interpreter gets wrong in some versions; the kernels themselves run unchanged."""
+    import numpy as np
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
+    splat = interpreter.InterpreterBuilder.create_splat
 
     def patched(tensor: type, scope: object) -> None:
+        """3.6 takes loop bounds from one-element arrays, which NumPy 2.4 no longer converts."""
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    def create_splat(self: object, shape: object, handle: Any) -> Any:
+        """A scalar comparison is of dtype int32 (of what was compared): broadcast, it is a mask that 3.9 refuses."""
+        if handle.data.dtype == np.bool_:
+            handle = interpreter.TensorHandle(handle.data, interpreter.tl.int1)
+        return splat(self, shape, handle)
+
     interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_splat = create_splat
 
 
 if INTERPRETED:
@@ -202,6 +213,13 @@ def kernel_rotations(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
+def packed_of(blocks: PackedBlocks) -> Any:
+    """`blocks` as kernels take them."""
+    from tq_kernels.common.packed import Packed
+
+    return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means)
+
+
 def run_decode(
     inputs: Inputs,
     scratch_fill: float = torch.nan,
@@ -209,15 +227,13 @@ def run_decode(
     num_window: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention on `inputs`, with scratch and output poisoned."""
-    from tq_kernels import Decoder, device_int
+    from tq_kernels.decode.counts import device_int
+    from tq_kernels.decode.decoder import Decoder
 
     case, packed = inputs.case, inputs.packed
     layout, device = packed.layout, inputs.query.device
     decoder = Decoder(
-        packed.key_words,
-        packed.value_words,
-        packed.scalars,
-        packed.key_means,
+        packed_of(packed),
         inputs.sinks,
         inputs.window,
         *kernel_rotations(inputs),

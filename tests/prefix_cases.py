@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, window_start
+from kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, packed_of, window_start
 
 
 @dataclass
@@ -44,10 +44,7 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
     case, packed, layout, device = inputs.case, inputs.packed, inputs.packed.layout, inputs.query.device
     return attend_prefix(
         inputs.query,
-        packed.key_words,
-        packed.value_words,
-        packed.scalars,
-        packed.key_means,
+        packed_of(packed),
         case.blocks,
         inputs.sinks,
         prefix.window,
@@ -58,7 +55,7 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
         value_bits=layout.value_bits,
         scaling=inputs.scaling,
         out=torch.full((case.B, case.S, case.Hq, case.Dv), torch.nan, dtype=case.dtype, device=device),
-        scratch=lambda size: torch.full((size,), torch.nan, device=device),
+        allocate=lambda size: torch.full((size,), torch.nan, device=device),
         mask=inputs.mask,
         causal=case.causal,
         softcap=case.softcap,

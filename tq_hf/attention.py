@@ -8,9 +8,9 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.utils.import_utils import is_tracing
 
-from .ops import dispatch
+from .compat import is_tracing
+from .ops import dispatch, triton_backend
 from .ops.reference_attention import attend_dense
 from .stores import graph_ops
 from .stores.preallocated import StaticStore
@@ -100,7 +100,7 @@ def _attend_static(
     s_aux: torch.Tensor | None,
     position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    if position_bias is not None or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1)):
+    if position_bias is not None or not triton_backend.reads_mask(mask):
         came = "a position bias" if mask is None else f"a mask of {mask.dtype} and shape {list(mask.shape)}"
         raise ValueError(
             f"A preallocated cache is read with boolean masks [batch, 1, queries, keys] and no position bias, but got "

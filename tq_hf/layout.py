@@ -15,14 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tq_kernels.format import BLOCK_TOKENS, padded_dim
+
 SUPPORTED_BITS = (2, 3, 4, 8)
-CHANNEL_MULTIPLE = 8
-"""Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
-
-
-def padded_dim(head_dim: int) -> int:
-    """`head_dim` rounded up to the multiple the packing needs (64, 80, 96, 128, 192, 256 stay as they are)."""
-    return -(-head_dim // CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class BlockLayout:
         rotated_values: Whether values are stored rotated, like keys.
     """
 
-    tokens: ClassVar[int] = 128
+    tokens: ClassVar[int] = BLOCK_TOKENS
 
     key_dim: int
     value_dim: int

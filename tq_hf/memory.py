@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .compat import storage_id
 from .layers.compressed import TurboQuantLayer
 
 
@@ -73,11 +74,11 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
     seen: set[tuple[str, int]] = set()
 
     def count(kind: str, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        device, size = str(tensor.device), storage.nbytes()
-        if size == 0 or (device, storage._cdata) in seen:
+        device, size = str(tensor.device), tensor.untyped_storage().nbytes()
+        storage = (device, storage_id(tensor))
+        if size == 0 or storage in seen:
             return
-        seen.add((device, storage._cdata))
+        seen.add(storage)
         setattr(footprint, kind, getattr(footprint, kind) + size)
         footprint.by_device[device] = footprint.by_device.get(device, 0) + size
 

@@ -1,5 +1,5 @@
-"""Triton kernels over packed KV-cache blocks."""
+"""Triton kernels over packed KV-cache blocks.
 
-from .decode.decoder import Decoder, device_int
-
-__all__ = ["Decoder", "device_int"]
+Rooms import downwards only: `decode`, `prefix` and `codec` know `common`, everything knows `format`. `format` imports
+without Triton, because `tq_hf` reads it where no kernel runs.
+"""

@@ -55,7 +55,9 @@ def leave_results(folder: Path, model: PreTrainedModel) -> Path:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
     worker = [str(TESTS / "tensor_parallel_worker.py"), str(folder)]
     # Without GPUs, whatever the machine has: these are the tests of the path over gloo.
-    path = os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(EXAMPLES), str(TESTS), str(TESTS / "cache"), os.environ.get("PYTHONPATH")])
+    )
     hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     run = subprocess.run(
         [sys.executable, *command, *worker], env=os.environ | hidden, capture_output=True, text=True, timeout=600

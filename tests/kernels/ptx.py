@@ -147,11 +147,11 @@ def execute(asm: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
         operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest)
         parts = [re.findall(r"[^\s,{}\[\]]+", operand) for operand in operands]
         if operation.startswith("ld.global"):
-            size = 2 if operation.endswith("b16") else 4
+            size = {"16": 2, "u8": 1}.get(operation[-2:], 4)
             for i, name in enumerate(parts[0]):
                 registers[name] = load(read(parts[1][0]) + size * i, size, active, registers[name])
         elif operation.startswith("st.global"):
-            store(read(parts[0][0]), read(parts[1][0]), 2 if operation.endswith("b16") else 4, active)
+            store(read(parts[0][0]), read(parts[1][0]), 2 if operation.endswith("16") else 4, active)
         elif operation.startswith("mma"):
             new = multiply_add([read(n) for n in parts[1]], read(parts[2][0]), [read(n) for n in parts[3]])
             registers.update(zip(parts[0], new, strict=True))

@@ -19,8 +19,9 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
+from tq_kernels.common.device import Target  # noqa: E402
 from tq_kernels.decode.append import rotate_and_append  # noqa: E402
-from tq_kernels.decode.plan import Plan, Target, plan_decode  # noqa: E402
+from tq_kernels.decode.plan import Plan, plan_decode  # noqa: E402
 from tq_kernels.decode.reduce import reduce_splits  # noqa: E402
 from tq_kernels.decode.rotate import rotate_query  # noqa: E402
 from tq_kernels.decode.split import decode_split  # noqa: E402
@@ -38,10 +39,13 @@ BUDGET = {"k8v4": 2.25, "4bit_nc": 2.25, "3.5bit_nc": 2.4, "k3v4_nc": 2.4, "3bit
 bits)."""
 
 
+def capability(arch: int | str) -> tuple[int, int]:
+    return divmod(arch, 10) if isinstance(arch, int) else (0, 0)
+
+
 def target_of(arch: int | str) -> Target:
     """A GPU of this architecture, as large as an H200."""
-    nvidia = isinstance(arch, int)
-    return Target(132, SHARED[arch] * 1024, nvidia and arch >= 80, nvidia and arch >= 90, nvidia)
+    return Target(132, SHARED[arch] * 1024, capability(arch), isinstance(arch, int))
 
 
 def plan(
@@ -112,7 +116,7 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Any:
         *["i32"] * 13,
         "fp32",
         "fp32",
-        *["i32"] * 7,
+        *["i32"] * 8,
     ]
     return build(
         decode_split,
@@ -215,7 +219,7 @@ def test_small_kernels_compile_for(arch: int | str, dim: int) -> None:
     )
     reduce = build(
         reduce_splits,
-        ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp32", "*fp16", *["i32"] * 12],
+        ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp32", "*fp16", *["i32"] * 13],
         p.reduce_constants,
         arch,
         num_warps=p.reduce_warps,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, relative_rms
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_of, relative_rms
 
 from tq_hf.codec.reference import dequantise as reference_dequantise
 from tq_hf.codec.reference import encode as reference_encode
@@ -66,7 +66,7 @@ CASES = [
 
 
 def check(case: Case, device: torch.device) -> None:
-    from tq_kernels.codec.dequantise import dequantise
+    from tq_kernels.codec.launch import dequantise
 
     generator = torch.Generator().manual_seed(0)
     config = case.config
@@ -87,7 +87,7 @@ def check(case: Case, device: torch.device) -> None:
     out = [room[:, :tokens, :, :dim].transpose(1, 2) for room, dim in zip(rooms, (case.dk, case.dv), strict=True)]
     on_device = blocks.map(lambda tensor: tensor.to(device))
     dequantise(
-        on_device.key_words, on_device.value_words, on_device.scalars, on_device.key_means, case.start, case.stop, *out,
+        packed_of(on_device), case.start, case.stop, *out,
         key_bits=config.key_bits, value_bits=config.value_bits,
         key_rotation=rotation_matrix(layout.key_dim_padded, config.seed, device, FP32),
         value_rotation=rotation_matrix(layout.value_dim_padded, config.seed, device, FP32),
@@ -110,14 +110,14 @@ if INTERPRETED:
         check(case, CPU)
 
     def test_refuses_a_buffer_of_another_length() -> None:
-        from tq_kernels.codec.dequantise import dequantise
+        from tq_kernels.codec.launch import dequantise
 
         blocks = PackedBlocks.allocate(PRESETS["4bit_nc"].layout(16), 1, 1, 2, CPU)
         rotation = rotation_matrix(16, 0, CPU, FP32)
         out = torch.empty(1, 1, 128, 16)
         with pytest.raises(ValueError, match="room for 128 tokens"):
             dequantise(
-                blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, 0, 2, out, out,
+                packed_of(blocks), 0, 2, out, out,
                 key_bits=4, value_bits=4, key_rotation=rotation, value_rotation=rotation,
             )  # fmt: skip
 

@@ -16,9 +16,11 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from test_decode_compile import SHARED, disassemble  # noqa: E402
-from tq_kernels.codec.dequantise import dequantise_blocks, dequantise_config  # noqa: E402
-from tq_kernels.codec.encode import CORRECTIONS, LEVELS, encode_blocks, encode_config  # noqa: E402
+from test_decode_compile import SHARED, capability, disassemble  # noqa: E402
+from tq_kernels.codec.dequantise import dequantise_blocks  # noqa: E402
+from tq_kernels.codec.encode import encode_blocks  # noqa: E402
+from tq_kernels.codec.launch import dequantise_config, encode_config  # noqa: E402
+from tq_kernels.codec.quantise import CORRECTIONS, LEVELS  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -29,10 +31,6 @@ BUDGET = {4: 34.0, 3: 22.0, 2: 20.0, 8: 24.0}
 """Instructions per key element on sm_90 at D = 128, with Triton 3.7.1 (33.3 at 4 bits) and 3.6 (under 33)."""
 STACK = {75: 64, 100: 72}
 """Bytes of stack the encoder is allowed where it is not 0; those of sm_100 come with Triton 3.7.1, 3.6 needs none."""
-
-
-def capability(arch: int | str) -> tuple[int, int]:
-    return divmod(arch, 10) if isinstance(arch, int) else (0, 0)
 
 
 def build(kernel: Any, constants: dict[str, Any], types: dict[str, str], arch: int | str, **options: Any) -> Any:

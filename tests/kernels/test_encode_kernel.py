@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_of
 
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
@@ -89,7 +89,7 @@ def run_encode(
     case: Case, keys: torch.Tensor, values: torch.Tensor, start: int = START, capacity: int = CAPACITY
 ) -> PackedBlocks:
     """Blocks written by the kernel into poisoned tensors."""
-    from tq_kernels.codec.encode import encode
+    from tq_kernels.codec.launch import encode
 
     config, device = case.config, keys.device
     layout = config.layout(case.dk, case.dv)
@@ -97,7 +97,7 @@ def run_encode(
     for tensor in out.tensors().values():
         tensor.view(torch.int32).fill_(POISON)
     encode(
-        keys, values, out.key_words, out.value_words, out.scalars, out.key_means, start,
+        keys, values, packed_of(out), start,
         key_bits=config.key_bits, value_bits=config.value_bits,
         key_correction=config.key_correction, value_correction=config.value_correction,
         key_rotation=rotation_matrix(layout.key_dim_padded, config.seed, device, FP32),
@@ -172,7 +172,7 @@ def check_chunks(device: torch.device) -> None:
 def check_e4m3(device: torch.device) -> None:
     """One row's largest channel is 448 times its unit, so that the others are converted as they are; no head dim, no
     rotation."""
-    from tq_kernels.codec.encode import encode
+    from tq_kernels.codec.launch import encode
 
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (codes[1:] + codes[:-1]) / 2
@@ -186,7 +186,7 @@ def check_e4m3(device: torch.device) -> None:
     states = (rows @ identity)[None, None].to(device)
     got = PackedBlocks.allocate(TurboQuantConfig(key_bits=8, key_mean=False).layout(8), 1, 1, 1, device)
     encode(
-        states, states, got.key_words, got.value_words, got.scalars, None, 0, key_bits=8, value_bits=4,
+        states, states, packed_of(got), 0, key_bits=8, value_bits=4,
         key_correction="none",
         value_correction="none", key_rotation=identity.to(device), value_rotation=identity.to(device),
     )  # fmt: skip

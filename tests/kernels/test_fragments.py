@@ -19,8 +19,10 @@ from kernel_cases import (
 
 pytest.importorskip("triton")
 
+from prefix_cases import make_prefix_inputs, run_prefix  # noqa: E402
 from ptx import run_inline_asm  # noqa: E402
 from tq_kernels.decode import decoder  # noqa: E402
+from tq_kernels.prefix import launch  # noqa: E402
 
 BASE = Case()
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -52,10 +54,28 @@ if INTERPRETED:
 
     @pytest.fixture(autouse=True)
     def turing(monkeypatch: pytest.MonkeyPatch) -> None:
-        usual = decoder.target
-        monkeypatch.setattr(decoder, "target", lambda device: dataclasses.replace(usual(device), fragments=True))
+        for module in (decoder, launch):
+            usual = module.target
+            monkeypatch.setattr(module, "target", lambda device: dataclasses.replace(usual(device), capability=(7, 5)))
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_decode_agrees_with_fp64(case: Case) -> None:
         inputs = make_inputs(case, torch.device("cpu"))
         assert relative_rms(run_decode(inputs), oracle(inputs)) <= (4e-3 if case.dtype == BF16 else 1e-3)
+
+    @pytest.mark.parametrize(
+        ("case", "beside", "splits"),
+        [
+            (BASE.with_(S=5, Hq=3, window=20, blocks=1), True, None),
+            (BASE.with_(S=3, Hq=8, Hkv=2, window=20, blocks=1, preset="3bit_nc", mask="padding"), False, 2),
+            (BASE.with_(S=7, Hq=1, Dk=80, Dv=96, blocks=1, preset="3bit_nc", window=9, dtype=BF16), True, 1),
+            (BASE.with_(S=4, Hq=2, preset="k8v4", blocks=1, softcap=15.0, s_aux=True, window=40), True, 1),
+            (BASE.with_(S=5, Hq=2, blocks=1, mask="full", preset="2bit_nc", causal=False, window=13), True, 1),
+            (BASE.with_(S=9, Hq=2, blocks=0, window=30), True, 1),
+        ],
+        ids=str,
+    )
+    def test_prefix_agrees_with_fp64(case: Case, beside: bool, splits: int | None) -> None:
+        prefix = make_prefix_inputs(case, torch.device("cpu"), beside=beside)
+        out = run_prefix(prefix, splits=splits)
+        assert relative_rms(out, oracle(prefix.inputs)) <= (4e-3 if case.dtype == BF16 else 1e-3)

@@ -19,7 +19,7 @@ from tq_hf.stores.growing import LayerStore
 pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
-from tq_kernels.common import launcher
+from tq_kernels.common import compat, launcher
 from tq_kernels.decode import decoder  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
@@ -131,6 +131,43 @@ def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
         dispatch.attend(odd, store.append(*token(3)), None, scaling=0.3)
         assert log[0][1] == how and log[0][3][1][4] == odd.data_ptr()
         log.clear()
+
+
+@pytest.mark.parametrize("residual", [128, 1024])
+def test_nothing_is_compiled_while_a_window_grows(log, residual):
+    """A sequence decoded from 20 tokens to 1,420: every kernel has one variant, whatever the window's capacity."""
+    keys, values = states(0, batch=1, heads=1, tokens=20, dim=64, dtype=torch.float16)
+    store = LayerStore(TurboQuantConfig(residual_length=residual), keys, values)
+    store.append(keys, values)
+    new, capacities = (keys[:, :, :1].contiguous(), values[:, :, :1].contiguous()), set()
+    for _ in range(1400):
+        dispatch.attend(query(), store.append(*new), None, scaling=0.1)
+        capacities.add(store.window.capacity)
+    assert len(capacities) > (3 if residual == 1024 else 0)
+    # By constants: the addresses of these tensors have whatever alignment the host gives them.
+    for name in ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"):
+        variants = getattr(decoder, name).variants
+        assert len({key[0][0] for key in variants}) == 1, name
+
+
+def test_a_triton_of_unknown_launch_launches_by_itself(log, monkeypatch, caplog):
+    compat.knows_launch_of.cache_clear()
+    monkeypatch.setattr(compat.triton, "__version__", "4.0.0")
+    for name in KERNELS:
+        monkeypatch.setattr(decoder, name, launcher.Kernel(Recorder(name, log)))
+    store = filled(TurboQuantConfig(), states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
+    for seed in (2, 3, 4):
+        dispatch.attend(query(), store.append(*token(seed)), None, scaling=0.3)
+    assert len(log) == 9 and {how for _, how, *_ in log} == {"compiled"}  # through `kernel[grid]`, each time
+    assert len([record for record in caplog.records if "4.0.0" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("3.4.0", False), ("3.5.1", True), ("3.9.0", True), ("3.7.1+git1234", True), ("3.10.0", False), ("main", False)],
+)
+def test_only_versions_that_were_read_are_launched_directly(version, known):
+    assert compat.knows_launch_of(version) == known
 
 
 def addresses(log: list[tuple[Any, ...]]) -> set[int]:

@@ -28,7 +28,7 @@ def compiled_for(
     config = prefix_config(dim, value_dim or dim, key_bits, value_bits, on)
     flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
     constants = prefix_constants(
-        dim, value_dim or dim, key_bits, value_bits, has_mean=True, config=config, asm=on.asm, **flags
+        dim, value_dim or dim, key_bits, value_bits, has_mean=True, config=config, on=on, **flags
     )
     numbers = len(prefix_attention.arg_names) - len(constants) - 19
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 9, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]

@@ -14,7 +14,7 @@ from kernel_cases import INTERPRETED
 
 pytest.importorskip("triton")
 
-from tq_kernels.common import primitives  # noqa: E402
+from tq_kernels.common import unpack  # noqa: E402
 
 from tq_hf.codec.codebook import levels as codebook  # noqa: E402
 from tq_hf.codec.packing import PLANES, ROWS, TOKENS, pack  # noqa: E402
@@ -95,16 +95,16 @@ SMALL = pytest.mark.parametrize("small", [False, True], ids=["full", "small"])
 @SMALL
 def test_4_bits(small: bool) -> None:
     words, levels = words_and_levels(4)
-    asm = primitives._ASM4_SMALL if small else primitives._ASM4
+    asm = unpack._ASM4_SMALL if small else unpack._ASM4
     planes = execute(asm.value, 4, words.view(ROWS, DIM // 2))
     actual = torch.stack([halves(plane).flatten(1) for plane in planes])
-    assert torch.equal(actual, levels * primitives.SMALL_UNIT.value if small else levels)
+    assert torch.equal(actual, levels * unpack.SMALL_UNIT.value if small else levels)
 
 
 @pytest.mark.parametrize(("bits", "small"), [(2, False), (3, False), (3, True)])
 def test_2_and_3_bits(bits: int, small: bool) -> None:
     words, levels = words_and_levels(bits)
-    asm = (primitives._ASM3_SMALL if small else primitives._ASM3) if bits == 3 else None
+    asm = (unpack._ASM3_SMALL if small else unpack._ASM3) if bits == 3 else None
     tile = ROWS * DIM // 8
     for quarter in range(4):
         crumbs = words[quarter // 2 * tile :][:tile].view(ROWS, DIM // 8)
@@ -112,16 +112,16 @@ def test_2_and_3_bits(bits: int, small: bool) -> None:
             signs = words[2 * tile :].view(ROWS, DIM // 8)
             planes = execute(asm.value[quarter], 4, crumbs, signs)
         else:
-            planes = execute(primitives._ASM2.value[quarter % 2], 4, crumbs)
+            planes = execute(unpack._ASM2.value[quarter % 2], 4, crumbs)
         actual = torch.stack([halves(plane).flatten(1) for plane in planes])
         expected = levels[:, :, quarter * (DIM // 4) :][:, :, : DIM // 4]
-        assert torch.equal(actual, expected * primitives.SMALL_UNIT.value if small else expected)
+        assert torch.equal(actual, expected * unpack.SMALL_UNIT.value if small else expected)
 
 
 def test_8_bits() -> None:
     words, levels = words_and_levels(8)
     for tile, part in enumerate(words.view(2, ROWS, DIM // 2)):
-        planes = execute(primitives._ASM8.value, 2, part)
+        planes = execute(unpack._ASM8.value, 2, part)
         actual = torch.stack([halves(plane).flatten(1) for plane in planes])
         expected = levels[2 * tile : 2 * tile + 2]
         number = ~expected.isnan()

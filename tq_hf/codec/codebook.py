@@ -10,26 +10,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, POSITIVE_CENTROIDS
 
 from ..inference_mode import outside_inference_mode
 
-POSITIVE_CENTROIDS = {
-    2: tuple(n / 64 for n in (28, 96)),
-    3: tuple(n / 64 for n in (16, 49, 86, 138)),
-    4: tuple(n / 64 for n in (8, 25, 42, 60, 80, 103, 132, 175)),
-}
-"""Positive halves of the codebooks. At 3 and 4 bits those multiples of 1/64 with n < 256 whose mean squared error on
-N(0, 1) is least (tests/codec/test_codebook.py searches around them), at 2 bits those that fit the high byte of an fp16.
-One byte then is all a kernel has to look up for a code; against unrounded Lloyd-Max centroids this costs 0.06% in mean
-squared error at 4 bits, 0.04% at 3 and 0.09% at 2."""
+__all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "GAUSSIAN_MSE", "POSITIVE_CENTROIDS", "boundaries", "levels"]
 
 GAUSSIAN_MSE = {2: 0.117588, 3: 0.0345627, 4: 0.00950624}
 """Mean squared error of each codebook on N(0, 1)."""
-
-FP8_MAX = 448.0
-FP8_LEVEL_SCALE = 2.0**-8
-"""An e4m3 byte moved into fp16's fields reads 2**-8 times its value (exponent bias 7 against 15); levels keep that
-factor, scales undo it."""
 
 
 @lru_cache

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from ..compat import attention_implementation
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
@@ -159,7 +160,7 @@ class TurboQuantLayer(FullAttentionLayer):
                 "The config this cache was made from no longer exists, so it is read dequantised. Make the cache from "
                 "`model.config`."
             )
-        return _attention_of(model_config) == "turboquant"
+        return attention_implementation(model_config) == "turboquant"
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
@@ -217,13 +218,3 @@ class TurboQuantLayer(FullAttentionLayer):
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
         self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-
-def _attention_of(model_config: PreTrainedConfig | None) -> str | None:
-    """`model_config._attn_implementation`. transformers' configs look up attributes in Python, which takes as long as a
-    launch: where its value is kept is asked directly."""
-    if not torch.compiler.is_compiling() and model_config is not None:
-        kept = object.__getattribute__(model_config, "__dict__")
-        if "_attn_implementation_internal" in kept:
-            return kept["_attn_implementation_internal"]
-    return getattr(model_config, "_attn_implementation", None)

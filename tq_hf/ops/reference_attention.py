@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from ..codec.reference import TILE_BLOCKS, dequantise
+from ..layout import BlockLayout
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
 from .workspace import Scratch, current_workspace
 
-TILE_TOKENS = TILE_BLOCKS * 128
+TILE_TOKENS = TILE_BLOCKS * BlockLayout.tokens
 TILE_SCORES = 1 << 24
 """Scores held at a time: 64 MiB of float32."""
 

@@ -16,14 +16,18 @@ from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
-from .workspace import Scratch, acquire, current_workspace
+from .workspace import allocator, current_workspace
 
 if HAS_TRITON := find_spec("triton") is not None:
-    from tq_kernels.codec.dequantise import dequantise as dequantise_blocks
-    from tq_kernels.codec.encode import encode as encode_blocks
+    from tq_kernels.codec.launch import dequantise as dequantise_blocks
+    from tq_kernels.codec.launch import encode as encode_blocks
+    from tq_kernels.common.device import interpreted
+    from tq_kernels.common.packed import Packed
     from tq_kernels.decode.append import append_token as append_rows
     from tq_kernels.decode.append import finish_step
-    from tq_kernels.decode.decoder import Decoder, NewRow, device_int, interpreted
+    from tq_kernels.decode.counts import device_int
+    from tq_kernels.decode.decoder import Decoder
+    from tq_kernels.decode.step import NewRow
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
 
 MAX_QUERIES = 16
@@ -51,10 +55,19 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride()[-1] == 1 else states.contiguous()
 
 
+def _packed(blocks: PackedBlocks) -> Packed:
+    return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means)
+
+
 def _launching_on(device: torch.device) -> AbstractContextManager:
     """Triton launches on the current device; layers of a model spread over several GPUs are not on it."""
     away = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if away else nullcontext()
+
+
+def reads_mask(mask: torch.Tensor | None) -> bool:
+    """Whether kernels read this mask: boolean and shared by all heads."""
+    return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
 
 
 def can_attend(
@@ -69,7 +82,7 @@ def can_attend(
         and (_runs(query) if buffers.prepared is not None else serves(query, buffers.blocks.layout))
         and view.new is None
         and position_bias is None
-        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+        and reads_mask(mask)
     )
 
 
@@ -83,7 +96,7 @@ def can_attend_many(
         serves(query, layout)
         and prefix_takes(layout.key_dim, layout.value_dim, query.device)
         and position_bias is None
-        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+        and reads_mask(mask)
     )
 
 
@@ -125,10 +138,7 @@ def _encode(
         encode_blocks(
             _rows(keys),
             _rows(values),
-            out.key_words,
-            out.value_words,
-            out.scalars,
-            out.key_means,
+            _packed(out),
             start,
             key_bits=config.key_bits,
             value_bits=config.value_bits,
@@ -145,10 +155,7 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     key_rotation, value_rotation = _rotations(config, blocks.layout, keys.device, torch.float32)
     with _launching_on(keys.device):
         dequantise_blocks(
-            blocks.key_words,
-            blocks.value_words,
-            blocks.scalars,
-            blocks.key_means,
+            _packed(blocks),
             0,
             blocks.capacity,
             keys,
@@ -166,21 +173,13 @@ def make_decoder(
     """The decode kernels on these tensors, all on `device`."""
     layout = blocks.layout
     return Decoder(
-        blocks.key_words,
-        blocks.value_words,
-        blocks.scalars,
-        blocks.key_means,
+        _packed(blocks),
         sinks,
         window,
         *_rotations(config, layout, device, torch.float16),
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
     )
-
-
-@lru_cache
-def _floats(size: int) -> Scratch:
-    return Scratch((size,), torch.float32)
 
 
 def attend(
@@ -206,14 +205,13 @@ def attend(
     row = None
     if late is not None and late.states is not None:
         row = NewRow(_rows(late.states[0]), _rows(late.states[1]), late.slot)
-    workspace = current_workspace(device)
     out = decoder(
         _rows(query),
         device_int(view.num_blocks, device),
         device_int(view.num_window, device),
         device_int(decoder.sinks, device),
         scaling=scaling,
-        allocate=lambda size: workspace.view("decode attention", "decode", _floats(size)),
+        allocate=allocator(current_workspace(device), "decode attention", device),
         out=query.new_empty(batch, queries, query_heads, decoder.value_dim),
         mask=mask,
         causal=causal,
@@ -230,17 +228,9 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
     """`tq_hf.ops.reference_attention.attend` on the GPU, for calls that `can_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
     key_rotation, value_rotation = _rotations(view.config, layout, query.device, torch.float16)
-    workspace = current_workspace(query.device)
-
-    def scratch(size: int) -> torch.Tensor:
-        return workspace.acquire("prefix attention", {"prefix": Scratch((size,), torch.float32)})["prefix"]
-
     return attend_prefix(
         _rows(query),
-        blocks.key_words,
-        blocks.value_words,
-        blocks.scalars,
-        blocks.key_means,
+        _packed(blocks),
         view.num_blocks,
         view.sinks,
         (view.window.keys, view.window.values),
@@ -250,7 +240,7 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
         value_rotation,
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
-        scratch=scratch,
+        allocate=allocator(current_workspace(query.device), "prefix attention", query.device),
         out=query.new_empty(query.shape[0], query.shape[2], query.shape[1], layout.value_dim),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         **options,
@@ -298,7 +288,7 @@ def attend_token(
     """`tq_hf.stores.graph_ops.attend_token` on the GPU.
 
     Scratch is per call: in a captured graph it comes from the graph's own memory, where one layer's is free again for
-    the next, and the capturing stream has no workspace that could outlive the graph.
+    the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
     num_sinks, num_blocks, num_window, _, _ = seen.unbind()
     batch, query_heads, queries, _ = query.shape
@@ -307,7 +297,7 @@ def attend_token(
         num_blocks,
         num_window,
         num_sinks,
-        allocate=lambda size: acquire(None, "decode attention", query.device, {"decode": _floats(size)})["decode"],
+        allocate=allocator(None, "decode attention", query.device),
         out=query.new_empty(batch, queries, query_heads, blocks.layout.value_dim),
         mask=None if mask is None else mask.expand(batch, -1, -1, -1),
         **options,

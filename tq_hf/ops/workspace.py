@@ -1,12 +1,18 @@
 """Scratch memory shared by all layers of all models: reserve, lock, acquire.
 
 There is one `Workspace` per device, stream and thread: work queued on one stream by one thread runs in order, so a
-buffer is free again when the next call gets it, and nothing else ever sees it. A workspace holds one flat buffer per
-name. It grows to the largest request and never shrinks; each dimension's maximum is kept apart, so that alternating
-(many heads, small batch) and (few heads, large batch) does not reallocate. `reserve` makes room ahead (the buffer is
-the maximum of the reservations, never their sum), `lock` promises stable addresses from then on (for CUDA graphs of
-one's own; compiled decoding takes its scratch from its graph), and `acquire` returns views, valid until the next
-`acquire` of the same name.
+buffer is free again when the next call gets it, and nothing else ever sees it. A workspace holds one flat buffer of
+bytes per name. The buffer grows to the most bytes a request needs and never shrinks, so (many heads, small batch) and
+(few heads, large batch) alternate without reallocating. `acquire` returns views, valid until the next `acquire` of the
+same name.
+
+A loop that captures CUDA graphs of its own calls `reserve` with its largest requests, then `lock`: addresses stay from
+then on. Graphs of `torch.compile` do not take scratch from here. Such a graph is captured on a stream of its own and
+may be replayed on any, where no order protects a buffer that other calls share; it uses memory of its own pool instead
+(`acquire` without a workspace).
+
+A stream is known by its handle. Whoever destroys a stream waits for its work first: CUDA may give the handle to a new
+stream, and that stream then gets the same workspace.
 
 (The lifecycle of vLLM's workspace manager, pull requests 40706, 40941 and 37805.)
 """
@@ -16,11 +22,13 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
+from ..compat import current_raw_stream
 from ..inference_mode import outside_inference_mode
 
 
@@ -31,10 +39,18 @@ class Scratch:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype}"
+
 
 @dataclass
 class _Buffer:
-    limits: tuple[int, ...]
+    largest: Scratch
     data: torch.Tensor
     # What was asked for last, and its view: one layer after the other asks for the same.
     request: Scratch | None = None
@@ -54,7 +70,7 @@ class Workspace:
         self._buffers: dict[str, _Buffer] = {}
 
     def reserve(self, caller: str, requests: Mapping[str, Scratch]) -> None:
-        """Make room for `requests`, so that a later `acquire` of these or smaller shapes allocates nothing.
+        """Make room for `requests`, so that a later `acquire` of as many bytes or fewer allocates nothing.
 
         Raises:
             RuntimeError: The workspace is locked and too small; the message names `caller`.
@@ -68,10 +84,9 @@ class Workspace:
         Raises:
             RuntimeError: The workspace is locked and too small; the message names `caller`.
         """
-        return {name: self.view(caller, name, request) for name, request in requests.items()}
+        return {name: self._view(caller, name, request) for name, request in requests.items()}
 
-    def view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
-        """`acquire` of one buffer."""
+    def _view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is not None and buffer.view is not None and (buffer.request is request or buffer.request == request):
             return buffer.view
@@ -80,32 +95,27 @@ class Workspace:
 
     @outside_inference_mode
     def _new_view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
-        view = self._fit(caller, name, request)[: math.prod(request.shape)].view(request.shape)
+        view = self._fit(caller, name, request)[: request.nbytes].view(request.dtype).view(request.shape)
         self._buffers[name].request, self._buffers[name].view = request, view
         return view
 
     @outside_inference_mode
     def _fit(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
+        """The bytes of `name`, at least as many as `request` takes."""
         buffer = self._buffers.get(name)
-        limits: Sequence[int] = request.shape
-        if buffer is not None and buffer.data.dtype == request.dtype and len(buffer.limits) == len(request.shape):
-            limits = tuple(map(max, buffer.limits, request.shape))
-            if math.prod(limits) <= buffer.data.numel():
-                buffer.limits = limits
-                return buffer.data
+        if buffer is not None and request.nbytes <= buffer.data.nbytes:
+            return buffer.data
         if self.locked:
-            if buffer and buffer.data.dtype == request.dtype and math.prod(request.shape) <= buffer.data.numel():
-                return buffer.data  # of another shape than was reserved, and nothing has to grow for it
-            held = "nothing" if buffer is None else f"{list(buffer.limits)} of {buffer.data.dtype}"
+            held = "nothing" if buffer is None else str(buffer.largest)
             raise RuntimeError(
-                f"{caller} needs scratch {name!r} of {list(request.shape)} {request.dtype}, but the workspace on "
-                f"{self.device} is locked with {held}. Reserve the largest shape before `lock()`, or call `unlock()`."
+                f"{caller} needs scratch {name!r} of {request}, but the workspace on {self.device} is locked with "
+                f"{held}. Reserve the largest request before `lock()`, or call `unlock()`."
             )
         # Free the old buffer first: peak is the larger of the two, not their sum.
         del buffer
         self._buffers.pop(name, None)
-        data = torch.empty(math.prod(limits), dtype=request.dtype, device=self.device)
-        self._buffers[name] = _Buffer(tuple(limits), data)
+        data = torch.empty(request.nbytes, dtype=torch.uint8, device=self.device)
+        self._buffers[name] = _Buffer(request, data)
         return data
 
     def lock(self) -> None:
@@ -119,7 +129,7 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(buffer.data.nbytes for buffer in self._buffers.values())
+        return sum(buffer.data.nbytes for buffer in list(self._buffers.values()))
 
 
 def acquire(
@@ -131,6 +141,16 @@ def acquire(
     return {name: torch.empty(r.shape, dtype=r.dtype, device=device) for name, r in requests.items()}
 
 
+@lru_cache(maxsize=4096)
+def _floats(size: int) -> Scratch:
+    return Scratch((size,), torch.float32)
+
+
+def allocator(workspace: Workspace | None, caller: str, device: torch.device) -> Callable[[int], torch.Tensor]:
+    """`acquire` as kernels call it: with a number of float32 elements, when they know how many they need."""
+    return lambda size: acquire(workspace, caller, device, {caller: _floats(size)})[caller]
+
+
 class _PerThread(threading.local):
     def __init__(self) -> None:
         self.workspaces: dict[tuple[torch.device, int], Workspace] = {}
@@ -138,25 +158,27 @@ class _PerThread(threading.local):
 
 _local = _PerThread()
 _all: weakref.WeakSet[Workspace] = weakref.WeakSet()
+_all_lock = threading.Lock()
 
 
 def current_workspace(device: torch.device) -> Workspace:
     """The workspace of `device`, its current stream and this thread; made on first use."""
-    # Without a `torch.cuda.Stream` around it: this runs for every layer of every step.
     stream = 0
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream = current_raw_stream(torch.cuda.current_device() if device.index is None else device.index)
     key = (device, stream)
     if key not in _local.workspaces:
         _local.workspaces[key] = Workspace(device)
-        _all.add(_local.workspaces[key])
+        with _all_lock:
+            _all.add(_local.workspaces[key])
     return _local.workspaces[key]
 
 
 def workspace_bytes() -> int:
     """Bytes held by all workspaces of this process."""
-    return sum(workspace.nbytes for workspace in list(_all))
+    with _all_lock:
+        workspaces = list(_all)
+    return sum(workspace.nbytes for workspace in workspaces)
 
 
 def release_workspaces() -> None:

@@ -15,6 +15,7 @@ import psutil
 import torch
 import transformers
 
+from ..compat import mark_static_address
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..stores.growing import Counts, LayerStore
@@ -296,7 +297,7 @@ class Loader:
                 if not possible.all():
                     raise ValueError(f"`{path}` of layer {index} is {str(tensor.tolist())[:32]}: the file is damaged.")
             if layer.is_compileable:
-                torch._dynamo.mark_static_address(tensor)
+                mark_static_address(tensor)
             into[key] = tensor
         self.cache.layers[index] = layer
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..compat import mark_static_address
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import triton_backend
@@ -89,7 +90,7 @@ class StaticStore:
         triton_backend.prepare(config, store.layout, keys)
         for tensors in static.tensors().values():
             for tensor in tensors:
-                torch._dynamo.mark_static_address(tensor)
+                mark_static_address(tensor)
         return static
 
     @contextmanager

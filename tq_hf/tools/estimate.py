@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, S
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
+from ..compat import storage_id
 from ..config import GROWTH, TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..memory import MemoryFootprint, _tensors
@@ -293,7 +294,7 @@ def _measure(layer: Any, tokens: int) -> MemoryFootprint:
         kinds = {"uncompressed": list(_tensors(list(vars(layer).values())))}
         footprint.bf16_equivalent = sum(2 * t.numel() for t in kinds["uncompressed"] if t.is_floating_point())
     for kind, tensors in kinds.items():
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         setattr(footprint, kind, sum(storages.values()))
     return footprint
 

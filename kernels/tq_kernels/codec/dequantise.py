@@ -7,25 +7,24 @@ rounded before the output's dtype. The mean is rotated back by the same kind of 
 leaves it where it is added.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
-from ..common.primitives import load_words, unpack2, unpack3, unpack4, unpack8
-from ..decode.decoder import target
-from .encode import device_capability
+from ..common.unpack import load_words, unpack2, unpack3, unpack4, unpack8
+from ..format import TOKENS
+
+HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 
 @triton.jit
 def _load_inverse(
     rotation, chunk, column, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, `[ROWS, N]` fp16 high and low parts (the
-    same without SPLIT)."""
+    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R.
+
+    Returns:
+        High and low parts, `[ROWS, N]` fp16; one and the same without SPLIT.
+    """
     k = tl.arange(0, ROWS)[:, None]
     n = column[None, :]
     r = tl.load(rotation + (chunk * WIDTH + k) * DIM + n, mask=(k < WIDTH) & (n < DIM), other=0.0)
@@ -43,7 +42,7 @@ def _two_planes(even, odd, IS_VALUE: tl.constexpr):
     """Level tiles of two planes (`[32, C]`; of values `[C, 32]`) as the rows of one, `[64, C]`."""
     pair = tl.join(even, odd)
     pair = tl.permute(pair, [2, 1, 0] if IS_VALUE else [2, 0, 1])
-    return tl.reshape(pair, [64, pair.shape[2]])
+    return tl.reshape(pair, [HALF_TOKENS, pair.shape[2]])
 
 
 @triton.jit
@@ -112,7 +111,7 @@ def dequantise_blocks(
         ROW_WORDS: tl.constexpr = DIM // 2 if BITS >= 4 else DIM // 8
         CHUNK_WORDS: tl.constexpr = WIDTH // 2
     odd = column % 2
-    token = tl.arange(0, 64)
+    token = tl.arange(0, HALF_TOKENS)
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     chunk_channel = tl.arange(0, CHANNELS)
     offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
@@ -130,11 +129,11 @@ def dequantise_blocks(
     # Only words are worth copying ahead; chunks of the rotation would fill the shared memory.
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=2 if RESIDENT else 1):
         source = first_source + block
-        target = states + stride_token.to(tl.int64) * (block * 128)
+        target = states + stride_token.to(tl.int64) * (block * TOKENS)
         block_words = words + source * (4 * DIM * BITS)
-        x0 = tl.zeros([64, COLUMNS], tl.float32)
-        x1 = tl.zeros([64, COLUMNS], tl.float32)
-        mean = tl.zeros([64, COLUMNS], tl.float32)
+        x0 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
+        x1 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
+        mean = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         if BITS == 3:
             signs = load_words(block_words + 2 * QUARTER_WORDS, row, column, exists, ROW_WORDS, ASM)
         for chunk in tl.static_range(CHUNKS):
@@ -162,126 +161,15 @@ def dequantise_blocks(
             x1 = _add_product(_two_planes(p2, p3, IS_VALUE), high, low, x1, SPLIT)
             if means is not None:
                 m = tl.load(means + source * DIM + chunk * WIDTH + chunk_channel, mask=chunk_channel < WIDTH, other=0.0)
-                m = tl.broadcast_to(m[None, :], [64, CHANNELS])
+                m = tl.broadcast_to(m[None, :], [HALF_TOKENS, CHANNELS])
                 mean = _add_product(m, high, low, mean, SPLIT)
-        block_scales = scales + source * 256 + IS_VALUE + token * 2
+        block_scales = scales + source * (2 * TOKENS) + IS_VALUE + token * 2
         scale0 = tl.load(block_scales).to(tl.float32) * UNIT  # [64]
-        scale1 = tl.load(block_scales + 128).to(tl.float32) * UNIT
+        scale1 = tl.load(block_scales + 2 * HALF_TOKENS).to(tl.float32) * UNIT
         x0 = x0 * scale0[:, None]
         x1 = x1 * scale1[:, None]
         if means is not None:
             x0 += mean * UNIT
             x1 += mean * UNIT
         _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)
-        _store_rows(target + 64 * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)
-
-
-@dataclass(frozen=True)
-class DequantiseConfig:
-    """Tile sizes and launch parameters of `dequantise_blocks`.
-
-    Args:
-        chunks: Parts the packed channels are cut into; four where quarters are packed apart.
-        columns: Channels a program writes.
-        resident: Whether the rotation stays in shared memory for all blocks of a program.
-        warps: Warps of a program.
-        programs_per_multiprocessor: Programs a multiprocessor is given.
-    """
-
-    chunks: int
-    columns: int
-    resident: bool
-    warps: int
-    programs_per_multiprocessor: int
-
-
-def dequantise_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantiseConfig:
-    """The heuristic table; `capability` of an NVIDIA GPU or (0, 0)."""
-    if capability[0] == 9:
-        warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
-        columns = 64 if bits < 4 and dim > 128 else 128
-        return DequantiseConfig(
-            4 if bits < 4 else 1, columns, resident=True, warps=warps, programs_per_multiprocessor=2
-        )
-    columns = 128 if capability[0] >= 8 else 64
-    return DequantiseConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
-
-
-def dequantise(
-    key_words: torch.Tensor,
-    value_words: torch.Tensor,
-    scalars: torch.Tensor,
-    key_means: torch.Tensor | None,
-    start: int,
-    stop: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    key_bits: int,
-    value_bits: int,
-    key_rotation: torch.Tensor,
-    value_rotation: torch.Tensor,
-) -> None:
-    """Write blocks `start` to `stop` to dense keys and values, as attention reads them.
-
-    Args:
-        key_words, value_words, scalars: `[B, Hkv, N, *]` int32 packed blocks (`tq_hf/layout.py`). The last two
-            dimensions are contiguous, and
-            all packed tensors have the same strides in blocks.
-        key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
-        start, stop: The blocks read.
-        keys: `[B, Hkv, (stop - start) * 128, Dk]` fp16, bf16 or fp32 to write to, last dimension contiguous, other
-            strides as they come.
-        values: `[B, Hkv, (stop - start) * 128, Dv]`, like `keys`.
-        key_bits, value_bits: 2, 3, 4 or 8.
-        key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous, with rotate(x) = x
-            @ R.T.
-
-    Raises:
-        ValueError: A buffer has another number of tokens, or its last dimension is not contiguous.
-    """
-    batch, heads = key_words.shape[:2]
-    blocks = stop - start
-    for name, states in (("keys", keys), ("values", values)):
-        if states.shape[2] != 128 * blocks:
-            raise ValueError(
-                f"`{name}` has room for {states.shape[2]} tokens; blocks {start} to {stop} hold {128 * blocks}."
-            )
-        if states.stride(-1) != 1:
-            raise ValueError(f"The last dimension of `{name}` must be contiguous; its strides are {states.stride()}.")
-    if batch * heads * blocks == 0:
-        return
-    on = target(keys.device)
-    capability = device_capability(keys.device)
-    for is_value, states, words, means, rotation, bits in (
-        (False, keys, key_words, key_means, key_rotation, key_bits),
-        (True, values, value_words, None, value_rotation, value_bits),
-    ):
-        dim = rotation.shape[0]
-        config = dequantise_config(dim, bits, capability)
-        tile = max(16 * config.chunks, triton.next_power_of_2(dim))
-        columns = min(config.columns, tile)
-        tiles = triton.cdiv(dim, columns)
-        programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads * tiles)
-        dequantise_blocks[(min(blocks, max(1, programs)), batch * heads, tiles)](
-            words,
-            scalars.view(torch.float16),
-            means,
-            rotation,
-            states,
-            heads,
-            blocks,
-            start,
-            *(stride // 128 for stride in scalars.stride()[:2]),
-            *states.stride()[:3],
-            HEAD_DIM=states.shape[-1],
-            DIM=dim,
-            TILE=tile,
-            BITS=bits,
-            IS_VALUE=is_value,
-            CHUNKS=config.chunks,
-            COLUMNS=columns,
-            RESIDENT=config.resident,
-            ASM=on.asm,
-            num_warps=config.warps,
-        )
+        _store_rows(target + HALF_TOKENS * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)

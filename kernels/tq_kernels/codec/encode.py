@@ -15,22 +15,14 @@ The signs of the rotation are applied as +-1 in the inputs' dtype, so products a
 goes into the scales.
 """
 
-from __future__ import annotations
-
-import functools
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..decode.decoder import target
-from .quantise import CORRECTIONS, LEVELS, store_codes, to_half
+from ..format import TOKENS
+from .quantise import store_codes, to_half
 
-TOKENS = tl.constexpr(128)
-HALF_TOKENS = tl.constexpr(64)
+HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 
 @triton.jit
@@ -86,8 +78,7 @@ def _load_rows(pointers, channel, HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _prefetch_rows(states, block, stride_token, TILE: tl.constexpr):
-    """Fetch the rows of a block into the L2 cache: the pipeline copies them to shared memory only just before their
-    use."""
+    """Fetch the rows of a block into the L2 cache: the pipeline copies them to shared memory only just before use."""
     LINE: tl.constexpr = 1024 // states.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, max(TILE // LINE, 1)) * LINE
     rows = states + stride_token.to(tl.int64) * (block * TOKENS)
@@ -127,8 +118,7 @@ def encode_blocks(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Encode blocks `program, program + programs, ...` of the keys or of the values into blocks `start, start + 1,
-    ...`."""
+    """Encode blocks `program, program + programs, ...` of the keys or of the values; the first becomes `start`."""
     if PDL and not IS_VALUE:
         cuda.gdc_launch_dependents()
     if due is not None:
@@ -187,162 +177,3 @@ def encode_blocks(
         )  # fmt: skip
     if PDL and IS_VALUE:
         cuda.gdc_wait()
-
-
-@dataclass(frozen=True)
-class EncodeConfig:
-    """Tile sizes and launch parameters of `encode_blocks`.
-
-    Args:
-        k_step: Channels of a matrix product; the tile's width keeps the rotation in shared memory for all blocks of a
-            program.
-        warps: Warps of a program.
-        stages: Blocks copied ahead.
-        programs_per_multiprocessor: Programs a multiprocessor is given.
-        registers: Limit per thread that lets as many programs run side by side, or `None`.
-    """
-
-    k_step: int
-    warps: int
-    stages: int
-    programs_per_multiprocessor: int
-    registers: int | None = None
-
-
-def encode_config(
-    tile: int, dim: int, bits: tuple[int, int], itemsize: int, capability: tuple[int, int]
-) -> EncodeConfig:
-    """The heuristic table.
-
-    Args:
-        tile: `dim` padded to a power of two.
-        dim: Channels of a stored vector.
-        bits: Of keys and of values; their launches overlap, so they are best of one size.
-        itemsize: Bytes of a channel of the states.
-        capability: Compute capability of an NVIDIA GPU, or (0, 0).
-    """
-    if capability[0] < 8:
-        return EncodeConfig(k_step=16, warps=8, stages=1, programs_per_multiprocessor=1)
-    # Two matrices of 256 channels, or one of fp32, do not fit in shared memory.
-    if capability[0] != 9 or itemsize == 4 or tile > 128 and tile != dim:
-        return EncodeConfig(k_step=min(tile, 32), warps=4 if tile < 64 else 8, stages=1, programs_per_multiprocessor=2)
-    if tile != dim or tile > 128:
-        return EncodeConfig(k_step=tile, warps=4 if tile < 64 else 8, stages=1, programs_per_multiprocessor=1)
-    if tile <= 64:
-        return EncodeConfig(
-            tile, warps=4, stages=2, programs_per_multiprocessor=4, registers=128 if max(bits) < 8 else None
-        )
-    if bits != (4, 4):
-        return EncodeConfig(tile, warps=4, stages=2, programs_per_multiprocessor=2)
-    return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
-
-
-@functools.lru_cache
-def device_capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of an NVIDIA GPU; (0, 0) for other GPUs and for the interpreter."""
-    if device.type != "cuda" or torch.version.hip:
-        return 0, 0
-    return torch.cuda.get_device_capability(device)
-
-
-MATRIX_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
-def encode(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_words: torch.Tensor,
-    value_words: torch.Tensor,
-    scalars: torch.Tensor,
-    key_means: torch.Tensor | None,
-    start: int,
-    *,
-    key_bits: int,
-    value_bits: int,
-    key_correction: str,
-    value_correction: str,
-    key_rotation: torch.Tensor,
-    value_rotation: torch.Tensor,
-    due: torch.Tensor | None = None,
-) -> None:
-    """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of the packed tensors, in two
-    launches.
-
-    A block is encoded by one program from its 128 rows alone: its bits do not depend on how many blocks are encoded
-    with it.
-
-    Args:
-        keys: `[B, Hkv, n * 128, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
-        values: `[B, Hkv, n * 128, Dv]`, like `keys`.
-        key_words, value_words, scalars: `[B, Hkv, N, *]` int32 packed blocks (`tq_hf/layout.py`), N >= start + n. The
-            last two dimensions are
-            contiguous, and all packed tensors have the same strides in blocks.
-        key_means: `[B, Hkv, N, Dk padded]` fp16, or `None` to leave the mean in the keys.
-        start: Index of the first block written.
-        key_bits, value_bits: 2, 3, 4 or 8.
-        key_correction, value_correction: "none", "norm", "inner" or "projection" (`TurboQuantConfig.key_correction`).
-        key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous, with rotate(x) = x
-            @ R.T. Where
-            D padded is a power of two only its signs are read: any multiple of R in any float dtype will do.
-        due: `seen` of `tq_kernels.decode.append.append_token`: keys and values are a window's ring then, and what is
-            encoded, from
-            where and to where is read on the device; `start` is ignored.
-
-    Raises:
-        ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
-    """
-    batch, heads, length, _ = keys.shape
-    blocks, rest = divmod(length, TOKENS.value)
-    if rest:
-        raise ValueError(f"`keys` have {length} tokens; only whole blocks of {TOKENS.value} can be encoded.")
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        raise ValueError(
-            f"The last dimension of keys and values must be contiguous; "
-            f"strides are {keys.stride()} and {values.stride()}."
-        )
-    if batch * heads * blocks == 0:
-        return
-    multiprocessors = target(keys.device).multiprocessors
-    capability = device_capability(keys.device)
-    # The interpreter cannot multiply bf16.
-    matrix = tl.float32 if keys.device.type == "cpu" else MATRIX_TYPES[keys.dtype]
-    for is_value, states, words, means, rotation, bits, correction in (
-        (False, keys, key_words, key_means, key_rotation, key_bits, key_correction),
-        (True, values, value_words, None, value_rotation, value_bits, value_correction),
-    ):
-        dim = rotation.shape[0]
-        tile = max(16, triton.next_power_of_2(dim))
-        config = encode_config(tile, dim, (key_bits, value_bits), states.element_size(), capability)
-        programs = config.programs_per_multiprocessor * multiprocessors // (batch * heads)
-        options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
-        dependent_launch = capability[0] >= 9
-        if dependent_launch and is_value:
-            options["launch_pdl"] = True
-        encode_blocks[(1 if due is not None else min(blocks, max(1, programs)), batch * heads)](
-            states,
-            words,
-            scalars.view(torch.float16),
-            means,
-            rotation,
-            due,
-            heads,
-            blocks if due is None else 1,
-            start,
-            *(stride // TOKENS.value for stride in scalars.stride()[:2]),
-            *states.stride()[:3],
-            HEAD_DIM=states.shape[-1],
-            DIM=dim,
-            TILE=tile,
-            BITS=bits,
-            LEVELS=LEVELS[bits],
-            CORRECTION=CORRECTIONS[correction],
-            IS_VALUE=is_value,
-            MATRIX=matrix,
-            K_STEP=config.k_step,
-            PRECISION="tf32x3" if capability[0] >= 8 else "ieee",
-            ASM=capability[0] >= 8,
-            PDL=dependent_launch,
-            STAGES=config.stages,
-            num_warps=config.warps,
-            **options,
-        )

@@ -12,20 +12,20 @@ import struct
 import triton
 import triton.language as tl
 
-from ..common.primitives import CENTROIDS
+from .. import format as block_format
 
 STEP = tl.constexpr(2.0**30)
-"""Steps of the staircase are taken at arguments scaled by this, so that neighbouring fp32 numbers differ by more than
-1."""
+"""Arguments of the staircase are scaled by this, so that neighbouring fp32 numbers differ by more than 1."""
 INDEX_UNIT = tl.constexpr(2.0**-21)
-"""What an index counts in a level: the last mantissa bit of an fp32 in [4, 8). fp16 levels leave the last eight
-free."""
+"""What an index counts in a level: the last mantissa bit of an fp32 in [4, 8). fp16 levels leave eight bits free."""
 HALF_MAX = tl.constexpr(65504.0)
-FP8_MAX = tl.constexpr(448.0)
-FP8_LEVEL_SCALE = tl.constexpr(2.0**-8)
-"""Levels of FP8 codes are 2**-8 times their value (see `tq_hf.codec.codebook`)."""
+FP8_MAX = tl.constexpr(block_format.FP8_MAX)
+FP8_LEVEL_SCALE = tl.constexpr(block_format.FP8_LEVEL_SCALE)
 
-LEVELS = {bits: struct.unpack(f"<{len(c)}e", struct.pack(f"<{len(c)}e", *c)) for bits, c in CENTROIDS.items()} | {8: ()}
+LEVELS = {
+    bits: struct.unpack(f"<{len(c)}e", struct.pack(f"<{len(c)}e", *c))
+    for bits, c in block_format.POSITIVE_CENTROIDS.items()
+} | {8: ()}
 """Positive halves of the codebooks, rounded to fp16 as they are stored."""
 
 CORRECTIONS = {"none": 0, "norm": 1, "inner": 2, "projection": 3}
@@ -102,9 +102,9 @@ def _quantise(
         square: `[32]` sums of its squares.
 
     Returns:
-        `[32, TILE]` int32 with the index in its low three bits (of the magnitude; of the level for 2 bits), `[32,
-        TILE]` int32 with the sign in
-        its top bit, and scales `[32]` fp16.
+        index: `[32, TILE]` uint32 whose low three bits are the index (of the magnitude; of the level at 2 bits).
+        sign: `[32, TILE]` uint32 whose top bit is the sign.
+        scale: `[32]` fp16.
     """
     # One half of a symmetric codebook is enough where codes are stored as sign and magnitude.
     FOLDED: tl.constexpr = BITS > 2

@@ -16,7 +16,7 @@ The order of what is summed over is free as long as both operands share it, so a
 import triton
 import triton.language as tl
 
-from . import primitives
+from . import unpack
 
 LANES = tl.constexpr(32)
 _MMA = tl.constexpr(
@@ -29,6 +29,7 @@ _EXCHANGE = tl.constexpr("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 _OF_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 _LOAD = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p ld.global.b32 $0, [$1]; }")
 _LOAD16 = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u16 $0, 0; @p ld.global.b16 $0, [$1]; }")
+_LOAD8 = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p ld.global.u8 $0, [$1]; }")
 _LOAD_PAIR = tl.constexpr(
     "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.u32 $0, 0; mov.u32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }"
 )
@@ -136,6 +137,15 @@ def load16(pointer, valid):
 
 
 @triton.jit
+def load_flag(pointer, valid):
+    """Whether the byte is not 0; False where not `valid`."""
+    byte = tl.inline_asm_elementwise(
+        _LOAD8, "=r,l,r", [pointer.to(tl.int64), valid.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
+    return byte != 0
+
+
+@triton.jit
 def store32(pointer, x, valid):
     """Write float32 where `valid`."""
     tl.inline_asm_elementwise(
@@ -175,7 +185,7 @@ def load_pair(words, valid, WIDE: tl.constexpr):
 def levels4(word):
     """A 4-bit word -> four planes, pairs of small levels."""
     return tl.inline_asm_elementwise(
-        primitives._ASM4_SMALL,
+        unpack._ASM4_SMALL,
         "=r,=r,=r,=r,r",
         [word],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -188,7 +198,7 @@ def levels4(word):
 def levels3(word, signs, QUARTER: tl.constexpr):
     """A crumb word and a word of signs -> four planes of a quarter, pairs of small levels."""
     return tl.inline_asm_elementwise(
-        primitives._ASM3_SMALL[QUARTER],
+        unpack._ASM3_SMALL[QUARTER],
         "=r,=r,=r,=r,r,r",
         [word, signs],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -201,7 +211,7 @@ def levels3(word, signs, QUARTER: tl.constexpr):
 def levels2(word, QUARTER: tl.constexpr):
     """A crumb word -> four planes of a quarter, pairs of levels."""
     return tl.inline_asm_elementwise(
-        primitives._ASM2[QUARTER % 2],
+        unpack._ASM2[QUARTER % 2],
         "=r,=r,=r,=r,r",
         [word],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -213,9 +223,7 @@ def levels2(word, QUARTER: tl.constexpr):
 @triton.jit
 def levels8(word):
     """An FP8 word of tile u -> planes 2u and 2u + 1, pairs of levels."""
-    return tl.inline_asm_elementwise(
-        primitives._ASM8, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise(unpack._ASM8, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
 
 
 @triton.jit

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .compat import compiled_launch, current_raw_stream
+
 
 class Launcher(NamedTuple):
     """How a compiled kernel is launched: `call(*grid, stream, *fixed, *arguments)`, tensors as addresses or not."""
@@ -39,29 +41,32 @@ class Kernel:
         """Launch. `key` holds whatever decides the compiled variant besides the alignment of `tensors`.
 
         Returns:
-            How to launch the same variant again; `None` in the interpreter.
+            How to launch the same variant again; `None` in the interpreter and under a Triton whose launch is not
+            known: every launch then goes through Triton.
         """
         key = (key, *[t.data_ptr() % 16 for t in tensors])
         launcher = self.variants.get(key)
         if launcher is None:
             compiled = self.function[grid](*tensors, *numbers, *constants, **options)
-            if compiled is not None:
-                launcher = self.variants[key] = self.launcher(compiled)
+            launcher = None if compiled is None else self.launcher(compiled)
+            if launcher is not None:
+                self.variants[key] = launcher
             return launcher
-        stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
+        stream = current_raw_stream(tensors[0].device.index)
         launcher.call(*grid, stream, *launcher.fixed, *tensors, *numbers, *constants)
         return launcher
 
-    def launcher(self, compiled: Any) -> Launcher:
-        """How to launch what Triton compiled."""
-        return direct(Launcher(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)))
+    def launcher(self, compiled: Any) -> Launcher | None:
+        """How to launch what Triton compiled, if this Triton is known."""
+        launch = compiled_launch(compiled)
+        return None if launch is None else direct(Launcher(*launch))
 
 
 def direct(launcher: Launcher) -> Launcher:
     """The C function behind Triton's launcher, where that calls it with the same arguments and constants in between.
 
-    The launcher itself is asked, with a recorder in place of its C function: in Triton 3.5 and 3.6 for NVIDIA it passes
-    on what it was given; others keep their launcher. One that allocates memory for each launch keeps it too.
+    The launcher itself is asked, with a recorder in place of its C function. In Triton 3.5 and 3.6 for NVIDIA it passes
+    on what it was given. Later ones and AMD's keep their launcher; so does one that allocates memory for each launch.
     """
     if not hasattr(launcher.call, "launch"):
         return launcher

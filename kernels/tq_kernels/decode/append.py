@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..format import TOKENS
 from .rotate import rotate_query
-
-BLOCK = tl.constexpr(128)
 
 
 @triton.jit
@@ -130,12 +129,12 @@ def _append_token(
     head = tl.program_id(0)
     sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
     blocks += pending
-    rows -= pending * BLOCK
-    length = sinks + blocks * BLOCK + rows
+    rows -= pending * TOKENS
+    length = sinks + blocks * TOKENS + rows
     fits = length < MAX_LENGTH
     to_sinks = (sinks < SINKS) & (length == sinks)
     # Window rows are numbered from the end of the sinks; row p is in slot p % CAPACITY.
-    slot = (blocks * BLOCK + rows) % CAPACITY
+    slot = (blocks * TOKENS + rows) % CAPACITY
     d = tl.arange(0, TILE)
     k = _load_row(keys, keys_b, keys_h, head, heads, d, DK)
     v = _load_row(values, values_b, values_h, head, heads, d, DV)
@@ -150,10 +149,10 @@ def _append_token(
         tl.store(seen, sinks + (to_sinks & fits).to(tl.int32))
         tl.store(seen + 1, blocks)
         tl.store(seen + 2, rows + (fits & (to_sinks == 0)).to(tl.int32))
-        tl.store(seen + 3, (blocks * BLOCK) % CAPACITY)
+        tl.store(seen + 3, (blocks * TOKENS) % CAPACITY)
         # Due: complete, wholly older than RESIDUAL tokens, and not packed.
         length += fits.to(tl.int32)
-        due = tl.maximum(length - SINKS - RESIDUAL, 0) // BLOCK - blocks
+        due = tl.maximum(length - SINKS - RESIDUAL, 0) // TOKENS - blocks
         tl.store(seen + 4, tl.minimum(tl.maximum(due, 0), 1))
 
 
@@ -164,7 +163,7 @@ def _finish_step(state, seen, length):
     tl.store(state + 1, blocks)
     tl.store(state + 2, rows)
     tl.store(state + 3, tl.load(seen + 4))
-    tl.store(length, (sinks + blocks * BLOCK + rows).to(tl.int64))
+    tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
 
 
 def append_token(

@@ -1,35 +1,16 @@
-"""Logits as decode attention treats them, and attention over one job of dense tokens."""
+"""Attention of decode over one job of dense tokens."""
 
 import triton
 import triton.language as tl
 
+from ..common.softmax import finite, soft_capped
 from .schedule import DENSE_TOKENS
-
-
-@triton.jit
-def soft_capped(logit, cap_log2):
-    """cap tanh(logit / cap), all in base-2 units."""
-    # tanh(x) = 1 - 2 / (1 + e^2x); e^2x overflowing to inf gives 1.
-    doubled = tl.exp2(logit * (2.0 * 1.4426950408889634) / cap_log2)
-    return cap_log2 * (1.0 - 2.0 / (1.0 + doubled))
 
 
 @triton.jit
 def allowed_tile(mask, t, r_offset, stride_t, valid):
     """Mask tile [32, BR] of tokens `t` [32]."""
     return tl.load(mask + (t.to(tl.int64) * stride_t)[:, None] + r_offset[None, :], mask=valid, other=0) != 0
-
-
-@triton.jit
-def finite(x):
-    """x with -inf replaced by 0: a row that has attended to nothing shifts its logits by 0."""
-    return tl.where(x == -float("inf"), 0.0, x)
-
-
-@triton.jit
-def log2_sum(shift, total):
-    """log2 of total * 2**shift; -inf for an empty sum."""
-    return tl.where(total > 0, shift + tl.log2(tl.where(total > 0, total, 1.0)), -float("inf"))
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from ..common.fragments import (
     weights,
     zero_quads,
 )
-from .dense import soft_capped
+from ..common.softmax import soft_capped
 from .tiles import halves_of, level_unit
 
 PROBABILITY_BITS = tl.constexpr(4.0)

@@ -10,66 +10,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 import triton
 
-from .split import decode_split
+from ..common.device import Target
+from ..format import BLOCK_TOKENS, padded_dim
+from .schedule import DENSE_TOKENS
 
-BLOCK_TOKENS = 128
-DENSE_TOKENS = 32
-"""Dense tokens of a job (`tq_kernels.decode.schedule`)."""
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
-
-
-def _padded(dim: int) -> int:
-    return _round_up(dim, 8)
-
-
-@dataclass(frozen=True)
-class Target:
-    """What launch decisions need to know about a device.
-
-    Args:
-        multiprocessors: Number of streaming multiprocessors.
-        shared_bytes: Shared memory of one of them.
-        asm: Inline PTX unpacking (NVIDIA, compute capability 8.0 and later).
-        dependent_launch: Programmatic dependent launch (compute capability 9.0 and later).
-        small_levels: Subnormal fp16 numbers count in products (NVIDIA; AMD's MI200 takes them for 0).
-        fragments: Matrix units that `tl.dot` does not use (compute capability 7.5): kernels of
-            `tq_kernels.common.fragments`.
-    """
-
-    multiprocessors: int
-    shared_bytes: int
-    asm: bool
-    dependent_launch: bool
-    small_levels: bool
-    fragments: bool = False
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter."""
-    return not isinstance(decode_split, triton.runtime.JITFunction)
-
-
-@lru_cache
-def target(device: torch.device) -> Target:
-    """The `Target` of a device; for tensors on the CPU, that of the interpreter."""
-    if device.type != "cuda" or interpreted():
-        return Target(multiprocessors=4, shared_bytes=64 * 1024, asm=False, dependent_launch=False, small_levels=True)
-    properties = torch.cuda.get_device_properties(device)
-    cuda = torch.version.hip is None
-    return Target(
-        multiprocessors=properties.multi_processor_count,
-        shared_bytes=properties.shared_memory_per_multiprocessor,
-        asm=cuda and properties.major >= 8,
-        dependent_launch=cuda and properties.major >= 9,
-        small_levels=cuda,
-        fragments=cuda and (properties.major, properties.minor) == (7, 5),
-    )
+REDUCE_DENSE = 16
+"""Dense slots of a row that `reduce_splits` takes in at a time. Constant: no kernel may change as a window grows."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +76,33 @@ def _fragments_config(key_dim: int, value_dim: int, rows: int) -> SplitConfig:
     return SplitConfig(1, 1, 8 * tiles, 1, 1, programs, registers if registers < 255 else None)
 
 
+def _tile_constants(config: SplitConfig, dkp: int, dvp: int, value_dim: int, on: Target) -> tuple[Any, ...]:
+    """The constants of a split kernel that say how it computes."""
+    if on.fragments:
+        return (config.block_rows // 8,)
+    block_dk, block_dv = _blocks(dkp, dvp, value_dim)
+    return (
+        config.key_chunks,
+        config.value_chunks,
+        max(16, triton.next_power_of_2(dkp // config.key_chunks)),
+        max(16, triton.next_power_of_2(dvp // config.value_chunks)),
+        block_dk,
+        block_dv,
+        # Asynchronous copies move at least 4 bytes a thread: a mean is loaded as a tile of so many elements.
+        max(block_dk, 64 * config.warps),
+        config.block_rows,
+        on.small_levels,
+        on.asm,
+        on.dependent_launch,
+    )
+
+
+def _blocks(dkp: int, dvp: int, value_dim: int) -> tuple[int, int]:
+    return max(16, triton.next_power_of_2(dkp)), max(16, triton.next_power_of_2(max(dvp, value_dim)))
+
+
 @dataclass(frozen=True)
-class Scratch:
+class ScratchLayout:
     """Offsets into the scratch tensor of a call in lines of 32 float32, and its size in float32."""
 
     plain: int
@@ -139,15 +112,15 @@ class Scratch:
     size: int
 
     @classmethod
-    def of(cls, heads: int, rows: int, slots: int, tile_rows: int, key_dim: int, value_dim: int) -> Scratch:
+    def of(cls, heads: int, rows: int, slots: int, tile_rows: int, key_dim: int, value_dim: int) -> ScratchLayout:
         """Layout for `heads` = B * Hkv, `rows` = G * S and partial results in `slots` of `tile_rows` rows."""
         at, offsets = 0, []
         for size in (
-            heads * rows * _padded(key_dim) // 2,
+            heads * rows * padded_dim(key_dim) // 2,
             -(-heads * rows * key_dim // 2),
             heads * rows,
             slots * tile_rows,
-            slots * tile_rows * max(value_dim, _padded(value_dim)),
+            slots * tile_rows * max(value_dim, padded_dim(value_dim)),
         ):
             offsets.append(at)
             at += -(-size // 32)
@@ -163,7 +136,8 @@ class Plan:
     row_tiles: int
     streams: int
     tile_rows: int
-    scratch: Scratch
+    dense_splits: int
+    scratch: ScratchLayout
     rotate_grid: tuple[int, int, int]
     reduce_grid: tuple[int, int, int]
     reduce_warps: int
@@ -192,12 +166,12 @@ def plan_decode(
     on: Target,
 ) -> Plan:
     heads, rows = batch * kv_heads, query_heads // kv_heads * queries
-    dkp, dvp = _padded(key_dim), _padded(value_dim)
+    dkp, dvp = padded_dim(key_dim), padded_dim(value_dim)
     if on.fragments:
         config = _fragments_config(dkp, dvp, rows)
     else:
         config = _split_config(dkp, dvp, key_bits, value_bits, rows, on)
-    dense_splits = -(-dense_capacity // DENSE_TOKENS)
+    dense_splits = -(-dense_capacity // DENSE_TOKENS.value)
     row_tiles = -(-rows // config.block_rows)
     streams, tile_rows = heads * row_tiles, min(rows, config.block_rows)
     # One wave of resident programs, or fewer if there is not even one block or dense job for each.
@@ -208,61 +182,42 @@ def plan_decode(
     # Slots taken in at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).
     reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
-    reduce_dense = min(triton.next_power_of_2(max(dense_splits, 1)), 16)
     # Without matrix units the rotation is held in shared memory as float32.
     block_columns = 128 if on.asm else 32
-    block_dk, block_dv = max(16, triton.next_power_of_2(dkp)), max(16, triton.next_power_of_2(max(dvp, value_dim)))
-    split_constants: tuple[Any, ...] = (
-        key_dim,
-        value_dim,
-        dkp,
-        dvp,
-        key_bits,
-        value_bits,
-        has_mean,
-        dense_splits,
-        causal and queries > 1 and not mask_rows,
-        mask_rows,
-        has_softcap,
-    )
-    if on.fragments:
-        split_constants += (config.block_rows // 8,)
-    else:
-        split_constants += (
-            config.key_chunks,
-            config.value_chunks,
-            max(16, triton.next_power_of_2(dkp // config.key_chunks)),
-            max(16, triton.next_power_of_2(dvp // config.value_chunks)),
-            block_dk,
-            block_dv,
-            # Asynchronous copies move at least 4 bytes a thread: a mean is loaded as a tile of so many elements.
-            max(block_dk, 64 * config.warps),
-            config.block_rows,
-            on.small_levels,
-            on.asm,
-            on.dependent_launch,
-        )
+    block_dk, block_dv = _blocks(dkp, dvp, value_dim)
     return Plan(
         config=config,
         workers=workers,
         row_tiles=row_tiles,
         streams=streams,
         tile_rows=tile_rows,
-        scratch=Scratch.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
+        dense_splits=dense_splits,
+        scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
         rotate_grid=(heads, row_tiles, -(-dkp // 32)),
         reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
         reduce_warps=8 if reduce_rows == 1 and reduce_slots * block_dv > 4096 else 4,
         rotate_constants=(key_dim, dkp, block_dk, config.block_rows, on.dependent_launch),
-        split_constants=split_constants,
+        split_constants=(
+            key_dim,
+            value_dim,
+            dkp,
+            dvp,
+            key_bits,
+            value_bits,
+            has_mean,
+            causal and queries > 1 and not mask_rows,
+            mask_rows,
+            has_softcap,
+            *_tile_constants(config, dkp, dvp, value_dim, on),
+        ),
         reduce_constants=(
             value_dim,
             dvp,
             block_dv,
             min(block_dv, block_columns),
-            dense_splits,
             config.block_rows,
             reduce_slots,
-            reduce_dense,
+            REDUCE_DENSE,
             reduce_rows,
             8,
             has_aux,

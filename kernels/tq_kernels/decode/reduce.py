@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ..common.softmax import LOG2E, finite
 from .rotate import LINE
 from .schedule import balance, dense_jobs, owner
 
@@ -42,7 +43,7 @@ def _merge_row(
             other=0.0,
         )  # [BS, BC]
         new_maximum = tl.maximum(maximum, tl.max(logs, 0))
-        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        shift = finite(new_maximum)
         decay = tl.exp2(maximum - shift)
         weight = tl.exp2(logs - shift)  # [BS]
         out = out * decay + tl.sum(part * weight[:, None], 0)
@@ -65,7 +66,7 @@ def _merge_rows(
             other=0.0,
         )  # [BR, BC]
         new_maximum = tl.maximum(maximum, logs)
-        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        shift = finite(new_maximum)
         decay = tl.exp2(maximum - shift)
         weight = tl.exp2(logs - shift)
         out = out * decay[:, None] + part * weight[:, None]
@@ -75,20 +76,9 @@ def _merge_rows(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "rows",
-        "queries",
-        "kv_heads",
-        "row_tiles",
-        "streams",
-        "tile_rows",
-        "workers",
-        "lse_at",
-        "partial_at",
-        "out_b",
-        "out_s",
-        "out_h",
-    ]
+    do_not_specialize=(
+        "rows queries kv_heads row_tiles streams tile_rows workers lse_at partial_at dense_splits out_b out_s out_h"
+    ).split()
 )
 def reduce_splits(
     scratch,
@@ -107,6 +97,7 @@ def reduce_splits(
     workers,
     lse_at,
     partial_at,
+    dense_splits,  # as in `decode_split`
     out_b,
     out_s,
     out_h,
@@ -114,7 +105,6 @@ def reduce_splits(
     DVP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    DENSE_SPLITS: tl.constexpr,
     TILE_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_DENSE: tl.constexpr,
@@ -145,7 +135,7 @@ def reduce_splits(
     block = stream * blocks
     first = owner(block, workers, work, extra, cost) + stream
     last = tl.where(blocks > 0, owner(block + blocks - 1, workers, work, extra, cost) + stream + 1, first)
-    dense_first = workers + streams + stream * DENSE_SPLITS
+    dense_first = workers + streams + stream * dense_splits
     dense_last = dense_first + dense_jobs(dense_tokens)
     if PDL:
         cuda.gdc_wait()
@@ -156,7 +146,7 @@ def reduce_splits(
     maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     if HAS_AUX:
-        maximum = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        maximum = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
         total += 1.0
     if BLOCK_R == 1:
         row = tl.program_id(1)
@@ -185,7 +175,7 @@ def reduce_splits(
         plain, total, maximum = _merge_rows(
             lse, partial, dense_first, dense_last, tile_rows, local, valid, plain, total, maximum, c, DV, DM
         )
-    decay = tl.exp2(before - tl.where(maximum == -float("inf"), 0.0, maximum))  # [BR]
+    decay = tl.exp2(before - finite(maximum))  # [BR]
     # Normalised rows: fp16 then holds any output to 11 bits.
     peak = tl.max(tl.abs(rotated), 1)
     peak = tl.where(peak > 0, peak, 1.0)

@@ -9,63 +9,45 @@ The tokens are M and the query rows N of every matrix product: a GQA group of 4 
 one padded to 16. Which program reads what is decided in `tq_kernels.decode.schedule`. Dense sinks and window are read
 in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
 
-Scratch of a call, one float32 tensor (offsets in `tq_kernels.decode.plan.Scratch`), with P = B * Hkv, ROWS = G * S and
-TILE rows in a tile of rows:
+Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
+G * S and TILE rows in a tile of rows:
 
     query_rotated [P, ROWS, DKP] fp16 · query_plain [P, ROWS, DK] fp16 · query_scale [P, ROWS]
-    lse [SLOTS, TILE] · partial [SLOTS, TILE, DM], DM = max(DV, DVP); SLOTS = workers + streams + streams * DENSE_SPLITS
+    lse [SLOTS, TILE] · partial [SLOTS, TILE, DM], DM = max(DV, DVP); SLOTS = workers + streams + streams * dense_splits
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from .dense import allowed_tile, dense_job, finite, log2_sum, soft_capped
+from ..common.softmax import finite, log2_sum, soft_capped
+from ..format import TOKENS
+from .dense import allowed_tile, dense_job
 from .rotate import LINE
 from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
 from .tiles import (
     ROWS32,
-    add_dots,
-    chunk_levels,
+    add_chunks,
     halves_of,
     key_scores,
     level_unit,
     load_bias,
     load_scalars,
+    mean_scores,
     prefetch,
     value_levels,
 )
 
-TOKENS = tl.constexpr(128)
 PROBABILITY_BITS = tl.constexpr(4.0)
 """Probabilities are kept as 2**4 times their value, which centres fp16's range on what value scales look like."""
 
 
 @triton.jit(
-    do_not_specialize=[
-        "rows",
-        "queries",
-        "kv_heads",
-        "blocks_b",
-        "blocks_h",
-        "sink_b",
-        "sink_h",
-        "window_b",
-        "window_h",
-        "window_capacity",
-        "mask_b",
-        "mask_s",
-        "mask_t",
-        "scaling_log2",
-        "cap_log2",
-        "row_tiles",
-        "streams",
-        "tile_rows",
-        "plain_at",
-        "scale_at",
-        "lse_at",
-        "partial_at",
-    ]
+    do_not_specialize=(
+        "rows queries kv_heads blocks_b blocks_h sink_b sink_h window_b window_h window_capacity mask_b mask_s "
+        "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
+        "dense_splits"
+    ).split()
 )
 def decode_split(
     scratch,
@@ -103,6 +85,7 @@ def decode_split(
     scale_at,
     lse_at,
     partial_at,
+    dense_splits,  # slots of a stream for dense jobs: as many as its sinks and window have room for
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
@@ -110,7 +93,6 @@ def decode_split(
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
-    DENSE_SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
     SOFTCAP: tl.constexpr,
@@ -202,12 +184,11 @@ def decode_split(
             MASK,
             SOFTCAP,
         )
-        slot = workers + streams + stream * DENSE_SPLITS + part
+        slot = workers + streams + stream * dense_splits + part
         tl.store(
             scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(dense_maximum, dense_total), mask=store_rows
         )
-        d = tl.arange(0, BLOCK_DM)
-        inverse = 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
+        d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
         at = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
         tl.store(scratch + LINE * partial_at + at, out * inverse[None, :], mask=store_rows[None, :] & (d < DV)[:, None])
 
@@ -288,13 +269,7 @@ def decode_split(
             x2 = x2 * ks2[:, None]
             x3 = x3 * ks3[:, None]
             if HAS_MEAN:
-                mean = tl.load(
-                    key_means + at * DKP + km,
-                    mask=None if BLOCK_MEAN == DKP else km < DKP,
-                    other=None if BLOCK_MEAN == DKP else 0.0,
-                )  # [BM]
-                shared = tl.dot(tl.broadcast_to(mean[None, :], [ROWS32, BLOCK_MEAN]), q_mean)  # [32, BR]
-                shared = shared * level_unit(KEY_BITS, SMALL)
+                shared = mean_scores(key_means + at * DKP, q_mean, km, DKP) * level_unit(KEY_BITS, SMALL)  # [32, BR]
                 x0 += shared
                 x1 += shared
                 x2 += shared
@@ -353,14 +328,9 @@ def decode_split(
                 p1 = (p1 * vs1[:, None]).to(tl.float16)
                 p2 = (p2 * vs2[:, None]).to(tl.float16)
                 p3 = (p3 * vs3[:, None]).to(tl.float16)
-                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 0, DVP, VALUE_BITS, SMALL, ASM)
-                a0 = add_dots(a0, v0, v1, v2, v3, p0, p1, p2, p3)
-                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 1, DVP, VALUE_BITS, SMALL, ASM)
-                a1 = add_dots(a1, v0, v1, v2, v3, p0, p1, p2, p3)
-                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 2, DVP, VALUE_BITS, SMALL, ASM)
-                a2 = add_dots(a2, v0, v1, v2, v3, p0, p1, p2, p3)
-                v0, v1, v2, v3 = chunk_levels(value_at, vc[:, None], n[None, :], 3, DVP, VALUE_BITS, SMALL, ASM)
-                a3 = add_dots(a3, v0, v1, v2, v3, p0, p1, p2, p3)
+                a0, a1, a2, a3 = add_chunks(
+                    a0, a1, a2, a3, value_at, vc[:, None], n[None, :], p0, p1, p2, p3, DVP, VALUE_BITS, SMALL, ASM
+                )
 
         total = tl.sum(sums, 0)  # [BR]
         gain = tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor

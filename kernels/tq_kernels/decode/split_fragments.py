@@ -10,8 +10,9 @@ clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
 import triton
 import triton.language as tl
 
-from ..common.fragments import LANES, column_sum, initial, load32, ones, store32, zero_quads
-from .dense import log2_sum
+from ..common.fragments import LANES, column_sum, initial, load32, load_flag, ones, store32, zero_quads
+from ..common.softmax import log2_sum
+from ..format import TOKENS
 from .fragment_tiles import (
     PROBABILITY_BITS,
     attend_dense,
@@ -24,8 +25,6 @@ from .fragment_tiles import (
 from .rotate import LINE
 from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
 from .tiles import level_unit
-
-TOKENS = tl.constexpr(128)
 
 
 @triton.jit
@@ -111,30 +110,11 @@ def _store(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "rows",
-        "queries",
-        "kv_heads",
-        "blocks_b",
-        "blocks_h",
-        "sink_b",
-        "sink_h",
-        "window_b",
-        "window_h",
-        "window_capacity",
-        "mask_b",
-        "mask_s",
-        "mask_t",
-        "scaling_log2",
-        "cap_log2",
-        "row_tiles",
-        "streams",
-        "tile_rows",
-        "plain_at",
-        "scale_at",
-        "lse_at",
-        "partial_at",
-    ]
+    do_not_specialize=(
+        "rows queries kv_heads blocks_b blocks_h sink_b sink_h window_b window_h window_capacity mask_b mask_s "
+        "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
+        "dense_splits"
+    ).split()
 )
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
@@ -172,6 +152,7 @@ def decode_split_fragments(
     scale_at,
     lse_at,
     partial_at,
+    dense_splits,
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
@@ -179,7 +160,6 @@ def decode_split_fragments(
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
-    DENSE_SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -246,7 +226,7 @@ def decode_split_fragments(
                     if MASK:
                         position = tl.where(j < sink_count, j, j + blocks * TOKENS)
                         at = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
-                        seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+                        seen = load_flag(at, seen)
                     allowed += (seen,)
         sums, maximum = initial(TILES)
         acc, sums, maximum = attend_dense(
@@ -255,7 +235,7 @@ def decode_split_fragments(
         )  # fmt: skip
         if SOFTCAP:
             gain = ones(TILES)
-        slot = workers + streams + stream * DENSE_SPLITS + part
+        slot = workers + streams + stream * dense_splits + part
         _store(lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DV, DM, 1, TILES, True)
 
     start = share_start(worker, workers, work, extra, cost)
@@ -290,7 +270,7 @@ def decode_split_fragments(
                             token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
                             r = first_row + 8 * tile + 2 * t + i % 2
                             seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
-                            allowed += (tl.load(seen, mask=r < rows, other=0) != 0,)
+                            allowed += (load_flag(seen, r < rows),)
             acc, sums, maximum = attend_packed(
                 acc, sums, maximum, q, factor, cap_log2,
                 key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..common.primitives import SMALL_UNIT, load_words, unpack2, unpack3, unpack4, unpack8
+from ..common.unpack import SMALL_UNIT, load_words, unpack2, unpack3, unpack4, unpack8, unpack_scales
 
 ROWS32 = tl.constexpr(32)
 """Tokens of a plane."""
@@ -11,7 +11,7 @@ ROWS32 = tl.constexpr(32)
 
 @triton.jit
 def level_unit(BITS: tl.constexpr, SMALL: tl.constexpr):
-    """What `key_scores`, `value_levels` and `chunk_levels` multiply levels by."""
+    """What `key_scores`, `value_levels` and `add_chunks` multiply levels by."""
     return SMALL_UNIT if SMALL and (BITS == 3 or BITS == 4) else 1.0
 
 
@@ -83,7 +83,16 @@ def key_scores(
 
 
 @triton.jit
-def add_dots(a, v0, v1, v2, v3, p0, p1, p2, p3):
+def mean_scores(means, q, channel, DIM: tl.constexpr):
+    """mean . q of a block, [32, BR] float32 with equal rows; `means` points to channel 0, `channel` is [BM], `q`
+    [BM, BR]."""
+    WHOLE: tl.constexpr = channel.shape[0] == DIM
+    mean = tl.load(means + channel, mask=None if WHOLE else channel < DIM, other=None if WHOLE else 0.0)  # [BM]
+    return tl.dot(tl.broadcast_to(mean[None, :], [ROWS32, channel.shape[0]]), q)
+
+
+@triton.jit
+def _add_dots(a, v0, v1, v2, v3, p0, p1, p2, p3):
     """a + sum of v_plane @ p_plane."""
     a = tl.dot(v0, p0, a)
     a = tl.dot(v1, p1, a)
@@ -105,7 +114,7 @@ def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, SMAL
 
 
 @triton.jit
-def chunk_levels(
+def _chunk_levels(
     words,
     row,
     column,
@@ -132,6 +141,35 @@ def chunk_levels(
         else:
             v0, v1, v2, v3 = unpack2(crumbs, odd, CHUNK, ASM)
     return v0, v1, v2, v3
+
+
+@triton.jit
+def add_chunks(
+    a0,
+    a1,
+    a2,
+    a3,
+    words,
+    row,
+    column,
+    p0,
+    p1,
+    p2,
+    p3,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    SMALL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """a_chunk [BV, BR] + a block's values of that quarter of the channels @ p_plane [32, BR] fp16, for four chunks."""
+    v0, v1, v2, v3 = _chunk_levels(words, row, column, 0, DIM, BITS, SMALL, ASM)
+    a0 = _add_dots(a0, v0, v1, v2, v3, p0, p1, p2, p3)
+    v0, v1, v2, v3 = _chunk_levels(words, row, column, 1, DIM, BITS, SMALL, ASM)
+    a1 = _add_dots(a1, v0, v1, v2, v3, p0, p1, p2, p3)
+    v0, v1, v2, v3 = _chunk_levels(words, row, column, 2, DIM, BITS, SMALL, ASM)
+    a2 = _add_dots(a2, v0, v1, v2, v3, p0, p1, p2, p3)
+    v0, v1, v2, v3 = _chunk_levels(words, row, column, 3, DIM, BITS, SMALL, ASM)
+    return a0, a1, a2, _add_dots(a3, v0, v1, v2, v3, p0, p1, p2, p3)
 
 
 @triton.jit
@@ -164,7 +202,5 @@ def load_bias(pointer, block, stride):
 @triton.jit
 def halves_of(scalars):
     """int32 scalars -> float32 key scale and value scale."""
-    w = scalars.to(tl.uint32, bitcast=True)
-    key = (w & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    value = (w >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return key, value
+    key, value = unpack_scales(scalars)
+    return key.to(tl.float32), value.to(tl.float32)

@@ -22,100 +22,20 @@ Bytes do not matter: a block's 17 KB are read once for 128 rows.
 import triton
 import triton.language as tl
 
-from ..decode.dense import finite, log2_sum, soft_capped
-from .tiles import channel_of, half_scales, key_tiles, reference_key, value_tiles
+from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
+from ..common.unpack import unpack_scales
+from ..format import TOKENS
+from .rows import add_tile, hidden, logits, masked, normalised_rows, parked, weights
+from .tiles import channel_of, key_tiles, reference_key, value_tiles
 
-TOKENS = tl.constexpr(128)
 TILE = tl.constexpr(64)
 
 
-@triton.jit
-def _normalised_rows(pointers, inside):
-    """Rows [BR, BD] as fp16 with elements below 1, and the power of two [BR] taken out."""
-    q = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) + 1
-    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (q * inverse[:, None]).to(tl.float16), scale
-
-
-@triton.jit
-def _hidden(x, ASM: tl.constexpr):
-    """`x`, an int32 scalar: what is computed from the result is computed anew, not kept in registers until then."""
-    if ASM:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        return x
-
-
-@triton.jit
-def _parked(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
-    """`operand` [BR or 1, BDK] fp16 by way of memory.
-
-    Triton keeps operands that were loaded in shared memory, others in registers. And an address that depends on the
-    channel, used before the loop and in it, makes the compiler keep one register pair a channel through the loop.
-    """
-    tile = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tile_count + tl.program_id(0)
-    at = operand_rows + tile.to(tl.int64) * (BLOCK_R * BLOCK_DK)
-    at += tl.arange(0, operand.shape[0])[:, None] * BLOCK_DK + tl.arange(0, BLOCK_DK)[None, :]
-    tl.debug_barrier()
-    tl.store(at, operand)
-    tl.debug_barrier()
-    return tl.load(at)
-
-
-@triton.jit
-def _masked(x, mask, s_offset, t, mask_t, valid, MASK: tl.constexpr):
-    """x [BR, TILE] with -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
-    at = t.to(tl.int64) * mask_t
-    if MASK == 1:
-        allowed = tl.load(mask + at, mask=valid, other=False)[None, :]
-    else:
-        allowed = tl.load(mask + s_offset[:, None] + at[None, :], mask=valid[None, :], other=False)
-    return tl.where(allowed, x, -float("inf"))
-
-
-@triton.jit
-def _logits(
-    rows, keys, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK: tl.constexpr, SOFTCAP: tl.constexpr
-):
-    """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
-    `common` [BR] and `factor` [BR]."""
-    x = tl.dot(rows, tl.trans(keys))
-    if SOFTCAP:
-        x = soft_capped(x * factor[:, None] + (common * factor)[:, None], cap_log2)
-    if MASK > 0:
-        x = _masked(x, mask, mask_offset, t, mask_t, t >= 0, MASK)
-    return x
-
-
-@triton.jit
-def _weights(x, shift, gain):
-    return tl.exp2(x * gain[:, None] - (shift * gain)[:, None])
-
-
 @triton.jit(
-    do_not_specialize=[
-        "blocks_b",
-        "blocks_h",
-        "rows",
-        "groups",
-        "kv_heads",
-        "blocks",
-        "sink_count",
-        "window_count",
-        "window_start",
-        "window_capacity",
-        "new_count",
-        "queries",
-        "mask_b",
-        "mask_s",
-        "mask_t",
-        "scaling_log2",
-        "cap_log2",
-        "tile_count",
-    ]
+    do_not_specialize=(
+        "blocks_b blocks_h rows groups kv_heads blocks sink_count window_count window_start window_capacity "
+        "new_count queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count"
+    ).split()
 )
 def prefix_attention(
     query,  # [B, Hq, S, DK], last dimension contiguous
@@ -223,7 +143,7 @@ def prefix_attention(
         last = (units // splits) * (split + 1) + (units % splits) * (split + 1) // splits
     last_block = tl.minimum(last, blocks)
 
-    plain, scale = _normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
+    plain, scale = normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
     factor = scale * scaling_log2
     gain = tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor
     maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
@@ -246,7 +166,7 @@ def prefix_attention(
         reference = 0.0
         common = tl.zeros([BLOCK_R], tl.float32)
         if HAS_MEAN:
-            scale0, _ = half_scales(tl.load(scalars + (block0 + first) * TOKENS))
+            scale0, _ = unpack_scales(tl.load(scalars + (block0 + first) * TOKENS))
             reference = reference_key(key_means + (block0 + first) * DKP + key_channel, scale0, dk, key_exists)  # [BDK]
             common = tl.sum(rotated * reference[None, :], 1)
             if not SOFTCAP:
@@ -255,15 +175,15 @@ def prefix_attention(
                     lse + (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r, common, mask=row_mask
                 )
             reference = tl.reshape(
-                _parked(reference[None, :], operand_rows, tile_count, BLOCK_R, BLOCK_DK), reference.shape
+                parked(reference[None, :], operand_rows, tile_count, BLOCK_R, BLOCK_DK), reference.shape
             )
-        rotated = _parked(rotated.to(tl.float16), operand_rows, tile_count, BLOCK_R, BLOCK_DK)
+        rotated = parked(rotated.to(tl.float16), operand_rows, tile_count, BLOCK_R, BLOCK_DK)
         for block in tl.range(first, last_block, num_stages=STAGES):
             at = block0 + block
-            k_scale0, v_scale0 = half_scales(tl.load(scalar_at + block * TOKENS))
-            k_scale1, v_scale1 = half_scales(tl.load(scalar_at + block * TOKENS + 32))
-            k_scale2, v_scale2 = half_scales(tl.load(scalar_at + block * TOKENS + 64))
-            k_scale3, v_scale3 = half_scales(tl.load(scalar_at + block * TOKENS + 96))
+            k_scale0, v_scale0 = unpack_scales(tl.load(scalar_at + block * TOKENS))
+            k_scale1, v_scale1 = unpack_scales(tl.load(scalar_at + block * TOKENS + 32))
+            k_scale2, v_scale2 = unpack_scales(tl.load(scalar_at + block * TOKENS + 64))
+            k_scale3, v_scale3 = unpack_scales(tl.load(scalar_at + block * TOKENS + 96))
             mean = 0.0
             if HAS_MEAN:
                 mean = tl.load(key_means + at * DKP + key_channel, mask=key_exists, other=0.0) - reference  # [BDK]
@@ -292,26 +212,26 @@ def prefix_attention(
                 ASM,
             )
             t = sink_count + block * TOKENS + tl.arange(0, TILE)
-            x0 = _logits(rotated, k0, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
+            x0 = logits(rotated, k0, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
             if STEP == 64:
-                acc, total, maximum = _add_tile(acc, total, maximum, x0, tl.trans(v0), gain, MASK > 0)
-            x1 = _logits(rotated, k1, common, factor, cap_log2, mask, mask_offset, t + TILE, mask_t, MASK, SOFTCAP)
+                acc, total, maximum = add_tile(acc, total, maximum, x0, tl.trans(v0), gain, MASK > 0)
+            x1 = logits(rotated, k1, common, factor, cap_log2, mask, mask_offset, t + TILE, mask_t, MASK, SOFTCAP)
             if STEP == 64:
-                acc, total, maximum = _add_tile(acc, total, maximum, x1, tl.trans(v1), gain, MASK > 0)
+                acc, total, maximum = add_tile(acc, total, maximum, x1, tl.trans(v1), gain, MASK > 0)
             else:
                 new_maximum = tl.maximum(maximum, tl.maximum(tl.max(x0, 1), tl.max(x1, 1)))
                 shift = finite(new_maximum) if MASK > 0 else new_maximum
                 alpha = tl.exp2((maximum - shift) * gain)
                 maximum = new_maximum
-                p0 = _weights(x0, shift, gain)
-                p1 = _weights(x1, shift, gain)
+                p0 = weights(x0, shift, gain)
+                p1 = weights(x1, shift, gain)
                 total = total * alpha + tl.sum(p0 + p1, 1)
                 acc = acc * alpha[:, None]
                 acc = tl.dot(p0.to(tl.float16), tl.trans(v0), acc)
                 acc = tl.dot(p1.to(tl.float16), tl.trans(v1), acc)
 
         if HAS_MEAN and not SOFTCAP:
-            r = _hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
+            r = hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
             row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
             tl.debug_barrier()
             maximum += tl.load(lse + row, mask=r < rows, other=0.0)
@@ -328,14 +248,14 @@ def prefix_attention(
         acc = tl.dot(operand, matrix) * (peak * (DVP**-0.5))[:, None]
 
     if last > blocks:
-        first_row = _hidden(first_row, ASM)
+        first_row = hidden(first_row, ASM)
         r = first_row + tl.arange(0, BLOCK_R)
         s = r // groups
         mask_offset = s * mask_s
         query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
         query_inside = (r < rows)[:, None] & (dk < DK)[None, :]
-        plain, _ = _normalised_rows(query_at[:, None] + dk[None, :], query_inside)
-        plain = _parked(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
+        plain, _ = normalised_rows(query_at[:, None] + dk[None, :], query_inside)
+        plain = parked(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense)
         sink_keys += batch * sink_b + kv_head * sink_h
@@ -368,10 +288,10 @@ def prefix_attention(
                 x = tl.where(inside[None, :], x, -float("inf"))
             if MASK > 0:
                 position = tl.where(sink, t, t + blocks * TOKENS)
-                x = _masked(x, mask, mask_offset, position, mask_t, inside, MASK)
-            acc, total, maximum = _add_tile(acc, total, maximum, x, v.to(tl.float16), gain, True)
+                x = masked(x, mask, mask_offset, position, mask_t, inside, MASK)
+            acc, total, maximum = add_tile(acc, total, maximum, x, v.to(tl.float16), gain, True)
 
-    r = _hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
+    r = hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
     row_mask = r < rows
     s = r // groups
     head_q = kv_head * groups + r % groups
@@ -383,18 +303,7 @@ def prefix_attention(
         tl.store(partial + row[:, None] * DV + dv[None, :], acc * inverse[:, None], mask=inside)
     else:
         if HAS_AUX:
-            aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * 1.4426950408889634
+            aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
             inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - finite(maximum) * gain))
         at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
         tl.store(at[:, None] + dv[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _add_tile(acc, total, maximum, x, v, gain, MASKED: tl.constexpr):
-    """Take in logits x [BR, 64] and values v [64, BDV]."""
-    new_maximum = tl.maximum(maximum, tl.max(x, 1))
-    shift = finite(new_maximum) if MASKED else new_maximum
-    alpha = tl.exp2((maximum - shift) * gain)
-    p = _weights(x, shift, gain)
-    acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
-    return acc, total * alpha + tl.sum(p, 1), new_maximum

@@ -14,6 +14,7 @@ from ..common.fragments import (
     column_max,
     column_sum,
     initial,
+    load_flag,
     of_column,
     pair_of,
     row_max,
@@ -23,7 +24,7 @@ from ..common.fragments import (
     transposed,
     zero_quads,
 )
-from ..decode.dense import log2_sum
+from ..common.softmax import LOG2E, log2_sum
 from ..decode.fragment_tiles import (
     add_dense_values,
     attend_dense,
@@ -34,9 +35,7 @@ from ..decode.fragment_tiles import (
     value_tiles,
 )
 from ..decode.tiles import level_unit
-
-TOKENS = tl.constexpr(128)
-LOG2E = tl.constexpr(1.4426950408889634)
+from ..format import TOKENS
 
 
 @triton.jit
@@ -122,26 +121,10 @@ def _rotated_back(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "blocks_b",
-        "blocks_h",
-        "rows",
-        "groups",
-        "kv_heads",
-        "blocks",
-        "sink_count",
-        "window_count",
-        "window_start",
-        "window_capacity",
-        "new_count",
-        "queries",
-        "mask_b",
-        "mask_s",
-        "mask_t",
-        "scaling_log2",
-        "cap_log2",
-        "tile_count",
-    ]
+    do_not_specialize=(
+        "blocks_b blocks_h rows groups kv_heads blocks sink_count window_count window_start window_capacity new_count "
+        "queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count"
+    ).split()
 )
 def prefix_attention_fragments(
     query,  # arguments as for prefix_attention
@@ -271,7 +254,7 @@ def prefix_attention_fragments(
                             seen = mask + (sink_count + token).to(tl.int64) * mask_t
                             if MASK == 2:
                                 seen += (r // groups) * mask_s
-                            allowed += (tl.load(seen, mask=r < rows, other=0) != 0,)
+                            allowed += (load_flag(seen, r < rows),)
             packed, sums, maximum = attend_packed(
                 packed, sums, maximum, q, packed_factor, cap_log2,
                 key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
@@ -329,7 +312,7 @@ def prefix_attention_fragments(
                             position = tl.where(j < sink_count, j, j + blocks * TOKENS).to(tl.int64) * mask_t
                             if MASK == 2:
                                 position += s * mask_s
-                            seen = seen & (tl.load(mask + position, mask=seen & (s < queries), other=0) != 0)
+                            seen = load_flag(mask + position, seen & (s < queries))
                         allowed += (seen,)
             acc, sums, maximum = attend_dense(
                 acc, sums, maximum, plain, factor, cap_log2, key_rows, value_rows, inside, allowed, t, DK, DV, SOFTCAP,

@@ -6,6 +6,7 @@ grows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,14 +14,15 @@ from typing import Any
 import torch
 import triton
 
-from ..decode.decoder import LOG2E
-from ..decode.plan import Target, target
+from ..common.device import Target, target
+from ..common.packed import Packed
+from ..common.softmax import LOG2E
+from ..format import BLOCK_TOKENS, padded_dim
 from .attention import prefix_attention
+from .attention_fragments import prefix_attention_fragments
 from .merge import merge_splits
 
 __all__ = ["PrefixConfig", "attend_prefix", "prefix_config", "prefix_constants", "prefix_splits", "prefix_takes"]
-
-TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,15 @@ class PrefixConfig:
 
 
 def _block(dim: int) -> int:
-    return max(32, triton.next_power_of_2(-(-dim // 8) * 8))
+    return max(32, triton.next_power_of_2(padded_dim(dim)))
 
 
 @lru_cache
 def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, on: Target) -> PrefixConfig:
     """The heuristic table."""
     largest = max(_block(key_dim), _block(value_dim))
+    if on.fragments:
+        return PrefixConfig(16 if largest <= 128 else 8, 64, 1, 1, None, 8)
     if not on.asm:
         # Products without asynchronous copies hold their operands in registers and shared memory: small tiles.
         return PrefixConfig(32, 64, 4, 1, None, 2)
@@ -67,6 +71,8 @@ def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
     """Whether the kernel runs for heads of this size on this device: rotations of large heads need its shared
     memory, and without matrix units it would be slow."""
     on = target(device)
+    if on.fragments:
+        return True
     if device.type == "cuda" and not on.asm:
         return torch.version.hip is not None and max(key_dim, value_dim) <= 128
     return max(_block(key_dim), _block(value_dim)) <= (256 if on.shared_bytes > 160 * 1024 else 128)
@@ -98,37 +104,19 @@ def prefix_constants(
     has_aux: bool,
     split: bool,
     config: PrefixConfig,
-    asm: bool,
+    on: Target,
 ) -> tuple[Any, ...]:
-    """The constexpr arguments of `prefix_attention`, in order."""
-    return (
-        key_dim,
-        value_dim,
-        -(-key_dim // 8) * 8,
-        -(-value_dim // 8) * 8,
-        _block(key_dim),
-        _block(value_dim),
-        key_bits,
-        value_bits,
-        has_mean,
-        causal,
-        mask,
-        has_softcap,
-        has_aux,
-        split,
-        config.block_rows,
-        config.step,
-        config.stages,
-        asm,
-    )
+    """The constexpr arguments of the attention kernel on this target, in order."""
+    dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
+    flags = (key_bits, value_bits, has_mean, causal, mask, has_softcap, has_aux, split)
+    if on.fragments:
+        return (*dims, *flags, config.block_rows // 8)
+    return (*dims, _block(key_dim), _block(value_dim), *flags, config.block_rows, config.step, config.stages, on.asm)
 
 
 def attend_prefix(
     query: torch.Tensor,
-    key_words: torch.Tensor,
-    value_words: torch.Tensor,
-    scalars: torch.Tensor,
-    key_means: torch.Tensor | None,
+    packed: Packed,
     num_blocks: int,
     sinks: tuple[torch.Tensor, torch.Tensor],
     window: tuple[torch.Tensor, torch.Tensor],
@@ -141,7 +129,7 @@ def attend_prefix(
     value_bits: int,
     scaling: float,
     out: torch.Tensor,
-    scratch: Any,
+    allocate: Callable[[int], torch.Tensor],
     mask: torch.Tensor | None = None,
     causal: bool = True,
     softcap: float | None = None,
@@ -154,17 +142,14 @@ def attend_prefix(
     Args:
         query: `[B, Hq, S, Dk]` fp16, bf16 or fp32, last dimension contiguous; row i is the query of the i-th of the
             last S tokens.
-        key_words, value_words, scalars: `[B, Hkv, N, *]` int32 packed blocks (`tq_hf/layout.py`), of which the first
-            `num_blocks` count. The last two dimensions are contiguous, and all packed tensors have the same strides
-            in blocks.
-        key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
+        packed: The blocks, of which the first `num_blocks` count.
         sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
         window: The same, a ring: the `num_window` rows that count start at row 128 * `num_blocks` modulo its size.
         new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the window, last dimension contiguous, or `None`.
         key_rotation, value_rotation: sqrt(D) R as `[D, D]` fp16 with D the padded dimension.
         scaling: Factor of the logits.
         out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
-        scratch: Called with a number; gives so many float32 elements, 16-byte aligned.
+        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
         mask: `[B, 1, S or 1, >= T]` bool, True attends, T counting sinks, blocks' tokens, window and new rows in this
             order.
         causal: With no mask, query i does not see the last S - 1 - i tokens.
@@ -179,12 +164,12 @@ def attend_prefix(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return attend_prefix(
-                query, key_words, value_words, scalars, key_means, num_blocks, sinks, window, num_window, new,
+                query, packed, num_blocks, sinks, window, num_window, new,
                 key_rotation, value_rotation, key_bits=key_bits, value_bits=value_bits, scaling=scaling, out=out,
-                scratch=scratch, mask=mask, causal=causal, softcap=softcap, s_aux=s_aux, config=config, splits=splits,
+                allocate=allocate, mask=mask, causal=causal, softcap=softcap, s_aux=s_aux, config=config, splits=splits,
             )  # fmt: skip
     batch, query_heads, queries, key_dim = query.shape
-    kv_heads, value_dim = key_words.shape[1], window[1].shape[3]
+    kv_heads, value_dim = packed.key_words.shape[1], window[1].shape[3]
     groups, on = query_heads // kv_heads, target(device)
     config = config or prefix_config(key_dim, value_dim, key_bits, value_bits, on)
     rows, heads = groups * queries, batch * kv_heads
@@ -193,24 +178,24 @@ def attend_prefix(
     dense = sinks[0].shape[2] + num_window + fresh[0].shape[2]
     if splits is None:
         resident = on.multiprocessors * config.programs_per_multiprocessor
-        splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // TOKENS), resident)
+        splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // BLOCK_TOKENS), resident)
     sums = splits * heads * rows
     outputs = sums if splits > 1 else 0
     operands = splits * heads * row_tiles * config.block_rows * _block(key_dim) // 2
-    held = scratch(operands + outputs * value_dim + sums)
-    operand_rows, partial, lse = held.split([operands, outputs * value_dim, sums])
-    words, capacity = key_words.shape[3], max(window[0].shape[2], 1)
+    sizes = [operands, outputs * value_dim, sums]
+    operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
+    capacity = max(window[0].shape[2], 1)
     # A mask of few strides: for all queries alike where its queries are.
     mask_kind = 0 if mask is None else (1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2)
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
         options["maxnreg"] = config.registers
-    prefix_attention[(row_tiles, heads, splits)](
+    (prefix_attention_fragments if on.fragments else prefix_attention)[(row_tiles, heads, splits)](
         query,
-        key_words,
-        value_words,
-        scalars,
-        scalars if key_means is None else key_means,
+        packed.key_words,
+        packed.value_words,
+        packed.scalars,
+        packed.scalars if packed.key_means is None else packed.key_means,
         key_rotation,
         value_rotation,
         *sinks,
@@ -223,8 +208,7 @@ def attend_prefix(
         lse,
         operand_rows.view(torch.float16),
         *query.stride()[:3],
-        key_words.stride(0) // words,
-        key_words.stride(1) // words,
+        *packed.block_strides,
         *sinks[0].stride()[:2],
         *sinks[1].stride()[:2],
         *window[0].stride()[:2],
@@ -238,27 +222,27 @@ def attend_prefix(
         num_blocks,
         sinks[0].shape[2],
         num_window,
-        num_blocks * TOKENS % capacity,
+        num_blocks * BLOCK_TOKENS % capacity,
         capacity,
         fresh[0].shape[2],
         queries,
         *((0, 0, 0) if mask is None else (mask.stride(0) * (mask.shape[0] > 1), mask.stride(2), mask.stride(3))),
-        scaling * LOG2E,
-        (softcap or 1.0) * LOG2E,
+        scaling * LOG2E.value,
+        (softcap or 1.0) * LOG2E.value,
         row_tiles,
         *prefix_constants(
             key_dim,
             value_dim,
             key_bits,
             value_bits,
-            key_means is not None,
+            packed.key_means is not None,
             causal and mask is None,
             mask_kind,
             softcap is not None,
             s_aux is not None,
             splits > 1,
             config,
-            on.asm,
+            on,
         ),
         **options,
     )

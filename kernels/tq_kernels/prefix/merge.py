@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..decode.dense import finite
+from ..common.softmax import LOG2E, finite
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits", "out_b", "out_s", "out_h"])
@@ -35,7 +35,7 @@ def merge_splits(
     maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     if HAS_AUX:
-        maximum = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        maximum = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
         total += 1.0
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     at = row.to(tl.int64)

@@ -8,16 +8,7 @@ or values. A tile has 64 tokens, two planes of a block.
 import triton
 import triton.language as tl
 
-from ..common.primitives import load_words, unpack2, unpack3, unpack4, unpack8
-
-
-@triton.jit
-def half_scales(scalars):
-    """int32 scalars -> fp16 key scale and value scale."""
-    w = scalars.to(tl.uint32, bitcast=True)
-    key = (w & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    value = (w >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return key, value
+from ..common.unpack import load_words, unpack2, unpack3, unpack4, unpack8
 
 
 @triton.jit

@@ -11,6 +11,7 @@ loaded once per neighbour, and shifts pick the neighbour's codes.
     unpack3        3 bits: a crumb tile and the sign tile     -> 4 planes of one quarter of the channels
     unpack2        2 bits: a crumb tile                       -> 4 planes of one quarter of the channels
     unpack8        FP8 e4m3: word tile u of 2                 -> planes 2 u and 2 u + 1, as 2**-8 times the value
+    unpack_scales  a token's scalar word                      -> its key scale and value scale
 """
 
 import struct
@@ -18,12 +19,8 @@ import struct
 import triton
 import triton.language as tl
 
-CENTROIDS = {
-    2: tuple(n / 64 for n in (28, 96)),
-    3: tuple(n / 64 for n in (16, 49, 86, 138)),
-    4: tuple(n / 64 for n in (8, 25, 42, 60, 80, 103, 132, 175)),
-}
-"""Positive halves of the codebooks, as in `tq_hf.codec.codebook` (tests hold the two together)."""
+from ..format import POSITIVE_CENTROIDS
+
 SMALL_UNIT = tl.constexpr(2.0**-18)
 """What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
 is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
@@ -43,9 +40,9 @@ def _table64(patterns: list[int]) -> int:
     return sum(x << 16 * i for i, x in enumerate(patterns))
 
 
-_HALVES = {bits: [_half_bits(c) for c in positive] for bits, positive in CENTROIDS.items()}
+_HALVES = {bits: [_half_bits(c) for c in positive] for bits, positive in POSITIVE_CENTROIDS.items()}
 _HALVES[2] = [h | 0x8000 for h in reversed(_HALVES[2])] + _HALVES[2]
-_COUNTS = {bits: [round(64 * c) for c in positive] for bits, positive in CENTROIDS.items()}
+_COUNTS = {bits: [round(64 * c) for c in positive] for bits, positive in POSITIVE_CENTROIDS.items()}
 assert all(h & 255 == 0 for h in _HALVES[2]) and max(_COUNTS[3] + _COUNTS[4]) < 256
 
 # A permute takes one table as an immediate, the other must sit in a register: given as a constant, ptxas copies it
@@ -294,3 +291,10 @@ def unpack8(words, odd, ASM: tl.constexpr):
         first = pair & 0xBF80
         second = ((pair << 7) & 0x3F80) | ((pair << 1) & 0x8000)
         return _half(first), _half(second)
+
+
+@triton.jit
+def unpack_scales(scalars):
+    """int32 scalars -> fp16 key scale (low half) and value scale (high half)."""
+    w = scalars.to(tl.uint32, bitcast=True)
+    return _half(w & 0xFFFF), _half(w >> 16)

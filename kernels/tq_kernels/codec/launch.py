@@ -1,0 +1,263 @@
+"""Launch the encoder and the decoder of blocks: a heuristic table for each, no autotuner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.device import target
+from ..common.packed import Packed
+from ..format import BLOCK_TOKENS
+from .dequantise import dequantise_blocks
+from .encode import encode_blocks
+from .quantise import CORRECTIONS, LEVELS
+
+
+@dataclass(frozen=True)
+class EncodeConfig:
+    """Tile sizes and launch parameters of `encode_blocks`.
+
+    Args:
+        k_step: Channels of a matrix product; the tile's width keeps the rotation in shared memory for all blocks of a
+            program.
+        warps: Warps of a program.
+        stages: Blocks copied ahead.
+        programs_per_multiprocessor: Programs a multiprocessor is given.
+        registers: Limit per thread that lets as many programs run side by side, or `None`.
+    """
+
+    k_step: int
+    warps: int
+    stages: int
+    programs_per_multiprocessor: int
+    registers: int | None = None
+
+
+def encode_config(
+    tile: int, dim: int, bits: tuple[int, int], itemsize: int, capability: tuple[int, int]
+) -> EncodeConfig:
+    """The heuristic table.
+
+    Args:
+        tile: `dim` padded to a power of two.
+        dim: Channels of a stored vector.
+        bits: Of keys and of values; their launches overlap, so they are best of one size.
+        itemsize: Bytes of a channel of the states.
+        capability: Compute capability of an NVIDIA GPU, or (0, 0).
+    """
+    if capability[0] < 8:
+        return EncodeConfig(k_step=16, warps=8, stages=1, programs_per_multiprocessor=1)
+    # Two matrices of 256 channels, or one of fp32, do not fit in shared memory.
+    if capability[0] != 9 or itemsize == 4 or tile > 128 and tile != dim:
+        return EncodeConfig(k_step=min(tile, 32), warps=4 if tile < 64 else 8, stages=1, programs_per_multiprocessor=2)
+    if tile != dim or tile > 128:
+        return EncodeConfig(k_step=tile, warps=4 if tile < 64 else 8, stages=1, programs_per_multiprocessor=1)
+    if tile <= 64:
+        return EncodeConfig(
+            tile, warps=4, stages=2, programs_per_multiprocessor=4, registers=128 if max(bits) < 8 else None
+        )
+    if bits != (4, 4):
+        return EncodeConfig(tile, warps=4, stages=2, programs_per_multiprocessor=2)
+    return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
+
+
+MATRIX_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def encode(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    packed: Packed,
+    start: int,
+    *,
+    key_bits: int,
+    value_bits: int,
+    key_correction: str,
+    value_correction: str,
+    key_rotation: torch.Tensor,
+    value_rotation: torch.Tensor,
+    due: torch.Tensor | None = None,
+) -> None:
+    """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of the packed tensors, in two
+    launches.
+
+    A block is encoded by one program from its 128 rows alone: its bits do not depend on how many blocks are encoded
+    with it.
+
+    Args:
+        keys: `[B, Hkv, n * 128, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
+        values: `[B, Hkv, n * 128, Dv]`, like `keys`.
+        packed: N >= start + n blocks to write to. Without `key_means` the mean stays in the keys.
+        start: Index of the first block written.
+        key_bits, value_bits: 2, 3, 4 or 8.
+        key_correction, value_correction: "none", "norm", "inner" or "projection" (`TurboQuantConfig.key_correction`).
+        key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous; a row x is rotated
+            to x @ R.T. Where D padded is a power of two, only the signs of R are read: any multiple of R in any float
+            dtype will do.
+        due: `seen` of `tq_kernels.decode.append.append_token`. Keys and values are then a window's ring, and the
+            device knows what is encoded, from where and to where; `start` is ignored.
+
+    Raises:
+        ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
+    """
+    batch, heads, length, _ = keys.shape
+    blocks, rest = divmod(length, BLOCK_TOKENS)
+    if rest:
+        raise ValueError(f"`keys` have {length} tokens; only whole blocks of {BLOCK_TOKENS} can be encoded.")
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        raise ValueError(
+            f"The last dimension of keys and values must be contiguous; "
+            f"strides are {keys.stride()} and {values.stride()}."
+        )
+    if batch * heads * blocks == 0:
+        return
+    on = target(keys.device)
+    # The interpreter cannot multiply bf16.
+    matrix = tl.float32 if keys.device.type == "cpu" else MATRIX_TYPES[keys.dtype]
+    for is_value, states, words, means, rotation, bits, correction in (
+        (False, keys, packed.key_words, packed.key_means, key_rotation, key_bits, key_correction),
+        (True, values, packed.value_words, None, value_rotation, value_bits, value_correction),
+    ):
+        dim = rotation.shape[0]
+        tile = max(16, triton.next_power_of_2(dim))
+        config = encode_config(tile, dim, (key_bits, value_bits), states.element_size(), on.capability)
+        programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
+        options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
+        if on.dependent_launch and is_value:
+            options["launch_pdl"] = True
+        encode_blocks[(1 if due is not None else min(blocks, max(1, programs)), batch * heads)](
+            states,
+            words,
+            packed.scalars.view(torch.float16),
+            means,
+            rotation,
+            due,
+            heads,
+            blocks if due is None else 1,
+            start,
+            *packed.block_strides,
+            *states.stride()[:3],
+            HEAD_DIM=states.shape[-1],
+            DIM=dim,
+            TILE=tile,
+            BITS=bits,
+            LEVELS=LEVELS[bits],
+            CORRECTION=CORRECTIONS[correction],
+            IS_VALUE=is_value,
+            MATRIX=matrix,
+            K_STEP=config.k_step,
+            PRECISION="tf32x3" if on.asm else "ieee",
+            ASM=on.asm,
+            PDL=on.dependent_launch,
+            STAGES=config.stages,
+            num_warps=config.warps,
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class DequantiseConfig:
+    """Tile sizes and launch parameters of `dequantise_blocks`.
+
+    Args:
+        chunks: Parts the packed channels are cut into; four where quarters are packed apart.
+        columns: Channels a program writes.
+        resident: Whether the rotation stays in shared memory for all blocks of a program.
+        warps: Warps of a program.
+        programs_per_multiprocessor: Programs a multiprocessor is given.
+    """
+
+    chunks: int
+    columns: int
+    resident: bool
+    warps: int
+    programs_per_multiprocessor: int
+
+
+def dequantise_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantiseConfig:
+    """The heuristic table; `capability` of an NVIDIA GPU or (0, 0)."""
+    if capability[0] == 9:
+        warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
+        columns = 64 if bits < 4 and dim > 128 else 128
+        return DequantiseConfig(
+            4 if bits < 4 else 1, columns, resident=True, warps=warps, programs_per_multiprocessor=2
+        )
+    columns = 128 if capability[0] >= 8 else 64
+    return DequantiseConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
+
+
+def dequantise(
+    packed: Packed,
+    start: int,
+    stop: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    key_bits: int,
+    value_bits: int,
+    key_rotation: torch.Tensor,
+    value_rotation: torch.Tensor,
+) -> None:
+    """Write blocks `start` to `stop` to dense keys and values, as attention reads them.
+
+    Args:
+        packed: The blocks.
+        start, stop: The blocks read.
+        keys: `[B, Hkv, (stop - start) * 128, Dk]` fp16, bf16 or fp32 to write to, last dimension contiguous, other
+            strides as they come.
+        values: `[B, Hkv, (stop - start) * 128, Dv]`, like `keys`.
+        key_bits, value_bits: 2, 3, 4 or 8.
+        key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous, of the encoder.
+
+    Raises:
+        ValueError: A buffer has another number of tokens, or its last dimension is not contiguous.
+    """
+    batch, heads = packed.key_words.shape[:2]
+    blocks = stop - start
+    for name, states in (("keys", keys), ("values", values)):
+        if states.shape[2] != BLOCK_TOKENS * blocks:
+            raise ValueError(
+                f"`{name}` has room for {states.shape[2]} tokens; "
+                f"blocks {start} to {stop} hold {BLOCK_TOKENS * blocks}."
+            )
+        if states.stride(-1) != 1:
+            raise ValueError(f"The last dimension of `{name}` must be contiguous; its strides are {states.stride()}.")
+    if batch * heads * blocks == 0:
+        return
+    on = target(keys.device)
+    for is_value, states, words, means, rotation, bits in (
+        (False, keys, packed.key_words, packed.key_means, key_rotation, key_bits),
+        (True, values, packed.value_words, None, value_rotation, value_bits),
+    ):
+        dim = rotation.shape[0]
+        config = dequantise_config(dim, bits, on.capability)
+        tile = max(16 * config.chunks, triton.next_power_of_2(dim))
+        columns = min(config.columns, tile)
+        tiles = triton.cdiv(dim, columns)
+        programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads * tiles)
+        dequantise_blocks[(min(blocks, max(1, programs)), batch * heads, tiles)](
+            words,
+            packed.scalars.view(torch.float16),
+            means,
+            rotation,
+            states,
+            heads,
+            blocks,
+            start,
+            *packed.block_strides,
+            *states.stride()[:3],
+            HEAD_DIM=states.shape[-1],
+            DIM=dim,
+            TILE=tile,
+            BITS=bits,
+            IS_VALUE=is_value,
+            CHUNKS=config.chunks,
+            COLUMNS=columns,
+            RESIDENT=config.resident,
+            ASM=on.asm,
+            num_warps=config.warps,
+        )

@@ -1,0 +1,29 @@
+"""The four tensors of packed blocks, as every kernel takes them."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Packed(NamedTuple):
+    """Packed blocks `[B, Hkv, N, *]` (sizes in `tq_hf/layout.py`).
+
+    The last two dimensions are contiguous, and all tensors have the same strides in blocks.
+
+    Args:
+        key_words: `[B, Hkv, N, 128 * Dk padded * key bits / 32]` int32.
+        value_words: `[B, Hkv, N, 128 * Dv padded * value bits / 32]` int32.
+        scalars: `[B, Hkv, N, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
+        key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
+    """
+
+    key_words: torch.Tensor
+    value_words: torch.Tensor
+    scalars: torch.Tensor
+    key_means: torch.Tensor | None
+
+    @property
+    def block_strides(self) -> tuple[int, int]:
+        """Strides of the batch and of the heads, in blocks."""
+        tokens = self.scalars.shape[3]
+        return self.scalars.stride(0) // tokens, self.scalars.stride(1) // tokens

@@ -1,0 +1,139 @@
+"""What a decode step launches: numbers worked out once for queries of one shape, and the arguments of each kernel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..common.launcher import Launcher
+from .plan import Plan
+
+
+class NewRow(NamedTuple):
+    """One token's keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` in the window's dtype, last dimension contiguous,
+    that belong in row `slot` of the window and are not there yet."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slot: int
+
+
+class Held(NamedTuple):
+    """The tensors of a `Decoder` that stay from step to step: themselves, or their addresses."""
+
+    packed: tuple[Any, Any, Any, Any]
+    dense: tuple[Any, Any, Any, Any]
+    key_rotation: Any
+    value_rotation: Any
+
+
+class Given(NamedTuple):
+    """The tensors of one call: themselves, or their addresses. What a call does not have stands for another tensor."""
+
+    query: Any
+    scratch: Any
+    out: Any
+    num_blocks: Any
+    num_window: Any
+    num_sinks: Any
+    mask: Any
+    s_aux: Any
+    row_keys: Any = None
+    row_values: Any = None
+
+
+class Launches(NamedTuple):
+    """The kernels of a step, ready to be called."""
+
+    rotate: Launcher
+    split: Launcher
+    reduce: Launcher
+
+
+class Arguments(NamedTuple):
+    """Pointers and numbers of each kernel, in order."""
+
+    rotate: tuple[tuple[Any, ...], tuple[float, ...]]
+    split: tuple[tuple[Any, ...], tuple[float, ...]]
+    reduce: tuple[tuple[Any, ...], tuple[float, ...]]
+
+
+class Step:
+    """What is the same for all steps with queries of one shape.
+
+    Args:
+        plan: What to launch.
+        rotate, reduce: The numbers that these kernels are given.
+        split: Those of the split, before and after the mask's strides.
+        row_constants: Constants that `rotate_and_append` has before those of `rotate_query`.
+        capacity: Rows of the window.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rotate: tuple[float, ...],
+        split: tuple[tuple[float, ...], tuple[float, ...]],
+        reduce: tuple[float, ...],
+        row_constants: tuple[int, int],
+        capacity: int,
+    ) -> None:
+        self.plan = plan
+        self.rotate_numbers, self.reduce_numbers = rotate, reduce
+        self.split_before_mask, self.split_after_mask = split
+        self.split_grid = (plan.workers, 1, 1)
+        self.rotate_constants = plan.rotate_constants
+        self.append_constants = (*row_constants, *plan.rotate_constants)
+        self.capacity = capacity
+        # By whether a row is written; `Decoder` fills it when a call with aligned tensors has compiled all kernels.
+        self.launches: dict[bool, Launches] = {}
+
+    def arguments(self, held: Held, given: Given, mask_strides: tuple[int, int, int], row: NewRow | None) -> Arguments:
+        """The arguments of every kernel, but for its constants."""
+        rotate: tuple[tuple[Any, ...], tuple[float, ...]]
+        if row is None:
+            rotate = (given.query, held.key_rotation, given.scratch), self.rotate_numbers
+        else:
+            rotate = (
+                (
+                    given.row_keys,
+                    given.row_values,
+                    *held.dense[2:],
+                    given.query,
+                    held.key_rotation,
+                    given.scratch,
+                ),
+                (
+                    row.slot,
+                    self.capacity,
+                    *row.keys.stride()[:2],
+                    *row.values.stride()[:2],
+                    *self.rotate_numbers,
+                ),
+            )
+        split = (
+            (
+                given.scratch,
+                *held.packed,
+                given.num_blocks,
+                *held.dense,
+                given.num_window,
+                given.num_sinks,
+                given.mask,
+            ),
+            (*self.split_before_mask, *mask_strides, *self.split_after_mask),
+        )
+        reduce = (
+            (
+                given.scratch,
+                given.num_blocks,
+                given.num_window,
+                given.num_sinks,
+                held.value_rotation,
+                given.s_aux,
+                given.out,
+            ),
+            self.reduce_numbers,
+        )
+        return Arguments(rotate, split, reduce)

@@ -1,0 +1,63 @@
+"""What decides the bits of a cache, on the host and in kernels: each number and each rule stands here once.
+
+A packed block holds 128 tokens in four planes of 32. Every word of codes holds the same token of all four planes, so
+that a kernel unpacks a word into four matrix operands (`tq_hf.codec.packing` draws the bits).
+"""
+
+from importlib.util import find_spec
+
+BLOCK_TOKENS = 128
+"""Tokens of a packed block."""
+
+PLANES = 4
+PLANE_TOKENS = BLOCK_TOKENS // PLANES
+
+CHANNEL_MULTIPLE = 8
+"""Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
+
+POSITIVE_CENTROIDS = {
+    2: tuple(n / 64 for n in (28, 96)),
+    3: tuple(n / 64 for n in (16, 49, 86, 138)),
+    4: tuple(n / 64 for n in (8, 25, 42, 60, 80, 103, 132, 175)),
+}
+"""Positive halves of the codebooks. At 3 and 4 bits those multiples of 1/64 with n < 256 whose mean squared error on
+N(0, 1) is least (tests/codec/test_codebook.py searches around them), at 2 bits those that fit the high byte of an fp16.
+One byte then is all a kernel has to look up for a code; against unrounded Lloyd-Max centroids this costs 0.06% in mean
+squared error at 4 bits, 0.04% at 3 and 0.09% at 2."""
+
+FP8_MAX = 448.0
+FP8_LEVEL_SCALE = 2.0**-8
+"""An e4m3 byte moved into fp16's fields reads 2**-8 times its value (exponent bias 7 against 15); levels keep that
+factor, scales undo it."""
+
+
+def padded_dim(head_dim: int) -> int:
+    """`head_dim` rounded up to the multiple the packing needs (64, 80, 96, 128, 192, 256 stay as they are)."""
+    return -(-head_dim // CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE
+
+
+def due_blocks(length: int, sinks: int, residual: int) -> int:
+    """Blocks that a cache of `length` tokens holds packed: those complete and wholly older than `residual` tokens.
+
+    Args:
+        length: Tokens held.
+        sinks: Tokens at the start that are never packed.
+        residual: Tokens at the end that are never packed.
+    """
+    return max(0, length - sinks - residual) // BLOCK_TOKENS
+
+
+# The host's rules serve installations without Triton too.
+if find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    TOKENS = tl.constexpr(BLOCK_TOKENS)
+    """`BLOCK_TOKENS` in kernels."""
+    PLANE = tl.constexpr(PLANE_TOKENS)
+    """`PLANE_TOKENS` in kernels."""
+
+    @triton.jit
+    def due_blocks_in_kernel(length, sinks, residual):
+        """`due_blocks` of int32 scalars."""
+        return tl.maximum(length - sinks - residual, 0) // TOKENS

@@ -1,0 +1,83 @@
+"""Query rows of attention over many queries: their operands, logits and running softmax."""
+
+import triton
+import triton.language as tl
+
+from ..common.softmax import finite, soft_capped
+
+
+@triton.jit
+def normalised_rows(pointers, inside):
+    """Rows [BR, BD] as fp16 with elements below 1, and the power of two [BR] taken out."""
+    q = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) + 1
+    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (q * inverse[:, None]).to(tl.float16), scale
+
+
+@triton.jit
+def hidden(x, ASM: tl.constexpr):
+    """`x`, an int32 scalar: what is computed from the result is computed anew, not kept in registers until then."""
+    if ASM:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def parked(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
+    """`operand` [BR or 1, BDK] fp16 by way of memory.
+
+    Triton keeps operands that were loaded in shared memory, others in registers. And an address that depends on the
+    channel, used before the loop and in it, makes the compiler keep one register pair a channel through the loop.
+    """
+    tile = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tile_count + tl.program_id(0)
+    at = operand_rows + tile.to(tl.int64) * (BLOCK_R * BLOCK_DK)
+    at += tl.arange(0, operand.shape[0])[:, None] * BLOCK_DK + tl.arange(0, BLOCK_DK)[None, :]
+    tl.debug_barrier()
+    tl.store(at, operand)
+    tl.debug_barrier()
+    return tl.load(at)
+
+
+@triton.jit
+def masked(x, mask, s_offset, t, mask_t, valid, MASK: tl.constexpr):
+    """x [BR, TILE] with -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
+    at = t.to(tl.int64) * mask_t
+    if MASK == 1:
+        allowed = tl.load(mask + at, mask=valid, other=False)[None, :]
+    else:
+        allowed = tl.load(mask + s_offset[:, None] + at[None, :], mask=valid[None, :], other=False)
+    return tl.where(allowed, x, -float("inf"))
+
+
+@triton.jit
+def logits(
+    rows, keys, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
+    `common` [BR] and `factor` [BR]."""
+    x = tl.dot(rows, tl.trans(keys))
+    if SOFTCAP:
+        x = soft_capped(x * factor[:, None] + (common * factor)[:, None], cap_log2)
+    if MASK > 0:
+        x = masked(x, mask, mask_offset, t, mask_t, t >= 0, MASK)
+    return x
+
+
+@triton.jit
+def weights(x, shift, gain):
+    return tl.exp2(x * gain[:, None] - (shift * gain)[:, None])
+
+
+@triton.jit
+def add_tile(acc, total, maximum, x, v, gain, MASKED: tl.constexpr):
+    """Take in logits x [BR, 64] and values v [64, BDV]."""
+    new_maximum = tl.maximum(maximum, tl.max(x, 1))
+    shift = finite(new_maximum) if MASKED else new_maximum
+    alpha = tl.exp2((maximum - shift) * gain)
+    p = weights(x, shift, gain)
+    acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
+    return acc, total * alpha + tl.sum(p, 1), new_maximum

@@ -1,0 +1,56 @@
+"""The rooms of the two packages: imports go down, never up; no file outgrows its concept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_packaging import KERNELS, ROOT, imported_modules
+
+ROOMS = {
+    "tq_kernels": [["decode", "prefix", "codec"], ["common"], ["format"]],
+    "tq_hf": [
+        ["cli", "tools", "batching"],
+        ["cache"],
+        ["auto"],
+        ["saving"],
+        ["memory", "attention"],
+        ["layers"],
+        ["stores"],
+        ["ops"],
+        ["codec"],
+        ["tensors"],
+        ["config"],
+        ["layout"],
+        ["inference_mode", "compat"],
+    ],
+}
+"""Top to bottom; rooms side by side do not know one another."""
+FOLDERS = {"tq_kernels": KERNELS / "tq_kernels", "tq_hf": ROOT / "tq_hf"}
+
+
+def arrows(package: str) -> set[tuple[str, str]]:
+    """Which room imports which."""
+    folder = FOLDERS[package]
+    found = set()
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder).with_suffix("").parts
+        for name in imported_modules(path, ".".join((package, *parts))):
+            top, _, rest = name.partition(".")
+            if top == package and rest and parts != ("__init__",):
+                found.add((parts[0], rest.partition(".")[0]))
+    return {(room, other) for room, other in found if room != other}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_go_down_the_list_of_rooms(package: str) -> None:
+    floor = {room: i for i, rooms in enumerate(ROOMS[package]) for room in rooms}
+    found = arrows(package)
+    assert found
+    assert [f"{room} -> {other}" for room, other in sorted(found) if floor[room] >= floor[other]] == []
+
+
+@pytest.mark.parametrize(("folder", "most"), [(KERNELS, 350), (ROOT / "tq_hf", 400), (ROOT / "tests", 500)], ids=str)
+def test_no_file_outgrows_its_concept(folder: Path, most: int) -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines > most} == {}
