@@ -68,14 +68,11 @@ def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
-    """Whether the kernel runs for heads of this size on this device: rotations of large heads need its shared
-    memory, and without matrix units it would be slow."""
+    """Whether the kernel runs for heads of this size on this device: rotations of large heads need its shared memory,
+    or registers."""
     on = target(device)
-    if on.fragments:
-        return True
-    if device.type == "cuda" and not on.asm:
-        return torch.version.hip is not None and max(key_dim, value_dim) <= 128
-    return max(_block(key_dim), _block(value_dim)) <= (256 if on.shared_bytes > 160 * 1024 else 128)
+    wide = on.fragments or (on.asm and on.shared_bytes > 160 * 1024)
+    return max(_block(key_dim), _block(value_dim)) <= (256 if wide else 128)
 
 
 @lru_cache(maxsize=4096)
