@@ -14,17 +14,19 @@ STAMP := $(VENV)/.installed
 # The oldest versions allowed, over the packages of $(VENV): only what differs is installed twice.
 OLDEST := $(VENV)-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
-OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py cache/test_compiled.py tools/test_estimate.py tools/test_cli.py)
+OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py cache/test_compiled.py cache/test_bad_input.py \
+	saving stores layers tools)
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
 SPREAD := -n $(WORKERS)
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.
 PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newest test-oldest test-slow test-cuda lint format tables clean
+.PHONY: help venv demo test test-newest test-oldest test-kernels test-slow test-cuda lint format tables notebooks wheel clean
 
 help:
-	@echo "make demo | test | test-newest | test-oldest | test-slow | test-cuda | lint | format | tables | venv | clean"
+	@echo "make demo | test | test-newest | test-oldest | test-kernels | test-slow | test-cuda | lint | format"
+	@echo "make tables | notebooks | wheel | venv | clean"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,12 +59,16 @@ format: $(STAMP)
 test: lint test-newest test-oldest
 
 test-newest: $(STAMP)
-	$(PARALLEL) $(PYTEST) $(SPREAD) -m "not slow and not cuda" --nbmake tests examples
+	$(PARALLEL) $(PYTEST) $(SPREAD) -m "not slow and not cuda" --nbmake --ignore=tests/kernels tests examples
 
 # What touches transformers most, on its oldest supported version.
 test-oldest: $(OLDEST_STAMP)
 	$(PARALLEL) $(OLDEST)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) \
 		-m "not slow and not cuda" -o cache_dir=.pytest_cache/oldest $(OLDEST_TESTS)
+
+# The kernels by themselves: in Triton's interpreter, and compiled for every GPU they are written for.
+test-kernels: $(STAMP)
+	$(PARALLEL) $(PYTEST) $(SPREAD) -m "not slow and not cuda" tests/kernels
 
 test-slow: $(STAMP)
 	$(PARALLEL) $(PYTEST) $(SPREAD) -m "slow and not cuda" tests
@@ -70,10 +76,17 @@ test-slow: $(STAMP)
 test-cuda: $(STAMP)
 	$(PYTEST) -m cuda tests
 
-# The tables of README.md and the pictures, from the results in examples/results.
+# The tables of README.md and examples/results/README.md and the pictures, from the results in examples/results.
 tables: $(STAMP)
-	$(BIN)/python examples/plots.py
-	$(BIN)/python examples/make_tables.py
+	$(BIN)/python examples/measure/plots.py
+	$(BIN)/python examples/measure/make_tables.py
+
+# The notebooks' outputs, on this machine's CPU.
+notebooks: $(STAMP)
+	env CUDA_VISIBLE_DEVICES= $(BIN)/python examples/measure/run_notebooks.py
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 
 import needle_data as needle
 import torch
-from report import BASELINE, SHIPPED_MODEL, bytes_held, provenance
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,6 +29,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from tq_hf import PRESETS, TurboQuantCache
+
+sys.path.append(str(Path(__file__).resolve().parent / "measure"))
+from report import BASELINE, SHIPPED_MODEL, bytes_held, provenance  # noqa: E402
 
 MIB = 2**20
 

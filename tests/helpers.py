@@ -8,8 +8,9 @@ from transformers import LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.reference import dequantise, encode
-from tq_hf.stores.growing import LayerStore
-from tq_hf.stores.preallocated import StaticStore
+from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.growth import GROW, Growth
+from tq_hf.stores.preallocated import PreallocatedStore
 from tq_hf.tensors.blocks import PackedBlocks
 from tq_hf.tensors.window import KeyValue
 
@@ -67,10 +68,10 @@ def dequantised(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue |
 
 
 def filled(
-    config: TurboQuantConfig, pair: KeyValue, calls: list[int] | None = None, max_length: int | None = None
-) -> LayerStore:
+    config: TurboQuantConfig, pair: KeyValue, calls: list[int] | None = None, growth: Growth = GROW
+) -> GrowingStore:
     """A store that was given `pair` in calls of these many tokens (by default in one call)."""
-    store = LayerStore(config, *pair, max_length=max_length)
+    store = GrowingStore.allocate(config, *pair, growth)
     start = 0
     for size in [pair[0].shape[2]] if calls is None else calls:
         store.append(*rows(pair, start, start + size))
@@ -79,28 +80,28 @@ def filled(
     return store
 
 
-def packed_tensors(store: LayerStore) -> dict[str, torch.Tensor]:
+def packed_tensors(store: GrowingStore) -> dict[str, torch.Tensor]:
     """The used blocks of a store, those not yet dropped from the window included."""
     return store.blocks.slice(0, store.num_blocks + store.num_pending).tensors()
 
 
-def window_tensors(store: LayerStore) -> KeyValue:
+def window_tensors(store: GrowingStore) -> KeyValue:
     """The dense rows of a store that no packed block holds."""
     parts = [part for _, part in store.window.parts(store.num_pending * store.layout.tokens)]
     return concatenated(*parts) if parts else rows(store.sinks, 0, 0)
 
 
-def snapshot(store: LayerStore | StaticStore | None) -> dict[str, object]:
+def snapshot(store: GrowingStore | PreallocatedStore | None) -> dict[str, object]:
     """Everything a store holds, cloned: equal by `assert_unchanged` only if nothing was touched."""
     if store is None:
         return {}
-    tensors = {f"{kind} {i}": t.clone() for kind, group in store.tensors().items() for i, t in enumerate(group)}
-    if isinstance(store, StaticStore):
+    tensors = {f"{kind} {i}": t.clone() for kind, group in store.by_kind().items() for i, t in enumerate(group)}
+    if isinstance(store, PreallocatedStore):
         return tensors  # its counts are tensors
     return tensors | {"counts": store.counts, "first window row": store.window.first, "length": store.length}
 
 
-def assert_unchanged(store: LayerStore | StaticStore | None, before: dict[str, object]) -> None:
+def assert_unchanged(store: GrowingStore | PreallocatedStore | None, before: dict[str, object]) -> None:
     """The store is as it was at `before = snapshot(store)`."""
     after = snapshot(store)
     assert after.keys() == before.keys()

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_multi_gpu import keep_local_shards, without_module_guards
 from helpers import states
-from multi_gpu import keep_local_shards, without_module_guards
 from test_compiled import compile_config
 from tiny_models import VOCAB
 from torch._dynamo.utils import counters
@@ -66,10 +66,10 @@ def shares_are_the_whole(model: PreTrainedModel, rank: int) -> dict[str, bool]:
         mine.update(*(part.chunk(ranks, dim=1)[rank] for part in states_of_all), 0)
         whole.update(*states_of_all, 0)
         shares: list[Any] = [None] * ranks
-        dist.all_gather_object(shares, mine.layers[0].store.tensors())
+        dist.all_gather_object(shares, mine.layers[0].store.by_kind())
         equal[preset] = all(
             torch.equal(torch.cat([share[kind][index] for share in shares], dim=1), expected)
-            for kind, group in whole.layers[0].store.tensors().items()
+            for kind, group in whole.layers[0].store.by_kind().items()
             for index, expected in enumerate(group)
         )
     return equal

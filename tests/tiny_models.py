@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
@@ -69,6 +70,22 @@ def _qwen3_next() -> PreTrainedConfig:
     )
 
 
+def _gemma3n() -> PreTrainedConfig:
+    """The last two layers read the keys of the two before them."""
+    return Gemma3nTextConfig(
+        **_SIZES,
+        head_dim=32,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=16,
+        num_kv_shared_layers=2,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        sliding_window=96,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+
+
 def _deepseek_v3() -> PreTrainedConfig:
     return DeepseekV3Config(
         **{**_SIZES, "num_key_value_heads": 4},
@@ -100,6 +117,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         sliding_window=96,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "gemma3n": _gemma3n,
     "gpt_oss": _gpt_oss,
     "phi3": lambda: Phi3Config(**_SIZES),
     "deepseek_v3": _deepseek_v3,

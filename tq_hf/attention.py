@@ -13,8 +13,9 @@ from .compat import is_tracing
 from .ops import dispatch, triton_backend
 from .ops.reference_attention import attend_dense
 from .stores import graph_ops
-from .stores.preallocated import StaticStore
+from .stores.checks import check_room
 from .stores.ticket import redeem
+from .tensors.view import StepView
 
 NAME = "turboquant"
 
@@ -51,19 +52,19 @@ def turboquant_attention(
     Returns:
         `[B, S, Hq, Dv]` and `None` (attention weights are not available).
     """
-    held = redeem(key)
+    held = redeem(key, module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = dict(
         scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
     )
-    if isinstance(held, StaticStore) or (held is not None and held.past_length > 0):
+    if held is not None and not held.is_first:
         if dropout:
             raise ValueError(
                 f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
             )
-        if isinstance(held, StaticStore):
-            return _attend_static(query, held, attention_mask, **options), None
+        if isinstance(held, StepView):
+            return _attend_step(query, held, attention_mask, **options), None
         return dispatch.attend(query, held, attention_mask, **options), None
     if softcap is None and s_aux is None:
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
@@ -89,9 +90,9 @@ def turboquant_attention(
     return attend_dense(query, key, value, attention_mask, **options), None
 
 
-def _attend_static(
+def _attend_step(
     query: torch.Tensor,
-    store: StaticStore,
+    view: StepView,
     mask: torch.Tensor | None,
     *,
     scaling: float,
@@ -106,7 +107,7 @@ def _attend_static(
             f"A preallocated cache is read with boolean masks [batch, 1, queries, keys] and no position bias, but got "
             f"{came}. Pass a boolean mask (`mask == 0` of an additive one), or make the cache without `max_cache_len`."
         )
-    return graph_ops.attend_token(query, store, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 def turboquant_mask(
@@ -128,18 +129,17 @@ def turboquant_mask(
     Raises:
         ValueError: The padding mask is longer than the keys: a preallocated cache would overrun.
     """
-    # Lengths on the device belong to a preallocated cache, whose keys go on after the query.
+    # Lengths on the device belong to a preallocated cache, whose keys may go on after the query.
     preallocated = isinstance(q_offset, torch.Tensor)
-    if preallocated and q_length == 1 and kwargs.get("local_size") is None and attention_mask is not None:
-        if attention_mask.shape[-1] > kv_length:
-            raise ValueError(
-                f"This step needs room for {attention_mask.shape[-1]} tokens, but `max_cache_len` of the cache is "
-                f"{kv_length}. Make the cache with a larger `max_cache_len`."
-            )
     local = kwargs.get("local_size")
-    if allow_is_causal_skip and not preallocated and 1 < q_length < kv_length and local is None:
+    # An eager step is refused by the layer that counts. Before a compiled one, which can only assert on the device and
+    # takes the process's GPU with it, a padding mask too long is the last that the host sees of an overrun.
+    if preallocated and q_length == 1 and local is None and attention_mask is not None:
+        check_room(1, attention_mask.shape[-1] - 1, kv_length)
+    if allow_is_causal_skip and 1 < q_length < kv_length and local is None and not is_tracing(q_offset):
         end = kv_length + kwargs.get("kv_offset", 0)
-        if q_offset + q_length == end and _pads_nothing(attention_mask, end):
+        # The offset of a preallocated cache is read from the device, once for all layers of a call.
+        if int(q_offset) + q_length == end and _pads_nothing(attention_mask, end):
             return None
     ends_with_query = q_length == kv_length or (q_length == 1 and not preallocated)
     return sdpa_mask(

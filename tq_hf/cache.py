@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from copy import copy, deepcopy
 from typing import Any
 
@@ -20,7 +21,7 @@ from .layers.sliding import SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
 from .saving.cache_file import load_cache, save_cache
-from .stores.growing import check_states
+from .stores.checks import check_states
 
 logger = logging.get_logger(__name__)
 
@@ -92,12 +93,14 @@ class TurboQuantCache(Cache):
             layers = DynamicCache(config=model_config).layers
         else:
             layers = StaticCache(model_config, max_cache_len).layers
-        # Its attention implementation is looked at later, so it must live on; an encoder-decoder's is made on the fly.
+        # By it `save` finds the model; an encoder-decoder's decoder config is made on the fly.
         watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
+        self._model_config = weakref.ref(watched)
+        shared = _read_by_others(decoder_config)
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
-                layers[index] = TurboQuantLayer(self.config, watched, max_cache_len)
+                layers[index] = TurboQuantLayer(self.config, max_cache_len, index in shared)
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
@@ -227,3 +230,11 @@ def _skipped(skip_layers: tuple[int, ...], num_layers: int) -> set[int]:
                 f"use {-num_layers} to {num_layers - 1}."
             )
     return {index % num_layers for index in skip_layers}
+
+
+def _read_by_others(config: PreTrainedConfig) -> set[int]:
+    """Layers whose keys and values later layers read (Gemma 3n, Gemma 4): before the last `num_kv_shared_layers`, the
+    last of each type."""
+    sharing = getattr(config, "num_kv_shared_layers", None) or 0
+    layer_types = getattr(config, "layer_types", None) or []
+    return set({kind: index for index, kind in enumerate(layer_types[:-sharing])}.values()) if sharing else set()

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from tq_kernels.format import due_blocks
+
 from .layout import SUPPORTED_BITS, BlockLayout
 
 GROWTH = 1.125
@@ -124,7 +126,7 @@ class TurboQuantConfig:
 
     def num_blocks(self, length: int) -> int:
         """Blocks a cache of `length` tokens holds packed: those complete and wholly older than `residual_length`."""
-        return max(0, length - self.sink_tokens - self.residual_length) // BlockLayout.tokens
+        return due_blocks(length, self.sink_tokens, self.residual_length)
 
 
 def _preset(name: str, key_bits: int, value_bits: int) -> TurboQuantConfig:

@@ -86,7 +86,7 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
         if isinstance(layer, TurboQuantLayer):
             if layer.store is None:
                 continue
-            for kind, tensors in layer.store.tensors().items():
+            for kind, tensors in layer.store.by_kind().items():
                 for tensor in tensors:
                     count(kind, tensor)
             count("metadata", layer._nan)

@@ -68,7 +68,7 @@ def test_compiled_decoding_gives_the_tokens_of_eager_decoding_in_one_graph(prese
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma3n", "gpt_oss", "deepseek_v3"])
 def test_other_families_compile(name):
     model = build(name)
     model.set_attn_implementation("turboquant")
@@ -137,7 +137,7 @@ def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
         growing.reset()
         assert cache.get_seq_length() == 0
     after = [
-        tensor.data_ptr() for layer in cache.layers for tensors in layer.store.tensors().values() for tensor in tensors
+        tensor.data_ptr() for layer in cache.layers for tensors in layer.store.by_kind().values() for tensor in tensors
     ]
     assert after == addresses, "tensors moved: captured graphs would read freed memory"
 
@@ -147,7 +147,7 @@ def _tensors(cache: TurboQuantCache, model: PreTrainedModel):
     config = model.config
     cache.early_initialization(2, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu"))
     for layer in cache.layers:
-        yield from layer.store.tensors().values()
+        yield from layer.store.by_kind().values()
 
 
 def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():

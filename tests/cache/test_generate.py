@@ -366,10 +366,10 @@ def test_offloading_between_steps_changes_nothing():
                 out = model(ids[:, start : start + 60], past_key_values=cache)
             if offloaded:
                 for layer in packed_layers(cache):
-                    view = layer._view()
+                    view = layer.store.view()
                     layer.offload()
                     layer.prefetch()
-                    assert torch.equal(view.sinks[0], layer._view().sinks[0]) and view.length == start + 60
+                    assert torch.equal(view.sinks[0], layer.store.view().sinks[0]) and view.length == start + 60
         outputs.append(out.logits)
     assert torch.equal(*outputs)
 
@@ -404,9 +404,10 @@ def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
     model = model_named("llama")
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
-    for tokens in (300, 20, 1):
-        model(prompts(1, tokens)["input_ids"], past_key_values=cache)
-    tensors = [t for layer in cache.layers for kind in layer.store.tensors().values() for t in kind]
+    with torch.enable_grad():
+        for tokens in (300, 20, 1):
+            model(prompts(1, tokens)["input_ids"], past_key_values=cache)
+    tensors = [t for layer in cache.layers for kind in layer.store.by_kind().values() for t in kind]
     assert not any(tensor.requires_grad for tensor in tensors)
     copy.deepcopy(cache)
 

@@ -159,8 +159,8 @@ def test_devices_sum_to_the_total():
 def test_layers_on_several_devices_are_told_apart():
     cache = pushed(TurboQuantCache(llama_config(LAYERS)), 0, 500)
     total = cache.memory_footprint().total
-    moved = sum(t.nbytes for group in cache.layers[1].store.tensors().values() for t in group)
-    cache.layers[1].store = cache.layers[1].store.mapped(lambda tensor: tensor.to("meta"))
+    moved = sum(t.nbytes for group in cache.layers[1].store.by_kind().values() for t in group)
+    cache.layers[1].store = cache.layers[1].store.map(lambda tensor: tensor.to("meta"))
     footprint = cache.memory_footprint()
     assert set(footprint.by_device) == {"cpu", "meta"}
     assert footprint.by_device["cpu"] == total - moved

@@ -79,7 +79,7 @@ def test_the_example_runs_without_gpus(tmp_path):
 
 
 def run_example(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, str(EXAMPLES / "multi_gpu.py"), "--tiny", "--layers", "2"]
+    command = [sys.executable, str(EXAMPLES / "measure" / "bench_multi_gpu.py"), "--tiny", "--layers", "2"]
     run = subprocess.run([*command, "--output", str(folder / "out.json")], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-8000:]
     return json.loads((folder / "out.json").read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def test_each_layer_is_stored_where_it_runs_and_counted_there(two_gpus):
         two_gpus(prompt(length=1000)["input_ids"].to("cuda:0"), past_key_values=cache)
     footprint = cache.memory_footprint()
     assert footprint.by_device == {"cuda:0": footprint.total // 2, "cuda:1": footprint.total // 2}
-    places = [{str(t.device) for kind in layer.store.tensors().values() for t in kind} for layer in cache.layers]
+    places = [{str(t.device) for kind in layer.store.by_kind().values() for t in kind} for layer in cache.layers]
     assert places == [{"cuda:0"}] * 2 + [{"cuda:1"}] * 2
 
 

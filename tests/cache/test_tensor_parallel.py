@@ -55,9 +55,8 @@ def leave_results(folder: Path, model: PreTrainedModel) -> Path:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
     worker = [str(TESTS / "tensor_parallel_worker.py"), str(folder)]
     # Without GPUs, whatever the machine has: these are the tests of the path over gloo.
-    path = os.pathsep.join(
-        filter(None, [str(EXAMPLES), str(TESTS), str(TESTS / "cache"), os.environ.get("PYTHONPATH")])
-    )
+    folders = [str(EXAMPLES), str(EXAMPLES / "measure"), str(TESTS), str(TESTS / "cache"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     run = subprocess.run(
         [sys.executable, *command, *worker], env=os.environ | hidden, capture_output=True, text=True, timeout=600
@@ -101,7 +100,7 @@ def test_compiled_decoding_is_one_graph(found):
 
 
 def test_local_shards_without_module_guards_give_the_same_tokens_for_caches_of_any_size(found):
-    """As in examples/multi_gpu.py: guards on the cache stay, so that a larger one is compiled anew."""
+    """As in examples/measure/bench_multi_gpu.py: guards on the cache stay, so that a larger one is compiled anew."""
     for rank in RANKS:
         local = found[rank]["local_shards"]
         assert local["tokens"] == [local["expected"]] * 2

@@ -1,4 +1,4 @@
-"""Recall of the shipped model from a fully packed history: `examples/evaluate_passkey.py` in small.
+"""Recall of the shipped model from a fully packed history: `examples/measure/evaluate_passkey.py` in small.
 
 Documents are a multiple of 128 tokens and nothing is kept dense, so that every fact is read from packed blocks. A wrong
 sign in the rotation, mixed-up scales or a lost block mean bring recall to zero; smaller errors are for the tests of

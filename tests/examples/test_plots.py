@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -62,10 +63,25 @@ def test_without_results_a_picture_is_left_out(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(plots, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["plots.py"])
     plots.main()
-    assert {path.stem for path in tmp_path.iterdir()} == {"memory"}
+    assert {path.stem for path in tmp_path.iterdir()} == {"overview"}
     assert "kernels: no results yet" in capsys.readouterr().out
 
 
-def test_the_readme_shows_every_picture() -> None:
-    text = make_tables.README.read_text(encoding="utf-8")
-    assert [name for name in DRAWN if f'"examples/results/{name}.svg"' not in text] == []
+def test_the_pages_show_every_picture() -> None:
+    shown = {p.resolve() for page in make_tables.PAGES for p in map(page.parent.joinpath, sources(page))}
+    assert shown == {plots.RESULTS / f"{name}.svg" for name in DRAWN}
+
+
+def sources(page: Path) -> list[str]:
+    return re.findall(r'<img src="([^"]+)"', page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_is_dark_where_the_system_is(name: str) -> None:
+    text = (plots.RESULTS / f"{name}.svg").read_text(encoding="utf-8")
+    style, drawn = re.search(r"@media \(prefers-color-scheme: dark\){(.*)}</style>(.*)", text, flags=re.DOTALL).groups()
+    used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn))
+    assert used <= set(plots.DARK) | set(plots.COLOURS.values()) | {c for c, _ in plots.STYLES.values()}
+    assert plots.CARD in used and plots.INK in used
+    assert all(f"fill: {colour}" in style and f"stroke: {colour}" in style for colour in plots.DARK)
+    assert "#000000" not in drawn

@@ -1,36 +1,64 @@
-"""README.md says what the package and the committed results say."""
+"""README.md and its sister pages say what the package and the committed results say."""
 
 from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import make_tables
+import pytest
 from tiny_models import CONFIGS
 
+ROOT = make_tables.ROOT
 TEXT = make_tables.README.read_text(encoding="utf-8")
+RESULTS = (make_tables.RESULTS / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").rglob("README.md"))]
 
 
-def test_tables_are_those_of_the_results_files() -> None:
-    assert make_tables.updated(TEXT) == TEXT, "run `make tables`"
+@pytest.mark.parametrize("page", make_tables.PAGES, ids=lambda page: page.parent.name)
+def test_tables_are_those_of_the_results_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert make_tables.updated(text) == text, "run `make tables`"
 
 
 def test_every_results_file_has_its_table() -> None:
-    shown = [path for _, name, _ in make_tables.SECTION.findall(TEXT) for path in make_tables.files_of(name)]
+    shown = [path for _, name, _ in make_tables.SECTION.findall(RESULTS) for path in make_tables.files_of(name)]
     assert sorted(shown) == sorted(make_tables.RESULTS.glob("*.json")), "each in one table"
 
 
-def test_links_into_the_repository_exist() -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", TEXT) + re.findall(r'src="(?!https?:)([^"]+)"', TEXT)
-    assert any(link.endswith(".svg") for link in links)
-    assert [link for link in links if not (make_tables.ROOT / link).exists()] == []
+def test_the_front_page_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 230
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_into_the_repository_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", text) + re.findall(r'src="(?!https?:)([^"]+)"', text)
+    for link in links:
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], link
+
+
+def test_pages_show_pictures() -> None:
+    assert re.search(r'src="examples/results/\w+\.svg"', TEXT) and re.search(r'src="\w+\.svg"', RESULTS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_name_scripts_that_exist(page: Path) -> None:
+    scripts = re.findall(r"(?<!/)examples/[\w/]+\.py", page.read_text(encoding="utf-8"))
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
 def test_python_examples_parse() -> None:
-    examples = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert examples
-    for example in examples:
-        ast.parse(example)
+    for page in PAGES:
+        for example in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+            ast.parse(example)
+    assert "```python" in TEXT
 
 
 def test_every_architecture_that_is_tested_is_listed() -> None:

@@ -96,6 +96,11 @@ QUALITY = {
     ],
     "skipped": {"hqq int4": "hqq is not installed"},
 }
+CPU = {
+    "rows": [
+        {"cache": name, "context": 4000, "ms_per_step": ms} for name, ms in (("DynamicCache", 7), ("4bit_nc", 12.5))
+    ]
+}
 ABLATION = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")}
 
 EXPECTED = [
@@ -119,6 +124,7 @@ EXPECTED = [
         QUALITY,
         ["| `4bit_nc` | 0.00023, – | 0.00029, – |", "| 0.40 (0.37 to 0.43) |", "(hqq is not installed)"],
     ),
+    ("cpu", CPU, ["| cache | context | ms per step |", "| `4bit_nc` | 4000 | 12.5 |"]),
     ("ablation", ABLATION, ["10.0M parameters; 36 documents", "| `4bit_nc`, packed only | 158 |", "0.00029, –"]),
 ]
 

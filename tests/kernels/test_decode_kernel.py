@@ -19,7 +19,7 @@ from kernel_cases import (
 
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference_attention
-from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.growing import GrowingStore
 
 BASE = Case()
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -118,7 +118,7 @@ def check_late_rows(device: torch.device) -> None:
         torch.randn(2, 40, 2, dim, generator=generator).half().to(device).transpose(1, 2) for dim in (80, 96)
     )
     config = TurboQuantConfig(sink_tokens=4, residual_length=0)
-    late, early = (LayerStore(config, keys, values) for _ in range(2))
+    late, early = (GrowingStore.allocate(config, keys, values) for _ in range(2))
     for store in (late, early):
         store.append(keys[:, :, :30], values[:, :, :30])
     for token in range(30, 34):

@@ -14,7 +14,7 @@ from helpers import all_packed, assert_same, concatenated, filled, rows, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.workspace import current_workspace, release_workspaces
-from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.growing import GrowingStore
 
 pytest.importorskip("triton")
 
@@ -73,7 +73,7 @@ def query(batch: int = 1) -> torch.Tensor:
 
 
 @pytest.fixture
-def store(log) -> LayerStore:
+def store(log) -> GrowingStore:
     """A store that is decoding, with room in its window."""
     config = TurboQuantConfig(sink_tokens=4, residual_length=128)
     store = filled(config, states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
@@ -123,6 +123,13 @@ def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
         log.clear()
 
 
+def test_a_short_mask_launches_nothing(store, log):
+    view = store.append(*token(2))
+    with pytest.raises(ValueError, match="columns"):
+        dispatch.attend(query(), view, torch.ones(1, 1, 1, view.length - 1, dtype=torch.bool), scaling=0.3)
+    assert log == []
+
+
 def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
     dispatch.attend(query(), store.append(*token(2)), None, scaling=0.3)
     log.clear()
@@ -137,8 +144,7 @@ def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
 def test_nothing_is_compiled_while_a_window_grows(log, residual):
     """A sequence decoded from 20 tokens to 1,420: every kernel has one variant, whatever the window's capacity."""
     keys, values = states(0, batch=1, heads=1, tokens=20, dim=64, dtype=torch.float16)
-    store = LayerStore(TurboQuantConfig(residual_length=residual), keys, values)
-    store.append(keys, values)
+    store = filled(TurboQuantConfig(residual_length=residual), (keys, values))
     new, capacities = (keys[:, :, :1].contiguous(), values[:, :, :1].contiguous()), set()
     for _ in range(1400):
         dispatch.attend(query(), store.append(*new), None, scaling=0.1)
@@ -175,21 +181,21 @@ def addresses(log: list[tuple[Any, ...]]) -> set[int]:
     return {value for entry in log for value in entry[3][1] if isinstance(value, int)}
 
 
-def packed_window_and_sinks(store: LayerStore) -> set[int]:
-    tensors = [tensor for group in store.tensors().values() for tensor in group]
+def packed_window_and_sinks(store: GrowingStore) -> set[int]:
+    tensors = [tensor for group in store.by_kind().values() for tensor in group]
     return {tensor.data_ptr() for tensor in tensors}
 
 
-def reordered(store: LayerStore) -> LayerStore:
-    return store.mapped(lambda tensor: tensor.index_select(0, torch.tensor([0])))
+def reordered(store: GrowingStore) -> GrowingStore:
+    return store.map(lambda tensor: tensor.index_select(0, torch.tensor([0])))
 
 
-def prefilled(store: LayerStore) -> LayerStore:
+def prefilled(store: GrowingStore) -> GrowingStore:
     store.append(*states(7, tokens=300, dim=64, value_dim=32, dtype=torch.float16))
     return store
 
 
-def grown(store: LayerStore) -> LayerStore:
+def grown(store: GrowingStore) -> GrowingStore:
     """Decoded on until a block is encoded into larger buffers."""
     blocks = store.blocks
     while store.blocks is blocks:
@@ -197,13 +203,13 @@ def grown(store: LayerStore) -> LayerStore:
     return store
 
 
-def cropped(store: LayerStore) -> LayerStore:
+def cropped(store: GrowingStore) -> GrowingStore:
     store.crop(150)
     return store
 
 
-def copied(store: LayerStore) -> LayerStore:
-    store.window = store.window.copied(store.window.capacity)
+def copied(store: GrowingStore) -> GrowingStore:
+    store._replace_window(store.window.copied(store.window.capacity))
     return store
 
 
@@ -235,13 +241,13 @@ def test_a_copied_view_is_read_where_the_copy_is(store, log):
     for _ in range(2):
         log.clear()
         dispatch.attend(query(), twin, None, scaling=0.3)
-        assert {part.data_ptr() for part in (*twin.sinks, *twin.buffers.ring)} <= addresses(log)
+        assert {part.data_ptr() for part in (*twin.sinks, *twin.tensors.ring)} <= addresses(log)
 
 
 def test_what_was_worked_out_is_kept_between_steps(store):
     views = [store.append(*token(seed)) for seed in (2, 3)]
-    assert views[0].buffers is views[1].buffers
-    assert views[0].buffers.prepared is not None
+    assert views[0].tensors is views[1].tensors
+    assert views[0].tensors.decoder is not None
 
 
 # The late row
@@ -253,9 +259,9 @@ def test_what_was_worked_out_is_kept_between_steps(store):
         lambda store, view: dispatch.dense(view),
         lambda store, view: dispatch.dense(store.view()),
         lambda store, view: dispatch.dense(deepcopy(store).view()),
-        lambda store, view: dispatch.dense(store.mapped(torch.clone).view()),
-        lambda store, view: dispatch.dense(LayerStore.resumed(
-            store.config, store.blocks, store.sinks, (store.window.keys, store.window.values), store.counts
+        lambda store, view: dispatch.dense(store.map(torch.clone).view()),
+        lambda store, view: dispatch.dense(GrowingStore(
+            store.tensors.with_ring(store.window.write_late_row()), store.counts
         ).view()),
     ],
     ids=["view", "store", "copied", "mapped", "saved"],

@@ -13,7 +13,7 @@ from prefix_cases import make_prefix_inputs, oracle, run_prefix
 from tq_hf import TurboQuantConfig
 from tq_hf.config import PRESETS
 from tq_hf.ops import dispatch, reference_attention, triton_backend
-from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.growing import GrowingStore
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, window=37, window_capacity=96)
@@ -123,7 +123,7 @@ if INTERPRETED:
         monkeypatch.setattr(triton_backend, "MAX_SHORT_SCORES", short)
         generator = torch.Generator().manual_seed(0)
         states = [torch.randn(1, 1, 300 + queries, 32, generator=generator).half() for _ in range(2)]
-        store = LayerStore(TurboQuantConfig(residual_length=10), *states)
+        store = GrowingStore.allocate(TurboQuantConfig(residual_length=10), *states)
         store.append(*(x[:, :, :300] for x in states))
         view = store.append(*(x[:, :, 300:] for x in states))
         assert (view.new is None) == (queries < 130) and view.num_blocks == 2

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import assert_unchanged, snapshot
 from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
 
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import reference_attention
-from tq_hf.stores.graph_ops import append_token, attend_token
-from tq_hf.stores.growing import LayerStore
-from tq_hf.stores.preallocated import StaticStore
+from tq_hf.stores.graph_ops import attend_token
+from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.preallocated import PreallocatedStore
 
 DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] + (["cpu"] if INTERPRETED else [])
 
@@ -42,42 +43,42 @@ def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset
     config = TurboQuantConfig.from_preset(preset, residual_length=0, sink_tokens=4)
     total = prompt + 140 if prompt > 3 else prompt + 6
     keys, values = states(total, device)
-    static = StaticStore.allocate(config, keys, values, total)
-    growing = LayerStore(config, keys, values)
+    preallocated = PreallocatedStore.allocate(config, keys, values, total)
+    growing = GrowingStore.allocate(config, keys, values)
     growing.append(keys[:, :, :prompt], values[:, :, :prompt])
-    with static.opened() as store:
-        store.append(keys[:, :, :prompt], values[:, :, :prompt])
+    preallocated.append(keys[:, :, :prompt], values[:, :, :prompt])
     query = torch.randn(2, HEADS * GROUP, 1, DIM, generator=torch.Generator().manual_seed(1)).half().to(device)
     # Every step matters near an event; the rest are appended only.
     for token in range(prompt, total):
         new = keys[:, :, token : token + 1], values[:, :, token : token + 1]
-        append_token(static, *new)
+        step = preallocated.append(*new)
         view = growing.append(*new)
-        assert static.length.item() == token + 1
-        assert tuple(static.state.tolist()) == tuple(growing.counts)
+        assert preallocated.length.item() == token + 1
+        assert tuple(preallocated.state.tolist()) == tuple(growing.counts)
         if token in (prompt, total - 1) or growing.num_pending:
-            actual = attend_token(query, static, None, scaling=DIM**-0.5)
+            actual = attend_token(step, query, None, scaling=DIM**-0.5)
             expected = reference_attention.attend(query, view, None, scaling=DIM**-0.5)
             assert relative_error(actual, expected) < 2e-3
-    with static.opened() as store:
-        dense, expected = (s.view() for s in (store, growing))
-        for (start, part), (other_start, other) in zip(dense.dense_parts, expected.dense_parts, strict=True):
-            assert start == other_start
-            assert torch.equal(part[0], other[0]) and torch.equal(part[1], other[1])
-        for name, tensor in store.blocks.tensors().items():
-            assert torch.equal(
-                tensor[:, :, : store.num_blocks], growing.blocks.tensors()[name][:, :, : store.num_blocks]
-            )
+    store = preallocated.as_growing()
+    dense, expected = (s.view() for s in (store, growing))
+    for (start, part), (other_start, other) in zip(dense.dense_parts, expected.dense_parts, strict=True):
+        assert start == other_start
+        assert torch.equal(part[0], other[0]) and torch.equal(part[1], other[1])
+    for name, tensor in store.blocks.tensors().items():
+        assert torch.equal(tensor[:, :, : store.num_blocks], growing.blocks.tensors()[name][:, :, : store.num_blocks])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_full_store_is_left_as_it_is(device):
     config = TurboQuantConfig(residual_length=0, sink_tokens=4)
     keys, values = states(50, device)
-    static = StaticStore.allocate(config, keys, values, 50)
-    with static.opened() as store:
-        store.append(keys, values)
-    before = [tensor.clone() for tensor in (*static.window, *static.sinks, static.state)]
-    append_token(static, *states(1, device, seed=1))
-    assert static.length.item() == 50
-    assert all(torch.equal(a, b) for a, b in zip(before, (*static.window, *static.sinks, static.state), strict=True))
+    store = PreallocatedStore.allocate(config, keys, values, 50)
+    store.append(keys[:, :, :49], values[:, :, :49])
+    store.append(keys[:, :, 49:], values[:, :, 49:])
+    before = snapshot(store)
+    for num_held in (50, None):  # what the host knows after an eager step, and after a compiled one
+        store.num_held = num_held
+        with pytest.raises(ValueError, match="1 tokens to the 50.*`max_cache_len` of 50"):
+            store.append(*states(1, device, seed=1))
+        assert store.length.item() == 50
+        assert_unchanged(store, before)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.workspace import current_workspace, release_workspaces
-from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.growing import GrowingStore
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -47,7 +47,7 @@ def oracle(query: torch.Tensor, view, mask: torch.Tensor | None) -> torch.Tensor
 @pytest.mark.parametrize("preset", PRESETS)
 def test_fused_and_buffered_agree_with_fp64(preset, queries, past, padded):
     """T = past + S, odd and prime among them."""
-    store = LayerStore(TurboQuantConfig.from_preset(preset), *states(1, 0))
+    store = GrowingStore.allocate(TurboQuantConfig.from_preset(preset), *states(1, 0))
     store.append(*states(past, 1))
     view = store.append(*states(queries, 2))
     generator = torch.Generator("cuda").manual_seed(3)
@@ -66,7 +66,7 @@ def test_scratch_is_of_the_size_of_the_queries():
     sizes = []
     for past in (4000, 40000):
         release_workspaces()
-        store = LayerStore(TurboQuantConfig(), *states(1, 0))
+        store = GrowingStore.allocate(TurboQuantConfig(), *states(1, 0))
         store.append(*states(past, 1))
         view = store.append(*states(1500, 2))
         query = torch.randn(2, HQ, 1500, DIM, device="cuda", dtype=torch.float16)

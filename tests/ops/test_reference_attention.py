@@ -9,7 +9,7 @@ from helpers import all_packed, filled, rows, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch, reference_attention
 from tq_hf.ops.reference_attention import attend_dense
-from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.growing import GrowingStore
 from tq_hf.tensors.view import StoreView
 
 CONFIG = TurboQuantConfig(residual_length=60, sink_tokens=4)
@@ -26,7 +26,7 @@ def viewed(
 ) -> StoreView:
     """A view of `past` cached tokens and `queries` new ones."""
     pair = states(queries, batch, heads, past + queries, dim, value_dim)
-    store = LayerStore(config, *pair)
+    store = GrowingStore.allocate(config, *pair)
     store.append(*rows(pair, 0, past))
     return store.append(*rows(pair, past))
 

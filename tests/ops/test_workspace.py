@@ -360,8 +360,8 @@ def test_attention_of_all_layers_takes_its_tiles_from_one_workspace(allocations)
 
 def test_neither_layers_nor_stores_hold_scratch():
     store = filled(TurboQuantConfig(), states(1, tokens=1024))
-    before = sum(t.nbytes for group in store.tensors().values() for t in group)
+    before = sum(t.nbytes for group in store.by_kind().values() for t in group)
     dispatch.attend(states(2, tokens=1)[0], store.view(), None, scaling=1.0)
     assert workspace_bytes() > 0
-    assert sum(t.nbytes for group in store.tensors().values() for t in group) == before
+    assert sum(t.nbytes for group in store.by_kind().values() for t in group) == before
     assert not any(isinstance(value, Workspace) for value in vars(store).values())

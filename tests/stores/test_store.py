@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -32,8 +34,11 @@ from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
 from tq_hf.config import GROWTH
 from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
-from tq_hf.stores.growing import LayerStore
-from tq_hf.stores.ticket import step_placeholders
+from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.growth import Fixed
+from tq_hf.stores.ticket import redeem, step_placeholders
+from tq_hf.tensors.layer_tensors import RowKind
+from tq_hf.tensors.window import DenseWindow
 
 CONFIGS = {
     "all_packed": all_packed(),
@@ -42,6 +47,7 @@ CONFIGS = {
     "default": PRESETS["2.5bit_nc"],
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+gradients = pytest.mark.parametrize("recorded", [False, True], ids=["", "gradients"])
 
 
 class Expected:
@@ -98,7 +104,7 @@ class Expected:
         self.tokens = rows(self.tokens, 0, length)
 
 
-def check(store: LayerStore, expected: Expected) -> None:
+def check(store: GrowingStore, expected: Expected) -> None:
     """The store holds what is expected, bit for bit."""
     sinks, settled, pending = expected.sinks, expected.settled, expected.pending
     assert (store.length, store.num_sinks) == (expected.length, sinks)
@@ -111,9 +117,13 @@ def check(store: LayerStore, expected: Expected) -> None:
 
 SIZES = st.one_of(st.integers(1, 5), st.sampled_from([60, 127, 128, 129, 256]), st.integers(1, 420))
 APPEND = st.tuples(st.just("append"), SIZES)
+STEP = st.tuples(st.just("append"), st.just(1))
 CALLS = st.one_of(
     APPEND,
     APPEND,
+    STEP,
+    STEP,
+    STEP,
     st.tuples(st.just("crop"), st.one_of(st.integers(0, 12), SIZES)),
     st.tuples(st.just("select"), st.lists(st.integers(0, 5), min_size=1, max_size=3)),
     st.tuples(st.just("read"), st.none()),
@@ -129,12 +139,13 @@ CALLS = st.one_of(
     prompt=SIZES,
     calls=st.lists(CALLS, min_size=3, max_size=12),
 )
-def test_any_sequence_of_calls_holds_and_shows_what_it_should(bits, residual, sinks, key_mean, prompt, calls):
+def check_any_sequence_of_calls(bits, residual, sinks, key_mean, prompt, calls):
     config = TurboQuantConfig(
         key_bits=bits[0], value_bits=bits[1], residual_length=residual, sink_tokens=sinks, key_mean=key_mean
     )
     shape = dict(heads=1, dim=8, value_dim=12)
-    store, expected = LayerStore(config, *states(0, 2, **shape)), Expected(config, states(0, 2, **shape))
+    store = GrowingStore.allocate(config, *states(0, 2, **shape))
+    expected = Expected(config, states(0, 2, **shape))
     for seed, (call, argument) in enumerate([("append", prompt), *calls]):
         if call == "append":
             new = states(seed, store.batch_size, tokens=argument, **shape)
@@ -147,11 +158,18 @@ def test_any_sequence_of_calls_holds_and_shows_what_it_should(bits, residual, si
             expected.crop(argument)
         elif call == "select":
             indices = torch.tensor(argument) % store.batch_size
-            store = store.mapped(lambda tensor, indices=indices: tensor[indices])
+            store = store.map(lambda tensor, indices=indices: tensor[indices])
             expected.tokens = (expected.tokens[0][indices], expected.tokens[1][indices])
         else:
             assert_same(dispatch.dense(store.view()), expected.read(expected.settled + expected.pending))
         check(store, expected)
+
+
+def test_any_sequence_of_calls_holds_and_shows_what_it_should():
+    append_late = DenseWindow.append_late
+    with mock.patch.object(DenseWindow, "append_late", autospec=True, side_effect=append_late) as late:
+        check_any_sequence_of_calls()
+    assert late.call_count > 100, "the path of decoding is hardly taken"
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -169,24 +187,28 @@ def test_what_is_held_does_not_depend_on_how_it_was_appended(name, calls):
         assert torch.equal(packed_tensors(split)[tensor_name], tensor), tensor_name
 
 
+@gradients
 @configs
-def test_decoding_token_by_token_holds_the_same_as_one_prefill(config):
+def test_decoding_token_by_token_holds_the_same_as_one_prefill(config, recorded):
     pair = states(2, tokens=420, dim=8)
-    steps, whole = filled(config, pair, [1] * 420), filled(config, pair)
+    with torch.set_grad_enabled(recorded):
+        steps, whole = filled(config, pair, [1] * 420), filled(config, pair)
     assert_same(window_tensors(steps), window_tensors(whole))
     for name, tensor in packed_tensors(whole).items():
         assert torch.equal(packed_tensors(steps)[name], tensor), name
 
 
+@gradients
 @configs
 @pytest.mark.parametrize("calls", [[300], [1, 299], [290, 10], [100, 128, 72], [200, 129, 300]])
-def test_tokens_of_a_call_are_exact_in_that_call_and_follow_the_past(config, calls):
+def test_tokens_of_a_call_are_exact_in_that_call_and_follow_the_past(config, calls, recorded):
     pair = states(3, tokens=sum(calls), dim=8)
-    store = LayerStore(config, *pair)
+    store = GrowingStore.allocate(config, *pair)
     past = 0
     for size in calls:
         before = dispatch.dense(store.view())
-        view = store.append(*rows(pair, past, past + size))
+        with torch.set_grad_enabled(recorded):
+            view = store.append(*rows(pair, past, past + size))
         assert (view.past_length, view.length) == (past, past + size)
         shown = dispatch.dense(view)
         assert_same(rows(shown, past), rows(pair, past, past + size))
@@ -208,7 +230,7 @@ def test_all_but_complete_old_blocks_stays_exact(config):
 def test_reading_changes_neither_the_store_nor_a_view_in_use():
     """`.keys` may be read between `update` and attention, and before an assisted decoder crops."""
     pair = states(5, tokens=300, dim=8)
-    store = LayerStore(all_packed(), *pair)
+    store = GrowingStore.allocate(all_packed(), *pair)
     store.append(*rows(pair, 0, 250))
     view = store.append(*rows(pair, 250, 260))
     assert store.num_pending == 1
@@ -264,7 +286,7 @@ def test_crop_within_the_window_equals_never_having_appended(config, removed):
 def test_crop_of_the_call_that_completed_a_block_is_exact():
     """Assisted decoding: candidates complete a block, which is encoded, and are then rejected."""
     pair = states(11, tokens=300, dim=8)
-    store = LayerStore(all_packed(), *pair)
+    store = GrowingStore.allocate(all_packed(), *pair)
     store.append(*rows(pair, 0, 250))
     store.append(*rows(pair, 250, 260))
     assert (store.num_blocks, store.num_pending) == (1, 1)
@@ -278,7 +300,7 @@ def test_crop_of_the_call_that_completed_a_block_is_exact():
 
 def test_crop_that_keeps_a_pending_block_complete_keeps_it_packed():
     pair = states(12, tokens=260, dim=8)
-    store = LayerStore(all_packed(), *pair)
+    store = GrowingStore.allocate(all_packed(), *pair)
     store.append(*rows(pair, 0, 250))
     store.append(*rows(pair, 250, 260))
     store.crop(3)
@@ -353,7 +375,7 @@ def test_batch_operations_equal_doing_them_on_the_inputs(config, function, calls
     pair = states(18, batch=3, tokens=400, dim=8)
     changed = tuple(function(part) for part in pair)
     store, straight = filled(config, pair, calls), filled(config, changed, calls)
-    store = store.mapped(function)
+    store = store.map(function)
     assert store.batch_size == straight.batch_size == changed[0].shape[0]
     new = states(19, batch=changed[0].shape[0], tokens=140, dim=8)
     assert_same(dispatch.dense(store.append(*new)), dispatch.dense(straight.append(*new)))
@@ -392,8 +414,8 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(message, calls):
 
 
 @pytest.mark.parametrize("held, more", [(0, 301), (300, 1), (290, 11), (100, 300)])
-def test_exceeding_max_length_is_refused_before_anything_changes(held, more):
-    store = LayerStore(all_packed(), *states(22), max_length=300)
+def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held, more):
+    store = GrowingStore.allocate(all_packed(), *states(22), Fixed(300))
     if held:
         store.append(*states(23, tokens=held))
     before = snapshot(store)
@@ -411,7 +433,7 @@ def test_exceeding_max_length_is_refused_before_anything_changes(held, more):
 @pytest.mark.parametrize("name", PRESETS)
 def test_bytes_after_a_prefill_follow_config_arithmetic(name, tokens):
     store = filled(PRESETS[name], states(26, batch=2, tokens=tokens, dim=16, dtype=torch.bfloat16))
-    held = {kind: sum(t.untyped_storage().nbytes() for t in group) for kind, group in store.tensors().items()}
+    held = {kind: sum(t.untyped_storage().nbytes() for t in group) for kind, group in store.by_kind().items()}
     expected = prefill_bytes(PRESETS[name], batch=2, heads=2, dim=16, tokens=tokens, itemsize=2)
     expected["metadata"] -= 2  # the placeholder's NaN belongs to the layer
     assert held == expected
@@ -419,7 +441,7 @@ def test_bytes_after_a_prefill_follow_config_arithmetic(name, tokens):
 
 @configs
 def test_reserves_stay_within_the_growth_factor(config):
-    store = LayerStore(config, *states(27, dim=8))
+    store = GrowingStore.allocate(config, *states(27, dim=8))
     for start in range(0, 6000, 75):
         store.append(*states(start, tokens=75, dim=8))
         blocks = store.num_blocks + store.num_pending
@@ -429,7 +451,7 @@ def test_reserves_stay_within_the_growth_factor(config):
 
 def test_a_window_that_holds_everything_grows_geometrically():
     config = TurboQuantConfig(residual_length=10**6)
-    store = LayerStore(config, *states(28, dim=8))
+    store = GrowingStore.allocate(config, *states(28, dim=8))
     capacities = set()
     for start in range(0, 6000, 60):
         store.append(*states(start, tokens=60, dim=8))
@@ -448,14 +470,14 @@ def test_blocks_are_encoded_once_and_never_again(monkeypatch):
         encode(config, keys, values, out, start)
 
     monkeypatch.setattr(dispatch, "encode", spy)
-    store = LayerStore(PRESETS["4bit_nc"], *states(29, dim=8))
+    store = GrowingStore.allocate(PRESETS["4bit_nc"], *states(29, dim=8))
     for seed, tokens in enumerate([700, 1, 1, 127, 128, 129, 5, 300, 60, 60, 60]):
         store.append(*states(seed, tokens=tokens, dim=8))
     assert encoded_blocks == list(range(store.num_blocks + store.num_pending))
 
 
 def test_packed_blocks_stay_in_place_between_growths():
-    store = LayerStore(all_packed(), *states(30, dim=8))
+    store = GrowingStore.allocate(all_packed(), *states(30, dim=8))
     addresses = []
     for step in range(60):
         store.append(*states(step, tokens=BLOCK, dim=8))
@@ -502,20 +524,20 @@ def test_a_preallocated_layer_neither_grows_nor_moves(config, step):
     pair = states(37, tokens=800, dim=8)
     layer = TurboQuantLayer(config, max_cache_len=800)
     layer.update(*rows(pair, 0, 500))
-    held = [(t.data_ptr(), t.shape) for group in layer.store.tensors().values() for t in group]
+    held = [(t.data_ptr(), t.shape) for group in layer.store.by_kind().values() for t in group]
     for start in range(500, 800, step):
         layer.update(*rows(pair, start, start + step))
-        assert [(t.data_ptr(), t.shape) for group in layer.store.tensors().values() for t in group] == held
+        assert [(t.data_ptr(), t.shape) for group in layer.store.by_kind().values() for t in group] == held
     assert_same((layer.keys, layer.values), dispatch.dense(filled(config, rows(pair, 0, start + step)).view()))
 
 
-@pytest.mark.parametrize("max_length", [1, 50, 200, 1000])
-def test_a_preallocated_layer_has_room_for_its_length_and_little_more(max_length):
+@pytest.mark.parametrize("max_cache_len", [1, 50, 200, 1000])
+def test_a_preallocated_layer_has_room_for_its_length_and_little_more(max_cache_len):
     config = PRESETS["4bit_nc"]
-    layer = TurboQuantLayer(config, max_cache_len=max_length)
-    layer.update(*states(39, tokens=max(1, max_length // 2), dim=8))
-    assert layer.store.blocks.capacity == config.num_blocks(max_length)
-    assert layer.store.window[0].shape[2] <= min(max_length, config.residual_length + BLOCK) + BLOCK - 1
+    layer = TurboQuantLayer(config, max_cache_len=max_cache_len)
+    layer.update(*states(39, tokens=max(1, max_cache_len // 2), dim=8))
+    assert layer.store.blocks.capacity == config.num_blocks(max_cache_len)
+    assert layer.store.tensors.ring[0].shape[2] <= min(max_cache_len, config.residual_length + BLOCK) + BLOCK - 1
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -553,12 +575,15 @@ def test_a_preallocated_layer_holds_and_shows_what_a_growing_one_does(config, pr
 
 @pytest.mark.parametrize("name", ["turboquant", "sdpa", "eager"])
 def test_a_layer_knows_the_attention_its_model_has_now(name):
-    config = llama_config(1)
-    layer = TurboQuantLayer(all_packed(), config)
-    config._attn_implementation = "sdpa" if name == "turboquant" else "turboquant"
-    assert layer._wants_ticket() == (name != "turboquant")
-    config._attn_implementation = name
-    assert layer._wants_ticket() == (name == "turboquant")
+    """By the config of the module that took its ticket, whatever config the cache was made from."""
+    module = SimpleNamespace(config=llama_config(1))
+    layer = TurboQuantLayer(all_packed())
+    for attention in ("turboquant", name, "turboquant"):
+        module.config._attn_implementation = attention
+        keys, _ = layer.update(*states(0, tokens=2))
+        assert redeem(keys, module) is not None
+        keys, _ = layer.update(*states(1, tokens=2))
+        assert keys.isnan().all() == (attention == "turboquant")
 
 
 def test_placeholders_of_a_step_are_those_of_any_call():
@@ -571,7 +596,7 @@ def test_placeholders_of_a_step_are_those_of_any_call():
         (4, 6, 16, nan),
         (4, 6, 16, other),
     ]:
-        kind = ((1, heads, 1, dim), (1, heads, 1, 8), one.dtype, one.device)
+        kind = RowKind((1, heads, 1, dim), (1, heads, 1, 8), one.dtype, one.device)
         keys, values = step_placeholders(kind, tokens, one)
         assert (keys.shape, values.shape) == ((1, heads, tokens, dim), (1, heads, tokens, 8))
         assert keys.dtype == values.dtype == one.dtype and keys.isnan().all() and values.isnan().all()

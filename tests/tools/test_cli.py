@@ -152,7 +152,7 @@ def test_without_a_checkout_the_default_model_is_explained(monkeypatch, tmp_path
         message = fails(command)
         assert "not part of an installed package" in message and "Or name a model" in message
     message = fails("bench", "--tokens", "10")
-    assert "`examples/benchmark.py` of the tq_hf repository" in message and "Clone" in message
+    assert "`examples/measure/benchmark.py` of the tq_hf repository" in message and "Clone" in message
 
 
 @pytest.mark.skipif(not (cli.EXAMPLES / "needle" / "config.json").exists(), reason="the shipped model is not there")
@@ -281,10 +281,12 @@ def test_chat_says_what_is_wrong(llama_folder, tmp_path):
 
 
 def test_bench_passes_everything_on(monkeypatch, tmp_path):
-    (tmp_path / "benchmark.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    script = tmp_path / "measure" / "benchmark.py"
+    script.parent.mkdir()
+    script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
     monkeypatch.setattr(cli, "EXAMPLES", tmp_path)
     calls = []
     real = subprocess.run
     monkeypatch.setattr(cli.subprocess, "run", lambda *a, **k: calls.append(a[0]) or real(*a, **k, capture_output=True))
     run("bench", "--help", "--tokens", "10", "x", status=3)
-    assert calls == [[sys.executable, str(tmp_path / "benchmark.py"), "--help", "--tokens", "10", "x"]]
+    assert calls == [[sys.executable, str(script), "--help", "--tokens", "10", "x"]]

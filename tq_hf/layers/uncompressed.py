@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from ..inference_mode import outside_inference_mode
-from ..stores.growing import check_room
+from ..stores.checks import check_room
 from .base import FullAttentionLayer, check_crop
 
 
@@ -20,9 +20,14 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
     `FullAttentionLayer`): the tokens held, and all there is room for only to a single token.
     """
 
+    # Beside the layer's own variables, which are what a file holds of it.
+    __slots__ = ("num_held",)
+
     @outside_inference_mode
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
+        self.num_held: int | None = None
+        """Tokens held, if the host knows: it counts in eager calls, and a compiled one forgets."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -36,16 +41,19 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         there is room for.
 
         Raises:
-            ValueError: The tokens exceed `max_cache_len` (a single one on a CPU only; on a GPU `turboquant_mask` raises
-                before the step). The layer is unchanged then.
+            ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
+                check of the index fails.)
         """
         tokens = key_states.shape[-2]
-        if key_states.is_meta or (tokens == 1 and (not key_states.is_cpu or torch.compiler.is_compiling())):
-            # Without reading the length: there is none, or decoding would wait for it.
+        if key_states.is_meta:
             return super().update(key_states, value_states, *args, **kwargs)
-        held = int(self.get_seq_length())
+        if tokens == 1 and torch.compiler.is_compiling():
+            self.num_held = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        held = int(self.get_seq_length()) if self.num_held is None else self.num_held
         check_room(tokens, held, self.max_cache_len)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.num_held = held + tokens
         return (keys, values) if tokens == 1 else (keys[:, :, : held + tokens], values[:, :, : held + tokens])
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -57,6 +65,12 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         check_crop(tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+            self.num_held = None
+
+    def reset(self) -> None:
+        """Hold nothing; the tensors stay where they are."""
+        super().reset()
+        self.num_held = None
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -28,7 +28,9 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 def dense(view: StoreView) -> KeyValue:
     """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
-    keys, values = (part.new_empty(shape) for part, shape in zip(view.sinks, view.shaped(view.length), strict=True))
+    keys, values = (
+        part.new_empty(shape) for part, shape in zip(view.sinks, view.tensors.dense_shapes(view.length), strict=True)
+    )
     _write_dense(view, keys, values)
     return keys, values
 
@@ -47,7 +49,7 @@ def buffered_attend(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, *, scaling: float, causal: bool = True
 ) -> torch.Tensor:
     """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
-    shapes = zip(("continuation keys", "continuation values"), view.shaped(view.length), strict=True)
+    shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
     requests = {name: Scratch(shape, view.sinks[0].dtype) for name, shape in shapes}
     workspace = current_workspace(query.device)
     keys, values = workspace.acquire("continuation prefill", requests).values()

@@ -67,7 +67,7 @@ def _view_tiles(view: StoreView) -> Iterator[tuple[int, KeyValue]]:
     for start in range(0, view.num_blocks, TILE_BLOCKS):
         blocks = view.blocks.slice(start, min(start + TILE_BLOCKS, view.num_blocks))
         tokens = blocks.capacity * blocks.layout.tokens
-        shapes = zip(("keys", "values"), view.shaped(tokens), strict=True)
+        shapes = zip(("keys", "values"), view.tensors.dense_shapes(tokens), strict=True)
         requests = {name: Scratch(shape, torch.float32) for name, shape in shapes}
         keys, values = workspace.acquire("reference attention", requests).values()
         dequantise(view.config, blocks, keys, values)

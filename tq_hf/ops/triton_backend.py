@@ -1,4 +1,4 @@
-"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` and `static_ops` call it."""
+"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` and `stores` call it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
+from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import StoreView
-from ..tensors.window import KeyValue
 from .workspace import allocator, current_workspace
 
 if HAS_TRITON := find_spec("triton") is not None:
@@ -75,11 +75,11 @@ def can_attend(
 ) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
-    buffers = view.buffers
+    tensors = view.tensors
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
     return (
         few
-        and (_runs(query) if buffers.prepared is not None else serves(query, buffers.blocks.layout))
+        and (_runs(query) if tensors.decoder is not None else serves(query, tensors.layout))
         and view.new is None
         and position_bias is None
         and reads_mask(mask)
@@ -167,19 +167,20 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         )
 
 
-def make_decoder(
-    config: TurboQuantConfig, blocks: PackedBlocks, sinks: KeyValue, window: KeyValue, device: torch.device
-) -> Decoder:
-    """The decode kernels on these tensors, all on `device`."""
-    layout = blocks.layout
-    return Decoder(
-        _packed(blocks),
-        sinks,
-        window,
-        *_rotations(config, layout, device, torch.float16),
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
-    )
+def _decoder(tensors: LayerTensors) -> Decoder:
+    """The decode kernels on these tensors, made once."""
+    if tensors.decoder is None:
+        layout = tensors.layout
+        decoder = Decoder(
+            _packed(tensors.blocks),
+            tensors.sinks,
+            tensors.ring,
+            *_rotations(tensors.config, layout, tensors.row.device, torch.float16),
+            key_bits=layout.key_bits,
+            value_bits=layout.value_bits,
+        )
+        tensors.keep_decoder(decoder)
+    return tensors.decoder
 
 
 def attend(
@@ -193,11 +194,7 @@ def attend(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """`reference_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
-    buffers, device = view.buffers, query.device
-    decoder: Decoder | None = buffers.prepared
-    if decoder is None:
-        decoder = make_decoder(buffers.config, buffers.blocks, buffers.sinks, buffers.ring, device)
-        buffers.prepared = decoder
+    decoder, device = _decoder(view.tensors), query.device
     batch, query_heads, queries, _ = query.shape
     if mask is not None and mask.shape[0] != batch:
         mask = mask.expand(batch, -1, -1, -1)
@@ -233,7 +230,7 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
         _packed(blocks),
         view.num_blocks,
         view.sinks,
-        (view.window.keys, view.window.values),
+        view.window.write_late_row(),
         view.num_window,
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
         key_rotation,
@@ -248,57 +245,51 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
 
 
 def append_token(
-    config: TurboQuantConfig,
+    tensors: LayerTensors,
+    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     keys: torch.Tensor,
     values: torch.Tensor,
-    blocks: PackedBlocks,
-    sinks: KeyValue,
-    window: KeyValue,
-    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    max_length: int,
+    max_cache_len: int,
 ) -> None:
-    """`tq_hf.stores.graph_ops.append_token` on the GPU; `counts` are the store's `state`, `seen` and `length`."""
-    state, seen, length = counts
-    with _launching_on(keys.device):
+    """`tq_hf.stores.graph_ops.append_row` on the GPU; `counts` are the store's `state`, `step_counts` and `length`."""
+    state, step_counts, length = counts
+    with _launching_on(tensors.row.device):
         append_rows(
             _rows(keys),
             _rows(values),
-            sinks,
-            window,
+            tensors.sinks,
+            tensors.ring,
             state,
-            seen,
-            residual_length=config.residual_length,
-            max_length=max_length,
+            step_counts,
+            residual_length=tensors.config.residual_length,
+            max_cache_len=max_cache_len,
         )
-        if blocks.capacity:
-            _encode(config, *window, blocks, 0, due=seen)
-        finish_step(state, seen, length)
+        if tensors.blocks.capacity:
+            _encode(tensors.config, *tensors.ring, tensors.blocks, 0, due=step_counts)
+        finish_step(state, step_counts, length)
 
 
 def attend_token(
-    config: TurboQuantConfig,
+    tensors: LayerTensors,
+    sizes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     query: torch.Tensor,
-    blocks: PackedBlocks,
-    sinks: KeyValue,
-    window: KeyValue,
-    seen: torch.Tensor,
     mask: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
-    """`tq_hf.stores.graph_ops.attend_token` on the GPU.
+    """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and window rows.
 
     Scratch is per call: in a captured graph it comes from the graph's own memory, where one layer's is free again for
     the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
-    num_sinks, num_blocks, num_window, _, _ = seen.unbind()
+    num_sinks, num_blocks, num_window = sizes
     batch, query_heads, queries, _ = query.shape
-    return make_decoder(config, blocks, sinks, window, query.device)(
+    return _decoder(tensors)(
         _rows(query),
         num_blocks,
         num_window,
         num_sinks,
         allocate=allocator(None, "decode attention", query.device),
-        out=query.new_empty(batch, queries, query_heads, blocks.layout.value_dim),
+        out=query.new_empty(batch, queries, query_heads, tensors.layout.value_dim),
         mask=None if mask is None else mask.expand(batch, -1, -1, -1),
         **options,
     )

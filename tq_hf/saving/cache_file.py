@@ -69,9 +69,7 @@ def save_cache(
     if tokens == 0:
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
     if model is None:
-        compressed = (layer for layer in cache.layers if isinstance(layer, TurboQuantLayer))
-        reference = next((layer._model_config for layer in compressed), None)
-        model = fingerprint.owner(reference() if reference is not None else None)
+        model = fingerprint.owner(cache._model_config())
     if cache.offloading:
         # Layers move to the CPU on streams of their own, and may be of several GPUs.
         for device in {getattr(layer, "device", None) for layer in cache.layers}:

@@ -18,10 +18,12 @@ import transformers
 from ..compat import mark_static_address
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..stores.growing import Counts, LayerStore
-from ..stores.preallocated import StaticStore
+from ..layers.uncompressed import PreallocatedLayer
+from ..stores.base import Counts
+from ..stores.growing import GrowingStore
+from ..stores.growth import GROW, Fixed
 from ..stores.ticket import Receipt
-from ..tensors.window import DenseWindow, KeyValue
+from ..tensors.window import KeyValue
 from .safetensors_file import Header, check_fields, typed
 
 if TYPE_CHECKING:
@@ -38,27 +40,14 @@ Expected = dict[str, tuple[torch.dtype, Fits, list[int]]]
 """By name: the dtype a tensor must have, whether a shape is right, and the shape to name if it is not."""
 
 
-def _as_layer_store(store: LayerStore | StaticStore) -> LayerStore:
-    """The store, or a view of a preallocated one, for reading."""
-    if isinstance(store, LayerStore):
-        return store
-    counts = Counts(*store.state.tolist())
-    return LayerStore.resumed(store.config, store.blocks, store.sinks, store.window, counts, store.max_length)
-
-
 def describe_compressed(layer: TurboQuantLayer, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A compressed layer as JSON and tensors by name: what is used of its store, rows in the order of the tokens."""
     if layer.store is None:
         raise ValueError(f"Layer {index} holds no tokens although others do; save a cache the whole model has filled.")
-    store = _as_layer_store(layer.store)
-    held = store.blocks.slice(0, store.num_blocks + store.num_pending).tensors()
-    for name, position in (("keys", 0), ("values", 1)):
-        held[f"sink_{name}"] = store.sinks[position][:, :, : store.num_sinks]
-        empty = store.sinks[position][:, :, :0]
-        held[f"window_{name}"] = torch.cat([empty, *(part[position] for _, part in store.window.parts())], dim=2)
+    counts, held = layer.store.export()
     description = {
         "class": type(layer).__name__,
-        "counts": list(store.counts),
+        "counts": list(counts),
         "reads_store": layer._receipt.signed,
     }
     return description, held
@@ -199,10 +188,11 @@ class Loader:
             raise ValueError(f"Layer {index} holds {counts}, which is impossible for {self.tokens} tokens: damaged.")
         try:
             # Sizes from the store itself, without memory.
-            store = LayerStore(self.config, keys.to("meta"), values.to("meta"), self.room)
+            growth = GROW if self.room is None else Fixed(self.room)
+            store = GrowingStore.allocate(self.config, keys.to("meta"), values.to("meta"), growth)
         except RuntimeError as error:
             raise ValueError(f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged.") from None
-        size = sum(tensor.nbytes for tensors in store.tensors().values() for tensor in tensors)
+        size = sum(tensor.nbytes for tensors in store.by_kind().values() for tensor in tensors)
         packed_shapes = {
             name: (tensor.dtype, [*tensor.shape[:2], packed, tensor.shape[3]])
             for name, tensor in store.blocks.tensors().items()
@@ -265,7 +255,7 @@ class Loader:
             if isinstance(probe, TurboQuantLayer) and isinstance(layer, TurboQuantLayer):
                 self._fill_compressed(layer, probe, Counts(*described["counts"]), held)
                 # Known already, so that the next step need not dequantise everything to find out.
-                layer._receipt = Receipt(described["reads_store"] and probe._receipt.signed)
+                layer._receipt = probe._receipt if described["reads_store"] else Receipt()
             else:
                 self._fill_stock(index, held, described["values"])
         return self.cache
@@ -274,12 +264,8 @@ class Loader:
         self, layer: TurboQuantLayer, probe: TurboQuantLayer, counts: Counts, held: dict[str, torch.Tensor]
     ) -> None:
         layer.lazy_initialization(*self._like(probe))
-        if isinstance(layer.store, StaticStore):
-            with layer.store.opened() as store:
-                _fill_store(store, counts, held)
-        else:
-            assert layer.store is not None
-            _fill_store(layer.store, counts, held)
+        assert layer.store is not None
+        layer.store.restore(counts, held)
 
     def _fill_stock(self, index: int, held: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         # The probe's layer, initialised for this model as transformers does it, with everything it holds replaced.
@@ -299,23 +285,9 @@ class Loader:
             if layer.is_compileable:
                 mark_static_address(tensor)
             into[key] = tensor
+        if isinstance(layer, PreallocatedLayer):
+            layer.num_held = None
         self.cache.layers[index] = layer
-
-
-def _fill_store(store: LayerStore, counts: Counts, held: dict[str, torch.Tensor]) -> None:
-    """Put tensors of a file into an empty store."""
-    packed = counts.blocks + counts.pending
-    if packed > store.blocks.capacity:
-        store.blocks = store.blocks.resized(packed, 0)
-    for name, tensor in store.blocks.tensors().items():
-        tensor[:, :, :packed] = held[name].to(tensor.device)
-    for buffer, name in zip(store.sinks, ("sink_keys", "sink_values"), strict=True):
-        buffer[:, :, : counts.sinks] = held[name].to(buffer.device)
-    capacity = store._window_capacity(counts.window)
-    window = DenseWindow(*store.sinks, capacity, counts.blocks * store.layout.tokens)
-    window.append(held["window_keys"].to(store.device), held["window_values"].to(store.device))
-    store.window = window
-    store.num_sinks, store.num_blocks, _, store.num_pending = counts
 
 
 def _exactly(shape: list[int]) -> Fits:

@@ -1,190 +1,176 @@
-"""A decode step on a `StaticStore` as three operators, opaque to `torch.compile`.
+"""A decode step of a preallocated store: three functions, each also an operator opaque to `torch.compile`.
 
-They take tensors and numbers only, read lengths on the device (on a GPU), and write in place: a captured graph
-replays them for every length. The configuration travels as its number. `torch.library.triton_op` would not do: in torch
-2.13 `wrap_triton` takes neither `launch_pdl` nor `maxnreg`, with which the kernels are launched.
+Outside of compilation the functions are called as they are. A compiled graph holds the operators, which take tensors,
+numbers and the configuration as text, read lengths on the device (on a GPU) and write in place: a captured graph
+replays them for every length. `torch.library.triton_op` would not do: in torch 2.13 `wrap_triton` takes neither
+`launch_pdl` nor `maxnreg`, with which the kernels are launched.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from dataclasses import asdict
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
+from ..config import TurboQuantConfig
 from ..ops import dispatch, triton_backend
-from ..tensors.blocks import PackedBlocks
-from ..tensors.view import Buffers, StoreView
+from ..tensors.layer_tensors import LayerTensors
+from ..tensors.view import StepView, StoreView
 from ..tensors.window import KeyValue
-from .growing import check_fits
-from .preallocated import StaticStore, numbered_config
+from .base import Counts
+from .checks import check_room
+from .growing import GrowingStore
+from .growth import Fixed
 
 
-def _arguments(store: StaticStore) -> tuple:
-    return (
-        store.blocks.key_words,
-        store.blocks.value_words,
-        store.blocks.scalars,
-        store.blocks.key_means,
-        *store.sinks,
-        *store.window,
-    )
+class DeviceCounts(NamedTuple):
+    """The counts of a preallocated store; see `tq_hf.stores.preallocated`."""
+
+    state: torch.Tensor
+    step_counts: torch.Tensor
+    length: torch.Tensor
 
 
-def _store(
-    number: int,
-    max_length: int,
-    tensors: tuple,
-    state: torch.Tensor,
-    seen: torch.Tensor,
-    length: torch.Tensor,
-) -> StaticStore:
-    key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values = tensors
-    config = numbered_config(number)
-    layout = config.layout(window_keys.shape[-1], window_values.shape[-1])
-    return StaticStore(
-        config=config,
-        config_number=number,
-        max_length=max_length,
-        blocks=PackedBlocks(layout, key_words, value_words, scalars, key_means),
-        sinks=(sink_keys, sink_values),
-        window=(window_keys, window_values),
-        state=state,
-        seen=seen,
-        length=length,
-    )
+Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op(
-    "tq_hf::append_token",
-    mutates_args=(
-        "key_words",
-        "value_words",
-        "scalars",
-        "key_means",
-        "sink_keys",
-        "sink_values",
-        "window_keys",
-        "window_values",
-        "state",
-        "seen",
-        "length",
-    ),
-)
+def entries(step_counts: torch.Tensor) -> Entries:
+    """The numbers of sinks, blocks and window rows, each `[]` int32, 16 bytes apart."""
+    sinks, blocks, rows, _, _ = step_counts[:, 0].unbind()
+    return sinks, blocks, rows
+
+
+@lru_cache
+def config_text(config: TurboQuantConfig) -> str:
+    """A configuration as text: what a graph can hold, in any process. Equal configurations have equal texts."""
+    return json.dumps(asdict(config), sort_keys=True)
+
+
+@lru_cache
+def config_from(text: str) -> TurboQuantConfig:
+    """The configuration of a text."""
+    return TurboQuantConfig(**json.loads(text))
+
+
+def write_counts(counts: DeviceCounts, store: GrowingStore) -> None:
+    """Write what `store` holds."""
+    counts.state.copy_(torch.tensor(store.counts, dtype=torch.int32))
+    counts.length.fill_(store.length)
+
+
+def append_row(
+    tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
+) -> None:
+    """Append one token a sequence, and encode the block that becomes due.
+
+    Args:
+        tensors: What is written to.
+        counts: Likewise.
+        keys: `[B, Hkv, 1, Dk]`.
+        values: `[B, Hkv, 1, Dv]`.
+        max_cache_len: Tokens there is room for. Without a GPU one token more is a `ValueError`; on a GPU a device-side
+            assertion fails.
+    """
+    if triton_backend.serves(tensors.ring[0], tensors.layout):
+        triton_backend.append_token(tensors, counts, keys, values, max_cache_len)
+        return
+    store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
+    view = store.append(keys, values)
+    slot = view.window.first % view.window.capacity
+    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending)
+    counts.step_counts[:, 0] = torch.tensor(attended, dtype=torch.int32)
+    write_counts(counts, store)
+
+
+@torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))
 def _append_token(
     keys: torch.Tensor,
     values: torch.Tensor,
-    key_words: torch.Tensor,
-    value_words: torch.Tensor,
-    scalars: torch.Tensor,
-    key_means: torch.Tensor | None,
-    sink_keys: torch.Tensor,
-    sink_values: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    state: torch.Tensor,
-    seen: torch.Tensor,
-    length: torch.Tensor,
-    config: int,
-    max_length: int,
+    tensors: list[torch.Tensor],
+    counts: list[torch.Tensor],
+    config: str,
+    max_cache_len: int,
 ) -> None:
-    tensors = (key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values)
-    static = _store(config, max_length, tensors, state, seen, length)
-    if triton_backend.serves(keys, static.blocks.layout):
-        counts = (state, seen, length)
-        triton_backend.append_token(
-            static.config, keys, values, static.blocks, static.sinks, static.window, counts, max_length
-        )
-        return
-    with static.opened() as store:
-        view = store.append(keys, values)
-        if view.new is not None:  # a prompt of one token: only the store itself holds it where `seen` can name it
-            view = store.view()
-        slot = view.window.first % view.window.capacity
-        visible = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending)
-        seen.copy_(torch.tensor(visible, dtype=torch.int32))
+    held = DeviceCounts(*counts)
+    if keys.is_cpu:
+        check_room(1, int(held.length), max_cache_len)
+    append_row(LayerTensors.from_arguments(config_from(config), tensors), held, keys, values, max_cache_len)
 
 
-def append_token(store: StaticStore, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Append one token, keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, and encode the block that becomes due.
-
-    Raises:
-        ValueError: The states do not fit the store, or it is full (on a CPU; on a GPU a full store is left as it is,
-            and `turboquant_mask` raises before the step).
-    """
-    check_fits(keys, values, store.sinks)
-    _append_token(
-        keys,
-        values,
-        *_arguments(store),
-        store.state,
-        store.seen,
-        store.length,
-        store.config_number,
-        store.max_length,
-    )
+def append_in_graph(
+    tensors: LayerTensors,
+    counts: DeviceCounts,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    config: str,
+    max_cache_len: int,
+) -> None:
+    """`append_row` as an operator, with the configuration as text."""
+    _append_token(keys, values, tensors.arguments(), list(counts), config, max_cache_len)
 
 
-def _seen(store: StaticStore) -> StoreView:
-    sinks, blocks, rows, _, _ = store.seen.tolist()
-    held = (store.sinks[0][:, :, :sinks], store.sinks[1][:, :, :sinks])
-    first = blocks * store.blocks.layout.tokens
-    return StoreView(
-        buffers=Buffers(store.config, store.blocks, held, store.window),
-        num_blocks=blocks,
-        first=first,
-        num_window=rows,
-        past_length=sinks + first + rows - 1,
-    )
+def _attend(
+    tensors: LayerTensors,
+    step_counts: torch.Tensor,
+    sizes: Entries,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    if triton_backend.serves(query, tensors.layout):
+        return triton_backend.attend_token(tensors, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    view = _on_host(tensors, step_counts)
+    return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux).contiguous()
+
+
+def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
+    """What a step attends to, its counts read from the device."""
+    sinks, blocks, rows, _, _ = step_counts[:, 0].tolist()
+    past = sinks + blocks * tensors.layout.tokens + rows - 1
+    return StoreView(tensors.with_sinks(sinks), blocks, rows, past)
 
 
 @torch.library.custom_op("tq_hf::attend_token", mutates_args=())
 def _attend_token(
     query: torch.Tensor,
-    key_words: torch.Tensor,
-    value_words: torch.Tensor,
-    scalars: torch.Tensor,
-    key_means: torch.Tensor | None,
-    sink_keys: torch.Tensor,
-    sink_values: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    seen: torch.Tensor,
+    tensors: list[torch.Tensor],
+    step_counts: torch.Tensor,
     mask: torch.Tensor | None,
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
-    config: int,
-    max_length: int,
+    config: str,
 ) -> torch.Tensor:
-    tensors = (key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values)
-    static = _store(config, max_length, tensors, seen, seen, seen)
-    if triton_backend.serves(query, static.blocks.layout):
-        return triton_backend.attend_token(
-            static.config,
-            query,
-            static.blocks,
-            static.sinks,
-            static.window,
-            seen,
-            mask,
-            scaling=scaling,
-            softcap=softcap,
-            s_aux=s_aux,
-        )
-    view = _seen(static)
-    return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux).contiguous()
+    held = LayerTensors.from_arguments(config_from(config), tensors)
+    sizes = entries(step_counts)
+    return _attend(held, step_counts, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 @_attend_token.register_fake
-def _attend_token_shape(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    window_values = arguments[7]
+def _attend_token_shape(
+    query: torch.Tensor,
+    tensors: list[torch.Tensor],
+    step_counts: torch.Tensor,
+    mask: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    config: str,
+) -> torch.Tensor:
+    held = LayerTensors.from_arguments(config_from(config), tensors)
     batch, heads, rows, _ = query.shape
-    return query.new_empty(batch, rows, heads, window_values.shape[-1])
+    return query.new_empty(batch, rows, heads, held.layout.value_dim)
 
 
 def attend_token(
+    view: StepView,
     query: torch.Tensor,
-    store: StaticStore,
     mask: torch.Tensor | None,
     *,
     scaling: float,
@@ -194,51 +180,45 @@ def attend_token(
     """Attention of one query a sequence, `[B, Hq, 1, Dk]`, over all tokens of the store; `[B, 1, Hq, Dv]`.
 
     `mask` is bool `[B, 1, 1, >= T]` or `None`.
+
+    Raises:
+        ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    return _attend_token(
-        query,
-        *_arguments(store),
-        store.seen,
-        mask,
-        s_aux,
-        scaling,
-        softcap,
-        store.config_number,
-        store.max_length,
-    )
+    tensors, step_counts, sizes, config, max_cache_len, num_held = view
+    dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
+    if torch.compiler.is_compiling():
+        return _attend_token(query, tensors.arguments(), step_counts, mask, s_aux, scaling, softcap, config)
+    return _attend(tensors, step_counts, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
-@torch.library.custom_op("tq_hf::dense_tokens", mutates_args=())
-def _dense_tokens(
-    key_words: torch.Tensor,
-    value_words: torch.Tensor,
-    scalars: torch.Tensor,
-    key_means: torch.Tensor | None,
-    sink_keys: torch.Tensor,
-    sink_values: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    seen: torch.Tensor,
-    config: int,
-    max_length: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = (key_words, value_words, scalars, key_means, sink_keys, sink_values, window_keys, window_values)
-    view = _seen(_store(config, max_length, tensors, seen, seen, seen))
+def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:
     padded = []
-    for states in dispatch.dense(view):
-        out = states.new_zeros(*states.shape[:2], max_length, states.shape[3])
+    for states in dispatch.dense(_on_host(tensors, step_counts)):
+        out = states.new_zeros(*states.shape[:2], length, states.shape[3])
         out[:, :, : states.shape[2]] = states
         padded.append(out)
     return padded[0], padded[1]
 
 
+@torch.library.custom_op("tq_hf::dense_tokens", mutates_args=())
+def _dense_tokens(
+    tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _dense(LayerTensors.from_arguments(config_from(config), tensors), step_counts, length)
+
+
 @_dense_tokens.register_fake
-def _dense_tokens_shape(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    window, max_length = arguments[6:8], arguments[-1]
-    keys, values = (part.new_empty(*part.shape[:2], max_length, part.shape[3]) for part in window)
+def _dense_tokens_shape(
+    tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    held = LayerTensors.from_arguments(config_from(config), tensors)
+    keys, values = (part.new_empty(*part.shape[:2], length, part.shape[3]) for part in held.ring)
     return keys, values
 
 
-def dense_tokens(store: StaticStore) -> KeyValue:
-    """All tokens densely, `[B, Hkv, max_length, D]`, zeros after the last."""
-    return _dense_tokens(*_arguments(store), store.seen, store.config_number, store.max_length)
+def dense_tokens(view: StepView) -> KeyValue:
+    """All tokens of the store densely, `[B, Hkv, view.length, D]`, zeros after the last."""
+    tensors, step_counts, _, config, length, _ = view
+    if torch.compiler.is_compiling():
+        return _dense_tokens(tensors.arguments(), step_counts, config, length)
+    return _dense(tensors, step_counts, length)

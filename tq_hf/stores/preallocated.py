@@ -1,154 +1,187 @@
-"""A preallocated layer whose lengths live on the device, for compiled decoding.
+"""A preallocated layer whose counts live on the device, for compiled decoding.
 
-The tensors are those of `LayerStore`, allocated once and written in place. What changes from step to step lives in
-three small tensors, so that a captured graph serves every length:
+Its tensors are allocated once and written in place. What changes from step to step lives in three small tensors, so
+that a captured graph serves every length:
 
-    state  [4] int32   what is held between calls, as `Counts`
-    seen   [5] int32   what the last decode step attends to: sinks, blocks, window rows, slot of the first window row;
-                       and the blocks that became due in it
-    length []  int64   tokens held, as `get_seq_length` returns it
+    state        [4] int32     what is held between calls, as `Counts`
+    step_counts  [5, 4] int32  what the last decode step attends to: sinks, blocks, window rows, slot of the first
+                               window row; and the blocks that became due in it. Only column 0 is used: entries lie
+                               16 bytes apart, as wide as Triton's alignment.
+    length       [] int64      tokens held, as `get_seq_length` returns it
 
-Decode steps (one new token) never read them on the host. Everything else does, through `opened`: it takes a
-`LayerStore` out, works on it in the usual way and puts the result back in place.
+Decode steps (one new token) never read them on the host. Everything else does, through `as_growing`.
+
+The host counts the tokens too, to refuse one too many. A compiled step cannot count: it forgets the number, and the
+next eager step reads `length` once. The compiled step itself asserts on the device that there is room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..compat import mark_static_address
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
-from ..ops import triton_backend
-from ..tensors.blocks import PackedBlocks
-from ..tensors.window import KeyValue
-from .growing import Counts, LayerStore, stored_tensors
-
-_configs: list[TurboQuantConfig] = []
-
-
-def config_number(config: TurboQuantConfig) -> int:
-    """A number that stands for `config` in this process; equal configurations have equal numbers."""
-    if config not in _configs:
-        _configs.append(config)
-    return _configs.index(config)
+from ..ops import dispatch, triton_backend
+from ..tensors.layer_tensors import LayerTensors
+from ..tensors.view import StepView, StoreView
+from ..tensors.window import DenseWindow, KeyValue
+from . import graph_ops
+from .base import Counts, LayerStore
+from .checks import check_fits, check_room
+from .graph_ops import DeviceCounts
+from .growing import GrowingStore
+from .growth import Fixed
 
 
-def numbered_config(number: int) -> TurboQuantConfig:
-    """The configuration a number stands for."""
-    return _configs[number]
-
-
-@dataclass(frozen=True)
-class StaticStore:
-    """The tensors of a preallocated layer; see the module.
+class PreallocatedStore(LayerStore):
+    """`LayerTensors` and their counts on the device.
 
     Args:
-        config: What to compress to.
-        config_number: Its number, an operator argument.
-        max_length: Tokens there is room for.
-        blocks: Room for all blocks of `max_length` tokens.
-        sinks: `[B, Hkv, sink_tokens, D]`.
-        window: Ring buffers `[B, Hkv, capacity, D]`.
-        state: See the module.
-        seen: See the module.
-        length: See the module.
+        tensors: Room for `max_cache_len` tokens.
+        counts: `state`, `step_counts` and `length`; see the module.
+        max_cache_len: Tokens there is room for.
     """
 
-    config: TurboQuantConfig
-    config_number: int
-    max_length: int
-    blocks: PackedBlocks
-    sinks: KeyValue
-    window: KeyValue
-    state: torch.Tensor
-    seen: torch.Tensor
-    length: torch.Tensor
+    def __init__(self, tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int) -> None:
+        super().__init__(tensors)
+        self.counts = counts
+        self.max_cache_len = max_cache_len
+        self.num_held: int | None = None
+        """Tokens held, if the host knows."""
+        self._entries = graph_ops.entries(counts.step_counts)
+        self._config_text = graph_ops.config_text(tensors.config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PreallocatedStore, (self.tensors, self.counts, self.max_cache_len)
 
     @classmethod
     @outside_inference_mode
     def allocate(
-        cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_length: int
-    ) -> StaticStore:
-        """Room for `max_length` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`."""
-        store = LayerStore(config, keys, values, max_length)
-        static = cls(
-            config=config,
-            config_number=config_number(config),
-            max_length=max_length,
-            blocks=store.blocks,
-            sinks=store.sinks,
-            window=(store.window.keys, store.window.values),
+        cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
+    ) -> PreallocatedStore:
+        """Room for `max_cache_len` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`."""
+        tensors = GrowingStore.allocate(config, keys, values, Fixed(max_cache_len)).tensors
+        counts = DeviceCounts(
             state=torch.zeros(4, dtype=torch.int32, device=keys.device),
-            seen=torch.zeros(5, dtype=torch.int32, device=keys.device),
+            step_counts=torch.zeros(5, 4, dtype=torch.int32, device=keys.device),
             length=torch.zeros((), dtype=torch.int64, device=keys.device),
         )
-        triton_backend.prepare(config, store.layout, keys)
-        for tensors in static.tensors().values():
-            for tensor in tensors:
-                mark_static_address(tensor)
-        return static
+        triton_backend.prepare(config, tensors.layout, keys)
+        for tensor in (*tensors.arguments(), *counts):
+            mark_static_address(tensor)
+        return cls(tensors, counts, max_cache_len)
 
-    @contextmanager
-    def opened(self) -> Iterator[LayerStore]:
-        """The store as a `LayerStore`; on leaving, what it holds is written back in place. Waits for the device."""
-        counts = Counts(*self.state.tolist())
-        window = self._copied_window()
-        store = LayerStore.resumed(self.config, self.blocks, self.sinks, window, counts, self.max_length)
-        yield store
-        if store.window.count > self.window[0].shape[2]:
-            store.settle()
-        kept = store.window.copied(self.window[0].shape[2])
-        self.window[0].copy_(kept.keys)
-        self.window[1].copy_(kept.values)
-        self.state.copy_(torch.tensor(store.counts, dtype=torch.int32))
-        self.length.fill_(store.length)
+    @property
+    def state(self) -> torch.Tensor:
+        """What is held between calls."""
+        return self.counts.state
+
+    @property
+    def length(self) -> torch.Tensor:
+        """Tokens held, `[]` int64 on the device."""
+        return self.counts.length
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:
+        """See `LayerStore.append`. One token is appended without reading lengths on the host, so that it compiles."""
+        tensors, row = self.tensors, self.tensors.row
+        if (
+            keys.shape != row.keys
+            or values.shape != row.values
+            or not keys.dtype == values.dtype == row.dtype
+            or not keys.device == values.device == row.device
+        ):
+            check_fits(keys, values, row)
+            return self._append_many(keys, values)
+        if torch.compiler.is_compiling():
+            graph_ops.append_in_graph(tensors, self.counts, keys, values, self._config_text, self.max_cache_len)
+            self.num_held = None
+            return self._step_view(None)
+        held = int(self.length) if self.num_held is None else self.num_held
+        check_room(1, held, self.max_cache_len)
+        graph_ops.append_row(tensors, self.counts, keys, values, self.max_cache_len)
+        self.num_held = held + 1
+        return self._step_view(held + 1)
+
+    def _step_view(self, num_held: int | None) -> StepView:
+        counts = self.counts.step_counts
+        return StepView(self.tensors, counts, self._entries, self._config_text, self.max_cache_len, num_held)
 
     @outside_inference_mode
-    def _copied_window(self) -> KeyValue:
-        """What an opened store works on: a view of it must outlive the writing back."""
-        return self.window[0].clone(), self.window[1].clone()
+    def _append_many(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
+        store = self.as_growing()
+        # Of its own: what is returned reads the old rows, and outlives the writing back.
+        store.window = store.window.copied(store.window.capacity)
+        store.tensors = store.tensors.with_ring(store.window.ring)
+        view = store.append(keys, values)
+        if store.window.count > self.tensors.ring[0].shape[2]:
+            store.drop_encoded_rows()
+        self._take(store)
+        return view
+
+    def as_growing(self) -> GrowingStore:
+        """A store over the same tensors, with counts on the host. Waits for the device."""
+        return GrowingStore(self.tensors, Counts(*self.state.tolist()), Fixed(self.max_cache_len))
+
+    def _take(self, store: GrowingStore) -> None:
+        """Hold what `store` holds, whose blocks and sinks are this store's."""
+        if store.tensors.ring is not self.tensors.ring:
+            window = DenseWindow(self.tensors.ring, store.window.first)
+            for _, part in store.window.parts():
+                window.append(*part)
+        graph_ops.write_counts(self.counts, store)
+        self.num_held = store.length
+
+    def dense(self, view: StoreView | StepView) -> KeyValue:
+        """See `LayerStore.dense`. After one token, zeros follow the last."""
+        if isinstance(view, StepView):
+            return graph_ops.dense_tokens(view)
+        return dispatch.dense(view)
+
+    def view(self) -> StoreView:
+        """See `LayerStore.view`. Waits for the device."""
+        return self.as_growing().view()
 
     @outside_inference_mode
-    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> StaticStore:
-        """A store of the results of `function` on every tensor of the tokens (batch selection, device moves)."""
-        return replace(
-            self,
-            blocks=self.blocks.map(function),
-            sinks=(function(self.sinks[0]), function(self.sinks[1])),
-            window=(function(self.window[0]), function(self.window[1])),
-        )
+    def crop(self, tokens: int) -> None:
+        """See `LayerStore.crop`."""
+        store = self.as_growing()
+        store.crop(tokens)
+        self._take(store)
 
-    def overwrite(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """The same in place, for functions that keep shapes."""
-        for tensor in (*self.blocks.tensors().values(), *self.sinks, *self.window):
-            tensor.copy_(function(tensor))
+    @outside_inference_mode
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PreallocatedStore:
+        """See `LayerStore.map`. The counts stay where they are."""
+        return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len)
 
-    def reset(self) -> None:
-        """Hold nothing; the tensors stay where they are."""
+    def reorder(self, beam_idx: torch.Tensor) -> PreallocatedStore:
+        """See `LayerStore.reorder`: in place, because captured graphs know the addresses."""
+        for tensor in self.tensors.arguments():
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+        return self
+
+    def reset(self) -> PreallocatedStore:
+        """See `LayerStore.reset`: the tensors stay where they are."""
         self.state.zero_()
         self.length.zero_()
+        self.num_held = 0
+        return self
 
-    @property
-    def shaped(self) -> tuple[torch.Size, torch.Size]:
-        """The shapes of all keys and values there is room for, `[B, Hkv, max_length, D]`."""
-        keys, values = self.sinks
-        return (
-            torch.Size((*keys.shape[:2], self.max_length, keys.shape[3])),
-            torch.Size((*values.shape[:2], self.max_length, values.shape[3])),
-        )
+    def by_kind(self) -> dict[str, list[torch.Tensor]]:
+        """See `LayerStore.by_kind`."""
+        kinds = self.tensors.by_kind()
+        return {**kinds, "metadata": [*kinds["metadata"], *self.counts]}
 
-    @property
-    def batch_size(self) -> int:
-        """Sequences held."""
-        return self.blocks.scalars.shape[0]
+    def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
+        """See `LayerStore.export`."""
+        return self.as_growing().export()
 
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Every tensor held, by the kind `memory_footprint` reports."""
-        with_counts = [self.state, self.seen, self.length]
-        kinds = stored_tensors(self.blocks, self.sinks, self.window)
-        return {**kinds, "metadata": kinds["metadata"] + with_counts}
+    @outside_inference_mode
+    def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:
+        """See `LayerStore.restore`."""
+        store = self.as_growing()
+        store.restore(counts, held)
+        self._take(store)

@@ -4,14 +4,14 @@ Rows are numbered by their token's position after the sinks; row p lives in slot
 multiple of the block size, so a block's rows are always contiguous: dropping a block that has been encoded moves
 nothing.
 
-The newest row may be late: held apart until somebody needs it. A decode kernel writes it in passing (a launch of its
-own would cost the host as much as the kernel's); whoever else reads or writes the ring writes it first.
+The newest row may be *late*: held apart from the ring. The next decode kernel writes it in passing, because a launch
+for one row would cost the host as much as the kernel's. Whoever else wants to read or write rows of the ring calls
+`write_late_row` first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -48,28 +48,16 @@ class LateRow:
 
 
 class DenseWindow:
-    """Keys `[B, Hkv, capacity, Dk]` and values `[B, Hkv, capacity, Dv]`, of which rows `first` to `first + count` are
-    held.
+    """Rows `first` to `first + count` in a ring of keys `[B, Hkv, capacity, Dk]` and values `[B, Hkv, capacity, Dv]`.
 
     Args:
-        keys: A tensor whose batch, heads, head_dim, dtype and device the ring takes.
-        values: Likewise.
-        capacity: Rows there is room for, a multiple of the block size.
-        first: Position of the first row that will be held.
+        ring: The buffers, possibly without the late row.
+        first: Position of the first row held.
+        count: Rows held, the late one included.
+        late: The newest row, if it may not be in the ring yet.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int, first: int = 0) -> None:
-        ring = (new.new_zeros(*new.shape[:2], capacity, new.shape[3]) for new in (keys, values))
-        self._hold((next(ring), next(ring)), first, 0, None)
-
-    @classmethod
-    def resumed(cls, ring: KeyValue, first: int, count: int, late: LateRow | None = None) -> DenseWindow:
-        """A window over existing ring buffers."""
-        window = cls.__new__(cls)
-        window._hold(ring, first, count, late)
-        return window
-
-    def _hold(self, ring: KeyValue, first: int, count: int, late: LateRow | None) -> None:
+    def __init__(self, ring: KeyValue, first: int = 0, count: int = 0, late: LateRow | None = None) -> None:
         self.ring = ring
         """The buffers as they are, possibly without the late row."""
         self.capacity = ring[0].shape[2]
@@ -78,31 +66,30 @@ class DenseWindow:
         self.count = count
         self.late = late
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DenseWindow.resumed, ((self.keys, self.values), self.first, self.count)
+    @classmethod
+    def allocate(cls, like: KeyValue, capacity: int, first: int = 0) -> DenseWindow:
+        """An empty window.
 
-    @property
-    def keys(self) -> torch.Tensor:
-        """The ring of keys, to read and to write."""
-        self._complete()
-        return self.ring[0]
+        Args:
+            like: Keys and values whose batch, heads, head_dim, dtype and device the ring takes.
+            capacity: Rows there is room for, a multiple of the block size.
+            first: Position of the first row that will be held.
+        """
+        keys, values = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in like)
+        return cls((keys, values), first)
 
-    @property
-    def values(self) -> torch.Tensor:
-        """The ring of values, to read and to write."""
-        self._complete()
-        return self.ring[1]
-
-    def _complete(self) -> None:
+    def write_late_row(self) -> KeyValue:
+        """Write the late row, if there is one. Returns the ring, which then has every row."""
         if self.late is not None and self.late.states is not None:
             self.late.write(self.ring)
         self.late = None
+        return self.ring
 
-    def append_late(self, states: KeyValue) -> None:
+    def append_late(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold one more row, keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, and write it later. There must be
         room, and nobody may change the tensors before it is written."""
-        self._complete()
-        self.late = LateRow(states, (self.first + self.count) % self.capacity)
+        self.write_late_row()
+        self.late = LateRow((keys, values), (self.first + self.count) % self.capacity)
         self.count += 1
 
     def _slots(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
@@ -118,14 +105,15 @@ class DenseWindow:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold these rows, `[B, Hkv, n, D]`, after those held. There must be room."""
         assert self.count + keys.shape[2] <= self.capacity
+        key_ring, value_ring = self.write_late_row()
         for slots, rows in self._slots(self.first + self.count, keys.shape[2]):
-            self.keys[:, :, slots] = keys[:, :, rows]
-            self.values[:, :, slots] = values[:, :, rows]
+            key_ring[:, :, slots] = keys[:, :, rows]
+            value_ring[:, :, slots] = values[:, :, rows]
         self.count += keys.shape[2]
 
     def snapshot(self) -> DenseWindow:
         """The rows held now, in the same buffers."""
-        return DenseWindow.resumed(self.ring, self.first, self.count, self.late)
+        return DenseWindow(self.ring, self.first, self.count, self.late)
 
     def drop(self, count: int) -> None:
         """Forget the oldest `count` rows."""
@@ -133,14 +121,16 @@ class DenseWindow:
         self.count -= count
 
     def parts(self, skip: int = 0, count: int | None = None) -> Iterator[tuple[int, KeyValue]]:
-        """Views of the rows held from the `skip`-th on, oldest first, each with the number of rows before it."""
+        """Views of the rows held from the `skip`-th on, oldest first, each with the number of rows before it. The late
+        row is written first."""
+        keys, values = self.write_late_row()
         count = self.count - skip if count is None else count
         for slots, rows in self._slots(self.first + skip, count):
-            yield skip + rows.start, (self.keys[:, :, slots], self.values[:, :, slots])
+            yield skip + rows.start, (keys[:, :, slots], values[:, :, slots])
 
     def copied(self, capacity: int, skip: int = 0) -> DenseWindow:
         """A window of another capacity that holds these rows without the oldest `skip`."""
-        window = DenseWindow(self.keys, self.values, capacity, self.first + skip)
+        window = DenseWindow.allocate(self.ring, capacity, self.first + skip)
         for _, part in self.parts(skip):
             window.append(*part)
         return window

@@ -350,12 +350,12 @@ def chat_command(
 
 @app.command("bench", context_settings=PASS_ON)
 def bench_command(context: typer.Context) -> None:
-    """Measure memory and speed against other caches: runs examples/benchmark.py of the checkout with your arguments.
+    """Measure memory and speed against other caches: runs the checkout's examples/measure/benchmark.py.
 
     `tq-hf bench --help` shows the benchmark's own options.
     """
     with _errors_as_sentences():
-        script = _example("benchmark.py", "The benchmark")
+        script = _example("measure/benchmark.py", "The benchmark")
     raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
 
 

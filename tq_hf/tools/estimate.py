@@ -21,10 +21,10 @@ from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
 from ..compat import storage_id
-from ..config import GROWTH, TurboQuantConfig
+from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..memory import MemoryFootprint, _tensors
-from ..stores.growing import LayerStore
+from ..stores.growing import GrowingStore
 from ..tensors.window import KeyValue
 
 META = torch.device("meta")
@@ -56,20 +56,17 @@ class _Call:
             if layer.max_cache_len is not None:
                 return  # all there will ever be is there
             if not isinstance(layer.store, _Sizes):
-                layer.store = _Sizes(layer.config, tensors[0], tensors[1])
-            assert isinstance(layer.store, LayerStore)
+                layer.store = _Sizes.allocate(layer.config, tensors[0], tensors[1])
             layer.store.append(tensors[0], tensors[1])
         else:
             getattr(layer, self.method)(*tensors, **dict(self.options))
 
 
-class _Sizes(LayerStore):
-    """A store that makes room for blocks as `LayerStore._encode` does, and encodes nothing."""
+class _Sizes(GrowingStore):
+    """A store that makes room for blocks and encodes nothing."""
 
     def _encode(self, states: KeyValue, start: int) -> None:
-        needed = start + states[0].shape[2] // self.layout.tokens
-        if needed > self.blocks.capacity:
-            self.blocks = self.blocks.resized(max(needed, int(start * GROWTH) + 1) if start else needed, start)
+        self._make_room(start, start + states[0].shape[2] // self.layout.tokens)
 
 
 class _Recorder(DynamicCache):
@@ -286,7 +283,7 @@ def _measure(layer: Any, tokens: int) -> MemoryFootprint:
     if isinstance(layer, TurboQuantLayer):
         if layer.store is None:
             return footprint
-        kinds = layer.store.tensors()
+        kinds = layer.store.by_kind()
         kinds["metadata"].append(layer._nan)
         blocks = layer.store.blocks
         footprint.bf16_equivalent = math.prod(blocks.scalars.shape[:2]) * tokens * blocks.layout.dense_bytes

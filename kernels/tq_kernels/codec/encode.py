@@ -95,7 +95,7 @@ def encode_blocks(
     scales,  # [B, H, N, 128, 2] float16, a key's and a value's
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
-    due,  # [5] int32, or None: `seen` of `tq_kernels.decode.append`
+    due,  # [5, 4] int32, or None: `step_counts` of `tq_kernels.decode.append`
     heads,
     blocks,  # n
     start,
@@ -123,9 +123,9 @@ def encode_blocks(
         cuda.gdc_launch_dependents()
     if due is not None:
         # A ring of rows: the block that is due, if one is, starts at the first window row.
-        blocks = tl.load(due + 4)
-        start = tl.load(due + 1)
-        states += tl.load(due + 3) * stride_token
+        blocks = tl.load(due + 4 * 4)
+        start = tl.load(due + 1 * 4)
+        states += tl.load(due + 3 * 4) * stride_token
         if blocks == 0:
             return
     UNIT: tl.constexpr = DIM**-0.5

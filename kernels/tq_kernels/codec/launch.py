@@ -98,7 +98,7 @@ def encode(
         key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous; a row x is rotated
             to x @ R.T. Where D padded is a power of two, only the signs of R are read: any multiple of R in any float
             dtype will do.
-        due: `seen` of `tq_kernels.decode.append.append_token`. Keys and values are then a window's ring, and the
+        due: `step_counts` of `tq_kernels.decode.append.append_token`. Keys and values are then a window's ring, and the
             device knows what is encoded, from where and to where; `start` is ignored.
 
     Raises:

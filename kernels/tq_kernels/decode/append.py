@@ -2,16 +2,16 @@
 store with every length on the device.
 
 The preallocated store's counts are int32 tensors (see `tq_hf/stores/preallocated.py`): `state` is what is held between
-calls, `seen` what this step attends to, the slot of the first window row, and the blocks that become due.
-`append_token` writes the new rows and `seen`; `finish_step` runs after the due block was encoded and writes `state` and
-`length`. Neither reads what it writes, so no program waits for another.
+calls; `step_counts` is what this step attends to, the slot of the first window row, and the blocks that become due, in
+entries 16 bytes apart. `append_token` writes the new rows and `step_counts`; `finish_step` runs after the due block was
+encoded and writes `state` and `length`. Neither reads what it writes, so no program waits for another.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ..format import TOKENS
+from ..format import TOKENS, due_blocks_in_kernel
 from .rotate import rotate_query
 
 
@@ -102,7 +102,7 @@ def rotate_and_append(
     )
 
 
-@triton.jit
+@triton.jit(debug=True)  # without it the assertion would not be compiled
 def _append_token(
     keys,  # [B, H, 1, DK]
     values,  # [B, H, 1, DV]
@@ -111,7 +111,7 @@ def _append_token(
     window_keys,  # [B, H, CAPACITY, DK], contiguous
     window_values,  # [B, H, CAPACITY, DV]
     state,  # [4] int32
-    seen,  # [5] int32
+    step_counts,  # [5, 4] int32
     heads,
     keys_b,
     keys_h,
@@ -122,16 +122,17 @@ def _append_token(
     SINKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    MAX_LENGTH: tl.constexpr,
+    MAX_CACHE_LEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the rows of head `program`, and `seen`. A full store is left as it is."""
+    """Write the rows of head `program`, and `step_counts`. A full store is left as it is, and the assertion fails."""
     head = tl.program_id(0)
     sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
     blocks += pending
     rows -= pending * TOKENS
     length = sinks + blocks * TOKENS + rows
-    fits = length < MAX_LENGTH
+    fits = length < MAX_CACHE_LEN
+    tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
     to_sinks = (sinks < SINKS) & (length == sinks)
     # Window rows are numbered from the end of the sinks; row p is in slot p % CAPACITY.
     slot = (blocks * TOKENS + rows) % CAPACITY
@@ -146,23 +147,21 @@ def _append_token(
         tl.store(window_keys + (wide * CAPACITY + slot) * DK + d, k, mask=(d < DK) & fits)
         tl.store(window_values + (wide * CAPACITY + slot) * DV + d, v, mask=(d < DV) & fits)
     if head == 0:
-        tl.store(seen, sinks + (to_sinks & fits).to(tl.int32))
-        tl.store(seen + 1, blocks)
-        tl.store(seen + 2, rows + (fits & (to_sinks == 0)).to(tl.int32))
-        tl.store(seen + 3, (blocks * TOKENS) % CAPACITY)
-        # Due: complete, wholly older than RESIDUAL tokens, and not packed.
-        length += fits.to(tl.int32)
-        due = tl.maximum(length - SINKS - RESIDUAL, 0) // TOKENS - blocks
-        tl.store(seen + 4, tl.minimum(tl.maximum(due, 0), 1))
+        tl.store(step_counts, sinks + (to_sinks & fits).to(tl.int32))
+        tl.store(step_counts + 1 * 4, blocks)
+        tl.store(step_counts + 2 * 4, rows + (fits & (to_sinks == 0)).to(tl.int32))
+        tl.store(step_counts + 3 * 4, (blocks * TOKENS) % CAPACITY)
+        due = due_blocks_in_kernel(length + fits.to(tl.int32), SINKS, RESIDUAL) - blocks
+        tl.store(step_counts + 4 * 4, tl.minimum(tl.maximum(due, 0), 1))
 
 
 @triton.jit
-def _finish_step(state, seen, length):
-    sinks, blocks, rows = tl.load(seen), tl.load(seen + 1), tl.load(seen + 2)
+def _finish_step(state, step_counts, length):
+    sinks, blocks, rows = tl.load(step_counts), tl.load(step_counts + 1 * 4), tl.load(step_counts + 2 * 4)
     tl.store(state, sinks)
     tl.store(state + 1, blocks)
     tl.store(state + 2, rows)
-    tl.store(state + 3, tl.load(seen + 4))
+    tl.store(state + 3, tl.load(step_counts + 4 * 4))
     tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
 
 
@@ -172,12 +171,12 @@ def append_token(
     sinks: tuple[torch.Tensor, torch.Tensor],
     window: tuple[torch.Tensor, torch.Tensor],
     state: torch.Tensor,
-    seen: torch.Tensor,
+    step_counts: torch.Tensor,
     *,
     residual_length: int,
-    max_length: int,
+    max_cache_len: int,
 ) -> None:
-    """Write one token's rows to the sinks or the ring, and `seen`.
+    """Write one token's rows to the sinks or the ring, and `step_counts`.
 
     Args:
         keys: `[B, Hkv, 1, Dk]` any float dtype, last dimension contiguous.
@@ -185,9 +184,9 @@ def append_token(
         sinks: Keys `[B, Hkv, S0, Dk]` and values, contiguous.
         window: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
         state: `[4]` int32, read.
-        seen: `[5]` int32, written.
+        step_counts: `[5, 4]` int32, written.
         residual_length: Tokens that stay dense.
-        max_length: Tokens there is room for; a full store is not written to.
+        max_cache_len: Tokens there is room for. A full store is not written to, and on a GPU the launch fails.
     """
     batch, heads, _, key_dim = keys.shape
     value_dim = values.shape[3]
@@ -197,7 +196,7 @@ def append_token(
         *sinks,
         *window,
         state,
-        seen,
+        step_counts,
         heads,
         *keys.stride()[:2],
         *values.stride()[:2],
@@ -206,12 +205,13 @@ def append_token(
         SINKS=sinks[0].shape[2],
         CAPACITY=window[0].shape[2],
         RESIDUAL=residual_length,
-        MAX_LENGTH=max_length,
+        MAX_CACHE_LEN=max_cache_len,
         TILE=triton.next_power_of_2(max(key_dim, value_dim)),
         num_warps=1,
+        sanitize_overflow=False,  # which `debug` turns on
     )
 
 
-def finish_step(state: torch.Tensor, seen: torch.Tensor, length: torch.Tensor) -> None:
-    """Write `state` `[4]` int32 and `length` `[]` int64 from `seen` `[5]`, after the due block was encoded."""
-    _finish_step[(1,)](state, seen, length, num_warps=1)
+def finish_step(state: torch.Tensor, step_counts: torch.Tensor, length: torch.Tensor) -> None:
+    """Write `state` `[4]` int32 and `length` `[]` int64 from `step_counts`, after the due block was encoded."""
+    _finish_step[(1,)](state, step_counts, length, num_warps=1)

@@ -1,7 +1,7 @@
 """Recall from a compressed history: pass keys, and several facts of one document, for each preset.
 
-    python examples/evaluate_passkey.py
-    python examples/evaluate_passkey.py --device cuda --passkeys 200 --tokens 7936
+    python examples/measure/evaluate_passkey.py
+    python examples/measure/evaluate_passkey.py --device cuda --passkeys 200 --tokens 7936
 
 The document goes into the cache first; the question follows in a second call, so that what answers it is read from
 packed blocks. Greedy decoding, free running: an answer counts if all its digits and the closing mark are right.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import needle_data as needle
 import torch
 from report import BASELINE, RESULTS, SHIPPED_MODEL, bytes_held, provenance, slug
 from rich.progress import Progress
@@ -27,6 +27,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging
 
 from tq_hf import PRESETS, TurboQuantCache
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import needle_data as needle  # noqa: E402  (lies beside the quickstart)
 
 GREATEST_DEPTH = 0.9
 """Pass keys are not hidden in the last tenth of a document: part of that is still in the dense window."""

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 import tq_hf
 from tq_hf import TurboQuantCache
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results"
 SHIPPED_MODEL = str(ROOT / "examples" / "needle")
 BASELINE = "DynamicCache"

@@ -1,6 +1,6 @@
 """Measure on a GPU: decode attention alone, decoding, many new tokens on a history, long prompts.
 
-    python examples/benchmark.py kernels     # or generate, prefix, prefill
+    python examples/measure/benchmark.py kernels     # or generate, prefix, prefill
 
 `generate` is described in `bench_generate.py`, `prefix` and `prefill` in `bench_prefix.py`. For `kernels`, every figure
 of a run comes from one process on one GPU: the read ceiling, the best scaled-dot-product attention in bf16, and decode

@@ -1,4 +1,4 @@
-"""How each kind of results file is shown in README.md: every cell of it, good or bad."""
+"""How each kind of results file is shown in `examples/results/README.md`: every cell of it, good or bad."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from tq_hf import PRESETS
 
-HEAD_DIM = 128
 MIB = 2**20
 GIB = 2**30
 
@@ -35,18 +34,6 @@ def shape(batch: int, context: int) -> str:
 def details(summary: str, content: str) -> str:
     """Markdown that is folded away."""
     return f"\n<details><summary>{summary}</summary>\n\n{content}\n</details>\n"
-
-
-def presets() -> str:
-    """Sizes of the presets, from the package itself."""
-    rows = []
-    for name, config in PRESETS.items():
-        layout = config.layout(HEAD_DIM)
-        bits = ["FP8" if bits == 8 else f"{bits} bits" for bits in (config.key_bits, config.value_bits)]
-        ratio = f"{layout.compression_ratio:.2f}"
-        rows.append([f"`{name}`", *bits, str(layout.slot_bytes), f"{layout.block_bytes / layout.tokens:.0f}", ratio])
-    packed = "bytes per token and KV head"
-    return table(["preset", "keys", "values", packed, "with block means", "bf16 / packed"], rows)
 
 
 def passkey(record: dict[str, Any]) -> str:
@@ -298,8 +285,17 @@ def multi_gpu(record: dict[str, Any]) -> str:
     return f"{record['model']}:\n\n" + table(headings, lines) + same + note(record) + source(record)
 
 
+def cpu(record: dict[str, Any]) -> str:
+    """A step of decoding on a CPU: the rows as they are, a column for each of their keys."""
+    rows = record["rows"]
+    lines = [[cache_name(str(row["cache"])), *(str(v) for key, v in row.items() if key != "cache")] for row in rows]
+    headings = ["cache", *(key.replace("_", " ") for key in rows[0] if key != "cache")]
+    return table(headings, lines) + note(record) + source(record)
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
+    "cpu": cpu,
     "generate": generate,
     "kernels": kernels,
     "multi-gpu": multi_gpu,

@@ -1,10 +1,11 @@
-"""Train small byte-level models that recall facts from their context.
+r"""Train small byte-level models that recall facts from their context.
 
 They exist to test KV-cache compression on a real attention pattern without a download: grouped-query attention, and
 greedy recall that fails visibly when the cache is damaged. One GPU and a few minutes suffice::
 
-    python examples/train_needle.py --minutes 6                                   # the one in examples/needle
-    python examples/train_needle.py --model qwen3 --minutes 3.5 --contexts 512 1024 4096 --enough 0.97 --output DIR
+    python examples/measure/train_needle.py --minutes 6              # the one in examples/needle
+    python examples/measure/train_needle.py --model qwen3 --minutes 3.5 --output DIR \
+        --contexts 512 1024 4096 --enough 0.97
 
 ``qwen3`` and ``qwen2`` have 10 million parameters and are what ``evaluate.py`` measures presets on: the one with
 normalised queries and keys, the other with biases on its projections, as in the model families of those names.
@@ -23,13 +24,13 @@ import copy
 import json
 import platform
 import random
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
 import accelerate
-import needle_data as needle
 import numpy as np
 import torch
 import transformers
@@ -47,6 +48,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import needle_data as needle  # noqa: E402  (lies beside the quickstart)
 
 BOS, EOS, PAD = 256, 257, 258
 STAGE_ENDS = (0.15, 0.65, 1.0)
@@ -341,7 +345,7 @@ def main() -> None:
     record |= {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "command": "python examples/train_needle.py",
+        "command": "python examples/measure/train_needle.py",
         "arguments": {name: value for name, value in vars(args).items() if name != "output"},
         "versions": {m.__name__: m.__version__ for m in (torch, transformers, accelerate, np)}
         | {"python": platform.python_version()},

@@ -8,16 +8,20 @@ pass measures recall.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import needle_data as needle
 import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import needle_data as needle  # noqa: E402  (lies beside the quickstart)
 
 FACTS = 16
 PASSKEY_DEPTHS = 9

@@ -1,8 +1,8 @@
 """What each preset costs in quality, against other ways to store the cache at known bytes.
 
-    python examples/evaluate.py                                     # the shipped model; minutes on a GPU
-    python examples/evaluate.py --model DIR --name qwen3            # a model of train_needle.py, or any byte-level one
-    python examples/evaluate.py --ablate                            # each part of the recipe switched by itself
+    python examples/measure/evaluate.py                             # the shipped model; minutes on a GPU
+    python examples/measure/evaluate.py --model DIR --name qwen3    # a model of train_needle.py, or any byte-level one
+    python examples/measure/evaluate.py --ablate                    # each part of the recipe switched by itself
 
 Documents are read in chunks through the cache, so that what is measured was foretold from compressed blocks (one pass
 without chunks would never read the cache), by the model in float32, so that nothing but the cache makes a difference;

@@ -31,7 +31,7 @@ from triton.testing import do_bench
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.workspace import release_workspaces
-from tq_hf.stores.growing import LayerStore
+from tq_hf.stores.growing import GrowingStore
 from tq_hf.tensors.view import StoreView
 
 HEADS = (32, 8, 128)
@@ -55,7 +55,7 @@ def milliseconds(function: Callable[[], Any]) -> float:
 def filled(preset: str, new: int, history: int, device: torch.device) -> tuple[StoreView, torch.Tensor]:
     """A view of `history` tokens in the cache and `new` more, and their queries; bf16."""
     query_heads, heads, dim = HEADS
-    store = LayerStore(TurboQuantConfig.from_preset(preset), *_states(1, heads, 1, dim, device))
+    store = GrowingStore.allocate(TurboQuantConfig.from_preset(preset), *_states(1, heads, 1, dim, device))
     for start in range(0, history, 32768):
         store.append(*_states(1, heads, min(32768, history - start), dim, device))
     view = store.append(*_states(1, heads, new, dim, device))

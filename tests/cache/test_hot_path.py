@@ -1,0 +1,70 @@
+"""The way of a decode step's keys, from the cache to a kernel, is short and goes one way.
+
+The file runs in a child process under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
+from tiny_models import VOCAB, build
+
+from tq_hf import TurboQuantCache
+
+if not INTERPRETED:
+
+    def test_under_the_interpreter() -> None:
+        pytest.importorskip("triton")
+        assert_passes_in_the_interpreter(__file__)
+
+
+LAUNCH = "tq_kernels.common.launcher"
+
+
+class Way:
+    """Functions of this project that are given the keys of one layer's step, or a tuple with them, in order."""
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.functions: list[tuple[str, str]] = []
+
+    def _has_keys(self, value: Any) -> bool:
+        return value is self.keys or (isinstance(value, (tuple, list)) and any(map(self._has_keys, value)))
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if event != "call" or module.split(".")[0] not in ("tq_hf", "tq_kernels") or module == LAUNCH:
+            return
+        arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+        if self.keys is None and code.co_qualname == "TurboQuantCache.update":
+            self.keys = frame.f_locals["key_states"]
+        if self.keys is not None and any(map(self._has_keys, arguments)):
+            self.functions.append((module, code.co_qualname))
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("preallocated", [None, 300], ids=["growing", "preallocated"])
+    def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocated):
+        model = build("llama", num_hidden_layers=1)
+        model.set_attn_implementation("turboquant")
+        cache = TurboQuantCache(model.config, max_cache_len=preallocated)
+        ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+        way = Way()
+        sys.setprofile(way)
+        try:
+            model(ids[:, :1], past_key_values=cache)
+        finally:
+            sys.setprofile(None)
+        modules = [module for module, _ in way.functions]
+        visits = [module for i, module in enumerate(modules) if i == 0 or module != modules[i - 1]]
+        assert way.functions[0][1] == "TurboQuantCache.update" and visits[-1].startswith("tq_kernels.decode.")
+        assert len(set(visits)) == len(visits) <= 6, visits
+        assert len(way.functions) <= 8, way.functions

@@ -1,0 +1,116 @@
+"""A preallocated cache refuses the token after its last, whoever reads it, and stays as it was.
+
+On a machine without a GPU the file runs again in a child process under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from helpers import assert_unchanged, snapshot
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
+from tiny_models import VOCAB, build
+from transformers import CompileConfig
+
+from tq_hf import TurboQuantCache, TurboQuantLayer
+
+ROOM = 12
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+model_on = lru_cache(lambda device: build("llama", num_hidden_layers=2).to(device))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child")
+def test_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert_passes_in_the_interpreter(__file__)
+
+
+def held(cache: TurboQuantCache) -> list[dict[str, object]]:
+    """Everything in the layers, cloned."""
+    return [
+        snapshot(layer.store)
+        if isinstance(layer, TurboQuantLayer)
+        else {name: value.clone() for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+        for layer in cache.layers
+    ]
+
+
+def assert_held(cache: TurboQuantCache, before: list[dict[str, object]]) -> None:
+    for layer, then in zip(cache.layers, before, strict=True):
+        if isinstance(layer, TurboQuantLayer):
+            assert_unchanged(layer.store, then)
+        else:
+            assert all(torch.equal(getattr(layer, name), value) for name, value in then.items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("skip_layers", [(), (0,)], ids=["", "first layer not compressed"])
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
+def test_an_eager_step_too_many_is_refused(attention, masked, skip_layers, device):
+    model = model_on(device)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, max_cache_len=ROOM, skip_layers=skip_layers, residual_length=0)
+    ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0)).to(device)
+    model(ids, past_key_values=cache)
+
+    def step(length: int) -> None:
+        mask = torch.ones(1, length, dtype=torch.long, device=device) if masked else None
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+    step(ROOM - 1)
+    step(ROOM)
+    before = held(cache)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"1 tokens to the {ROOM} in this cache exceeds its `max_cache_len`"):
+            step(ROOM + 1)
+        assert int(cache.get_seq_length()) == ROOM
+        assert_held(cache, before)
+    cache.crop(-1)
+    step(ROOM)  # room again
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
+def test_a_compiled_step_too_many_is_refused(attention, masked):
+    """On a GPU the assertion in the kernel fails, and the process's GPU is lost: not tested here."""
+    torch._dynamo.reset()
+    model = model_on("cpu")
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, max_cache_len=ROOM, residual_length=0)
+    ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
+    model(ids, past_key_values=cache)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def step(call, length: int) -> None:
+        mask = torch.ones(1, length, dtype=torch.long) if masked else None
+        call(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+    step(compiled, ROOM - 1)
+    assert all(layer.store.num_held is None for layer in cache.layers), "a compiled step does not count"
+    step(model, ROOM)
+    for call in (model, compiled):
+        before = held(cache)
+        with pytest.raises(ValueError, match=f"1 tokens to the {ROOM} in this cache exceeds its `max_cache_len`"):
+            step(call, ROOM + 1)
+        assert_held(cache, before)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
+def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
+    torch._dynamo.reset()
+    model = model_on("cpu")
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, max_cache_len=ROOM)
+    ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
+    options = dict(disable_compile=True)
+    if compiled:
+        options = dict(compile_config=CompileConfig(backend="aot_eager", mode=None))
+        options["compile_config"]._compile_all_devices = True
+    with pytest.raises(ValueError, match="exceeds its `max_cache_len`"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=8, **options)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [ROOM] * 2

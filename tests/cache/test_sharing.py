@@ -1,0 +1,44 @@
+"""Layers that read the keys of others (Gemma 3n, Gemma 4), on the device of those or elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import VOCAB, build
+from transformers import DynamicCache, Gemma4TextConfig
+from transformers.cache_utils import KVSharingDict
+
+from tq_hf import TurboQuantCache, TurboQuantLayer
+
+
+def logits(model, cache) -> torch.Tensor:
+    """Of a prompt and two steps, `[1, V]`."""
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    for tokens in (ids, ids[:, :1], ids[:, 1:2]):
+        out = model(tokens, past_key_values=cache).logits[:, -1]
+    return out
+
+
+@pytest.mark.parametrize("preallocated", [None, 50])
+def test_layers_that_share_keys_read_them_on_another_device_too(preallocated, monkeypatch):
+    model = build("gemma3n")
+    read = KVSharingDict.__getitem__
+    # What accelerate's `.to(device)` does where the readers live elsewhere: tensors without attributes.
+    monkeypatch.setattr(KVSharingDict, "__getitem__", lambda self, key: tuple(x.clone() for x in read(self, key)))
+    model.set_attn_implementation("sdpa")
+    expected = logits(model, DynamicCache(config=model.config))
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, residual_length=10**6, max_cache_len=preallocated)
+    torch.testing.assert_close(logits(model, cache), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_layers_that_store_are_those_transformers_says():
+    sizes = dict(num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, hidden_size=32, head_dim=16)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"] * 2
+    for shared in (0, 3, 4):
+        config = Gemma4TextConfig(**sizes, layer_types=kinds, num_kv_shared_layers=shared)
+        modes = config.kv_sharing_modes
+        cache = TurboQuantCache(config)
+        for mode, layer in zip(modes, cache.layers, strict=False):
+            if isinstance(layer, TurboQuantLayer):
+                assert layer.read_by_others == (mode == "store")

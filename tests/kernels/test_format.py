@@ -1,0 +1,57 @@
+"""The rules of the format are the same on the host and in kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
+from tq_kernels.format import due_blocks
+
+LENGTHS = [0, 1, 4, 5, 127, 128, 131, 132, 133, 259, 260, 261, 387, 388, 2**31 - 1]
+WINDOWS = [(0, 0), (4, 0), (4, 128), (0, 1), (130, 200)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child")
+def test_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert_passes_in_the_interpreter(__file__)
+
+
+@pytest.mark.parametrize(("sinks", "residual"), WINDOWS)
+def test_a_block_is_due_once_complete_and_wholly_older_than_the_residual_window(sinks: int, residual: int) -> None:
+    for length in LENGTHS:
+        due = due_blocks(length, sinks, residual)
+        assert due == 0 or sinks + 128 * due + residual <= length
+        assert sinks + 128 * (due + 1) + residual > length
+
+
+@pytest.mark.skipif(INTERPRETED, reason="imports nothing of Triton")
+def test_the_rules_of_the_host_need_no_triton() -> None:
+    code = "sys.modules['triton'] = None; from tq_kernels.format import due_blocks; print(due_blocks(500, 4, 128))"
+    hidden = (
+        "import sys, importlib.util as u; found = u.find_spec; "
+        "u.find_spec = lambda name, *a: None if name.split('.')[0] == 'triton' else found(name, *a); "
+    )
+    result = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "2", result.stderr
+
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl
+    from tq_kernels.format import due_blocks_in_kernel
+
+    @triton.jit
+    def _due(lengths, out, sinks, residual, COUNT: tl.constexpr):
+        for i in range(COUNT):
+            tl.store(out + i, due_blocks_in_kernel(tl.load(lengths + i), sinks, residual))
+
+    @pytest.mark.parametrize(("sinks", "residual"), WINDOWS)
+    def test_the_rule_in_kernels_is_the_rule_on_the_host(sinks: int, residual: int) -> None:
+        lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+        out = torch.zeros_like(lengths)
+        _due[(1,)](lengths, out, sinks, residual, COUNT=len(LENGTHS))
+        assert out.tolist() == [due_blocks(length, sinks, residual) for length in LENGTHS]

@@ -1,0 +1,111 @@
+"""The protocol of a layer's store: what `TurboQuantLayer` asks of it, whoever keeps count."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..tensors.blocks import PackedBlocks
+from ..tensors.layer_tensors import LayerTensors
+from ..tensors.view import StepView, StoreView
+from ..tensors.window import KeyValue
+
+
+class Counts(NamedTuple):
+    """What a store holds: sink tokens, packed blocks, window rows, and packed blocks whose rows are still there."""
+
+    sinks: int
+    blocks: int
+    window: int
+    pending: int
+
+
+NOTHING = Counts(0, 0, 0, 0)
+
+
+class LayerStore(ABC):
+    """The tensors of a compressed layer, and how many tokens they hold.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: LayerTensors) -> None:
+        self.tensors = tensors
+        self.config = tensors.config
+        self.layout = tensors.layout
+
+    @property
+    def blocks(self) -> PackedBlocks:
+        """Room for packed blocks."""
+        return self.tensors.blocks
+
+    @property
+    def sinks(self) -> KeyValue:
+        """Room for `config.sink_tokens` dense keys and values."""
+        return self.tensors.sinks
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held."""
+        return self.tensors.batch_size
+
+    @property
+    @abstractmethod
+    def length(self) -> int | torch.Tensor:
+        """Tokens held; of a preallocated store a tensor on its device."""
+
+    @abstractmethod
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:
+        """Store new tokens and return what their queries attend to.
+
+        A row may be copied by that attention only, so these tensors must not change before.
+
+        Args:
+            keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
+            values: `[B, Hkv, S, Dv]`.
+
+        Raises:
+            ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
+        """
+
+    @abstractmethod
+    def dense(self, view: StoreView | StepView) -> KeyValue:
+        """The keys and values `[B, Hkv, view.length, D]` of a view that `append` returned, dequantised."""
+
+    @abstractmethod
+    def view(self) -> StoreView:
+        """All tokens held, as a query that adds none would read them. Changes nothing; good until the next append."""
+
+    @abstractmethod
+    def crop(self, tokens: int) -> None:
+        """Remove the last `tokens` tokens, at most all. Exact within the window; a packed block that is cut moves its
+        surviving tokens to the window, dequantised."""
+
+    @abstractmethod
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
+        """A store of the results of `function` on every tensor of the tokens (batch selection, device moves)."""
+
+    @abstractmethod
+    def reorder(self, beam_idx: torch.Tensor) -> LayerStore:
+        """A store with sequence `beam_idx[i]` in place i: itself, if it must not move."""
+
+    @abstractmethod
+    def reset(self) -> LayerStore | None:
+        """Hold nothing. Returns the store to go on with: itself, if it must not move, or none."""
+
+    @abstractmethod
+    def by_kind(self) -> dict[str, list[torch.Tensor]]:
+        """Every tensor held, by the kind `memory_footprint` reports."""
+
+    @abstractmethod
+    def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
+        """The counts, and what they count of each tensor, by name: the block tensors' names, `sink_keys`,
+        `sink_values`, `window_keys` and `window_values`, window rows in the order of the tokens."""
+
+    @abstractmethod
+    def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:
+        """Hold what `export` returned, from any device. The store must be empty."""
