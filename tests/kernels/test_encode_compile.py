@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from test_decode_compile import SHARED, capability, disassemble  # noqa: E402
+from sass import SHARED, capability, disassemble  # noqa: E402
 from tq_kernels.codec.dequantise import dequantise_blocks  # noqa: E402
 from tq_kernels.codec.encode import encode_blocks  # noqa: E402
 from tq_kernels.codec.launch import dequantise_config, encode_config  # noqa: E402

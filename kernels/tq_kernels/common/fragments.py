@@ -296,3 +296,15 @@ def ones(TILES: tl.constexpr):
     for _ in tl.static_range(2 * TILES):
         found += (tl.full([LANES], 1.0, tl.float32),)
     return found
+
+
+@triton.jit
+def quarters_of(BITS: tl.constexpr):
+    """Parts of the channels that are packed one over the other."""
+    return 4 if BITS < 4 else 1
+
+
+@triton.jit
+def value_tiles(DIM: tl.constexpr, BITS: tl.constexpr):
+    """Quads of the accumulator of packed values, of one row tile."""
+    return quarters_of(BITS) * ((DIM // quarters_of(BITS) + 15) // 16)

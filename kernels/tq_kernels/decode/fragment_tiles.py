@@ -19,7 +19,9 @@ from ..common.fragments import (
     multiply_add,
     ones,
     pair_of,
+    quarters_of,
     transposed,
+    value_tiles,
     weights,
     zero_quads,
 )
@@ -52,18 +54,6 @@ def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
         return levels3(tile[QUARTER // 2][STEP], tile[2][STEP], QUARTER)
     else:
         return levels2(tile[QUARTER // 2][STEP], QUARTER)
-
-
-@triton.jit
-def quarters_of(BITS: tl.constexpr):
-    """Parts of the channels that are packed one over the other."""
-    return 4 if BITS < 4 else 1
-
-
-@triton.jit
-def value_tiles(DIM: tl.constexpr, BITS: tl.constexpr):
-    """Quads of the accumulator of packed values, of one row tile."""
-    return quarters_of(BITS) * ((DIM // quarters_of(BITS) + 15) // 16)
 
 
 @triton.jit

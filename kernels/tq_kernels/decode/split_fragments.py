@@ -10,7 +10,18 @@ clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
 import triton
 import triton.language as tl
 
-from ..common.fragments import LANES, column_sum, initial, load32, load_flag, ones, store32, zero_quads
+from ..common.fragments import (
+    LANES,
+    column_sum,
+    initial,
+    load32,
+    load_flag,
+    ones,
+    quarters_of,
+    store32,
+    value_tiles,
+    zero_quads,
+)
 from ..common.softmax import log2_sum
 from ..format import TOKENS
 from .fragment_tiles import (
@@ -19,8 +30,6 @@ from .fragment_tiles import (
     attend_packed,
     load_dense,
     load_rows,
-    quarters_of,
-    value_tiles,
 )
 from .rotate import LINE
 from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start

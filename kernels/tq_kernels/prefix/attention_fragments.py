@@ -17,11 +17,13 @@ from ..common.fragments import (
     load_flag,
     of_column,
     pair_of,
+    quarters_of,
     row_max,
     scaled,
     store32,
     store_element,
     transposed,
+    value_tiles,
     zero_quads,
 )
 from ..common.softmax import LOG2E, log2_sum
@@ -31,8 +33,6 @@ from ..decode.fragment_tiles import (
     attend_packed,
     dense_scores,
     load_elements,
-    quarters_of,
-    value_tiles,
 )
 from ..decode.tiles import level_unit
 from ..format import TOKENS
