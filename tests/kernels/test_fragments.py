@@ -53,10 +53,10 @@ if INTERPRETED:
     run_inline_asm()
 
     @pytest.fixture(autouse=True)
-    def turing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_turing(monkeypatch: pytest.MonkeyPatch) -> None:
+        turing = dataclasses.replace(decoder.target(torch.device("cpu")), capability=(7, 5))
         for module in (decoder, launch):
-            usual = module.target
-            monkeypatch.setattr(module, "target", lambda device: dataclasses.replace(usual(device), capability=(7, 5)))
+            monkeypatch.setattr(module, "target", lambda device: turing)
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_decode_agrees_with_fp64(case: Case) -> None:

@@ -137,6 +137,15 @@ def load16(pointer, valid):
 
 
 @triton.jit
+def load_element(pointer, valid):
+    """The element as float32, 0 where not `valid`."""
+    if pointer.dtype.element_ty == tl.float32:
+        return load32(pointer, valid).to(tl.float32, bitcast=True)
+    else:
+        return load16(pointer, valid).to(tl.float32)
+
+
+@triton.jit
 def load_flag(pointer, valid):
     """Whether the byte is not 0; False where not `valid`."""
     byte = tl.inline_asm_elementwise(

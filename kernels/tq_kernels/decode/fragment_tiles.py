@@ -13,8 +13,8 @@ from ..common.fragments import (
     levels3,
     levels4,
     levels8,
-    load16,
     load32,
+    load_element,
     load_pair,
     multiply_add,
     ones,
@@ -163,22 +163,14 @@ def mean_scores(mean, q, COUNT: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _element(pointer, valid):
-    if pointer.dtype.element_ty == tl.float32:
-        return load32(pointer, valid).to(tl.float32, bitcast=True)
-    else:
-        return load16(pointer, valid).to(tl.float32)
-
-
-@triton.jit
 def load_elements(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr):
     """Channels 16 CHUNK + 4 t to + 3 of dense rows, float32; `row` [32] pointers, of which those not `valid` read 0."""
     channel = 16 * CHUNK + 4 * t
     return (
-        _element(row + channel, valid & (channel < DIM)),
-        _element(row + channel + 1, valid & (channel + 1 < DIM)),
-        _element(row + channel + 2, valid & (channel + 2 < DIM)),
-        _element(row + channel + 3, valid & (channel + 3 < DIM)),
+        load_element(row + channel, valid & (channel < DIM)),
+        load_element(row + channel + 1, valid & (channel + 1 < DIM)),
+        load_element(row + channel + 2, valid & (channel + 2 < DIM)),
+        load_element(row + channel + 3, valid & (channel + 3 < DIM)),
     )
 
 

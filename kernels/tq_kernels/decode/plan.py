@@ -178,7 +178,8 @@ def plan_decode(
     resident = on.multiprocessors * config.programs_per_multiprocessor
     workers = min(resident, streams * max(capacity, dense_splits, 1))
     # One row a program while that does not read the rotation more often than the partial results are worth.
-    reduce_rows = 1 if streams * tile_rows <= 2 * on.multiprocessors else 8
+    reduce_rows = 1 if on.fragments or streams * tile_rows <= 2 * on.multiprocessors else 8
+    rotate_rows = 1 if on.fragments else config.block_rows
     # Slots taken in at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).
     reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
@@ -193,10 +194,10 @@ def plan_decode(
         tile_rows=tile_rows,
         dense_splits=dense_splits,
         scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
-        rotate_grid=(heads, row_tiles, -(-dkp // 32)),
+        rotate_grid=(heads, -(-rows // rotate_rows), -(-dkp // 32)),
         reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
         reduce_warps=8 if reduce_rows == 1 and reduce_slots * block_dv > 4096 else 4,
-        rotate_constants=(key_dim, dkp, block_dk, config.block_rows, on.dependent_launch),
+        rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),
         split_constants=(
             key_dim,
             value_dim,
@@ -219,7 +220,7 @@ def plan_decode(
             reduce_slots,
             REDUCE_DENSE,
             reduce_rows,
-            8,
+            1 if on.fragments else 8,
             has_aux,
             on.dependent_launch,
         ),
