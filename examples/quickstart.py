@@ -3,8 +3,8 @@
     python examples/quickstart.py
     python examples/quickstart.py --model Qwen/Qwen3-4B --tokens 32000 --presets 4bit_nc 3bit_nc
 
-The default model is the small one in `examples/needle`, made for this by `train_needle.py`; it needs no download and
-no GPU. Any causal model of the hub can take its place.
+The default model is the small one in `examples/needle`, made for this by `measure/train_needle.py`: no download, no
+GPU. Any causal model of the hub can take its place.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4000, help="length of the prompt, at least")
     parser.add_argument("--depth", type=float, default=0.4, help="where the pass key is hidden, from 0 to 1")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
-    parser.add_argument("--new-tokens", type=int, default=32, help="tokens to generate with each cache")
+    parser.add_argument("--new-tokens", type=int, default=16, help="tokens to generate with each cache")
     parser.add_argument("--seed", type=int, default=0, help="selects the text and the pass key")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -181,6 +181,10 @@ def main() -> None:
     ids = ids.to(device)
     size = f"{model.num_parameters() / 1e6:.0f}M parameters"
     console.print(f"{arguments.model}, {size}, {arguments.dtype} on {device}.")
+    if device.type == "cpu":
+        console.print(
+            "On a GPU, Triton kernels read the packed cache: the README says how fast. Here plain torch does."
+        )
     console.print(f"The pass key [bold]{answer}[/] is hidden in a prompt of {ids.shape[1]} tokens.\n")
     names = [BASELINE, *arguments.presets]
     rows: list[Row] = []

@@ -247,7 +247,8 @@ def label_points(axes: Any, points: list[tuple[tuple[float, float], str, str]], 
     taken: list[tuple[float, float, float, float]] = []
     for place, name, colour in points:
         x, y = axes.transData.transform(place)
-        width, height, found = 7.2 * len(name), 15.0, []
+        width, height = 7.2 * len(name), 15.0
+        found: list[tuple[int, int, tuple[float, float, float, float], tuple[int, int], str]] = []
         for right, up, share in AROUND:
             left, low = x + right + share * width, y + up - height / 2
             box = (left, low, left + width, low + height)
@@ -282,8 +283,8 @@ def draw_quality(axes: Any, numbers: dict[str, Any]) -> None:
     in_plain_numbers(axes.yaxis, (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005))
     axes.margins(x=0.1, y=0.1)
     if numbers["noise"]:
-        sizes = [place[0] for place, _, _ in points]
-        lines.append([(min(sizes), numbers["noise"]), (max(sizes), numbers["noise"])])
+        ends = [edge(place[0] for place, _, _ in points) for edge in (min, max)]
+        lines.append([(end, numbers["noise"]) for end in ends])
         axes.axhline(numbers["noise"], color=GREY, linestyle="--", linewidth=1, label="the model itself in bf16")
     axes.set_xlabel("bytes per token and KV head, everything counted")
     axes.set_ylabel("KL from the full cache, nats")

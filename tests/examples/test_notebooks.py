@@ -1,4 +1,7 @@
-"""The notebooks open on Colab, with the versions that are tested. (`make test` also runs them.)"""
+"""The notebooks open on Colab, with the versions that are tested, and show what they printed.
+
+`make test` also runs them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -48,9 +52,30 @@ def test_a_notebook_installs_the_versions_that_are_tested(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
+def test_a_notebook_is_committed_with_the_outputs_of_one_run(path: Path) -> None:
     code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "run `make notebooks`"
     for cell in code:
+        printed = any(word in source(cell) for word in ("print(", "plt.show(")) and "def " not in source(cell)
+        assert cell["outputs"] or not printed or code.index(cell) == 0
+        assert not any(output["output_type"] == "error" for output in cell["outputs"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_small_and_name_no_folder_of_the_machine_they_come_from(path: Path) -> None:
+    assert path.stat().st_size < 200_000
+    for cell in cells(path):
+        for output in cell.get("outputs", []):
+            assert output.get("name") != "stderr"
+            text = "".join(output.get("text", [])) + "".join(output.get("data", {}).get("text/plain", []))
+            assert run_notebooks.cleaned(text) == text
+        assert "execution" not in cell["metadata"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_code_of_a_notebook_parses_and_fits_the_page(path: Path) -> None:
+    for cell in cells(path):
+        if cell["cell_type"] != "code":
+            continue
         assert max(map(len, source(cell).splitlines())) <= 120
         ast.parse(source(cell))

@@ -53,7 +53,7 @@ def test_one_buffer_serves_all_layers():
         view = viewed(40, past=600)
         dispatch.buffered_attend(random(layer, 2, 4, 40, 16), view, None, scaling=0.25)
         sizes.append(current_workspace(CPU).nbytes)
-    dense = sum(shape.numel() for shape in view.shaped(view.length)) * 4
+    dense = sum(shape.numel() for shape in view.tensors.dense_shapes(view.length)) * 4
     assert sizes[0] == sizes[-1]
     assert dense <= sizes[0] <= 2 * dense + (1 << 20)
 

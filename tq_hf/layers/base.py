@@ -21,6 +21,10 @@ class FullAttentionLayer(CacheLayerMixin):
         """Put the results of `function` in place of all tensors."""
         raise NotImplementedError
 
+    def forget_host_count(self) -> None:
+        """Whoever replays a captured step says so: the host has not counted its tokens, and must read the device."""
+        raise NotImplementedError
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys a mask for `query_length` new tokens covers."""
         room = self.get_max_length()

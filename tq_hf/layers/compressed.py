@@ -138,6 +138,11 @@ class TurboQuantLayer(FullAttentionLayer):
             return
         self.store.crop(-tokens_to_remove)
 
+    def forget_host_count(self) -> None:
+        """See `FullAttentionLayer.forget_host_count`."""
+        if isinstance(self.store, PreallocatedStore):
+            self.store.num_held = None
+
     def reset(self) -> None:
         """Forget everything. Memory is released and the next update may have any batch size; a preallocated cache keeps
         its memory and batch size instead, so that compiled graphs stay valid."""

@@ -167,7 +167,7 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         )
 
 
-def _decoder(tensors: LayerTensors) -> Decoder:
+def decoder_of(tensors: LayerTensors) -> Decoder:
     """The decode kernels on these tensors, made once."""
     if tensors.decoder is None:
         layout = tensors.layout
@@ -194,7 +194,7 @@ def attend(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """`reference_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
-    decoder, device = _decoder(view.tensors), query.device
+    decoder, device = decoder_of(view.tensors), query.device
     batch, query_heads, queries, _ = query.shape
     if mask is not None and mask.shape[0] != batch:
         mask = mask.expand(batch, -1, -1, -1)
@@ -283,7 +283,7 @@ def attend_token(
     """
     num_sinks, num_blocks, num_window = sizes
     batch, query_heads, queries, _ = query.shape
-    return _decoder(tensors)(
+    return decoder_of(tensors)(
         _rows(query),
         num_blocks,
         num_window,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.launcher import Kernel
 from ..format import TOKENS, due_blocks_in_kernel
 from .rotate import rotate_query
 
@@ -102,14 +103,27 @@ def rotate_and_append(
     )
 
 
-@triton.jit(debug=True)  # without it the assertion would not be compiled
-def _append_token(
+@triton.jit(  # without `debug` the assertion would not be compiled
+    debug=True,
+    do_not_specialize=[
+        "heads",
+        "keys_b",
+        "keys_h",
+        "values_b",
+        "values_h",
+        "max_sinks",
+        "capacity",
+        "residual",
+        "max_cache_len",
+    ],
+)
+def append_row(
     keys,  # [B, H, 1, DK]
     values,  # [B, H, 1, DV]
-    sink_keys,  # [B, H, SINKS, DK], contiguous
-    sink_values,  # [B, H, SINKS, DV]
-    window_keys,  # [B, H, CAPACITY, DK], contiguous
-    window_values,  # [B, H, CAPACITY, DV]
+    sink_keys,  # [B, H, max_sinks, DK], contiguous
+    sink_values,  # [B, H, max_sinks, DV]
+    window_keys,  # [B, H, capacity, DK], contiguous
+    window_values,  # [B, H, capacity, DV]
     state,  # [4] int32
     step_counts,  # [5, 4] int32
     heads,
@@ -117,12 +131,12 @@ def _append_token(
     keys_h,
     values_b,
     values_h,
+    max_sinks,
+    capacity,
+    residual,
+    max_cache_len,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    SINKS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    MAX_CACHE_LEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write the rows of head `program`, and `step_counts`. A full store is left as it is, and the assertion fails."""
@@ -131,38 +145,46 @@ def _append_token(
     blocks += pending
     rows -= pending * TOKENS
     length = sinks + blocks * TOKENS + rows
-    fits = length < MAX_CACHE_LEN
+    fits = length < max_cache_len
     tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
-    to_sinks = (sinks < SINKS) & (length == sinks)
-    # Window rows are numbered from the end of the sinks; row p is in slot p % CAPACITY.
-    slot = (blocks * TOKENS + rows) % CAPACITY
+    to_sinks = (sinks < max_sinks) & (length == sinks)
+    # Window rows are numbered from the end of the sinks; row p is in slot p % capacity.
+    slot = (blocks * TOKENS + rows) % capacity
     d = tl.arange(0, TILE)
     k = _load_row(keys, keys_b, keys_h, head, heads, d, DK)
     v = _load_row(values, values_b, values_h, head, heads, d, DV)
     wide = head.to(tl.int64)
     if to_sinks:
-        tl.store(sink_keys + (wide * SINKS + sinks) * DK + d, k, mask=(d < DK) & fits)
-        tl.store(sink_values + (wide * SINKS + sinks) * DV + d, v, mask=(d < DV) & fits)
+        tl.store(sink_keys + (wide * max_sinks + sinks) * DK + d, k, mask=(d < DK) & fits)
+        tl.store(sink_values + (wide * max_sinks + sinks) * DV + d, v, mask=(d < DV) & fits)
     else:
-        tl.store(window_keys + (wide * CAPACITY + slot) * DK + d, k, mask=(d < DK) & fits)
-        tl.store(window_values + (wide * CAPACITY + slot) * DV + d, v, mask=(d < DV) & fits)
+        tl.store(window_keys + (wide * capacity + slot) * DK + d, k, mask=(d < DK) & fits)
+        tl.store(window_values + (wide * capacity + slot) * DV + d, v, mask=(d < DV) & fits)
     if head == 0:
         tl.store(step_counts, sinks + (to_sinks & fits).to(tl.int32))
         tl.store(step_counts + 1 * 4, blocks)
         tl.store(step_counts + 2 * 4, rows + (fits & (to_sinks == 0)).to(tl.int32))
-        tl.store(step_counts + 3 * 4, (blocks * TOKENS) % CAPACITY)
-        due = due_blocks_in_kernel(length + fits.to(tl.int32), SINKS, RESIDUAL) - blocks
+        tl.store(step_counts + 3 * 4, (blocks * TOKENS) % capacity)
+        due = due_blocks_in_kernel(length + fits.to(tl.int32), max_sinks, residual) - blocks
         tl.store(step_counts + 4 * 4, tl.minimum(tl.maximum(due, 0), 1))
 
 
 @triton.jit
-def _finish_step(state, step_counts, length):
+def write_counts(
+    state,  # [4] int32
+    step_counts,  # [5, 4] int32
+    length,  # [] int64
+):
+    """What the step attended to is what the store holds, with the block that became due pending."""
     sinks, blocks, rows = tl.load(step_counts), tl.load(step_counts + 1 * 4), tl.load(step_counts + 2 * 4)
     tl.store(state, sinks)
     tl.store(state + 1, blocks)
     tl.store(state + 2, rows)
     tl.store(state + 3, tl.load(step_counts + 4 * 4))
     tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
+
+
+APPEND, FINISH = Kernel(append_row), Kernel(write_counts)
 
 
 def append_token(
@@ -189,24 +211,15 @@ def append_token(
         max_cache_len: Tokens there is room for. A full store is not written to, and on a GPU the launch fails.
     """
     batch, heads, _, key_dim = keys.shape
-    value_dim = values.shape[3]
-    _append_token[(batch * heads,)](
-        keys,
-        values,
-        *sinks,
-        *window,
-        state,
-        step_counts,
-        heads,
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        DK=key_dim,
-        DV=value_dim,
-        SINKS=sinks[0].shape[2],
-        CAPACITY=window[0].shape[2],
-        RESIDUAL=residual_length,
-        MAX_CACHE_LEN=max_cache_len,
-        TILE=triton.next_power_of_2(max(key_dim, value_dim)),
+    value_dim, device = values.shape[3], keys.device.index
+    sizes = (sinks[0].shape[2], window[0].shape[2], residual_length, max_cache_len)
+    constants = (key_dim, value_dim, triton.next_power_of_2(max(key_dim, value_dim)))
+    APPEND(
+        (batch * heads, 1, 1),
+        (keys, values, *sinks, *window, state, step_counts),
+        (heads, *keys.stride()[:2], *values.stride()[:2], *sizes),
+        constants,
+        (constants, keys.dtype, window[0].dtype, device),
         num_warps=1,
         sanitize_overflow=False,  # which `debug` turns on
     )
@@ -214,4 +227,4 @@ def append_token(
 
 def finish_step(state: torch.Tensor, step_counts: torch.Tensor, length: torch.Tensor) -> None:
     """Write `state` `[4]` int32 and `length` `[]` int64 from `step_counts`, after the due block was encoded."""
-    _finish_step[(1,)](state, step_counts, length, num_warps=1)
+    FINISH((1, 1, 1), (state, step_counts, length), (), (), (state.device.index,), num_warps=1)
