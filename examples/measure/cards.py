@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tq_hf import PRESETS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -178,26 +176,20 @@ def card_of(name: str) -> str | None:
     return next((card for card in CARDS if card.split()[-1] in words), None)
 
 
-def describe(model_config: Any, preset: str, device: torch.device, measured_speedup: float | None = None) -> str:
-    """For a notebook: what fits on this card, and how fast a decode step's attention is said to be.
-
-    Args:
-        model_config: Of a model in transformers.
-        device: The GPU at hand.
-        measured_speedup: Decode speed against `DynamicCache`, where it was measured.
-    """
-    from tq_hf.tools.estimate import Estimator
-
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
-    estimator = Estimator(model_config)
-    packed, dense = (estimator.bytes(length=32768, preset=p) for p in (preset, None))
-    lines = [f"{name}: {total / 2**30:.0f} GiB; 32k tokens take {packed / 2**20:.0f} MiB ({preset}), "]
-    lines[0] += f"{dense / 2**20:.0f} MiB without compression"
-    cells = [c for c in load().get("predictions", []) if c["card"] == card_of(name) and c["preset"] == preset]
-    lines += [f"attention at {c['length']} tokens: {c['speedup']:.1f} times reading fp16 (predicted)" for c in cells]
-    if measured_speedup is not None:
-        lines.append(f"decode steps: {measured_speedup:.2f} times DynamicCache (measured here)")
+def prediction(device_name: str) -> str:
+    """For a notebook: decode attention against reading fp16 on the card it runs on, a line for each preset."""
+    card = card_of(device_name)
+    cells = [cell for cell in load().get("predictions", []) if cell["card"] == card]
+    if not cells:
+        return f"{device_name}: not one of the cards whose speed is predicted ({', '.join(CARDS)})."
+    lines = [f"{card}: attention of a decode step against reading fp16, predicted for {cells[0]['heads']} heads"]
+    for preset in dict.fromkeys(cell["preset"] for cell in cells):
+        speeds = [
+            f"{cell['batch']} x {cell['length'] // 1024}k: {cell['speedup']:.1f}"
+            for cell in cells
+            if cell["preset"] == preset
+        ]
+        lines.append(f"  {preset.ljust(8)} " + "   ".join(speeds))
     return "\n".join(lines)
 
 
@@ -233,7 +225,16 @@ def predictions(fit: Fit, counts: dict[int, dict[str, dict[str, float]]]) -> lis
                 us = predicted_us(card, fit, found, batch, length, HEADS, preset)
                 dense = dense_us(card, fit, batch, length, HEADS)
                 cells.append(
-                    dict(card=name, preset=preset, batch=batch, length=length, us=us, fp16_us=dense, speedup=dense / us)
+                    dict(
+                        card=name,
+                        preset=preset,
+                        batch=batch,
+                        length=length,
+                        heads=HEADS,
+                        us=us,
+                        fp16_us=dense,
+                        speedup=dense / us,
+                    )  # fmt: skip
                 )
     return cells
 

@@ -10,6 +10,13 @@ clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
 import triton
 import triton.language as tl
 
+from ..common.fragment_tiles import (
+    PROBABILITY_BITS,
+    attend_dense,
+    attend_packed,
+    load_dense,
+    load_rows,
+)
 from ..common.fragments import (
     LANES,
     column_sum,
@@ -23,17 +30,10 @@ from ..common.fragments import (
     zero_quads,
 )
 from ..common.softmax import log2_sum
+from ..common.unpack import small_unit
 from ..format import TOKENS
-from .fragment_tiles import (
-    PROBABILITY_BITS,
-    attend_dense,
-    attend_packed,
-    load_dense,
-    load_rows,
-)
 from .rotate import LINE
 from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
-from .tiles import level_unit
 
 
 @triton.jit
@@ -260,7 +260,7 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        factor = _factors(scale, head * rows, first_row, rows, t, scaling_log2 / level_unit(KEY_BITS, True), TILES)
+        factor = _factors(scale, head * rows, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
         gain = ones(TILES) if SOFTCAP else factor
         q = _operands(halves, head * rows, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
         sums, maximum = initial(TILES)
@@ -289,6 +289,6 @@ def decode_split_fragments(
                 allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
             )  # fmt: skip
         _store(
-            lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, level_unit(VALUE_BITS, True),
+            lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, small_unit(VALUE_BITS),
             tile_rows, g, t, DVP, DM, VALUE_QUARTERS, TILES, False,
         )  # fmt: skip

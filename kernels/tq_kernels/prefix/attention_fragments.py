@@ -9,6 +9,13 @@ Words are read once for 16 rows, 17 bytes a clock; rows of one head run side by 
 import triton
 import triton.language as tl
 
+from ..common.fragment_tiles import (
+    add_dense_values,
+    attend_dense,
+    attend_packed,
+    dense_scores,
+    load_elements,
+)
 from ..common.fragments import (
     LANES,
     column_max,
@@ -27,14 +34,7 @@ from ..common.fragments import (
     zero_quads,
 )
 from ..common.softmax import LOG2E, log2_sum
-from ..decode.fragment_tiles import (
-    add_dense_values,
-    attend_dense,
-    attend_packed,
-    dense_scores,
-    load_elements,
-)
-from ..decode.tiles import level_unit
+from ..common.unpack import small_unit
 from ..format import TOKENS
 
 
@@ -237,7 +237,7 @@ def prefix_attention_fragments(
         q = _rotated(plain, key_rotation, g, t, DKP, KEY_QUARTERS, TILES)
         packed_factor = ()
         for i in tl.static_range(2 * TILES):
-            packed_factor += (factor[i] / level_unit(KEY_BITS, True),)
+            packed_factor += (factor[i] / small_unit(KEY_BITS),)
         packed = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
         block0 = batch * blocks_b + kv_head * blocks_h
         for step in tl.range(2 * first, 2 * last_block):
@@ -267,10 +267,10 @@ def prefix_attention_fragments(
         # Dense tokens are neither in the units of packed ones nor in their probabilities'.
         in_units, in_sums, in_acc = (), (), ()
         for i in tl.static_range(2 * TILES):
-            in_units += (maximum[i] if SOFTCAP else maximum[i] / level_unit(KEY_BITS, True),)
+            in_units += (maximum[i] if SOFTCAP else maximum[i] / small_unit(KEY_BITS),)
             in_sums += (sums[i] * (2.0**-4),)
         for i in tl.static_range(((DV + 15) // 16) * TILES):
-            in_acc += (scaled(acc[i], 2.0**-4 / level_unit(VALUE_BITS, True), 2.0**-4 / level_unit(VALUE_BITS, True)),)
+            in_acc += (scaled(acc[i], 2.0**-4 / small_unit(VALUE_BITS), 2.0**-4 / small_unit(VALUE_BITS)),)
         maximum = in_units
         sums = in_sums
         acc = in_acc

@@ -6,7 +6,7 @@ The kernels of decode and of prefill differ in which tokens they go over, and in
 import triton
 import triton.language as tl
 
-from ..common.fragments import (
+from .fragments import (
     LANES,
     decayed,
     levels2,
@@ -25,8 +25,8 @@ from ..common.fragments import (
     weights,
     zero_quads,
 )
-from ..common.softmax import soft_capped
-from .tiles import halves_of, level_unit
+from .softmax import soft_capped
+from .unpack import small_unit, unpack_scales
 
 PROBABILITY_BITS = tl.constexpr(4.0)
 """Probabilities of packed tokens are kept as 2**4 times their value (as in `tq_kernels.decode.split`)."""
@@ -249,7 +249,7 @@ def attend_packed(
     Args:
         acc, sums, maximum: What was summed, of `add_packed_values` and `decayed`, and `weights`' maximum.
         q: TILES tuples of `load_rows`, rotated.
-        factor: 2 * TILES factors to base-2 logits, over `level_unit`.
+        factor: 2 * TILES factors to base-2 logits, over `small_unit`.
         key_words, value_words, scalars: Pointers to the half's first row.
         mean: Pointer to the block's key mean.
         allowed: If MASKED, of plane p, row tile i and element j of its quad flag 4 * (p * TILES + i) + j.
@@ -266,15 +266,15 @@ def attend_packed(
         key_scale = ()
         for i in tl.static_range(2):
             at = scalars + (32 * plane + 4 * (g // 2) + g % 2 + 2 * i)
-            scales = halves_of(load32(at, t >= 0))
-            key_scale += (scales[0],)
-            value_scale += (scales[1],)
+            scales = unpack_scales(load32(at, t >= 0))
+            key_scale += (scales[0].to(tl.float32),)
+            value_scale += (scales[1].to(tl.float32),)
         for tile in tl.static_range(TILES):
             quad = ()
             for i in tl.static_range(4):
                 logit = s[plane * TILES + tile][i] * key_scale[i // 2]
                 if HAS_MEAN:
-                    logit += shared[tile][i] * level_unit(KEY_BITS, True)
+                    logit += shared[tile][i] * small_unit(KEY_BITS)
                 if SOFTCAP:
                     logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
                 if MASKED:
