@@ -22,10 +22,11 @@ from .plan import plan_decode
 from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split
+from .split_fragments import decode_split_fragments
 from .step import Arguments, Given, Held, Launches, NewRow, Step
 
 ROTATE, ROTATE_AND_APPEND = Kernel(rotate_query), Kernel(rotate_and_append)
-SPLIT, REDUCE = Kernel(decode_split), Kernel(reduce_splits)
+SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
 
 
 class Decoder:
@@ -249,7 +250,7 @@ class Decoder:
             (constants, query.dtype, dense, device),
             num_warps=2,
         )
-        split = SPLIT(
+        split = (SPLIT_FRAGMENTS if target(self.device).fragments else SPLIT)(
             step.split_grid,
             *arguments.split,
             plan.split_constants,
