@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 OLDEST := $(VENV)-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py cache/test_compiled.py cache/test_bad_input.py \
-	saving stores layers tools)
+	saving stores/test_store.py layers tools)
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
 SPREAD := -n $(WORKERS)
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.

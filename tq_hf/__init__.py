@@ -12,6 +12,7 @@ Importing registers the attention function "turboquant" and its mask with transf
 from .attention import register
 from .cache import TurboQuantCache
 from .config import PRESETS, TurboQuantConfig
+from .graph_decoding import graph_decoding
 from .layers.compressed import TurboQuantLayer
 from .layout import BlockLayout
 from .memory import MemoryFootprint
@@ -25,6 +26,7 @@ __all__ = [
     "TurboQuantCache",
     "TurboQuantConfig",
     "TurboQuantLayer",
+    "graph_decoding",
 ]
 
 register()

@@ -8,7 +8,7 @@ stands in the class, and `tq_hf.codec.ablation` switches it to show what it is w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from tq_kernels.format import due_blocks
@@ -93,18 +93,19 @@ class TurboQuantConfig:
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> TurboQuantConfig:
-        """The configuration of a preset, with some options replaced.
+        """The configuration of a preset, with some options replaced. With other bits it bears no name.
 
         Raises:
             ValueError: The preset or an option does not exist, or a value is outside its range.
         """
-        if name not in PRESETS:
-            raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")
+        preset = PRESETS[preset_name(name)]
         known = {field.name for field in fields(cls)} - {"preset"}
         if unknown := sorted(set(overrides) - known):
             raise ValueError(f"Unknown option(s) {', '.join(unknown)}. Valid options: {', '.join(sorted(known))}.")
-        preset = PRESETS[name]
-        return cls(**{field.name: getattr(preset, field.name) for field in fields(preset)} | overrides)
+        config = cls(**{field.name: getattr(preset, field.name) for field in fields(preset)} | overrides)
+        bits = (config.key_bits, config.value_bits)
+        # Of other bits it is not what the name says.
+        return config if bits == (preset.key_bits, preset.value_bits) else replace(config, preset=None)
 
     @classmethod
     def from_fields(cls, saved: Mapping[str, Any]) -> TurboQuantConfig:
@@ -144,6 +145,18 @@ class TurboQuantConfig:
     def num_blocks(self, length: int) -> int:
         """Blocks a cache of `length` tokens holds packed: those complete and wholly older than `residual_length`."""
         return due_blocks(length, self.sink_tokens, self.residual_length)
+
+
+def preset_name(name: str) -> str:
+    """The preset meant by `name`: in any case, and also by the names vLLM gives them ("turboquant_4bit_nc").
+
+    Raises:
+        ValueError: There is none.
+    """
+    plain = name.lower().removeprefix("turboquant_") if isinstance(name, str) else None
+    if plain not in PRESETS:
+        raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")
+    return plain
 
 
 def _preset(name: str, key_bits: int, value_bits: int) -> TurboQuantConfig:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -41,6 +42,7 @@ from tq_hf.codec.reference import dequantise, encode
 from tq_hf.layout import BlockLayout
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.tensors.blocks import PackedBlocks
+from tq_hf.tensors.layer_tensors import LayerTensors
 
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
 HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
@@ -119,7 +121,7 @@ def prepared(
     query = torch.randn(batch, query_heads, 1, layout.key_dim, device=device, dtype=dtype)
     allocate = functools.cache(functools.partial(torch.empty, device=device))
     out = torch.empty(batch, 1, query_heads, layout.value_dim, device=device, dtype=dtype)
-    decoder = triton_backend.make_decoder(config, packed, sinks, window, device)
+    decoder = triton_backend.decoder_of(LayerTensors(config, packed, sinks, window))
     counts = [device_int(count, device) for count in (blocks, window_rows, SINKS)]
 
     def step() -> torch.Tensor:
@@ -241,7 +243,11 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=os.environ.get("TQ_HF_COMMAND"),  # of `tq-hf bench`, which runs this
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("kernels", help="decode attention against bf16 attention")
     command.add_argument("--all-heads", action="store_true", help="all head shapes, not only (32, 8, 128)")

@@ -128,8 +128,8 @@ class LayerStore(ABC):
     @abstractmethod
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """The counts, and what they count of each tensor, by name: the block tensors' names, `sink_keys`,
-        `sink_values`, `window_keys` and `window_values`, window rows in the order of the tokens, `key_factors` and
-        `value_factors`."""
+        `sink_values`, `window_keys` and `window_values`, window rows in the order of the tokens, and if balanced
+        `key_factors` and `value_factors`."""
 
     @abstractmethod
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:

@@ -111,15 +111,26 @@ class GrowingStore(LayerStore):
             self.drop_encoded_rows()
             past = self.length
             window.append_late(keys, values)
-            return self._encode_window(past)
-        return self._append(keys, values, wait)
-
-    @outside_inference_mode
-    def _append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
-        check_fits(keys, values, self.tensors.row)
+            try:
+                return self._encode_window(past)
+            except BaseException:
+                window.count -= 1
+                self.num_pending = 0
+                raise
+        check_fits(keys, values, row)
         self.growth.check(keys.shape[2], self.length)
         self.encode_prompt()
         self.drop_encoded_rows()
+        # What is written where nothing is held yet does not count: a kernel that fails leaves the store as it was.
+        before = vars(self) | {"window": window.snapshot()}
+        try:
+            return self._append(keys, values, wait)
+        except BaseException:
+            vars(self).update(before)
+            raise
+
+    @outside_inference_mode
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
         past, new_tokens, sinks_before = self.length, keys.shape[2], self.num_sinks
         to_sinks = min(new_tokens, self.config.sink_tokens - sinks_before) if past == sinks_before else 0
         for buffer, states in zip(self.sinks, (keys, values), strict=True):
@@ -151,12 +162,17 @@ class GrowingStore(LayerStore):
         if self._prompt is None:
             return
         (keys, values), to_sinks = self._prompt
+        before = vars(self) | {"window": self.window.snapshot()}
         self._prompt = None
         if self.config.balance and not self.handed_on and not self.num_blocks:
             chosen = balance.factors(queries, keys, values, first=to_sinks, valid=attended)
             for held, factor in zip(self.blocks.factors, chosen, strict=True):
                 held.copy_(factor)
-        self._append_long((keys[:, :, to_sinks:], values[:, :, to_sinks:]))
+        try:
+            self._append_long((keys[:, :, to_sinks:], values[:, :, to_sinks:]))
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def _encode_window(self, past: int) -> StoreView:
         """Encode the blocks that became due by rows the window has now. Returns a view of all rows."""
@@ -291,7 +307,8 @@ class GrowingStore(LayerStore):
         """See `LayerStore.export`."""
         self.encode_prompt()
         held = self.blocks.slice(0, self.num_blocks + self.num_pending).tensors()
-        held["key_factors"], held["value_factors"] = self.blocks.factors
+        if self.config.balance:
+            held["key_factors"], held["value_factors"] = self.blocks.factors
         for name, position in (("keys", 0), ("values", 1)):
             held[f"sink_{name}"] = self.sinks[position][:, :, : self.num_sinks]
             empty = self.sinks[position][:, :, :0]
@@ -305,8 +322,9 @@ class GrowingStore(LayerStore):
         self._make_room(0, packed)
         for name, tensor in self.blocks.tensors().items():
             tensor[:, :, :packed] = held[name].to(device)
-        for factor, name in zip(self.blocks.factors, ("key_factors", "value_factors"), strict=True):
-            factor.copy_(held[name])
+        if self.config.balance:
+            self.blocks.factors.keys.copy_(held["key_factors"])
+            self.blocks.factors.values.copy_(held["value_factors"])
         for buffer, name in zip(self.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
         capacity = self.growth.window_rows(self.config, counts.window)

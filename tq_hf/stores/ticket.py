@@ -3,12 +3,14 @@
 `TurboQuantLayer.update` returns tensors; the model passes them on to `turboquant_attention`. A `Ticket` travels as an
 attribute of the key tensor and dies with it; the layer keeps only the `Receipt`. If anything on the way makes a new
 tensor of the keys (an up-projection of latents, a repeat of heads, a move to another device), the ticket is lost, the
-receipt stays unsigned, and the layer learns that this model needs dequantised states.
+receipt stays unsigned, and the layer learns that this model needs dequantised states. So it does if attention is given
+other values than those that came with the keys (DiffLlama): a ticket is good for both or for nothing.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from ..tensors.layer_tensors import RowKind, dense_shapes
 from ..tensors.view import StepView, StoreView
 from ..tensors.window import KeyValue
 from .base import LayerStore
+from .watched import unwatched
 
 _ATTRIBUTE = "_turboquant_ticket"
 
@@ -29,27 +32,45 @@ class Receipt:
     Args:
         reader: The config of the attention module that took it, held weakly: what it says of the attention function is
             what the model uses now. `None` if nobody did.
+        watched: Whether the states of the call would have noticed a model that computes with them itself (see
+            `tq_hf.stores.watched`).
+        read: Whether it did.
     """
 
     reader: weakref.ref[Any] | None = None
+    watched: bool = False
+    read: bool = False
+
+    def note_read(self) -> None:
+        """The model computed with the states."""
+        self.read = True
 
     @property
     def signed(self) -> bool:
         """Whether somebody took the ticket."""
         return self.reader is not None
 
+    @property
+    def left_alone(self) -> bool:
+        """Whether the model is known to have done nothing with the states but hand them to attention."""
+        return self.watched and not self.read
+
 
 class Ticket(NamedTuple):
     """A claim on what a layer holds, good for one call of the model.
 
     Args:
-        view: What is attended to.
-        receipt: Signed by who takes it.
+        view: What is claimed.
+        receipt: To be signed.
+        values: The tensor of values that goes with the keys the ticket is on.
+        states: Makes the keys and values that the view stands for.
         waiting: The store, if it waits for the queries of this call.
     """
 
     view: StoreView | StepView
     receipt: Receipt
+    values: torch.Tensor
+    states: Callable[[], KeyValue]
     waiting: LayerStore | None = None
 
 
@@ -88,21 +109,12 @@ def step_placeholders(row: RowKind, tokens: int, nan: torch.Tensor) -> KeyValue:
     return keys.detach(), values
 
 
-def redeem(
-    keys: torch.Tensor, module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None
-) -> StoreView | StepView | None:
-    """The view `keys` carry a ticket for, or `None`; signs the receipt for the attention module `module`, and shows a
-    store that waits for them the queries `[B, Hq, S, Dk]` and which tokens are padding."""
+def show_queries(keys: torch.Tensor, query: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Show the queries `[B, Hq, S, Dk]` of a call to the store whose ticket `keys` have, if it waits for them. By their
+    mask it knows padding."""
     ticket: Ticket | None = getattr(keys, _ATTRIBUTE, None)
-    if ticket is None:
-        return None
-    config = getattr(module, "config", None)
-    # A compiled step finds the receipt signed by the prefill before it, or cannot sign it.
-    if ticket.receipt.reader is None and config is not None and not torch.compiler.is_compiling():
-        ticket.receipt.reader = weakref.ref(config)
-    if ticket.waiting is not None:
+    if ticket is not None and ticket.waiting is not None:
         ticket.waiting.encode_prompt(query, _attended(mask, ticket.view.length, query.shape[2]))
-    return ticket.view
 
 
 def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tensor | None:
@@ -111,3 +123,20 @@ def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tens
         return None
     row = mask[:, 0, -1, length - tokens : length]
     return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
+
+
+def redeem(
+    keys: torch.Tensor, values: torch.Tensor, module: torch.nn.Module
+) -> tuple[StoreView | StepView | None, torch.Tensor, torch.Tensor]:
+    """The view that `keys` and `values` stand for, if they came with one ticket; signs the receipt for the attention
+    module `module`. And the keys and values to read where there is no view, or one of a first call."""
+    ticket: Ticket | None = getattr(keys, _ATTRIBUTE, None)
+    if ticket is None:
+        return None, *unwatched((keys, values))
+    if ticket.values is not values:
+        return None, ticket.states()[0], unwatched((keys, values))[1]
+    config = getattr(module, "config", None)
+    # A compiled step finds the receipt signed by the prefill before it, or cannot sign it.
+    if ticket.receipt.reader is None and config is not None and not torch.compiler.is_compiling():
+        ticket.receipt.reader = weakref.ref(config)
+    return (ticket.view, *unwatched((keys, values))) if ticket.view.is_first else (ticket.view, keys, values)

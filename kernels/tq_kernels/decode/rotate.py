@@ -66,6 +66,9 @@ def rotate_query(
     )
     factor = tl.load(factors + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
     matrix = (matrix.to(tl.float32) * (1.0 / factor)[None, :]).to(tl.float16)
-    rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [32, BR]
+    if BLOCK_R == 1:  # no product for matrix units
+        rotated = tl.sum(matrix.to(tl.float32) * tl.trans(q).to(tl.float32), 1, keep_dims=True) * (DKP**-0.5)  # [32, 1]
+    else:
+        rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [32, BR]
     out = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (head * rows + r)[None, :] * DKP + column[:, None]
     tl.store(out, rotated.to(tl.float16), mask=(column < DKP)[:, None] & (r < rows)[None, :])

@@ -1,0 +1,436 @@
+"""A decoding loop whose step is one CUDA graph, for `model.generate(..., custom_generate=tq_hf.graph_decoding)`.
+
+A compiled step of `generate()` still takes the host 2 to 4 ms: guards on the model's modules, masks, processors, a read
+of the stop flag. Here the whole step (the compiled forward, processors, the choice of a token, the check for an end) is
+captured once and replayed; the host reads whether all sequences have ended one step late, so the GPU never waits for
+it. The step that ran too many is taken back.
+
+`generate()` prepares everything as for its own loop (prompt, masks, processors, stopping criteria, the cache) and hands
+it over, so left-padded batches, later turns, chunked prefill and `return_dict_in_generate` are as they were. Processors
+that read only scores run inside the graph; all others, and stopping criteria other than the end-of-sequence token and
+the length, run after each replay. Without a GPU, or with `disable_compile`, the same loop runs step by step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import logits_process as processors
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .cache import TurboQuantCache
+from .layers.base import FullAttentionLayer
+from .layers.compressed import TurboQuantLayer
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+READ_SCORES_ONLY = (
+    processors.EpsilonLogitsWarper,
+    processors.EtaLogitsWarper,
+    processors.InfNanRemoveLogitsProcessor,
+    processors.LogitNormalization,
+    processors.MinPLogitsWarper,
+    processors.TemperatureLogitsWarper,
+    processors.TopKLogitsWarper,
+    processors.TopPLogitsWarper,
+    processors.TypicalLogitsWarper,
+)
+"""Processors that look at scores alone: those that look at the tokens so far see another number of them each step."""
+
+WARM_UP = 2
+"""Steps that run before one is captured: kernels are compiled in the first, and memory has settled after the second."""
+
+Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
+
+
+@dataclass
+class _Step:
+    """The tensors of a step, which stay where they are from one step to the next, and the graph that works on them.
+
+    Args:
+        key: What the graph is for; another model, batch or way to choose tokens makes another one.
+        token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
+        positions: Position ids `[..., B, 1]` of `token`, or `None` where the model counts itself.
+        masks: What the model is given, `[B, 1, 1, max_cache_len]` bool each.
+        column: `[1]` int64, the column of `token` in the masks.
+        constants: Further inputs that are the same at every step.
+        history: `[B, length]` int64, prompt and answer.
+        at: `[1]` int64, where the next token goes in `history`.
+        unfinished: `[B]` bool.
+        logits: `[B, vocabulary]` float32 of the last step.
+        scores: The same after the processors.
+    """
+
+    key: tuple[Any, ...]
+    token: torch.Tensor
+    positions: torch.Tensor | None
+    masks: Masks
+    column: torch.Tensor
+    constants: dict[str, Any]
+    history: torch.Tensor
+    at: torch.Tensor
+    unfinished: torch.Tensor
+    logits: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+    warm: int = 0
+
+    def mask_tensors(self) -> list[torch.Tensor]:
+        """The masks as a list."""
+        return _mask_tensors(self.masks)
+
+
+def graph_decoding(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    token_streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Greedy search or sampling on a preallocated cache; `generate()` calls it with what it has prepared.
+
+    ```python
+    cache = TurboQuantCache(model.config, max_cache_len=4096)
+    model.generate(**inputs, past_key_values=cache, custom_generate=tq_hf.graph_decoding)
+    ```
+
+    Args:
+        model: A decoder with `attn_implementation="turboquant"` (another works too, but reads dense states).
+        input_ids: `[B, T]` int64.
+        logits_processor: As for any loop of transformers.
+        stopping_criteria: Likewise.
+        generation_config: Likewise; `disable_compile` and `compile_config` are heeded, but for the compiler's own CUDA
+            graphs, which cannot be captured again.
+        token_streamer: Gets each token, a step late. `generate(streamer=...)` is not passed on by transformers 5.17 to
+            5.23 to loops of others: give it as `generate(..., token_streamer=streamer)`.
+        **model_kwargs: Inputs of the model, `past_key_values` among them.
+
+    Returns:
+        Tokens `[B, T + n]` int64, or what `return_dict_in_generate` asks for.
+
+    Raises:
+        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention layers, or the call asks for
+            beams, an assistant, attentions or hidden states.
+    """
+    caller = sys._getframe(1).f_locals
+    if caller.get("streamer") is not None:
+        raise ValueError(
+            "transformers does not hand `streamer` on to a loop of one's own. Pass it as `token_streamer=` instead."
+        )
+    cache = _check(model, generation_config, model_kwargs)
+    if token_streamer is not None:
+        token_streamer.put(input_ids.cpu())
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+    del outputs
+    loop = _Loop(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, token_streamer)
+    with model._optimize_model_for_decode():
+        return loop.run(logits, model_kwargs)
+
+
+def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> TurboQuantCache:
+    cache = inputs.get("past_key_values")
+    advice = "Leave out `custom_generate`, or "
+    if not isinstance(cache, TurboQuantCache) or not cache.is_compileable:
+        came = type(cache).__name__ + (" without `max_cache_len`" if isinstance(cache, TurboQuantCache) else "")
+        raise ValueError(
+            f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
+            "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."
+        )
+    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, FullAttentionLayer)}
+    if other:
+        raise ValueError(
+            f"`graph_decoding` takes models whose layers are all full attention; this cache also has "
+            f"{', '.join(sorted(other))}. Leave out `custom_generate`."
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
+    if config.num_beams > 1:
+        raise ValueError(f"`graph_decoding` cannot search with {config.num_beams} beams. {advice}set `num_beams=1`.")
+    if config.prompt_lookup_num_tokens is not None or config.assistant_early_exit is not None:
+        raise ValueError(f"`graph_decoding` cannot draft tokens with an assistant. {advice}the assistant.")
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise ValueError(f"`graph_decoding` does not return `{name}`. {advice}set it to False.")
+    return cache
+
+
+class _LateFlags:
+    """Tokens and the flag "all have ended" of each step, read on the host: on a GPU a step late, so that nothing waits.
+
+    Args:
+        device: Where tokens are chosen.
+        batch: Sequences.
+        streamer: Gets the tokens, or `None`.
+    """
+
+    def __init__(self, device: torch.device, batch: int, streamer: BaseStreamer | None) -> None:
+        self.lag = 1 if device.type == "cuda" else 0
+        self.streamer = streamer
+        pinned = device.type == "cuda"
+        self._slots = [
+            (
+                torch.zeros((), dtype=torch.bool, pin_memory=pinned),
+                torch.zeros(batch, dtype=torch.long, pin_memory=pinned),
+            )
+            for _ in range(2)
+        ]
+        self._copied = [torch.cuda.Event(blocking=True) if pinned else None for _ in range(2)]
+        self._steps = 0
+
+    def record(self, unfinished: torch.Tensor, token: torch.Tensor) -> bool:
+        """Take in a step's `[B]` flags and tokens. Whether all had ended `lag` steps ago."""
+        flag, tokens = self._slots[self._steps % 2]
+        flag.copy_(~unfinished.any(), non_blocking=True)
+        if self.streamer is not None:
+            tokens.copy_(token, non_blocking=True)
+        if (event := self._copied[self._steps % 2]) is not None:
+            event.record()
+        self._steps += 1
+        return self._steps > self.lag and self._read(self._steps - 1 - self.lag)
+
+    def _read(self, step: int) -> bool:
+        if (event := self._copied[step % 2]) is not None:
+            event.synchronize()
+        flag, tokens = self._slots[step % 2]
+        if self.streamer is not None:
+            self.streamer.put(tokens.clone())
+        return bool(flag)
+
+    def finish(self, ended: bool) -> None:
+        """Hand on what is still held back, but not the token of a step that ran after the end."""
+        if self.lag and not ended:
+            self._read(self._steps - 1)
+        if self.streamer is not None:
+            self.streamer.end()
+
+
+class _Loop:
+    """One call of `graph_decoding`."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: TurboQuantCache,
+        prompt: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self.model, self.cache, self.prompt = model, cache, prompt
+        self.layers: list[Any] = list(cache.layers)
+        self.processors, self.sample = logits_processor, config.do_sample
+        self.selects_in_graph = all(type(processor) in READ_SCORES_ONLY for processor in logits_processor)
+        self.ends = [c.eos_token_id.to(prompt.device) for c in stopping_criteria if type(c) is EosTokenCriteria]
+        self.other_criteria = StoppingCriteriaList(
+            c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
+        )
+        has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        pad: Any = config._pad_token_tensor
+        self.pad: torch.Tensor | None = pad.to(prompt.device) if has_end else None
+        self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
+        self.compiles = model._valid_auto_compile_criteria({"past_key_values": cache}, config)
+        self.forward = self._compiled(config) if self.compiles else model.__call__
+        self.returns_dict = config.return_dict_in_generate
+        self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
+        self.scores: list[torch.Tensor] | None = [] if self.returns_dict and config.output_scores else None
+        self.flags = _LateFlags(prompt.device, prompt.shape[0], streamer)
+
+    def _compiled(self, config: GenerationConfig) -> Callable[..., Any]:
+        options = (CompileConfig() if config.compile_config is None else config.compile_config).to_dict()
+        # "reduce-overhead" would capture graphs of its own inside of ours.
+        return self.model.get_compiled_call(CompileConfig(**{**options, "mode": None}))
+
+    def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
+        step = self._step(inputs)
+        self._select(step, logits)
+        while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
+            self._advance(step)
+        self.flags.finish(ended)
+        if ended and self.flags.lag:
+            self.length -= self.flags.lag
+            self.cache.crop(-self.flags.lag)
+        tokens = step.history[:, : self.length].clone()
+        if not self.returns_dict:
+            return tokens
+        steps = self.length - self.prompt.shape[1]
+        kept: dict[str, Any] = {
+            name: None if every is None else tuple(every[:steps])
+            for name, every in (("logits", self.logits), ("scores", self.scores))
+        }
+        kept |= dict(sequences=tokens, past_key_values=self.cache)
+        return GenerateDecoderOnlyOutput(**kept)
+
+    def _advance(self, step: _Step) -> None:
+        """One token more a sequence."""
+        if step.graph is None and self.compiles and self.prompt.is_cuda and step.warm >= WARM_UP:
+            self._capture(step)
+        if step.graph is None:
+            self._run(step)
+            step.warm += 1
+        else:
+            step.graph.replay()
+            for layer in self.layers:
+                layer.forget_host_count()
+        if not self.selects_in_graph:
+            assert step.logits is not None
+            self._select(step, step.logits)
+
+    def _capture(self, step: _Step) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._run(step)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"A decode step of {type(self.model).__name__} cannot be captured as a CUDA graph. Leave out "
+                "`custom_generate=graph_decoding`."
+            ) from error
+        step.graph = graph
+
+    def _run(self, step: _Step) -> None:
+        """What the graph holds."""
+        inputs = {**step.constants, "input_ids": step.token, "past_key_values": self.cache}
+        if step.positions is not None:
+            inputs["position_ids"] = step.positions
+        if step.masks is not None:
+            inputs["attention_mask"] = step.masks
+        step.logits = self.forward(**inputs, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
+        if step.positions is not None:
+            step.positions.add_(1)
+        # Beyond the last column there is no room for a token either: what comes then is refused by the cache.
+        step.column.add_(1)
+        for mask in step.mask_tensors():
+            mask.index_fill_(3, step.column.clamp(max=mask.shape[3] - 1), True)
+        if self.selects_in_graph:
+            self._choose(step, step.logits, step.history)
+
+    def _select(self, step: _Step, logits: torch.Tensor) -> None:
+        self._choose(step, logits, step.history[:, : self.length])
+        step.logits = logits
+
+    def _choose(self, step: _Step, logits: torch.Tensor, seen: torch.Tensor) -> None:
+        """Choose the next tokens from logits `[B, vocabulary]` after tokens `seen` `[B, T]`, and write them."""
+        step.scores = self.processors(seen, logits)
+        if self.sample:
+            token = torch.multinomial(torch.softmax(step.scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            token = torch.argmax(step.scores, dim=-1)
+        if self.pad is not None:
+            token = torch.where(step.unfinished, token, self.pad)
+        step.history.index_copy_(1, step.at, token[:, None])
+        step.at.add_(1)
+        step.token.copy_(token[:, None])
+        for end in self.ends:
+            step.unfinished.logical_and_(~torch.isin(token, end))
+
+    def _ends(self, step: _Step) -> bool:
+        """Take in the step that has run. Whether all sequences are known to have ended."""
+        self.length += 1
+        for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
+            if every is not None and tensor is not None:
+                every.append(tensor.clone())
+        if self.other_criteria:
+            scores = None if self.scores is None else tuple(self.scores)
+            step.unfinished.logical_and_(~self.other_criteria(step.history[:, : self.length], scores))
+        return self.flags.record(step.unfinished, step.token[:, 0])
+
+    def _step(self, inputs: dict[str, Any]) -> _Step:
+        """The tensors of a step, set for the first one; those of the last call where they serve again."""
+        batch, device = self.prompt.shape[0], self.prompt.device
+        # The token is not chosen yet; only its place counts.
+        longer = torch.cat([self.prompt, self.prompt.new_zeros(batch, 1)], dim=1)
+        first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
+        for name in ("input_ids", "past_key_values"):
+            first.pop(name)
+        positions, masks = first.pop("position_ids", None), first.pop("attention_mask", None)
+        unknown = [
+            name for name, value in first.items() if isinstance(value, torch.Tensor) and "token_type" not in name
+        ]
+        if unknown:
+            raise ValueError(
+                f"{type(self.model).__name__} is given {', '.join(unknown)} at each step, which `graph_decoding` does "
+                "not know how to continue. Leave out `custom_generate`."
+            )
+        room = int(self.cache.layers[0].get_max_length())
+        width = max(room + 1, 0 if self.max_length is None else self.max_length)
+        step = _kept.get(self.cache)
+        key = self._key(first, positions, masks, width)
+        if step is None or step.key != key:
+            _kept.pop(self.cache, None)
+            step = _Step(
+                key=key,
+                token=self.prompt.new_zeros(batch, 1),
+                positions=None if positions is None else positions.clone(),
+                masks=_map_masks(torch.clone, masks),
+                column=torch.zeros(1, dtype=torch.int64, device=device),
+                constants=first,
+                history=self.prompt.new_zeros(batch, width),
+                at=torch.zeros(1, dtype=torch.int64, device=device),
+                unfinished=torch.ones(batch, dtype=torch.bool, device=device),
+            )
+            _kept[self.cache] = step
+        else:
+            if positions is not None and step.positions is not None:
+                step.positions.copy_(positions)
+            for kept, now in zip(step.mask_tensors(), _mask_tensors(masks), strict=True):
+                kept.copy_(now)
+        step.column.copy_(torch.as_tensor(self.cache.get_seq_length()).reshape(1))
+        step.history[:, : self.length] = self.prompt
+        step.at.fill_(self.length)
+        step.unfinished.fill_(True)
+        return step
+
+    def _key(
+        self, constants: dict[str, Any], positions: torch.Tensor | None, masks: Masks, width: int
+    ) -> tuple[Any, ...]:
+        """Whatever a captured step depends on: another key, another graph."""
+        chooses = [(type(p).__name__, sorted((k, str(v)) for k, v in vars(p).items())) for p in self.processors]
+        ends = [end.tolist() for end in self.ends]
+        shapes = [None if x is None else x.shape for x in (positions, *_mask_tensors(masks))]
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [tensor for layer in self.cache.layers for tensor in _held(layer)]
+        return (
+            id(self.model),
+            self.model.config._attn_implementation,
+            str(constants),
+            str((chooses, self.sample, self.selects_in_graph, ends, None if self.pad is None else self.pad.tolist())),
+            str(shapes),
+            (self.prompt.shape[0], width),
+            tuple(tensor.data_ptr() for tensor in tensors),
+        )
+
+
+def _held(layer: Any) -> list[torch.Tensor]:
+    """Every tensor a layer holds."""
+    if isinstance(layer, TurboQuantLayer):
+        return [] if layer.store is None else [tensor for kind in layer.store.by_kind().values() for tensor in kind]
+    return [layer.keys, layer.values] if layer.is_initialized else []
+
+
+def _mask_tensors(masks: Masks) -> list[torch.Tensor]:
+    every = masks.values() if isinstance(masks, dict) else [masks]
+    return [mask for mask in every if mask is not None]
+
+
+def _map_masks(function: Callable[[torch.Tensor], torch.Tensor], masks: Masks) -> Masks:
+    if isinstance(masks, dict):
+        return {name: None if mask is None else function(mask) for name, mask in masks.items()}
+    return None if masks is None else function(masks)
+
+
+_kept: WeakKeyDictionary[TurboQuantCache, _Step] = WeakKeyDictionary()
+"""The step of each cache's last call. It holds tensors and a graph, not the cache, and goes with it."""
