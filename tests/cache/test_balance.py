@@ -11,7 +11,7 @@ from stress import rescaled
 from tiny_models import VOCAB, build
 from transformers import DynamicCache
 
-from tq_hf import TurboQuantCache
+from tq_hf import Balance, TurboQuantCache, TurboQuantConfig
 from tq_hf.layers.compressed import TurboQuantLayer
 
 PACKED = dict(residual_length=0, sink_tokens=0)
@@ -157,3 +157,60 @@ def test_a_short_prompt_is_not_balanced():
     cache = TurboQuantCache(model.config)
     model(tokens(20), past_key_values=cache)
     assert all((part == 1).all() for pair in factors(cache) for part in pair)
+
+
+@torch.no_grad()
+def test_factors_are_handed_on_to_prompts_too_short_for_statistics():
+    model = made("llama")
+    long = TurboQuantCache(model.config)
+    model(tokens(300, batch=2), past_key_values=long)
+    for balance in (long, Balance.of(model)):
+        cache = TurboQuantCache(model.config, balance=balance, **PACKED)
+        for part in tokens(260, batch=3, seed=5).split(20, dim=1):
+            model(part, past_key_values=cache)
+        for keys, values in factors(cache):
+            assert keys.shape[0] == 3 and (keys < 0.3).any() and (values < 0.3).any()
+            assert torch.equal(keys[0], keys[2])
+        cache.reset()
+        model(tokens(300, seed=6), past_key_values=cache)
+        assert all(
+            torch.equal(layer.store.blocks.factors.keys, layer.factors.keys)
+            for layer in cache.layers
+            if isinstance(layer, TurboQuantLayer)
+        )
+
+
+def test_a_probe_gives_the_same_each_time_and_leaves_the_model_as_it_was():
+    model = made("qwen3")
+    model.set_attn_implementation("sdpa")
+    first, second = Balance.of(model), Balance.of(model)
+    assert model.config._attn_implementation == "sdpa"
+    for index, pair in first.layers.items():
+        assert all(torch.equal(a, b) for a, b in zip(pair, second.layers[index], strict=True))
+    assert any((keys != 1).any() for keys, _ in first.layers.values())
+
+
+def test_a_probe_restores_about_what_the_prompts_own_statistics_do():
+    plain, loud = made("qwen2", factor=1), made("qwen2")
+    assert error(loud, {"balance": Balance.of(loud)}) < 1.35 * error(plain, {"balance": False})
+
+
+@pytest.mark.parametrize("balance", ["both", 1, 0.5, object()])
+def test_balance_of_another_kind_is_refused(balance):
+    with pytest.raises(ValueError, match="`balance` is .*True or False, a `Balance`, or a cache"):
+        TurboQuantCache(build("llama").config, balance=balance)
+
+
+def test_factors_of_another_model_or_of_nothing_are_refused():
+    model = made("llama")
+    with pytest.raises(ValueError, match="holds no tokens"):
+        TurboQuantCache(model.config, balance=TurboQuantCache(model.config))
+    balance = Balance.of(model)
+    with pytest.raises(ValueError, match="no factors of layer 3"):
+        TurboQuantCache(model.config, balance=Balance({i: balance.layers[i] for i in range(3)}))
+    with pytest.raises(ValueError, match="leave out either"):
+        TurboQuantCache(model.config, TurboQuantConfig(balance=False), balance=balance)
+    other = made("qwen2")
+    cache = TurboQuantCache(other.config, balance=balance)
+    with pytest.raises(ValueError, match=r"of \[2, 32\] heads and channels.*\[2, 16\]"):
+        other(tokens(10), past_key_values=cache)

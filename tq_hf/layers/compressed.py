@@ -99,12 +99,14 @@ class TurboQuantLayer(FullAttentionLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0)."""
         check_states(key_states, value_states)
+        store: LayerStore
         if self.max_cache_len is None:
-            self.store = GrowingStore.allocate(self.config, key_states, value_states)
+            store = GrowingStore.allocate(self.config, key_states, value_states)
         else:
-            self.store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len)
+            store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len)
         if self.factors is not None:
-            self.store.hand_on(self.factors)
+            store.hand_on(self.factors)
+        self.store = store
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
         self.is_initialized = True
