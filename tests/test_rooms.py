@@ -10,7 +10,7 @@ from test_packaging import KERNELS, ROOT, imported_modules
 ROOMS = {
     "tq_kernels": [["decode", "prefix", "codec"], ["common"], ["format"]],
     "tq_hf": [
-        ["cli", "tools", "batching"],
+        ["tools", "batching", "graph_decoding"],
         ["cache"],
         ["auto"],
         ["saving"],
