@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from .compat import is_tracing
+from .compat import is_tracing, takes_attention_functions
 from .ops import dispatch, triton_backend
 from .ops.tiled_attention import attend_dense
 from .stores import graph_ops
@@ -32,6 +32,9 @@ def turboquant_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a transformers module, on the compressed cache where there is one and like sdpa elsewhere.
@@ -48,12 +51,33 @@ def turboquant_attention(
         softcap: Tanh cap of the logits (Gemma 2).
         s_aux: Learned sink logits `[Hq]` (gpt-oss).
         position_bias: Added to the logits.
+        indices: `[B, S, K]` tokens that each query may attend to, of those the mask allows (DeepSeek V3.2). Negative
+            ones are none.
+        block_indices: The same in blocks, as MiniMax M3's indexer chooses them.
+
+        sinks: Not supported: sink logits by query (Inkling 2).
 
     Returns:
-        `[B, S, Hq, Dv]` and `None` (attention weights are not available).
+        `[B, S, Hq, Dv]`, contiguous, and `None` (attention weights are not available).
+
+    Raises:
+        ValueError: The arguments ask for what there is no way to compute.
     """
-    held = redeem(key, module)
+    if sinks is not None:
+        raise ValueError(
+            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model with '
+            'with `attn_implementation="eager"`; the cache works with it.'
+        )
+    held, key, value = redeem(key, value, module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if block_indices is not None:
+        # Made by the model itself for "eager" and "sdpa", by name; other functions are left to it.
+        indexer: Any = module.indexer
+        attention_mask = indexer.build_block_mask(
+            block_indices, attention_mask, key.shape[2], query.dtype, query.device, kwargs.get("position_ids")
+        )
+    if indices is not None:
+        attention_mask = _among(indices, attention_mask, key.shape[2], causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = dict(
         scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
@@ -65,7 +89,9 @@ def turboquant_attention(
             )
         if isinstance(held, StepView):
             return _attend_step(query, held, attention_mask, **options), None
-        return dispatch.attend(query, held, attention_mask, **options), None
+        return dispatch.attend(query, held, attention_mask, **options).contiguous(), None
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., : key.shape[2]]
     if softcap is None and s_aux is None:
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
             # sdpa's own causal mask is top-left aligned.
@@ -87,7 +113,22 @@ def turboquant_attention(
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
-    return attend_dense(query, key, value, attention_mask, **options), None
+    return attend_dense(query, key, value, attention_mask, **options).contiguous(), None
+
+
+def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal: bool) -> torch.Tensor:
+    """`mask` without the tokens that are not among `indices` `[B, S, K]`. `None` is bottom-right causal, or full."""
+    batch, queries, _ = indices.shape
+    counts = torch.zeros(batch, queries, length + 1, dtype=torch.int32, device=indices.device)
+    # Negative ones go to a token after the last.
+    where = torch.where(indices < 0, length, indices.long())
+    chosen = (counts.scatter(-1, where, 1)[..., :length] > 0)[:, None]
+    if mask is None:
+        past = torch.ones(queries, length, dtype=torch.bool, device=indices.device).tril(length - queries)
+        return chosen & past if causal else chosen
+    if mask.dtype == torch.bool:
+        return mask[..., :length] & chosen
+    return mask[..., :length].masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _attend_step(
@@ -101,13 +142,21 @@ def _attend_step(
     s_aux: torch.Tensor | None,
     position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    if position_bias is not None or not triton_backend.reads_mask(mask):
-        came = "a position bias" if mask is None else f"a mask of {mask.dtype} and shape {list(mask.shape)}"
-        raise ValueError(
-            f"A preallocated cache is read with boolean masks [batch, 1, queries, keys] and no position bias, but got "
-            f"{came}. Pass a boolean mask (`mask == 0` of an additive one), or make the cache without `max_cache_len`."
-        )
-    return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    if position_bias is None and triton_backend.reads_mask(mask):
+        return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
+    # empty room.
+    keys, values = graph_ops.dense_tokens(view)
+    sinks, blocks, rows = view.entries
+    held = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
+    if mask is None:
+        mask = held[None, None, None]
+    elif mask.dtype == torch.bool:
+        mask = mask[..., : view.length] & held
+    else:
+        mask = mask[..., : view.length].masked_fill(~held, -torch.inf)
+    options: dict[str, Any] = dict(scaling=scaling, softcap=softcap, s_aux=s_aux, position_bias=position_bias)
+    return attend_dense(query, keys, values, mask, causal=False, **options).contiguous()
 
 
 def turboquant_mask(
@@ -124,11 +173,14 @@ def turboquant_mask(
 
     sdpa reads `None` as a top-left causal mask in some shapes, bottom-right in others. Here it is always bottom-right:
     the skip is allowed for queries over keys that end with them. (A mask of 2,048 queries over a million tokens would
-    take 2 GiB.)
+    take 2 GiB.) Models with attention of their own get the masks of "eager", which they add to their logits.
 
     Raises:
         ValueError: The padding mask is longer than the keys: a preallocated cache would overrun.
     """
+    if "config" in kwargs and not takes_attention_functions(type(kwargs["config"])):
+        start: Any = q_offset
+        return eager_mask(batch_size, q_length, kv_length, start, attention_mask=attention_mask, **kwargs)
     # Lengths on the device belong to a preallocated cache, whose keys may go on after the query.
     preallocated = isinstance(q_offset, torch.Tensor)
     local = kwargs.get("local_size")
@@ -136,7 +188,15 @@ def turboquant_mask(
     # takes the process's GPU with it, a padding mask too long is the last that the host sees of an overrun.
     if preallocated and q_length == 1 and local is None and attention_mask is not None:
         check_room(1, attention_mask.shape[-1] - 1, kv_length)
-    if allow_is_causal_skip and 1 < q_length < kv_length and local is None and not is_tracing(q_offset):
+    # Modules that attend both ways take `None` for "all".
+    both_ways = getattr(kwargs.get("config"), "use_bidirectional_attention", False)
+    if (
+        allow_is_causal_skip
+        and not both_ways
+        and 1 < q_length < kv_length
+        and local is None
+        and not is_tracing(q_offset)
+    ):
         end = kv_length + kwargs.get("kv_offset", 0)
         # The offset of a preallocated cache is read from the device, once for all layers of a call.
         if int(q_offset) + q_length == end and _pads_nothing(attention_mask, end):

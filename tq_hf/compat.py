@@ -3,13 +3,23 @@ kernels' host side uses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
-__all__ = ["attention_implementation", "current_raw_stream", "is_tracing", "mark_static_address", "storage_id"]
+__all__ = [
+    "attention_implementation",
+    "current_raw_stream",
+    "has_attention_heads",
+    "is_tracing",
+    "mark_static_address",
+    "storage_id",
+    "takes_attention_functions",
+]
 
 
 def current_raw_stream(device: int) -> int:
@@ -38,3 +48,46 @@ def attention_implementation(config: PreTrainedConfig | None) -> str | None:
         if "_attn_implementation_internal" in kept:
             return kept["_attn_implementation_internal"]
     return getattr(config, "_attn_implementation", None)
+
+
+_known: WeakKeyDictionary[type[PreTrainedConfig], bool] = WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def takes_attention_functions(kind: type[PreTrainedConfig]) -> bool:
+    """Whether models with such a config leave attention to the function registered under a name, with sdpa's masks.
+
+    transformers checks this for its own names only. Models that do not (Bloom, XGLM, TrOCR) accept any other name and
+    go on with attention of their own, or with masks that only "eager" makes (BigBird-Pegasus, GIT).
+    """
+    known = _known.get(kind)
+    if known is None:
+        models = [model for model in _models() if model.config_class is kind]
+        known = all(_takes(model) for model in models)
+        if models:  # else its module is still to be imported
+            _known[kind] = known
+    return known
+
+
+def has_attention_heads(config: PreTrainedConfig) -> bool:
+    """Whether any layer of a decoder's config has attention heads. Where layers differ in their number (Dots 3), the
+    config as a whole raises when it is asked for it."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return any(getattr(layer, "num_attention_heads", None) for layer in layers)
+
+
+def _takes(model: type[PreTrainedModel]) -> bool:
+    if not model._can_set_attn_implementation():
+        return False
+    # Those whose attention cannot be sdpa's for its mathematics alone (softcap, sinks) say that other functions can.
+    others = model._supports_attention_backend and (model._supports_flex_attn or model._supports_flash_attn)
+    return model._supports_sdpa or others
+
+
+def _models() -> Iterator[type[PreTrainedModel]]:
+    """All model classes imported so far."""
+    pending = [PreTrainedModel]
+    while pending:
+        for model in pending.pop().__subclasses__():
+            pending.append(model)
+            yield model

@@ -412,12 +412,17 @@ def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
     copy.deepcopy(cache)
 
 
-def test_a_mask_a_preallocated_cache_cannot_use_is_named():
+def test_a_preallocated_cache_is_read_with_additive_masks():
+    """As a growing one is; the room after its tokens stays unseen, whatever the mask says of it."""
     model = model_named("llama")
     model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(model.config, max_cache_len=400, **EVERYTHING_PACKED)
-    with torch.no_grad():
-        model(prompts(1, 200)["input_ids"], past_key_values=cache)
-        model(prompts(1, 1)["input_ids"], past_key_values=cache)
-        with pytest.raises(ValueError, match=r"mask of torch.float32 and shape \[1, 1, 1, 400\].*mask == 0"):
-            model(prompts(1, 1)["input_ids"], attention_mask=torch.zeros(1, 1, 1, 400), past_key_values=cache)
+    steps = []
+    for room, keys in ((None, 202), (400, 400)):
+        cache = TurboQuantCache(model.config, max_cache_len=room, **EVERYTHING_PACKED)
+        mask = torch.zeros(1, 1, 1, keys)
+        mask[..., 50:60] = -torch.inf
+        with torch.no_grad():
+            model(prompts(1, 200)["input_ids"], past_key_values=cache)
+            model(prompts(1, 1)["input_ids"], past_key_values=cache)
+            steps.append(model(prompts(1, 1)["input_ids"], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=1e-4)

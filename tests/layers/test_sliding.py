@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_models import VOCAB, build
 from transformers import DynamicCache
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicSlidingWindowLayer
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
 from tq_hf import TurboQuantCache
-from tq_hf.layers.sliding import SlidingLayer
+from tq_hf.layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 
 WINDOW = 16
 
@@ -43,6 +43,73 @@ def test_past_that_is_recorded_can_be_taken_back() -> None:
         layer.update(*states(6))
         layer.crop(-4)
     assert torch.equal(ours.keys, stock.keys) and ours.get_seq_length() == stock.get_seq_length() == 42
+
+
+def preallocated(room: int = 100) -> PreallocatedSlidingLayer:
+    return PreallocatedSlidingLayer.like(StaticSlidingWindowLayer(room, WINDOW))
+
+
+@pytest.mark.parametrize("lengths", [(40, 1, 1), (15, 1, 1), (16, 1), (3, 5, 30, 2), (1, 40), (17, 17)])
+def test_a_preallocated_one_returns_what_the_stock_layer_does(lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for recording in (False, True):
+        ours, stock = preallocated(), StaticSlidingWindowLayer(100, WINDOW)
+        if recording:
+            ours.activate_past_recording()
+        for tokens in lengths:
+            assert ours.get_mask_sizes(tokens) == stock.get_mask_sizes(tokens)
+            keys, values = states(tokens)
+            for mine, theirs in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("before, removed", [(40, 4), (12, 4), (14, 5), (3, 2), (40, 0), (15, 1)])
+def test_a_preallocated_one_that_records_is_cropped_to_what_it_was(before: int, removed: int) -> None:
+    """The next steps are those of a layer that never saw what was removed."""
+    torch.manual_seed(0)
+    ours, other = preallocated(), preallocated()
+    prompt, kept, gone, after = states(before), states(3), states(removed), states(2)
+    ours.update(*prompt)
+    other.update(*prompt)
+    ours.activate_past_recording()
+    for _ in range(2):
+        ours.update(torch.cat([kept[0], gone[0]], 2), torch.cat([kept[1], gone[1]], 2))
+        ours.crop(-removed)
+        other.update(*kept)
+    assert ours.get_seq_length() == other.get_seq_length() == before + 6
+    for tokens in (2, 1):
+        new = (after[0][:, :, :tokens], after[1][:, :, :tokens])
+        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_a_preallocated_one_says_what_a_crop_needs() -> None:
+    layer = preallocated()
+    layer.update(*states(40))
+    before = layer.keys.clone()
+    with pytest.raises(ValueError, match="take 4 tokens off a sliding window of 16.*activate_past_recording"):
+        layer.crop(-4)
+    assert torch.equal(layer.keys, before) and layer.get_seq_length() == 40
+
+
+def test_a_preallocated_one_is_selected_and_repeated() -> None:
+    layer = preallocated()
+    layer.update(*states(7))
+    keys = layer.keys.clone()
+    layer.batch_repeat_interleave(3)
+    layer.batch_select_indices(torch.tensor([0, 5]))
+    assert torch.equal(layer.keys, keys) and layer.batch_size == 2
+
+
+def test_assisted_decoding_on_a_preallocated_cache_of_sliding_layers() -> None:
+    model = build("gemma3")
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
+    options = dict(do_sample=False, max_new_tokens=12, prompt_lookup_num_tokens=3)
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model.config, max_cache_len=200, residual_length=10**6)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
 
 
 def test_a_prompt_is_freed_at_once() -> None:

@@ -12,10 +12,13 @@ class FullAttentionLayer(CacheLayerMixin):
     """Operations on all tensors of a layer, and what a mask covers.
 
     transformers makes one mask for all full-attention layers, of the size that the first of them asks for: they must
-    agree on it.
+    agree on it. These show a call of several tokens what is held, and room that is empty to a single token only.
     """
 
     is_croppable = True
+    shows_room = False
+    """Whether every call is shown all there is room for, as transformers' preallocated layers do: beside layers of
+    theirs that cannot do otherwise, and to models that make masks of their own of that size (Bloom)."""
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put the results of `function` in place of all tensors."""
@@ -28,7 +31,7 @@ class FullAttentionLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys a mask for `query_length` new tokens covers."""
         room = self.get_max_length()
-        if room != -1 and query_length == 1:
+        if room != -1 and (query_length == 1 or self.shows_room):
             return room, 0
         return int(self.get_seq_length()) + query_length, 0
 
@@ -46,7 +49,10 @@ class FullAttentionLayer(CacheLayerMixin):
 
 
 def check_crop(tokens_to_remove: int) -> None:
-    """Raise a `ValueError` for a positive number (in older versions of transformers the length to keep)."""
+    """Raise a `ValueError` for what is no number, and for a positive one (in older versions of transformers the length
+    to keep)."""
+    if not isinstance(tokens_to_remove, int):
+        raise ValueError(f"`crop` was called with {tokens_to_remove!r}. Pass a negative number of tokens, e.g. -1.")
     if tokens_to_remove > 0:
         raise ValueError(
             f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "

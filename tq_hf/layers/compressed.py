@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..compat import attention_implementation
 from ..config import TurboQuantConfig
@@ -16,7 +19,13 @@ from ..stores.checks import check_room, check_states
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..stores.ticket import Receipt, Ticket, attach, step_placeholders
+from ..stores.watched import Watch
+from ..tensors.view import StepView, StoreView
+from ..tensors.window import KeyValue
 from .base import FullAttentionLayer, check_crop
+
+_FIRST, _SEVERAL, _ONE = "a prompt", "several tokens", "one token"
+"""Kinds of call: a model may treat each in its own way."""
 
 
 class TurboQuantLayer(FullAttentionLayer):
@@ -26,13 +35,17 @@ class TurboQuantLayer(FullAttentionLayer):
     ticket on the keys (see `tq_hf.stores.ticket`). Any other attention reads dequantised states; so does a model whose
     keys never reach the attention function as they left `update` (MLA latents, models without an attention interface).
     The layer finds out by itself: `update` returns real states with a ticket attached, and only after the attention
-    function of a model has taken one, and while that model still uses it, placeholders.
+    function of a model has taken one, and while that model still uses it, stand-ins. Those become real states if the
+    model computes with them (see `tq_hf.stores.watched`); only where it was seen to leave them alone in a call of the
+    same kind (a prompt, several tokens after it, one token) they are placeholders.
 
     Args:
         config: What to compress to.
         max_cache_len: Tokens to preallocate for and never exceed, or `None`.
         read_by_others: Whether other layers of the model read these keys too. They may be on another device, where
             tickets do not get: they are given real states always.
+        model_config: The config of the model, held weakly. While it names another attention than "turboquant" the
+            states of a prompt are not watched: other attention functions may be compiled.
     """
 
     is_sliding = False
@@ -43,6 +56,7 @@ class TurboQuantLayer(FullAttentionLayer):
         config: TurboQuantConfig,
         max_cache_len: int | None = None,
         read_by_others: bool = False,
+        model_config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -53,6 +67,10 @@ class TurboQuantLayer(FullAttentionLayer):
         self.is_compileable = max_cache_len is not None
         self.store: LayerStore | None = None
         self._receipt = Receipt()
+        self._model_config = None if model_config is None else weakref.ref(model_config)
+        self._call = _FIRST
+        self._left_alone: set[str] = set()
+        """Kinds of call in which the model did nothing with the states but hand them to attention."""
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -99,20 +117,81 @@ class TurboQuantLayer(FullAttentionLayer):
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
         view = self.store.append(key_states, value_states)
-        receipt, compiling = self._receipt, torch.compiler.is_compiling()
-        reads_store = receipt.reader is not None and attention_implementation(receipt.reader()) == "turboquant"
-        if not compiling:  # compiled steps go on as the prefill before them did
-            self._receipt = Receipt()
-        if view.is_first:
-            # An alias of the keys: with the ticket on the very tensor its view holds, they would keep each other alive.
-            states = (key_states.view_as(key_states), value_states)
-        elif reads_store and not self.read_by_others:
-            states = step_placeholders(view.tensors.row, view.length, self._nan)
+        call = _FIRST if view.is_first else _ONE if key_states.shape[2] == 1 else _SEVERAL
+        last = self._receipt
+        reader = None if self.read_by_others or last.reader is None else last.reader()
+        reads_store = reader is not None and attention_implementation(reader) == "turboquant"
+        if torch.compiler.is_compiling():  # compiled steps go on as the prefill before them did
+            known = last.left_alone or call in self._left_alone
+            # Compiled code can neither watch states nor put attributes on what operators return.
+            if not (reads_store and known) and call != _FIRST:
+                return self._dense(view)
         else:
-            states = self.store.dense(view)
-            if compiling:  # compiled code cannot put attributes on what operators return
-                return states
-        return attach(states, Ticket(view, self._receipt))
+            if last.read:
+                self._left_alone.clear()
+            elif last.left_alone and reads_store:
+                self._left_alone.add(self._call)
+            known = call in self._left_alone
+            self._receipt, self._call = Receipt(), call
+        return self._offered(view, (key_states, value_states), reads_store, known)
+
+    def _offered(self, view: StoreView | StepView, new: KeyValue, reads_store: bool, known: bool) -> KeyValue:
+        """States for `view` with a ticket on them; `new` are those of the call. If attention is expected to read the
+        store they are stand-ins, watched ones unless the model is `known` to leave them alone."""
+        assert self.store is not None
+        dense: Callable[[], KeyValue]
+        if view.is_first:
+            dense = partial(self._shown, new)
+            # An alias: with the ticket on the very tensor its view holds, they would keep each other alive.
+            keys, values = dense()
+            states = (keys.view_as(keys), values)
+            watches = self._may_read_store() and not torch.compiler.is_compiling()
+        else:
+            dense = partial(self._dense, view)
+            states = step_placeholders(view.tensors.row, self._length(view), self._nan) if reads_store else dense()
+            watches = reads_store and not known
+        if watches:
+            self._receipt.watched = True
+            states = Watch(dense, self._receipt.note_read).over(states)
+        return attach(states, Ticket(view, self._receipt, states[1], dense))
+
+    def _length(self, view: StoreView | StepView) -> int:
+        """Tokens that states for `view` must have."""
+        return max(view.length, self.get_max_length()) if self.shows_room else view.length
+
+    def _dense(self, view: StoreView | StepView) -> KeyValue:
+        """The states `view` stands for, dequantised."""
+        assert self.store is not None
+        return self._shown(self.store.dense(view))
+
+    def _shown(self, states: KeyValue) -> KeyValue:
+        """`states`, with zeros for empty room if that is shown."""
+        room = self.get_max_length() - states[0].shape[2]
+        if not self.shows_room or room <= 0:
+            return states
+        keys, values = (torch.nn.functional.pad(x, (0, 0, 0, room)) for x in states)
+        return keys, values
+
+    def _may_read_store(self) -> bool:
+        if self._model_config is None:
+            return True
+        return attention_implementation(self._model_config()) in ("turboquant", None)
+
+    @property
+    def reads_store(self) -> bool:
+        """Whether the attention function of a model took the last ticket: the next step reads the packed store."""
+        return self._receipt.signed
+
+    def read_like(self, other: TurboQuantLayer) -> None:
+        """Let the next step read this layer as it would read `other`."""
+        self._receipt = other._receipt
+
+    def by_kind(self) -> dict[str, list[torch.Tensor]]:
+        """Every tensor held, by the kind `memory_footprint` reports; `{}` before the first update."""
+        if self.store is None:
+            return {}
+        kinds = self.store.by_kind()
+        return kinds | {"metadata": [*kinds["metadata"], self._nan]}
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
@@ -150,6 +229,7 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store = self.store.reset()
         self.is_initialized = self.store is not None
         self._receipt = Receipt()
+        self._left_alone.clear()
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:

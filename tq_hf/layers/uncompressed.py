@@ -38,7 +38,7 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that are held, or if S is 1 all
-        there is room for.
+        there is room for (always, if that is shown).
 
         Raises:
             ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
@@ -54,7 +54,9 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         check_room(tokens, held, self.max_cache_len)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.num_held = held + tokens
-        return (keys, values) if tokens == 1 else (keys[:, :, : held + tokens], values[:, :, : held + tokens])
+        if tokens == 1 or self.shows_room:
+            return keys, values
+        return keys[:, :, : held + tokens], values[:, :, : held + tokens]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens.

@@ -3,12 +3,14 @@
 `TurboQuantLayer.update` returns tensors; the model passes them on to `turboquant_attention`. A `Ticket` travels as an
 attribute of the key tensor and dies with it; the layer keeps only the `Receipt`. If anything on the way makes a new
 tensor of the keys (an up-projection of latents, a repeat of heads, a move to another device), the ticket is lost, the
-receipt stays unsigned, and the layer learns that this model needs dequantised states.
+receipt stays unsigned, and the layer learns that this model needs dequantised states. So it does if attention is given
+other values than those that came with the keys (DiffLlama): a ticket is good for both or for nothing.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 from ..tensors.layer_tensors import RowKind, dense_shapes
 from ..tensors.view import StepView, StoreView
 from ..tensors.window import KeyValue
+from .watched import unwatched
 
 _ATTRIBUTE = "_turboquant_ticket"
 
@@ -28,21 +31,44 @@ class Receipt:
     Args:
         reader: The config of the attention module that took it, held weakly: what it says of the attention function is
             what the model uses now. `None` if nobody did.
+        watched: Whether the states of the call would have noticed a model that computes with them itself (see
+            `tq_hf.stores.watched`).
+        read: Whether it did.
     """
 
     reader: weakref.ref[Any] | None = None
+    watched: bool = False
+    read: bool = False
+
+    def note_read(self) -> None:
+        """The model computed with the states."""
+        self.read = True
 
     @property
     def signed(self) -> bool:
         """Whether somebody took the ticket."""
         return self.reader is not None
 
+    @property
+    def left_alone(self) -> bool:
+        """Whether the model is known to have done nothing with the states but hand them to attention."""
+        return self.watched and not self.read
+
 
 class Ticket(NamedTuple):
-    """A claim on what a layer holds, good for one call of the model."""
+    """A claim on what a layer holds, good for one call of the model.
+
+    Args:
+        view: What is claimed.
+        receipt: To be signed.
+        values: The tensor of values that goes with the keys the ticket is on.
+        states: Makes the keys and values that the view stands for.
+    """
 
     view: StoreView | StepView
     receipt: Receipt
+    values: torch.Tensor
+    states: Callable[[], KeyValue]
 
 
 def attach(states: KeyValue, ticket: Ticket) -> KeyValue:
@@ -80,13 +106,18 @@ def step_placeholders(row: RowKind, tokens: int, nan: torch.Tensor) -> KeyValue:
     return keys.detach(), values
 
 
-def redeem(keys: torch.Tensor, module: torch.nn.Module) -> StoreView | StepView | None:
-    """The view `keys` carry a ticket for, or `None`; signs the receipt for the attention module `module`."""
+def redeem(
+    keys: torch.Tensor, values: torch.Tensor, module: torch.nn.Module
+) -> tuple[StoreView | StepView | None, torch.Tensor, torch.Tensor]:
+    """The view that `keys` and `values` stand for, if they came with one ticket; signs the receipt for the attention
+    module `module`. And the keys and values to read where there is no view, or one of a first call."""
     ticket: Ticket | None = getattr(keys, _ATTRIBUTE, None)
     if ticket is None:
-        return None
+        return None, *unwatched((keys, values))
+    if ticket.values is not values:
+        return None, ticket.states()[0], unwatched((keys, values))[1]
     config = getattr(module, "config", None)
     # A compiled step finds the receipt signed by the prefill before it, or cannot sign it.
     if ticket.receipt.reader is None and config is not None and not torch.compiler.is_compiling():
         ticket.receipt.reader = weakref.ref(config)
-    return ticket.view
+    return (ticket.view, *unwatched((keys, values))) if ticket.view.is_first else (ticket.view, keys, values)

@@ -1,0 +1,158 @@
+"""What single families taught: models that do more than hand attention what was cached."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import difference, forward
+from family_configs import tiny_model
+from transformers import DynamicCache, EncoderDecoderCache
+
+from tq_hf import TurboQuantCache, TurboQuantLayer
+from tq_hf.stores.watched import Watched
+
+DENSE = dict(residual_length=10**6)
+
+
+def ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 99, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def layer_of(cache: TurboQuantCache) -> TurboQuantLayer:
+    return next(layer for layer in cache.layers if isinstance(layer, TurboQuantLayer))
+
+
+@pytest.fixture
+def returned(monkeypatch):
+    """What compressed layers have returned, in order."""
+    seen = []
+    update = TurboQuantLayer.update
+
+    def spied(self, *args, **kwargs):
+        seen.append(update(self, *args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(TurboQuantLayer, "update", spied)
+    return seen
+
+
+def test_a_ticket_is_refused_with_other_values():
+    """DiffLlama gives attention the keys of `update` and other values."""
+    model = tiny_model("diffllama", "turboquant")
+    cache = TurboQuantCache(model.config, **DENSE)
+    logits = forward(model, cache)
+    assert difference(logits, forward(model, DynamicCache(config=model.config))) < 2e-3
+    assert not layer_of(cache)._receipt.signed
+
+
+def test_a_model_that_computes_with_cached_values_gets_them(returned):
+    """Doge makes a mask of its values: it is given states it can read at every call, and attention the store."""
+    model = tiny_model("doge", "turboquant")
+    cache = TurboQuantCache(model.config, **DENSE)
+    logits = forward(model, cache)
+    assert difference(logits, forward(model, DynamicCache(config=model.config))) < 2e-3
+    assert layer_of(cache)._receipt.signed
+    assert all(type(keys) is Watched and type(values) is Watched for keys, values in returned)
+
+
+def test_placeholders_only_where_the_model_left_states_alone(returned):
+    """Each kind of call is watched once; after that its stand-ins are not watched, and nobody reads them."""
+    model = tiny_model("llama", "turboquant")
+    cache = TurboQuantCache(model.config, **DENSE)
+    with torch.no_grad():
+        for length in (9, 1, 3, 1, 3):
+            model(ids(1, length), past_key_values=cache)
+    layers = len(cache.layers)
+    watched = [type(keys) is Watched for keys, _ in returned[::layers]]
+    assert watched == [True, True, True, False, False]
+    assert all(bool(keys.isnan().all()) for keys, _ in returned[-layers:])
+
+
+def test_a_prompt_is_not_watched_for_other_attention(returned):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model(ids(1, 9), past_key_values=TurboQuantCache(model.config))
+    assert type(returned[0][0]) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "operation", [lambda x: x + 0, lambda x: torch.cat([x, x]), lambda x: x.cpu(), lambda x: x[..., 0]]
+)
+def test_a_watched_tensor_becomes_the_states_at_any_operation(operation):
+    model = tiny_model("llama", "turboquant")
+    cache = TurboQuantCache(model.config, **DENSE)
+    with torch.no_grad():
+        model(ids(1, 9), past_key_values=cache)
+    layer = layer_of(cache)
+    new = torch.randn(1, 4, 1, 16)
+    keys, _ = layer.update(new, new)
+    assert type(keys) is Watched and keys.shape == (1, 4, 10, 16) and not layer._receipt.read
+    assert torch.equal(operation(keys), operation(layer.keys))
+    assert layer._receipt.read
+
+
+@pytest.mark.parametrize("room", [None, 40])
+def test_masks_for_models_with_attention_of_their_own(room):
+    """XGLM takes the name "turboquant" and goes on with its own attention, which adds the mask to its logits."""
+    right, model = tiny_model("xglm"), tiny_model("xglm", "turboquant")
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        expected = right(ids(2, 20), attention_mask=mask).logits[1]
+        cache = TurboQuantCache(model.config, max_cache_len=room, **DENSE)
+        assert difference([model(ids(2, 20), attention_mask=mask).logits[1]], [expected]) < 2e-3
+        actual = model(ids(2, 20), attention_mask=mask, past_key_values=cache).logits[1]
+    assert difference([actual], [expected]) < 2e-3
+
+
+def test_position_biases_of_a_preallocated_cache_are_added():
+    model = tiny_model("t5", "turboquant")
+    own = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    ours = EncoderDecoderCache(
+        TurboQuantCache(model.config, max_cache_len=200, **DENSE), DynamicCache(config=model.config)
+    )
+    assert difference(forward(model, ours), forward(model, own)) < 2e-3
+
+
+def test_what_attention_cannot_compute_is_refused():
+    model = tiny_model("inkling2_text", "turboquant")
+    with pytest.raises(ValueError, match='sink logits by query.*attn_implementation="eager"'):
+        model(ids(1, 9))
+
+
+@pytest.mark.parametrize("cross", ["transformers", "compressed"])
+@pytest.mark.parametrize("room", [None, 64])
+def test_assisted_decoding_of_an_encoder_decoder(cross, room):
+    model = tiny_model("bart/seq2seq", "turboquant")
+
+    def generate(cache):
+        options = dict(do_sample=False, max_new_tokens=8, prompt_lookup_num_tokens=2, eos_token_id=None)
+        return model.generate(ids(1, 30), past_key_values=cache, decoder_start_token_id=2, **options)
+
+    own = DynamicCache(config=model.config)
+    beside = TurboQuantCache(model.config, **DENSE) if cross == "compressed" else DynamicCache(config=model.config)
+    ours = EncoderDecoderCache(TurboQuantCache(model.config, max_cache_len=room, **DENSE), beside)
+    expected = generate(EncoderDecoderCache(own, DynamicCache(config=model.config)))
+    assert torch.equal(generate(ours), expected)
+    ours.batch_repeat_interleave(2)
+    ours.batch_select_indices(torch.tensor([1]))
+    assert layer_of(ours.self_attention_cache).batch_size == 1
+    assert ours.cross_attention_cache.layers[0].keys.shape[0] == 1
+
+
+@pytest.mark.parametrize("attention", [None, "turboquant"])
+def test_a_compressed_cross_attention_cache_is_read(attention):
+    """A long encoder's keys and values are packed, and each step reads them dequantised."""
+    model = tiny_model("bart/seq2seq", attention)
+    packed = dict(residual_length=0, sink_tokens=0, preset="k8v4")
+    logits = []
+    for cross in (DynamicCache(config=model.config), TurboQuantCache(model.config, **packed)):
+        cache = EncoderDecoderCache(TurboQuantCache(model.config, **DENSE), cross)
+        with torch.no_grad():
+            for step in range(3):
+                out = model(ids(1, 200), decoder_input_ids=ids(1, 3)[:, step : step + 1], past_key_values=cache)
+        logits.append(out.logits)
+    assert layer_of(cross).store.blocks.capacity == 1
+    assert 1e-4 < difference([logits[1]], [logits[0]]) < 0.1
+    footprint = cross.memory_footprint()
+    assert footprint.packed > 0
