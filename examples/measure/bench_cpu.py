@@ -109,7 +109,7 @@ class Bench:
                 torch.manual_seed(layer)
                 keys, values = (torch.randn(shape, dtype=self.model.dtype) for _ in range(2))
                 # As a prefill's attention would: a compressed layer learns that its packed states are what is read.
-                redeem(cache.update(keys, values, layer)[0])
+                redeem(*cache.update(keys, values, layer), self.model)
             gc.collect()
 
     def steps(self, ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:
