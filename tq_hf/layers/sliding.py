@@ -100,7 +100,7 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         Raises:
             ValueError: `tokens_to_remove` is positive, or tokens that would come back into the window are gone.
         """
-        check_crop(tokens_to_remove)
+        tokens_to_remove = check_crop(tokens_to_remove)
         if not self.is_initialized:
             return
         assert self.keys is not None and self.values is not None
