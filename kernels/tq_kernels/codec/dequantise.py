@@ -18,9 +18,17 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 @triton.jit
 def _load_inverse(
-    rotation, chunk, column, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr
+    rotation,
+    factors,
+    chunk,
+    column,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R.
+    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' factors.
 
     Returns:
         High and low parts, `[ROWS, N]` fp16; one and the same without SPLIT.
@@ -32,6 +40,7 @@ def _load_inverse(
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
         r = r * DIM**0.5
+    r = r / tl.load(factors + n, mask=n < HEAD_DIM, other=1.0).to(tl.float32)
     high = r.to(tl.float16)
     low = (r - high.to(tl.float32)).to(tl.float16) if SPLIT else high
     return high, low
@@ -116,14 +125,13 @@ def dequantise_blocks(
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     chunk_channel = tl.arange(0, CHANNELS)
     offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
-    factor = tl.load(factors + tl.program_id(1) * HEAD_DIM + channel, mask=channel < HEAD_DIM, other=1.0)
-    inverse = 1.0 / factor.to(tl.float32)[None, :]  # [1, COLUMNS]
+    factors += tl.program_id(1) * HEAD_DIM
     if RESIDENT:
-        high0, low0 = _load_inverse(rotation, 0, channel, DIM, WIDTH, CHANNELS, SPLIT)
+        high0, low0 = _load_inverse(rotation, factors, 0, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
         if CHUNKS == 4:
-            high1, low1 = _load_inverse(rotation, 1, channel, DIM, WIDTH, CHANNELS, SPLIT)
-            high2, low2 = _load_inverse(rotation, 2, channel, DIM, WIDTH, CHANNELS, SPLIT)
-            high3, low3 = _load_inverse(rotation, 3, channel, DIM, WIDTH, CHANNELS, SPLIT)
+            high1, low1 = _load_inverse(rotation, factors, 1, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+            high2, low2 = _load_inverse(rotation, factors, 2, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+            high3, low3 = _load_inverse(rotation, factors, 3, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
 
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -144,7 +152,7 @@ def dequantise_blocks(
                 high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
                 low = low0 if chunk == 0 else (low1 if chunk == 1 else (low2 if chunk == 2 else low3))
             else:
-                high, low = _load_inverse(rotation, chunk, channel, DIM, WIDTH, CHANNELS, SPLIT)
+                high, low = _load_inverse(rotation, factors, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
             if BITS == 4:
                 w = load_words(block_words + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
                 p0, p1, p2, p3 = unpack4(w, odd, False, ASM)
@@ -174,5 +182,5 @@ def dequantise_blocks(
         if means is not None:
             x0 += mean * UNIT
             x1 += mean * UNIT
-        _store_rows(target + offsets, x0 * inverse, channel, HEAD_DIM, COLUMNS)
-        _store_rows(target + HALF_TOKENS * stride_token + offsets, x1 * inverse, channel, HEAD_DIM, COLUMNS)
+        _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)
+        _store_rows(target + HALF_TOKENS * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)

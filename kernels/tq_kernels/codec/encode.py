@@ -55,9 +55,17 @@ def _load_rotation(
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
         r = r * DIM**0.5
-    r *= tl.load(factors + k, mask=k < HEAD_DIM, other=0.0).to(tl.float32)
-    high = r.to(MATRIX)
-    low = (r - high.to(tl.float32)).to(MATRIX) if SPLIT else high
+    if HEAD_DIM == TILE:
+        factor = tl.load(factors + k)  # [ROWS, 1]
+    else:
+        factor = tl.load(factors + k, mask=k < HEAD_DIM, other=0.0)
+    if SPLIT:
+        r *= factor.to(tl.float32)
+        high = r.to(MATRIX)
+        low = (r - high.to(tl.float32)).to(MATRIX)
+    else:
+        high = r.to(MATRIX) * factor.to(MATRIX)
+        low = high
     return high, low
 
 

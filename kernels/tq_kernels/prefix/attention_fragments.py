@@ -29,7 +29,7 @@ from ..common.fragments import (
 from ..common.softmax import LOG2E, log2_sum
 from ..common.unpack import small_unit
 from ..format import TOKENS
-from .rows_fragments import divided_row, normalised_row, rotated, rotated_back
+from .rows_fragments import rotated, rotated_back, row_pairs, row_scale
 
 
 @triton.jit(
@@ -136,13 +136,11 @@ def prefix_attention_fragments(
     last_block = tl.minimum(last, blocks)
 
     mask += batch * mask_b
-    plain, factor, inverse = (), (), ()
+    factor = ()
     for tile in tl.static_range(TILES):
         r = first_row + 8 * tile + g
         row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
-        pairs, scale = normalised_row(query + row, r < rows, t, DK)
-        plain += (pairs,)
-        inverse += (1.0 / scale,)
+        scale = row_scale(query + row, r < rows, t, DK)
         factor += (of_column(scale, 0) * scaling_log2, of_column(scale, 1) * scaling_log2)
     sums, maximum = initial(TILES)
     acc = zero_quads(((DV + 15) // 16) * TILES)
@@ -153,7 +151,8 @@ def prefix_attention_fragments(
         for tile in tl.static_range(TILES):
             r = first_row + 8 * tile + g
             row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
-            divided += (divided_row(query + row, key_factors + head * DK, r < rows, t, inverse[tile], DK),)
+            scale = row_scale(query + row, r < rows, t, DK)
+            divided += (row_pairs(query + row, r < rows, t, scale, key_factors + head * DK, DK, True),)
         q = rotated(divided, key_rotation, g, t, DKP, KEY_QUARTERS, TILES)
         packed_factor = ()
         for i in tl.static_range(2 * TILES):
@@ -200,6 +199,12 @@ def prefix_attention_fragments(
         acc = in_acc
 
     if last > blocks:
+        plain = ()
+        for tile in tl.static_range(TILES):
+            r = first_row + 8 * tile + g
+            row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
+            scale = row_scale(query + row, r < rows, t, DK)
+            plain += (row_pairs(query + row, r < rows, t, scale, key_factors, DK, False),)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense)
         sink_keys += batch * sink_b + kv_head * sink_h

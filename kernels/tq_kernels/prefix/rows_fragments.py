@@ -21,8 +21,8 @@ from ..common.fragments import (
 
 
 @triton.jit
-def normalised_row(row, valid, t, DIM: tl.constexpr):
-    """Pairs of row g's channels, elements below 1, and the power of two taken out."""
+def row_scale(row, valid, t, DIM: tl.constexpr):
+    """The power of two that row g is divided by for its elements to be below 1."""
     largest = tl.zeros([LANES], tl.float32)
     for chunk in tl.static_range((DIM + 15) // 16):
         x = load_elements(row, valid, t, chunk, DIM)
@@ -30,24 +30,24 @@ def normalised_row(row, valid, t, DIM: tl.constexpr):
             largest = tl.maximum(largest, tl.abs(x[i]))
     exponent = (row_max(largest).to(tl.int32, bitcast=True) >> 23) + 1
     exponent = tl.minimum(tl.maximum(exponent, 64), 190)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    pairs = ()
-    for chunk in tl.static_range((DIM + 15) // 16):
-        x = load_elements(row, valid, t, chunk, DIM)
-        pairs += (pair_of(x[0] * inverse, x[1] * inverse), pair_of(x[2] * inverse, x[3] * inverse))
-    return pairs, (exponent << 23).to(tl.float32, bitcast=True)
+    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def divided_row(row, factors, valid, t, inverse, DIM: tl.constexpr):
-    """Pairs of row g's channels times `inverse` and divided by their factors."""
+def row_pairs(row, valid, t, scale, factors, DIM: tl.constexpr, DIVIDE: tl.constexpr):
+    """Pairs of row g's channels, less `scale`, and with DIVIDE divided by their factors."""
+    inverse = 1.0 / scale
     pairs = ()
     for chunk in tl.static_range((DIM + 15) // 16):
         x = load_elements(row, valid, t, chunk, DIM)
-        f = load_elements(factors, t >= 0, t, chunk, DIM)
         y = ()
-        for i in tl.static_range(4):
-            y += (x[i] * inverse / tl.where(f[i] == 0, 1.0, f[i]),)
+        if DIVIDE:
+            f = load_elements(factors, t >= 0, t, chunk, DIM)
+            for i in tl.static_range(4):
+                y += (x[i] * inverse / tl.where(f[i] == 0, 1.0, f[i]),)
+        else:
+            for i in tl.static_range(4):
+                y += (x[i] * inverse,)
         pairs += (pair_of(y[0], y[1]), pair_of(y[2], y[3]))
     return pairs
 
