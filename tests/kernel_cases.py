@@ -27,10 +27,11 @@ def _patch_interpreter() -> None:
     patch_tensor = interpreter._patch_lang_tensor
     splat = interpreter.InterpreterBuilder.create_splat
 
-    def patched(tensor: type, scope: object) -> None:
-        """3.6 takes loop bounds from one-element arrays, which NumPy 2.4 no longer converts."""
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def patched(tensor: type, *scope: Any) -> None:
+        """3.5 and 3.6 take loop bounds from one-element arrays, which NumPy 2.4 no longer converts."""
+        patch_tensor(tensor, *scope)
+        set_attribute = scope[0].set_attr if scope else setattr
+        set_attribute(tensor, "__index__", lambda self: self.handle.data.item())
 
     def create_splat(self: object, shape: object, handle: Any) -> Any:
         """A scalar comparison is of dtype int32 (of what was compared): broadcast, it is a mask that 3.9 refuses."""

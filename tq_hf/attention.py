@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from .compat import is_tracing, takes_attention_functions
 from .ops import dispatch, triton_backend
-from .ops.reference_attention import attend_dense
+from .ops.tiled_attention import attend_dense
 from .stores import graph_ops
 from .stores.checks import check_room
 from .stores.ticket import redeem

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from copy import copy, deepcopy
-from typing import Any
+from copy import deepcopy
+from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, StaticCache
@@ -22,11 +22,14 @@ from .auto import AutoChoice
 from .compat import has_attention_heads, takes_attention_functions
 from .config import TurboQuantConfig
 from .inference_mode import outside_inference_mode
-from .layers.base import FullAttentionLayer, check_crop
+from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
+from .layers.rollback import crop, held_lengths
 from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
+from .ops.backend import check_choice
+from .saving import pickling
 from .saving.cache_file import load_cache, save_cache
 from .stores.checks import check_states
 
@@ -47,16 +50,17 @@ class TurboQuantCache(DynamicCache):
 
     Args:
         model_config: The model's config (`model.config`); of a multimodal model, its text decoder is used.
-        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. "auto" chooses between "4bit_nc" and
-            "k8v4", at last when it sees the first keys, and logs what and why (see `tq_hf.auto`).
-        model: The model, for "auto" to look at its weights too (of a sharded one, on all processes at once).
+        preset: Name of a preset (see `tq_hf.PRESETS`), also as vLLM writes it, or a `TurboQuantConfig`. "auto" chooses
+            between "4bit_nc" and "k8v4", at last when it sees the first keys, and logs what and why (see `tq_hf.auto`).
+        model: The model, for `save`, and for "auto" to look at its weights too (of a sharded one, on all processes at
+            once). Held weakly.
         max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
-        ValueError: The preset or an option does not exist or is outside its range, the config has no attention heads,
-            or `model` is not a model.
+        ValueError: An argument is of another kind, the preset or an option does not exist or is outside its range, or
+            the config has no attention heads.
     """
 
     def __init__(
@@ -74,9 +78,25 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
         if model is not None and not isinstance(model, torch.nn.Module):
             raise ValueError(f"`model` must be the model itself, or left out, not {type(model).__name__}.")
-        if max_cache_len is not None and max_cache_len < 1:
-            raise ValueError(f"`max_cache_len` is {max_cache_len}; it must be a number of tokens, 1 or more, or None.")
+        check_choice()
+        check_max_cache_len(max_cache_len)
+        if not isinstance(offloading, bool):
+            raise ValueError(f"`offloading` is {offloading!r}; it must be True or False.")
+        if offloading and not torch.cuda.is_available():
+            raise ValueError(
+                "`offloading=True` moves layers between a GPU and the CPU, and there is no GPU. Leave it out."
+            )
+        auto = isinstance(preset, str) and preset.lower() == "auto"
+        if auto and (bits := sorted(overrides.keys() & {"key_bits", "value_bits"})):
+            raise ValueError(
+                f"`preset='auto'` chooses the bits, so {', '.join(bits)} cannot be given beside it. Name a preset "
+                "('4bit_nc') to choose them yourself."
+            )
+        # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
+        self.preallocated_for = max_cache_len
         self._choice: AutoChoice | None = None
+        self.model_config = weakref.ref(model_config)
+        self._model = None if model is None else weakref.ref(model)
         if isinstance(preset, TurboQuantConfig):
             if overrides:
                 raise ValueError(
@@ -85,14 +105,14 @@ class TurboQuantCache(DynamicCache):
                 )
             self.config = preset
         else:
-            self.config = TurboQuantConfig.from_preset("4bit_nc" if preset == "auto" else preset, **overrides)
+            self.config = TurboQuantConfig.from_preset("4bit_nc" if auto else preset, **overrides)
         decoder_config = model_config.get_text_config(decoder=True)
         if not has_attention_heads(decoder_config):
             raise ValueError(
                 f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
                 "and values to compress. Let the model make its own cache: leave out `past_key_values`."
             )
-        if preset == "auto":
+        if auto:
             self._choice = AutoChoice(decoder_config, model, self.config)
             self.config = self._choice.config
         # The layers transformers would make, of which the full-attention ones are replaced.
@@ -100,9 +120,8 @@ class TurboQuantCache(DynamicCache):
             layers = DynamicCache(config=model_config).layers
         else:
             layers = StaticCache(model_config, max_cache_len).layers
-        # By it `save` finds the model; an encoder-decoder's decoder config is made on the fly.
+        # Looked at later; an encoder-decoder's decoder config is made on the fly.
         watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
-        self._model_config = weakref.ref(watched)
         shared = _read_by_others(decoder_config)
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
@@ -114,6 +133,11 @@ class TurboQuantCache(DynamicCache):
                 layers[index] = SlidingLayer.like(layer)
             elif type(layer) is StaticSlidingWindowLayer:
                 layers[index] = PreallocatedSlidingLayer.like(layer)
+            elif isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and index not in skipped:
+                logger.warning_once(
+                    f"Layers of the class {type(layer).__name__} are left to transformers: this version does not "
+                    "compress them, although they hold all tokens."
+                )
         _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
@@ -123,12 +147,43 @@ class TurboQuantCache(DynamicCache):
         # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
+    def __repr__(self) -> str:
+        held = self.memory_footprint()
+        bits = f"key_bits={self.config.key_bits}, value_bits={self.config.value_bits}"
+        tokens = next(iter(held_lengths(self.layers).values()), 0)
+        room = "" if self.preallocated_for is None else f" of {self.preallocated_for:,}"
+        size = f"{held.total / 2**20:.2f} MiB, {held.ratio:.1%} of 16 bits" if tokens else "empty"
+        return (
+            f"TurboQuantCache({self.config.preset or bits}, {len(self.layers)} layers, {tokens:,}{room} tokens, {size})"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "max_cache_len":
+            raise AttributeError(
+                "A TurboQuantCache has no `max_cache_len`; `get_max_length()` tells. (PEFT asks for it in prefix "
+                "tuning to put a cache of its own in this one's place: call such a model without `past_key_values`.)"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __copy__(self) -> TurboQuantCache:
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantCache:
-        copied = copy(self)
+        copied = self.__copy__()
         memo[id(self)] = copied
         vars(copied).update((name, deepcopy(value, memo)) for name, value in vars(self).items())
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return pickling.reduce(self)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether preset "auto" has yet to see the keys of some layers."""
+        return self._choice is not None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -138,6 +193,11 @@ class TurboQuantCache(DynamicCache):
         Raises:
             ValueError: The states do not fit the cache. It is unchanged then.
         """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
+                f"{layer_idx}; make it from this model's own config."
+            )
         if self._choice is not None:
             self._choose(self._choice, key_states, value_states, layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -145,13 +205,15 @@ class TurboQuantCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens.
 
+        Every layer holds the same tokens afterwards, also if an exception in a forward pass (Ctrl-C, no memory left)
+        left some a call ahead of the others.
+
         Raises:
-            ValueError: A layer cannot be cropped, or `tokens_to_remove` is positive. Nothing is changed then.
+            ValueError: A layer cannot be cropped, or `tokens_to_remove` is no number or positive. Nothing is changed
+                then.
         """
-        # Here too: layers of older transformers take a positive number for the length to keep.
-        check_crop(tokens_to_remove)
         self._require("crop")
-        super().crop(tokens_to_remove)
+        crop(self.layers, tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times.
@@ -168,6 +230,8 @@ class TurboQuantCache(DynamicCache):
         Raises:
             ValueError: A layer cannot do that. Nothing is changed then.
         """
+        if not isinstance(indices, torch.Tensor):
+            raise ValueError(f"`indices` is {indices!r}; it must be a tensor of the sequences to keep.")
         self._require("batch_select_indices")
         super().batch_select_indices(indices)
 
@@ -204,18 +268,25 @@ class TurboQuantCache(DynamicCache):
 
         Args:
             path: The file, by convention `*.safetensors`.
-            model: The model that filled this cache. By default it is looked for among the models of this process, by
-                the config the cache was made from.
+            model: The model that filled this cache, by default the one the cache was made with
+                (`TurboQuantCache(model.config, model=model)`).
 
         Raises:
-            ValueError: The cache is empty, its model cannot be found, or `path` is not a place for a file.
+            ValueError: The cache is empty, its layers hold different tokens, or its model is not given, has gone or is
+                an encoder-decoder; or `path` is not a place for a file.
             FileNotFoundError: The folder does not exist.
+            PermissionError: No file may be written there.
         """
-        save_cache(self, path, model)
+        save_cache(self, path, model if model is not None or self._model is None else self._model())
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], model: Any, preset: str | TurboQuantConfig | None = None
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        preset: str | TurboQuantConfig | None = None,
+        *,
+        max_cache_len: int | None | Literal["saved"] = "saved",
     ) -> TurboQuantCache:
         """A cache from a file that `save` wrote: the same bits, each layer on the device where `model` runs it.
 
@@ -224,12 +295,24 @@ class TurboQuantCache(DynamicCache):
             model: The model the cache was made with, in the same dtype. It is run on a few tokens, to learn what it
                 caches.
             preset: What the cache must have been compressed with, or `None` to take what the file says.
+            max_cache_len: Tokens to preallocate for, or `None` for a cache that grows, whichever it was when it was
+                saved; "saved" makes it what it was.
 
         Raises:
-            ValueError: The file is damaged, is not one of a cache, or belongs to another model or `preset`.
+            ValueError: The file is damaged, is not one of a cache, belongs to another model or `preset`, or holds more
+                than `max_cache_len` tokens.
             FileNotFoundError: There is no such file.
         """
-        return load_cache(cls, path, model, preset)[0]
+        if max_cache_len != "saved":
+            check_max_cache_len(max_cache_len)
+        return load_cache(cls, path, model, preset, max_cache_len)[0]
+
+
+def check_max_cache_len(max_cache_len: Any) -> None:
+    """Raise a `ValueError` unless this is a number of tokens or `None`."""
+    number = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
+    if max_cache_len is not None and not (number and max_cache_len >= 1):
+        raise ValueError(f"`max_cache_len` is {max_cache_len!r}; it must be a number of tokens, 1 or more, or None.")
 
 
 def _skipped(skip_layers: tuple[int, ...], num_layers: int) -> set[int]:
@@ -244,15 +327,9 @@ def _skipped(skip_layers: tuple[int, ...], num_layers: int) -> set[int]:
 
 
 def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
-    """Let all full-attention layers show a call the same room, and tell which kinds stay as they are."""
-    kinds = {type(layer) for layer in layers if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding}
-    others = {kind for kind in kinds if not issubclass(kind, PreallocatedLayer) and kind is not DynamicLayer}
-    for kind in sorted(others, key=lambda kind: kind.__name__):
-        logger.warning_once(
-            f"Layers of {type(config).__name__} that are transformers' {kind.__name__} are kept as they are: only "
-            "DynamicLayer and StaticLayer are compressed."
-        )
-    if not takes_attention_functions(type(config)) or any(issubclass(kind, StaticLayer) for kind in others):
+    """Let all full-attention layers show a call the same room: transformers makes one mask for them all."""
+    others = [layer for layer in layers if isinstance(layer, StaticLayer) and not isinstance(layer, PreallocatedLayer)]
+    if not takes_attention_functions(type(config)) or any(not layer.is_sliding for layer in others):
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
                 layer.shows_room = True

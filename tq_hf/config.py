@@ -95,17 +95,19 @@ class TurboQuantConfig:
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> TurboQuantConfig:
-        """The configuration of a preset, with some options replaced.
+        """The configuration of a preset, with some options replaced. With other bits it bears no name.
 
         Raises:
             ValueError: The preset or an option does not exist, or a value is outside its range.
         """
-        if name not in PRESETS:
-            raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")
+        preset = PRESETS[preset_name(name)]
         known = {field.name for field in fields(cls)} - {"preset"}
         if unknown := sorted(set(overrides) - known):
             raise ValueError(f"Unknown option(s) {', '.join(unknown)}. Valid options: {', '.join(sorted(known))}.")
-        return replace(PRESETS[name], **overrides)
+        config = replace(preset, **overrides)
+        bits = (config.key_bits, config.value_bits)
+        # Of other bits it is not what the name says.
+        return config if bits == (preset.key_bits, preset.value_bits) else replace(config, preset=None)
 
     @property
     def rotation_seed(self) -> int | None:
@@ -127,6 +129,18 @@ class TurboQuantConfig:
     def num_blocks(self, length: int) -> int:
         """Blocks a cache of `length` tokens holds packed: those complete and wholly older than `residual_length`."""
         return due_blocks(length, self.sink_tokens, self.residual_length)
+
+
+def preset_name(name: str) -> str:
+    """The preset meant by `name`: in any case, and also by the names vLLM gives them ("turboquant_4bit_nc").
+
+    Raises:
+        ValueError: There is none.
+    """
+    plain = name.lower().removeprefix("turboquant_") if isinstance(name, str) else None
+    if plain not in PRESETS:
+        raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")
+    return plain
 
 
 def _preset(name: str, key_bits: int, value_bits: int) -> TurboQuantConfig:

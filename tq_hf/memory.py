@@ -86,10 +86,9 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
         if isinstance(layer, TurboQuantLayer):
             if layer.store is None:
                 continue
-            for kind, tensors in layer.store.by_kind().items():
+            for kind, tensors in layer.by_kind().items():
                 for tensor in tensors:
                     count(kind, tensor)
-            count("metadata", layer._nan)
             tokens = math.prod(layer.store.blocks.scalars.shape[:2]) * int(layer.store.length)
             footprint.bf16_equivalent += tokens * layer.store.blocks.layout.dense_bytes
         else:

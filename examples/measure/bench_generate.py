@@ -18,12 +18,13 @@ from report import LLAMA_8B, provenance
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
-from tq_hf import TurboQuantCache
+from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.stores.ticket import redeem
 
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
 NEW_TOKENS = (8, 40)
 ROOM = 256
+ONE_GRAPH = "4bit_nc, graph_decoding"
 
 
 def random_llama(device: torch.device, layers: int) -> PreTrainedModel:
@@ -43,6 +44,7 @@ def variants(model: PreTrainedModel, batch: int, context: int) -> dict[str, tupl
         "quantized fp8": ("sdpa", lambda: QuantizedCache(backend="fp8", config=config)),
         "4bit_nc": ("turboquant", lambda: TurboQuantCache(config)),
         "4bit_nc, compiled": ("turboquant", lambda: TurboQuantCache(config, max_cache_len=context + ROOM)),
+        ONE_GRAPH: ("turboquant", lambda: TurboQuantCache(config, max_cache_len=context + ROOM)),
     }
     if batch > 1:  # where the bytes of the cache count
         for preset in ("k8v4", "3bit_nc"):
@@ -68,10 +70,10 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int) -> None
         shape = (batch, heads, context, dim)
         keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         # As a prefill's attention would: a compressed layer learns that its packed states are what is read.
-        redeem(cache.update(keys, values, layer)[0])
+        redeem(*cache.update(keys, values, layer), model)
 
 
-def go_on(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: int) -> None:
+def go_on(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: int, **options: Any) -> None:
     """Exactly `new_tokens` greedy tokens after `ids` `[B, T]`, of which `cache` holds all but the last."""
     model.generate(
         ids,
@@ -80,11 +82,12 @@ def go_on(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: i
         do_sample=False,
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
+        **options,
     )
 
 
 def measure(
-    model: PreTrainedModel, attention: str, make: Callable[[], Cache], batch: int, context: int
+    model: PreTrainedModel, attention: str, make: Callable[[], Cache], batch: int, context: int, **options: Any
 ) -> dict[str, Any]:
     """Milliseconds a step, and peak bytes beyond weights while decoding."""
     model.set_attn_implementation(attention)
@@ -103,7 +106,7 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
             start = time.perf_counter()
-            go_on(model, ids, cache, new_tokens)
+            go_on(model, ids, cache, new_tokens, **options)
             torch.cuda.synchronize()
             if repeat:
                 seconds.setdefault(new_tokens, []).append(time.perf_counter() - start)
@@ -131,7 +134,8 @@ def run(
                 continue
             torch._dynamo.reset()
             try:
-                result = measure(model, attention, make, batch, context)
+                loop = {"custom_generate": graph_decoding} if name == ONE_GRAPH else {}
+                result = measure(model, attention, make, batch, context, **loop)
             except torch.OutOfMemoryError:
                 result = {"error": "out of memory"}
             rows.append({"batch": batch, "context": context, "cache": name, **result})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -242,7 +243,11 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=os.environ.get("TQ_HF_COMMAND"),  # of `tq-hf bench`, which runs this
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("kernels", help="decode attention against bf16 attention")
     command.add_argument("--all-heads", action="store_true", help="all head shapes, not only (32, 8, 128)")

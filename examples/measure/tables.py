@@ -293,8 +293,32 @@ def cpu(record: dict[str, Any]) -> str:
     return table(headings, lines) + note(record) + source(record)
 
 
+def cards(record: dict[str, Any]) -> str:
+    """Predicted decode attention against reading fp16, by card, and how far predictions are off where it is known."""
+    cells = record["predictions"]
+    shapes = dict.fromkeys((cell["preset"], cell["batch"], cell["length"]) for cell in cells)
+    headings = ["card", *(f"{preset}, {shape(batch, length)}" for preset, batch, length in shapes)]
+    rows = []
+    for card in dict.fromkeys(cell["card"] for cell in cells):
+        speeds = [f"{cell['speedup']:.1f}×" for cell in cells if cell["card"] == card]
+        rows.append([card, *speeds])
+    error, counted = record["error"], record["counts"]
+    instructions = [
+        [f"sm_{target}", key, f"{found['total']:.2f}", str(found["registers"]), f"{found['stack']} B"]
+        for target, shapes_of in counted.items()
+        for key, found in shapes_of.items()
+    ]
+    note_ = (
+        f"\nPredicted, not measured: `{record['command']}`, calibrated on `{record['calibrated_on']}.json`, of "
+        f"whose calls the prediction is {error['median']:.0%} off in the median and {error['worst']:.0%} at most.\n"
+    )
+    folded = table(["target", "preset / head_dim", "instructions an element", "registers", "stack"], instructions)
+    return table(headings, rows) + note_ + details("What the compiler makes of the decode kernel", folded)
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
+    "cards": cards,
     "cpu": cpu,
     "generate": generate,
     "kernels": kernels,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
 from helpers import assert_unchanged, llama_config, snapshot, states
-from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig
+from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, MambaConfig
+from transformers.cache_utils import DynamicLayer
 
+import tq_hf.cache
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 
 LAYERS = 2
@@ -43,7 +47,7 @@ class unchanged:
 # Making a cache
 
 
-@pytest.mark.parametrize("preset", ["8bit", "4BIT_NC", "", None, 4])
+@pytest.mark.parametrize("preset", ["8bit", "turboquant", "turboquant_5bit", "", None, 4])
 def test_unknown_preset_lists_the_valid_ones(preset):
     with pytest.raises(ValueError) as error:
         TurboQuantCache(llama_config(), preset)
@@ -85,9 +89,38 @@ def test_skipping_a_layer_the_model_has_not_says_which_there_are(layers):
         TurboQuantCache(llama_config(2), skip_layers=layers)
 
 
-@pytest.mark.parametrize("length", [0, -1])
+@pytest.mark.parametrize("name", ["4BIT_NC", "turboquant_4bit_nc", "TurboQuant_4bit_NC"])
+def test_presets_go_by_vllms_names_and_in_any_case(name):
+    assert TurboQuantCache(llama_config(), name).config == PRESETS["4bit_nc"]
+
+
+def test_a_preset_of_other_bits_has_no_name():
+    assert TurboQuantConfig.from_preset("4bit_nc", key_bits=8).preset is None
+    assert TurboQuantConfig.from_preset("4bit_nc", key_bits=4, residual_length=0).preset == "4bit_nc"
+
+
+@pytest.mark.parametrize("name", ["auto", "Auto"])
+def test_bits_beside_auto_are_refused(name):
+    with pytest.raises(ValueError, match="'auto'` chooses the bits, so key_bits, value_bits cannot be given.*Name a"):
+        TurboQuantCache(llama_config(), name, key_bits=3, value_bits=2)
+    assert TurboQuantCache(llama_config(dim=64), name, residual_length=0).config.residual_length == 0
+
+
+@pytest.mark.parametrize("offloading", ["no", 1, None])
+def test_offloading_is_true_or_false(offloading):
+    with pytest.raises(ValueError, match=f"`offloading` is {offloading!r}; it must be True or False"):
+        TurboQuantCache(llama_config(), offloading=offloading)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_offloading_needs_a_gpu():
+    with pytest.raises(ValueError, match="there is no GPU. Leave it out"):
+        TurboQuantCache(llama_config(), offloading=True)
+
+
+@pytest.mark.parametrize("length", [0, -1, "100", 100.5, True])
 def test_max_cache_len_must_be_positive(length):
-    with pytest.raises(ValueError, match=f"`max_cache_len` is {length}; .*1 or more"):
+    with pytest.raises(ValueError, match=f"`max_cache_len` is {length!r}; .*1 or more"):
         TurboQuantCache(llama_config(), max_cache_len=length)
 
 
@@ -192,6 +225,108 @@ def test_a_positive_crop_is_refused(tokens):
         new_cache(0).crop(tokens)
 
 
+@pytest.mark.parametrize("tokens", ["4", None, 1.5])
+def test_a_crop_of_no_number_is_refused(tokens):
+    cache = new_cache()
+    with unchanged(cache), pytest.raises(ValueError, match=f"called with {tokens!r}. Pass a negative number"):
+        cache.crop(tokens)
+
+
+def test_sequences_to_keep_are_a_tensor():
+    cache = new_cache()
+    with unchanged(cache), pytest.raises(ValueError, match=r"`indices` is \[0\]; it must be a tensor"):
+        cache.batch_select_indices([0])
+
+
+def test_a_model_of_more_layers_is_refused():
+    cache = new_cache()
+    with unchanged(cache), pytest.raises(ValueError, match="model of 2 layers, and this model has a layer 2; make"):
+        cache.update(*states(0, 2), 2)
+
+
+def gemma_config(types: list[str]) -> Gemma3TextConfig:
+    return Gemma3TextConfig(
+        num_hidden_layers=len(types), layer_types=types, sliding_window=16, num_key_value_heads=2, head_dim=64
+    )
+
+
+@pytest.mark.parametrize("recording", [False, True], ids=["forgets", "records"])
+def test_a_crop_that_a_later_layer_refuses_changes_nothing(recording):
+    """A window that has let go of older tokens cannot go back, nor further back than it recorded."""
+    cache = TurboQuantCache(gemma_config(["full_attention", "sliding_attention"]))
+    for tokens in (40, 3):
+        for layer in range(2):
+            cache.update(*states(layer, tokens=tokens, dim=64), layer)
+        if recording:
+            cache.activate_past_recording()
+    before = snapshot(cache.layers[0].store), cache.layers[1].keys
+    with pytest.raises(
+        ValueError, match="cannot remove 5 tokens from layer 1, a SlidingLayer.*activate_past_recording"
+    ):
+        cache.crop(-5)
+    assert_unchanged(cache.layers[0].store, before[0])
+    assert cache.layers[1].keys is before[1] and [layer.get_seq_length() for layer in cache.layers] == [43, 43]
+    if recording:
+        cache.crop(-3)
+        assert [layer.get_seq_length() for layer in cache.layers] == [40, 40]
+    before = cache.get_seq_length()
+    cache.crop(0)
+    assert [layer.get_seq_length() for layer in cache.layers] == [before, before]
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+@pytest.mark.parametrize(("crop", "kept"), [(-1, 299), (-2, 299), (-5, 296), (-1000, 0)])
+def test_a_crop_evens_out_what_an_exception_left_uneven(limit, crop, kept):
+    cache, even = new_cache(max_cache_len=limit), new_cache(max_cache_len=limit)
+    cache.crop(-1)
+    more = states(9, 2, tokens=2)
+    cache.update(*more, 0)  # Ctrl-C before layer 1
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [301, 299]
+    cache.crop(crop)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [kept, kept]
+    if kept:
+        even.crop(kept - 300)
+        for ours, theirs in zip(cache.layers, even.layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys)
+
+
+def test_what_a_cache_is_shows():
+    assert repr(TurboQuantCache(llama_config())) == "TurboQuantCache(4bit_nc, 2 layers, 0 tokens, empty)"
+    cache = new_cache(max_cache_len=1000)
+    assert repr(cache).startswith("TurboQuantCache(4bit_nc, 2 layers, 300 of 1,000 tokens, 0.") and "MiB, " in str(
+        cache
+    )
+    assert repr(TurboQuantCache(llama_config(), key_bits=3)).startswith("TurboQuantCache(key_bits=3, value_bits=4, 2")
+
+
+@pytest.mark.parametrize(
+    "write", [pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())], ids=["pickle", "torch"]
+)
+def test_a_filled_cache_is_saved_and_not_pickled(write):
+    cache = new_cache()
+    with (
+        unchanged(cache),
+        pytest.raises(pickle.PicklingError, match=r"Write it to a file with `cache.save\(path, model"),
+    ):
+        write(cache)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 500}, {"preset": "auto", "residual_length": 0}])
+def test_an_empty_cache_pickles(options):
+    config = llama_config(dim=64)
+    cache = TurboQuantCache(config, **options)
+    there = pickle.loads(pickle.dumps(cache))
+    assert there.config == cache.config and there.get_max_length() == cache.get_max_length()
+    assert (there._choice is None) == (cache._choice is None)
+    for layer in range(2):
+        for one in (cache, there):
+            one.update(*states(layer, dim=64, tokens=200), layer)
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, there.layers, strict=True))
+    del config
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(there)
+
+
 @pytest.mark.parametrize(
     ("operation", "argument"),
     [("crop", -1), ("batch_repeat_interleave", 2), ("batch_select_indices", torch.tensor([0]))],
@@ -231,3 +366,24 @@ def test_a_copy_is_not_touched_by_its_original():
         cache.update(*states(5, 2, tokens=200), 0)
         cache.crop(-150)
         cache.reorder_cache(torch.tensor([1, 1]))
+
+
+def test_a_kind_of_full_attention_that_is_not_compressed_is_named(monkeypatch):
+    class NovelLayer(DynamicLayer):
+        pass
+
+    made = DynamicCache(config=llama_config())
+    made.layers[1] = NovelLayer()
+    monkeypatch.setattr(tq_hf.cache, "DynamicCache", lambda **options: made)
+    warnings = []
+    monkeypatch.setattr(tq_hf.cache.logger, "warning_once", warnings.append)
+    cache = TurboQuantCache(llama_config())
+    assert type(cache.layers[1]) is NovelLayer and "class NovelLayer are left to transformers" in warnings[0]
+
+
+def test_a_sliding_layer_keeps_all_that_transformers_gave_it(monkeypatch):
+    made = DynamicCache(config=gemma_config(["full_attention", "sliding_attention"]))
+    made.layers[1].novelty = 7
+    monkeypatch.setattr(tq_hf.cache, "DynamicCache", lambda **options: made)
+    cache = TurboQuantCache(gemma_config(["full_attention", "sliding_attention"]))
+    assert cache.layers[1].novelty == 7 and type(cache.layers[1]).__name__ == "SlidingLayer"

@@ -17,6 +17,7 @@ from transformers import CompileConfig
 from tq_hf import TurboQuantCache, TurboQuantLayer
 
 ROOM = 12
+once = pytest.mark.skipif(INTERPRETED, reason="the operator checks before it chooses who computes")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 model_on = lru_cache(lambda device: build("llama", num_hidden_layers=2).to(device))
@@ -73,6 +74,7 @@ def test_an_eager_step_too_many_is_refused(attention, masked, skip_layers, devic
     step(ROOM)  # room again
 
 
+@once
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
 def test_a_compiled_step_too_many_is_refused(attention, masked):
@@ -99,6 +101,7 @@ def test_a_compiled_step_too_many_is_refused(attention, masked):
         assert_held(cache, before)
 
 
+@once
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
 def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):

@@ -10,8 +10,10 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
-from test_decode_compile import BITS, SHARED, build, disassemble, target_of  # noqa: E402
+from sass import SHARED, build, disassemble, target_of  # noqa: E402
+from test_decode_compile import BITS  # noqa: E402
 from tq_kernels.prefix.attention import prefix_attention  # noqa: E402
+from tq_kernels.prefix.attention_fragments import prefix_attention_fragments  # noqa: E402
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_constants, prefix_splits  # noqa: E402
 from tq_kernels.prefix.merge import merge_splits  # noqa: E402
 
@@ -28,13 +30,14 @@ def compiled_for(
     config = prefix_config(dim, value_dim or dim, key_bits, value_bits, on)
     flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
     constants = prefix_constants(
-        dim, value_dim or dim, key_bits, value_bits, has_mean=True, config=config, asm=on.asm, **flags
+        dim, value_dim or dim, key_bits, value_bits, has_mean=True, config=config, on=on, **flags
     )
-    numbers = len(prefix_attention.arg_names) - len(constants) - 19
+    kernel = prefix_attention_fragments if on.fragments else prefix_attention
+    numbers = len(kernel.arg_names) - len(constants) - 19
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 9, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["i32"] * (numbers - 3) + ["fp32", "fp32", "i32"]
     limit = {"maxnreg": config.registers} if config.registers else {}
-    return build(prefix_attention, types, constants, arch, num_warps=config.warps, **limit), config
+    return build(kernel, types, constants, arch, num_warps=config.warps, **limit), config
 
 
 def spills(compiled: Any) -> bool:
@@ -49,7 +52,9 @@ def test_on_sm_90_tiles_reach_the_tensor_cores_by_wide_stores() -> None:
     assert "HGMMA" in code and "STS.U16" not in code
 
 
-@pytest.mark.parametrize(("arch", "preset"), [(80, "4bit_nc"), (90, "3bit_nc"), ("gfx942", "4bit_nc")], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "preset"), [(75, "4bit_nc"), (80, "4bit_nc"), (90, "3bit_nc"), ("gfx942", "4bit_nc")], ids=str
+)
 def test_compiles_for(arch: int | str, preset: str) -> None:
     compiled, _ = compiled_for(arch, preset)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" else 0)
@@ -59,7 +64,7 @@ def test_compiles_for(arch: int | str, preset: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", BITS)
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, "gfx942"], ids=str)
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, "gfx942"], ids=str)
 def test_every_preset_compiles_for(arch: int | str, preset: str) -> None:
     test_compiles_for(arch, preset)
 

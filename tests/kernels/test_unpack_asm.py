@@ -6,8 +6,7 @@ registers it is meant for, the tests marked `cuda` show.
 
 from __future__ import annotations
 
-import re
-
+import ptx
 import pytest
 import torch
 from kernel_cases import INTERPRETED
@@ -25,55 +24,9 @@ DIM = 32
 MASK = 0xFFFFFFFF
 
 
-def permute(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
-    """`prmt.b32` in its default mode: bit 3 of a nibble spreads the sign of the byte it selects."""
-    result = torch.zeros_like(a)
-    for i in range(4):
-        nibble = selector >> 4 * i & 15
-        byte = torch.where(nibble & 4 > 0, b, a) >> 8 * (nibble & 3) & 0xFF
-        result |= torch.where(nibble & 8 > 0, (byte >> 7) * 0xFF, byte) << 8 * i
-    return result
-
-
-def logic(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch.Tensor:
-    """`lop3.b32`."""
-    result = torch.zeros_like(a)
-    for index in range(8):
-        if table >> index & 1:
-            terms = [x if index >> (2 - place) & 1 else ~x for place, x in enumerate((a, b, c))]
-            result |= terms[0] & terms[1] & terms[2]
-    return result & MASK
-
-
 def execute(asm: str, outputs: int, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Run `asm` on int64 tensors that hold 32-bit words."""
-    like = torch.zeros_like(inputs[0])
-    registers = {f"${outputs + i}": x & MASK for i, x in enumerate(inputs)} | {"%lanemask_lt": like + 0x7FFF}
-    for line in re.sub(r"\.reg[^;]*;|[{}]", "", asm).split(";"):
-        if not line.strip():
-            continue
-        operation, rest = line.split(maxsplit=1)
-        target, *names = (name.strip() for name in rest.split(","))
-        x = [registers[name] if name in registers else like + int(name, 0) for name in names]
-        match operation:
-            case "mov.u32":
-                value = x[0]
-            case "add.u32":
-                value = x[0] + x[1]
-            case "and.b32":
-                value = x[0] & x[1]
-            case "shr.u32":
-                value = x[0] >> x[1]
-            case "shl.b32":
-                value = x[0] << x[1]
-            case "prmt.b32":
-                value = permute(*x)
-            case "lop3.b32":
-                value = logic(*x[:3], int(names[3], 0))
-            case _:
-                raise AssertionError(f"{operation} is not known here")
-        registers[target] = value & MASK
-    return [registers[f"${i}"] for i in range(outputs)]
+    return [torch.from_numpy(x) for x in ptx.execute(asm, outputs, *[(x & MASK).numpy() for x in inputs])]
 
 
 def halves(register: torch.Tensor) -> torch.Tensor:

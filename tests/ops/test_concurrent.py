@@ -16,7 +16,7 @@ from tiny_models import VOCAB, build
 from transformers import PreTrainedModel
 
 from tq_hf import TurboQuantCache
-from tq_hf.ops import dispatch, reference_attention, triton_backend, workspace
+from tq_hf.ops import dispatch, packed_tile, triton_backend, workspace
 
 PROMPT, NEW_TOKENS = 300, 16
 CPU = torch.device("cpu")
@@ -67,13 +67,15 @@ def at_once(tasks: list[Callable[[], torch.Tensor]], device: torch.device = CPU)
 @pytest.fixture
 def scratch_is_held(monkeypatch):
     """Every thread pauses between filling its scratch and reading it: the other one gets its turn just there."""
-    dequantise = reference_attention.dequantise
+    for name in ("key_levels", "value_levels"):
+        original = getattr(packed_tile, name)
 
-    def pausing(*arguments: Any) -> None:
-        dequantise(*arguments)
-        time.sleep(1e-3)
+        def pausing(*arguments: Any, original: Any = original) -> torch.Tensor:
+            levels = original(*arguments)
+            time.sleep(1e-3)
+            return levels
 
-    monkeypatch.setattr(reference_attention, "dequantise", pausing)
+        monkeypatch.setattr(packed_tile, name, pausing)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_reference_attention import plain, random, viewed
+from test_tiled_attention import random, viewed
 from tiny_models import build
 from transformers import DynamicCache
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_mask
-from tq_hf.ops import buffered_attention, dispatch
+from tq_hf.ops import buffered_attention, dispatch, reference_attention
 from tq_hf.ops.workspace import current_workspace, release_workspaces
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def test_buffered_attention_is_attention_over_the_dequantised_history(preset, qu
     assert view.num_blocks >= 2
     query = random(1, 2, 6, queries, 16)
     actual = dispatch.buffered_attend(query, view, None, scaling=0.25)
-    assert relative_error(actual, plain(query, view, None, scaling=0.25)) < 1e-5
+    assert relative_error(actual, reference_attention.attend(query, view, None, scaling=0.25)) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "expanded"])
@@ -43,7 +43,7 @@ def test_buffered_attention_takes_masks(kind):
     elif kind == "expanded":
         mask = mask[:, :, -1:, :].expand(-1, -1, 23, -1)
     actual = dispatch.buffered_attend(query, view, mask, scaling=0.25)
-    assert relative_error(actual, plain(query, view, mask, scaling=0.25)) < 1e-5
+    assert relative_error(actual, reference_attention.attend(query, view, mask, scaling=0.25)) < 1e-5
 
 
 def test_one_buffer_serves_all_layers():

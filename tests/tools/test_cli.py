@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from tq_hf import PRESETS, TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache, __version__
 from tq_hf.tools import cli
 from tq_hf.tools.estimate import Estimator
+from tq_hf.tools.terminal import Printer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -62,6 +63,15 @@ def fails(*arguments: object) -> str:
     return output
 
 
+def cli_docstring(name: str) -> str:
+    (command,) = (c.callback for c in cli.app.registered_commands if c.callback.__name__ == f"{name}_command")
+    return command.__doc__
+
+
+def test_the_version_is_printed():
+    assert run("--version") == f"tq-hf {__version__}\n"
+
+
 def test_help_is_made_of_sentences():
     assert {command.callback.__name__ for command in cli.app.registered_commands} == {
         "estimate_command",
@@ -73,6 +83,8 @@ def test_help_is_made_of_sentences():
         assert re.match(r"[A-Z]", first) and len(first) > 40
     for name in ("estimate", "chat"):
         text = re.sub(r"[│╭╮╰╯─\s]+", " ", run(name, "--help"))
+        paragraphs = [p for p in cli_docstring(name).split("\n\n") if p.strip()]
+        assert all("\n" not in paragraph for paragraph in paragraphs)  # wraps where the terminal ends
         assert "model of the Hugging Face hub" in text
 
 
@@ -126,7 +138,9 @@ def test_estimate_prints_a_table_no_wider_than_a_terminal(model_folder, monkeypa
 
 
 def test_estimate_shows_the_presets_asked_for(llama_folder):
-    output = run("estimate", llama_folder, "--preset", "3bit_nc", "--preset", "k8v4", "--dtype", "bfloat16", "--json")
+    output = run(
+        "estimate", llama_folder, "--preset", "turboquant_3bit_nc", "--preset", "K8V4", "--dtype", "bfloat16", "--json"
+    )
     assert [row["preset"] for row in json.loads(output)["presets"]] == [None, "3bit_nc", "k8v4"]
     assert json.loads(output)["dtype"] == "bfloat16" and json.loads(output)["context"] == 2048
 
@@ -144,6 +158,20 @@ def test_a_model_larger_than_the_gpu_leaves_no_room(llama_folder):
     found = json.loads(run("estimate", llama_folder, "--gpu-memory", "0.0001GB", "--json"))
     assert found["cache_memory_bytes"] == 0
     assert all(row["max_context"] == row["max_batch"] == 0 for row in found["presets"])
+    assert "The weights alone do not fit: " in " ".join(run("estimate", llama_folder, "--gpu-memory", "0.1MiB").split())
+    enough = run("estimate", llama_folder, "--gpu-memory", "1MiB", "--weights", "0.5MiB", "--json")
+    assert json.loads(enough)["weight_bytes"] == 2**19 and json.loads(enough)["cache_memory_bytes"] > 0
+
+
+def test_estimate_says_what_the_model_is_made_for(llama_folder):
+    assert "made for up to 2,048 tokens." in run("estimate", llama_folder)
+    assert "made for up to 2,048 tokens, fewer than asked for." in run("estimate", llama_folder, "--context", 3000)
+
+
+def test_the_parts_of_a_row_make_its_total(llama_folder):
+    (row,) = (line for line in run("estimate", llama_folder).splitlines() if line.strip().startswith("DynamicCache"))
+    packed, dense, other, total = map(float, row.split()[1:5])
+    assert packed == dense == 0 and other == total
 
 
 def test_without_a_checkout_the_default_model_is_explained(monkeypatch, tmp_path):
@@ -152,7 +180,7 @@ def test_without_a_checkout_the_default_model_is_explained(monkeypatch, tmp_path
         message = fails(command)
         assert "not part of an installed package" in message and "Or name a model" in message
     message = fails("bench", "--tokens", "10")
-    assert "`examples/measure/benchmark.py` of the tq_hf repository" in message and "Clone" in message
+    assert "`examples/measure/bench" in message and "of the tq_hf repository" in message and "Clone" in message
 
 
 @pytest.mark.skipif(not (cli.EXAMPLES / "needle" / "config.json").exists(), reason="the shipped model is not there")
@@ -224,20 +252,23 @@ def test_chat_starts_over_where_the_conversation_changes(model_folder):
     )
 
 
-def test_an_answer_that_breaks_off_leaves_nothing_behind(llama_folder):
-    """Whatever stops it: a terminal that cannot print a character raises a `UnicodeEncodeError`, a `ValueError`."""
+def test_an_answer_that_breaks_off_leaves_nothing_behind(model_folder):
+    """Whatever stops it: a terminal that cannot print a character raises a `UnicodeEncodeError`, a `ValueError`. A
+    window that has slid cannot go back: the conversation is read again."""
 
     class Broken:
         def put(self, value: torch.Tensor) -> None:
             if value.numel() == 1:
                 raise UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range(128)")
 
-    tokenizer = cli.AutoTokenizer.from_pretrained(llama_folder)
-    model = cli.AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
+    tokenizer = cli.AutoTokenizer.from_pretrained(model_folder)
+    model = cli.AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="turboquant")
     chat, undisturbed = (cli.Chat(model, tokenizer, "4bit_nc", 5) for _ in range(2))
     for text in ("one", "two"):
         with pytest.raises(UnicodeEncodeError):
-            chat.say(f"broken {text}", Broken())
+            chat.say(f"broken {text} " * 10, Broken())
+        slid = model_folder.name.startswith("gemma3") and text == "two"
+        assert chat.holds_conversation() != slid
         assert chat.say(text) == undisturbed.say(text)
         assert chat.ids == undisturbed.ids
 
@@ -256,7 +287,7 @@ def test_a_model_without_a_template_continues_the_text(llama_folder):
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(capsys):
-    cli._Printer(None, cli.Console()).on_finalized_text("a\x1b[2Jb\nc\x07\x9b", stream_end=True)
+    Printer(None, cli.Console()).on_finalized_text("a\x1b[2Jb\nc\x07\x9b", stream_end=True)
     assert capsys.readouterr().out == "a[2Jb\nc\n"
 
 
@@ -270,6 +301,7 @@ def test_chat_survives_mistakes(llama_folder, tmp_path):
     typed = f"/save\n/save {tmp_path / 'x'}\n/load {tmp_path / 'no'}\n/load {plain}\n/what\n/reset\n/quit\n"
     output = run("chat", llama_folder, typed=typed)
     messages = ["Give a file: /save PATH.", "holds no tokens", "There is no file", "no conversation", "/load PATH "]
+    messages += [f"`/save {tmp_path / 'no'}` writes one", "There is no command /what."]
     for message in messages:
         assert message in output, message
 
@@ -278,13 +310,17 @@ def test_chat_says_what_is_wrong(llama_folder, tmp_path):
     assert "Unknown preset" in fails("chat", llama_folder, "--preset", "x")
     assert "Cannot load the model" in fails("chat", tmp_path)
     assert "Cannot run on 'tpu9'" in fails("chat", llama_folder, "--device", "tpu9")
+    if not torch.cuda.is_available():
+        assert "Cannot run on 'cuda'" in fails("chat", llama_folder, "--device", "cuda")
 
 
-def test_bench_passes_everything_on(monkeypatch, tmp_path):
-    script = tmp_path / "measure" / "benchmark.py"
-    script.parent.mkdir()
-    script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+@pytest.mark.parametrize("gpu", [False, True])
+def test_bench_passes_everything_on(monkeypatch, tmp_path, gpu):
+    (tmp_path / "measure").mkdir()
+    script = tmp_path / "measure" / ("benchmark.py" if gpu else "bench_cpu.py")
+    script.write_text("import os, sys; print(os.environ['TQ_HF_COMMAND'], sys.argv[1:]); sys.exit(3)")
     monkeypatch.setattr(cli, "EXAMPLES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     calls = []
     real = subprocess.run
     monkeypatch.setattr(cli.subprocess, "run", lambda *a, **k: calls.append(a[0]) or real(*a, **k, capture_output=True))

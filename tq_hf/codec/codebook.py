@@ -47,3 +47,19 @@ def boundaries(bits: int, device: torch.device) -> torch.Tensor:
     """Midpoints between neighbouring centroids, `[2**bits - 1]` float32, ascending."""
     centroids = _levels(bits)
     return ((centroids[1:] + centroids[:-1]) / 2).to(device)
+
+
+CEILINGS = 310
+"""More than 128 times the largest boundary (307 / 128 at 4 bits)."""
+
+
+@lru_cache
+@outside_inference_mode
+def codes_of_ceilings(bits: int, device: torch.device) -> torch.Tensor:
+    """The code of each u, by the whole number ceil(128 u) from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
+
+    All boundaries are multiples of 1/128, so u is above one exactly if that ceiling is. The code is that of
+    `torch.bucketize(u, boundaries)`, which takes ten times as long on a CPU.
+    """
+    ceilings = torch.arange(-CEILINGS, CEILINGS + 1) / 128
+    return torch.bucketize(ceilings, boundaries(bits, ceilings.device), out_int32=True).to(device)

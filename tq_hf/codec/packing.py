@@ -40,30 +40,13 @@ def _sign_bit(i: int, quarter: int, bits: int) -> int:
     return 8 * i + 7 - 2 * quarter if i < 4 else 8 * (i - 4) + 6 - 2 * quarter
 
 
-def _split(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes to (sign, magnitude index), both of the input's shape."""
-    half = 2 ** (bits - 1)
-    negative = codes < half
-    return negative.to(codes.dtype), torch.where(negative, half - 1 - codes, codes - half)
-
-
 def _join(sign: torch.Tensor, magnitude: torch.Tensor, bits: int) -> torch.Tensor:
     half = 2 ** (bits - 1)
     return torch.where(sign.bool(), half - 1 - magnitude, half + magnitude)
 
 
-def _to_tiles(codes: torch.Tensor, is_value: bool, quarters: int) -> torch.Tensor:
-    """`[..., 128, D]` codes to `[..., quarters, PLANES, M, K/2, 2]` in the order of the words."""
-    planes = codes.unflatten(-2, (PLANES, ROWS))
-    if is_value:
-        tiles = planes.transpose(-1, -2).unflatten(-2, (quarters, -1)).movedim(-3, -4)
-    else:
-        tiles = planes.unflatten(-1, (quarters, -1)).movedim(-2, -4)
-    return tiles.unflatten(-1, (-1, 2))
-
-
 def _from_tiles(tiles: torch.Tensor, is_value: bool) -> torch.Tensor:
-    """Inverse of `_to_tiles`."""
+    """`[..., quarters, PLANES, M, K/2, 2]` in the order of the words to `[..., 128, D]` codes."""
     planes = tiles.flatten(-2)
     if is_value:
         planes = planes.movedim(-4, -3).flatten(-3, -2).transpose(-1, -2)
@@ -72,49 +55,79 @@ def _from_tiles(tiles: torch.Tensor, is_value: bool) -> torch.Tensor:
     return planes.flatten(-3, -2)
 
 
+def _words(planes: torch.Tensor, is_value: bool) -> torch.Tensor:
+    """The four bytes of each word, keys `[..., K/2, 4, M]` or values `[..., M, 4, K/2]` uint8, to words
+    `[..., M, K/2]` int32."""
+    last = planes.movedim(-2, -1) if is_value else planes.movedim(-1, -3)
+    return last.clone(memory_format=torch.contiguous_format).view(torch.int32).squeeze(-1)
+
+
+def _nibble_words(codes: torch.Tensor, is_value: bool) -> torch.Tensor:
+    """Nibbles `[..., C, 128]` uint8 to words with code i at bit 4i."""
+    if is_value:
+        pairs = codes.view(torch.int16)
+        pairs = (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)  # wraps: keeps the low byte
+    else:
+        pairs = codes[..., 0::2, :] | codes[..., 1::2, :] << 4
+    return _words(pairs.unflatten(-1, (PLANES, pairs.shape[-1] // PLANES)), is_value)
+
+
+def _sign_words(signs: torch.Tensor, first: int, second: int, is_value: bool) -> torch.Tensor:
+    """Signs `[..., C, 128]` uint8 of 0 and 1 to words with that of code i at bit 8i + first (i < 4) or
+    8 (i - 4) + second: byte b of a word holds those of codes b and b + 4, b being 2 (plane % 2) + e."""
+    early, late = signs.unflatten(-1, (2, 2, ROWS)).unbind(-3)  # planes 0, 1 and 2, 3: codes 0 to 3 and 4 to 7
+    bits = (early << first).bitwise_or_(late << second)  # [..., C, plane % 2, row]
+    if is_value:
+        return _words(bits.unflatten(-1, (ROWS // 2, 2)).transpose(-1, -2).flatten(-3, -2), is_value)
+    return _words(bits.unflatten(-3, (bits.shape[-3] // 2, 2)).transpose(-3, -2).flatten(-3, -2), is_value)
+
+
+def _fp8_words(codes: torch.Tensor, is_value: bool) -> torch.Tensor:
+    """Codes `[..., D, 128]` uint8 to words `[..., 2, M, K/2]`."""
+    even, odd = codes.unflatten(-1, (2, 2, ROWS)).unbind(-2)  # planes 2u and 2u + 1, [..., D, u, row]
+    low = (even << 7).bitwise_or_(odd & 0x7F)
+    high = (even >> 1 & 0x3F).bitwise_or_(odd >> 1 & 0x40).bitwise_or_(even & 0x80)
+    halves = torch.stack([low, high], -1).view(torch.int16).squeeze(-1).transpose(-3, -2)  # [..., u, D, row]
+    halves = halves if is_value else halves.transpose(-1, -2)
+    return halves.clone(memory_format=torch.contiguous_format).view(torch.int32)
+
+
 def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """Pack the codes of whole blocks.
 
     Args:
-        codes: `[..., 128, D]` integers in `[0, 2**bits)`, D a multiple of 8.
+        codes: `[..., 128, D]` integers in `[0, 2**bits)`, D a multiple of 8. Quickest where tokens are side by side in
+            memory.
         bits: 2, 3, 4 or 8.
         is_value: The values' order (words run along tokens) rather than the keys' (along channels).
 
     Returns:
         `[..., 128 * D * bits / 32]` int32.
     """
-    codes = codes.to(torch.int32)
+    by_channel = codes.new_empty((*codes.shape[:-2], codes.shape[-1], TOKENS), dtype=torch.uint8)
+    by_channel.copy_(codes.transpose(-1, -2))
     if bits == 8:
-        tiles = _to_tiles(codes, is_value, 1).squeeze(-5).unflatten(-4, (2, 2))  # [..., u, plane % 2, M, K/2, e]
-        words = torch.zeros_like(tiles[..., 0, :, :, 0])
-        for v in range(2):
-            for e in range(2):
-                code = tiles[..., v, :, :, e]
-                words |= (code >> 7) << (16 * e + 15 - v) | (code & 0x7F) << (16 * e + 7 - 7 * v)
-        return words.flatten(-3)
+        return _fp8_words(by_channel, is_value).flatten(-3)
+    signs, magnitudes = None, by_channel
+    if bits != 2:
+        half = 2 ** (bits - 1)
+        signs = (by_channel >> bits - 1).bitwise_xor_(1)
+        # half - 1 - code below the half, code - half from it on: all lower bits flipped, or the upper one cleared.
+        magnitudes = (by_channel ^ half).bitwise_xor_(signs * (2 * half - 1))
     if bits == 4:
-        sign, magnitude = (x.squeeze(-5) for x in (_to_tiles(y, is_value, 1) for y in _split(codes, bits)))
-        words = torch.zeros_like(sign[..., 0, :, :, 0])
-        for i in range(2 * PLANES):
-            p, e = divmod(i, 2)
-            words |= magnitude[..., p, :, :, e] << 4 * i
-            words |= sign[..., p, :, :, e] << _sign_bit(i, 0, bits)
-        return words.flatten(-2)
-    signs, crumbs = _split(codes, bits) if bits == 3 else (None, codes)
-    crumb = _to_tiles(crumbs, is_value, QUARTERS).unflatten(-5, (2, 2))  # [..., t, h, p, M', K'/2, e]
-    words = torch.zeros_like(crumb[..., 0, 0, :, :, 0])
-    for h in range(2):
-        for i in range(2 * PLANES):
-            words |= crumb[..., h, i // 2, :, :, i % 2] << (4 * i + 2 * h)
-    words = words.flatten(-3)
+        assert signs is not None
+        words = _nibble_words(magnitudes, is_value)
+        return words.bitwise_or_(_sign_words(signs, 7, 3, is_value)).flatten(-2)
+    quarters = magnitudes.unflatten(-2, (2, 2, magnitudes.shape[-2] // QUARTERS))
+    lower, upper = quarters.unbind(-3)  # 2t and 2t + 1
+    words = _nibble_words(lower | upper << 2, is_value).flatten(-3)
     if signs is None:
         return words
-    sign = _to_tiles(signs, is_value, QUARTERS)
-    sign_words = torch.zeros_like(sign[..., 0, 0, :, :, 0])
-    for quarter in range(QUARTERS):
-        for i in range(2 * PLANES):
-            sign_words |= sign[..., quarter, i // 2, :, :, i % 2] << _sign_bit(i, quarter, bits)
-    return torch.cat([words, sign_words.flatten(-2)], dim=-1)
+    sign_words = [
+        _sign_words(part, 7 - 2 * quarter, 6 - 2 * quarter, is_value)
+        for quarter, part in enumerate(signs.unflatten(-2, (QUARTERS, signs.shape[-2] // QUARTERS)).unbind(-3))
+    ]
+    return torch.cat([words, (sign_words[0] | sign_words[1] | sign_words[2] | sign_words[3]).flatten(-2)], -1)
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:

@@ -17,12 +17,13 @@ import torch
 from ..config import Correction, TurboQuantConfig
 from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
-from .codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries, levels
+from .codebook import CEILINGS, FP8_LEVEL_SCALE, FP8_MAX, codes_of_ceilings, levels
 from .packing import pack, unpack
 from .rotation import rotate, rotate_back
 
 TILE_BLOCKS = 16
-"""Blocks worked on at a time, so that temporaries stay small beside the cache (2048 tokens)."""
+"""Blocks of one head, or of more heads fewer each, worked on at a time: temporaries stay small beside the cache, and
+of 128 channels (1 MiB of float32) in a processor's own."""
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
@@ -35,8 +36,11 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x` in float32, padded with zeros to `dim` channels."""
-    return torch.nn.functional.pad(x.float(), (0, dim - x.shape[-1]))
+    """`x` `[..., 128, D]` in float32, padded with zeros to `dim` channels; in memory as `hadamard` wants it."""
+    out = x.new_empty((*x.shape[:-2], dim, x.shape[-2]), dtype=torch.float32)
+    out[..., : x.shape[-1], :] = x.mT
+    out[..., x.shape[-1] :, :] = 0
+    return out.mT
 
 
 def _safe_divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -48,6 +52,13 @@ def _half(x: torch.Tensor) -> torch.Tensor:
     """float16, saturated: what is too large for it must not become infinite."""
     limit = torch.finfo(torch.float16).max
     return x.clamp(-limit, limit).half()
+
+
+def _looked_up(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`entries[index]` for entries `[N]` and any index, in the index's order in memory."""
+    if not index.is_contiguous() and index.mT.is_contiguous():
+        return _looked_up(entries, index.mT).mT
+    return torch.index_select(entries, 0, index.flatten()).view(index.shape)
 
 
 def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,10 +79,13 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
         return unit.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), scale
     square = _sum(z * z)
     sigma = (square / z.shape[-1]).sqrt()
-    codes = torch.bucketize(_safe_divide(z, sigma[..., None]), boundaries(bits, z.device), out_int32=True)
+    # A zero vector divided by infinity is zero.
+    ceilings = (z / torch.where(sigma == 0, torch.inf, sigma)[..., None]).mul_(128).ceil_().to(torch.int32)
+    ceilings.clamp_(-CEILINGS, CEILINGS).add_(CEILINGS)
+    codes = _looked_up(codes_of_ceilings(bits, z.device), ceilings)
     if correction == "none":
         return codes, _half(sigma)
-    level = levels(bits, z.device)[codes]
+    level = _looked_up(levels(bits, z.device), codes)
     if correction == "norm":
         scale = (square / _sum(level * level)).sqrt()
     elif correction == "inner":
@@ -79,6 +93,11 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
     else:
         scale = _sum(z * level) / _sum(level * level)
     return codes, _half(scale)
+
+
+def _blocks_at_a_time(blocks: PackedBlocks) -> int:
+    batch, heads = blocks.scalars.shape[:2]
+    return max(1, TILE_BLOCKS // max(1, batch * heads))
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
@@ -92,11 +111,12 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         start: Index of the first block written.
     """
     layout = out.layout
-    blocks = keys.shape[2] // layout.tokens
-    for first in range(0, blocks, TILE_BLOCKS):
-        tile = slice(first * layout.tokens, min(first + TILE_BLOCKS, blocks) * layout.tokens)
-        k, v = (x[:, :, tile].unflatten(2, (-1, layout.tokens)) for x in (keys, values))
-        target = out.slice(start + first, start + min(first + TILE_BLOCKS, blocks))
+    blocks, step = keys.shape[2] // layout.tokens, _blocks_at_a_time(out)
+    for first in range(0, blocks, step):
+        last = min(first + step, blocks)
+        tile = slice(first * layout.tokens, last * layout.tokens)
+        k, v = (x[:, :, tile].unflatten(2, (last - first, layout.tokens)) for x in (keys, values))
+        target = out.slice(start + first, start + last)
         z = rotate(_padded(k, layout.key_dim_padded), config.rotation_seed)
         if target.key_means is not None:
             target.key_means.copy_(_half(_sum(z.transpose(-1, -2)) / layout.tokens))
@@ -138,8 +158,9 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         values: `[B, Hkv, N * 128, Dv]`, likewise.
     """
     layout = blocks.layout
-    for first in range(0, blocks.capacity, TILE_BLOCKS):
-        last = min(first + TILE_BLOCKS, blocks.capacity)
+    step = _blocks_at_a_time(blocks)
+    for first in range(0, blocks.capacity, step):
+        last = min(first + step, blocks.capacity)
         rows = slice(first * layout.tokens, last * layout.tokens)
         key, value = dequantise_rotated(blocks.slice(first, last))
         key = rotate_back(key, config.rotation_seed)

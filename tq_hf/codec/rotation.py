@@ -30,27 +30,38 @@ def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """H x over the last dimension, `[..., D]` float32, in O(D log D) additions; its own inverse."""
+    """H x over the last dimension, `[..., D]` float32, in O(D log D) additions; its own inverse.
+
+    Not differentiable. The result has the vectors side by side in memory (its last two dimensions are transposed): sums
+    and differences of channels are then those of whole rows.
+    """
+    if x.dim() == 1:
+        return hadamard(x[None])[0]
     dim = x.shape[-1]
     power = dim & -dim
     odd = dim // power
-    out = x.unflatten(-1, (odd, power))
+    out = x.transpose(-1, -2).contiguous().unflatten(-2, (odd, power))
+    other = torch.empty_like(out)
     step = 1
     while step < power:
-        pairs = out.unflatten(-1, (power // (2 * step), 2, step))
-        low, high = pairs.unbind(-2)
-        out = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        (low, high), (sums, differences) = (
+            side.unflatten(-2, (power // (2 * step), 2, step)).unbind(-3) for side in (out, other)
+        )
+        torch.add(low, high, out=sums)
+        torch.sub(low, high, out=differences)
+        # Never into what the caller gave.
+        out, other = other, out if step > 1 else torch.empty_like(out)
         step *= 2
     if odd > 1:
         rows = []
         for i in range(odd):
             angles = [2 * math.pi * (i * j % odd) / odd for j in range(odd)]
-            row = (math.cos(angles[0]) + math.sin(angles[0])) * out[..., 0, :]
+            row = (math.cos(angles[0]) + math.sin(angles[0])) * out[..., 0, :, :]
             for j in range(1, odd):
-                row = row + (math.cos(angles[j]) + math.sin(angles[j])) * out[..., j, :]
+                row = row + (math.cos(angles[j]) + math.sin(angles[j])) * out[..., j, :, :]
             rows.append(row)
-        out = torch.stack(rows, dim=-2)
-    return out.flatten(-2) * dim**-0.5
+        out = torch.stack(rows, dim=-3)
+    return (out.flatten(-3, -2) * dim**-0.5).transpose(-1, -2)
 
 
 def rotate(x: torch.Tensor, seed: int | None) -> torch.Tensor:

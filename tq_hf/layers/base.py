@@ -49,7 +49,10 @@ class FullAttentionLayer(CacheLayerMixin):
 
 
 def check_crop(tokens_to_remove: int) -> None:
-    """Raise a `ValueError` for a positive number (in older versions of transformers the length to keep)."""
+    """Raise a `ValueError` for what is no number, and for a positive one (in older versions of transformers the length
+    to keep)."""
+    if not isinstance(tokens_to_remove, int):
+        raise ValueError(f"`crop` was called with {tokens_to_remove!r}. Pass a negative number of tokens, e.g. -1.")
     if tokens_to_remove > 0:
         raise ValueError(
             f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "

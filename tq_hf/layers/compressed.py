@@ -177,6 +177,22 @@ class TurboQuantLayer(FullAttentionLayer):
             return True
         return attention_implementation(self._model_config()) in ("turboquant", None)
 
+    @property
+    def reads_store(self) -> bool:
+        """Whether the attention function of a model took the last ticket: the next step reads the packed store."""
+        return self._receipt.signed
+
+    def read_like(self, other: TurboQuantLayer) -> None:
+        """Let the next step read this layer as it would read `other`."""
+        self._receipt = other._receipt
+
+    def by_kind(self) -> dict[str, list[torch.Tensor]]:
+        """Every tensor held, by the kind `memory_footprint` reports; `{}` before the first update."""
+        if self.store is None:
+            return {}
+        kinds = self.store.by_kind()
+        return kinds | {"metadata": [*kinds["metadata"], self._nan]}
+
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
         return 0 if self.store is None else self.store.length

@@ -9,7 +9,7 @@ from ..config import TurboQuantConfig
 from ..tensors.blocks import PackedBlocks
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
-from . import buffered_attention, reference_attention, triton_backend
+from . import buffered_attention, tiled_attention, triton_backend
 from .workspace import Scratch, current_workspace
 
 
@@ -22,7 +22,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
 
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
-    backend = triton_backend if triton_backend.serves(keys, blocks.layout) else reference
+    backend = triton_backend if triton_backend.serves(keys, blocks.layout) else tiled_attention
     backend.dequantise(config, blocks, keys, values)
 
 
@@ -87,7 +87,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]`.
 
-    Arguments are those of `tq_hf.ops.reference_attention.attend`.
+    Arguments are those of `tq_hf.ops.tiled_attention.attend`.
 
     Raises:
         ValueError: The mask has fewer columns than `view` has tokens.
@@ -105,7 +105,7 @@ def attend(
         )
     if way == "buffered":
         return buffered_attend(query, view, mask, scaling=scaling, causal=causal)
-    return reference_attention.attend(
+    return tiled_attention.attend(
         query,
         view,
         mask,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import StoreView
+from . import backend
+from .backend import HAS_TRITON, explains_failures
 from .workspace import allocator, current_workspace
 
-if HAS_TRITON := find_spec("triton") is not None:
+if HAS_TRITON:
     from tq_kernels.codec.launch import dequantise as dequantise_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted
@@ -46,7 +47,8 @@ def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
 
 
 def _runs(tensor: torch.Tensor) -> bool:
-    return HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
+    able = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
+    return able and backend.chosen != "torch"
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
@@ -120,6 +122,7 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
             _rotations(config, layout, like.device, dtype)
 
 
+@explains_failures
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """`tq_hf.codec.reference.encode` on the GPU."""
     _encode(config, keys, values, out, start)
@@ -150,6 +153,7 @@ def _encode(
         )
 
 
+@explains_failures
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`tq_hf.codec.reference.dequantise` on the GPU."""
     key_rotation, value_rotation = _rotations(config, blocks.layout, keys.device, torch.float32)
@@ -193,7 +197,7 @@ def attend(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`reference_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
+    """`tiled_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
     decoder, device = decoder_of(view.tensors), query.device
     batch, query_heads, queries, _ = query.shape
     if mask is not None and mask.shape[0] != batch:
@@ -202,27 +206,34 @@ def attend(
     row = None
     if late is not None and late.states is not None:
         row = NewRow(_rows(late.states[0]), _rows(late.states[1]), late.slot)
-    out = decoder(
-        _rows(query),
-        device_int(view.num_blocks, device),
-        device_int(view.num_window, device),
-        device_int(decoder.sinks, device),
-        scaling=scaling,
-        allocate=allocator(current_workspace(device), "decode attention", device),
-        out=query.new_empty(batch, queries, query_heads, decoder.value_dim),
-        mask=mask,
-        causal=causal,
-        softcap=softcap,
-        s_aux=s_aux,
-        row=row,
-    )
+    try:
+        out = decoder(
+            _rows(query),
+            device_int(view.num_blocks, device),
+            device_int(view.num_window, device),
+            device_int(decoder.sinks, device),
+            scaling=scaling,
+            allocate=allocator(current_workspace(device), "decode attention", device),
+            out=query.new_empty(batch, queries, query_heads, decoder.value_dim),
+            mask=mask,
+            causal=causal,
+            softcap=softcap,
+            s_aux=s_aux,
+            row=row,
+        )
+    except Exception as error:
+        better = backend.explained(error, device)
+        if better is error:
+            raise
+        raise better from error
     if late is not None:
         late.states = None
     return out
 
 
+@explains_failures
 def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """`tq_hf.ops.reference_attention.attend` on the GPU, for calls that `can_attend_many`."""
+    """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `can_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
     key_rotation, value_rotation = _rotations(view.config, layout, query.device, torch.float16)
     return attend_prefix(
@@ -244,6 +255,7 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
     )
 
 
+@explains_failures
 def append_token(
     tensors: LayerTensors,
     counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -269,6 +281,7 @@ def append_token(
         finish_step(state, step_counts, length)
 
 
+@explains_failures
 def attend_token(
     tensors: LayerTensors,
     sizes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

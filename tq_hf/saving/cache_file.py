@@ -14,24 +14,26 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
+from transformers import PreTrainedConfig
 
 from ..config import PRESETS, TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..layers.compressed import TurboQuantLayer
-from ..layers.uncompressed import PreallocatedLayer
+from ..layers.rollback import held_lengths
 from . import fingerprint, safetensors_file
-from .layers import Loader, describe_compressed, describe_stock
+from .layers import Loader, describe
 
 if TYPE_CHECKING:
     from ..cache import TurboQuantCache
 
 FORMAT = "tq_hf.cache"
-VERSION = 2
-"""Raised whenever a reader of the old version would misread a new file."""
+VERSION = 3
+"""Raised whenever a reader of the old version would misread a new file. 2 had no adapters and no optional tensors."""
+OLDEST = 2
 
 STATE_FIELDS = {
     "config": dict,
@@ -49,7 +51,7 @@ STATE_FIELDS = {
 def save_cache(
     cache: TurboQuantCache,
     path: str | os.PathLike[str],
-    model: Any = None,
+    model: Any,
     notes: Mapping[str, str] | None = None,
 ) -> None:
     """Write `cache` to `path`; see `TurboQuantCache.save`.
@@ -57,19 +59,30 @@ def save_cache(
     Args:
         cache: A cache that holds tokens. It is not changed.
         path: File to write, by convention `*.safetensors`. An old one is replaced in one step.
-        model: The model that filled the cache; by default it is found by its config.
+        model: The model that filled the cache.
         notes: Strings to keep with the cache (`load_cache` returns them), e.g. the prompt.
 
     Raises:
-        ValueError: The cache is empty, has a layer of an unknown kind, or its model cannot be found; `path` is not a
-            place for a file.
+        ValueError: The cache is empty, its layers hold different tokens or are of an unknown kind, its model is missing
+            or an encoder-decoder; `path` is not a place for a file.
         FileNotFoundError: The folder does not exist.
+        PermissionError: No file may be written there.
     """
-    tokens = int(cache.get_seq_length())
-    if tokens == 0:
+    lengths = held_lengths(cache.layers)
+    tokens = next(iter(lengths.values()), 0)
+    if not any(lengths.values()):
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
-    if model is None:
-        model = fingerprint.owner(cache._model_config())
+    if 0 not in lengths.values() and (kept := min(lengths.values())) != max(lengths.values()):
+        raise ValueError(
+            f"The layers hold different numbers of tokens, {kept} to {max(lengths.values())}: an exception (Ctrl-C, no "
+            f"memory left) ended a forward pass half way. `cache.crop({min(-1, kept - tokens)})` makes them even again."
+        )
+    _check_model(model, "cache.save(path, model)")
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder: what its decoder caches depends on what its encoder read, "
+            "which this cache does not hold. Only caches of decoders can be saved."
+        )
     if cache.offloading:
         # Layers move to the CPU on streams of their own, and may be of several GPUs.
         for device in {getattr(layer, "device", None) for layer in cache.layers}:
@@ -78,10 +91,7 @@ def save_cache(
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, TurboQuantLayer):
-            description, held = describe_compressed(layer, index)
-        else:
-            description, held = describe_stock(layer, index)
+        description, held = describe(layer, index)
         layers.append(description)
         for name, tensor in held.items():
             # A copy: parts of one storage may not be written under two names.
@@ -89,7 +99,7 @@ def save_cache(
             tensors[f"layers.{index}.{name}"] = tensor
     state = {
         "config": dataclasses.asdict(cache.config),
-        "max_cache_len": _max_cache_len(cache),
+        "max_cache_len": cache.preallocated_for,
         "model": fingerprint.identify(model),
         "batch": _batch_size(cache),
         "tokens": tokens,
@@ -114,6 +124,7 @@ def load_cache(
     path: str | os.PathLike[str],
     model: Any,
     preset: str | TurboQuantConfig | None = None,
+    max_cache_len: int | None | Literal["saved"] = "saved",
 ) -> tuple[TurboQuantCache, dict[str, str]]:
     """The cache, of class `kind`, and the notes saved at `path`; see `TurboQuantCache.load`.
 
@@ -121,26 +132,28 @@ def load_cache(
         ValueError: The file is damaged, was not written by `save_cache`, or belongs to another model or `preset`.
         FileNotFoundError: There is no file.
     """
-    with safetensors_file.open_regular(path) as file:
-        try:
-            header = safetensors_file.read_header(file)
-            state = _read_state(header.metadata)
-            config = _config(state["config"], preset)
-            fingerprint.check(state["model"], model)
-            loader = Loader(kind, model, config, state)
-            loader.check(header)
-            tensors = safetensors_file.read_tensors(file, header)
-            if safetensors_file.digest(tensors) != state["tensors"]:
-                raise ValueError("The tensors do not have the checksum they were saved with: the file is damaged.")
-            return loader.fill(tensors), state["notes"]
-        except ValueError as error:
-            raise ValueError(f"Cannot load the cache in {os.fspath(path)!r}. {error}") from error
+    _check_model(model, "TurboQuantCache.load(path, model)")
+    safetensors_file.check_regular(path)
+    try:
+        header = safetensors_file.read_header(path)
+        state = _read_state(header.metadata)
+        config = _config(state["config"], preset)
+        fingerprint.check(state["model"], model)
+        room = state["max_cache_len"] if max_cache_len == "saved" else max_cache_len
+        loader = Loader(kind, model, config, state, room)
+        loader.check(header)
+        tensors = safetensors_file.read_tensors(path)
+        if safetensors_file.digest(tensors) != state["tensors"]:
+            raise ValueError("The tensors do not have the checksum they were saved with: the file is damaged.")
+        return loader.fill(tensors), state["notes"]
+    except ValueError as error:
+        raise ValueError(f"Cannot load the cache in {os.fspath(path)!r}. {error}") from error
 
 
-def _max_cache_len(cache: TurboQuantCache) -> int | None:
-    full = (TurboQuantLayer, PreallocatedLayer)
-    room = (layer.max_cache_len for layer in cache.layers if isinstance(layer, full))
-    return next(room, None)
+def _check_model(model: Any, call: str) -> None:
+    if not isinstance(model, torch.nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        came = "none was given" if model is None else f"this is a {type(model).__name__}"
+        raise ValueError(f"The model is needed to tell whose keys and values these are, and {came}. Pass it: `{call}`.")
 
 
 def _batch_size(cache: TurboQuantCache) -> int:
@@ -163,9 +176,11 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     version = metadata["version"]
     if not version.isascii() or not version.isdigit() or len(version) > 9:
         raise ValueError(f"Its format version is {version[:32]!r}, not a number: the file is damaged.")
-    if int(version) != VERSION:
+    if not OLDEST <= int(version) <= VERSION:
         what = "a newer tq_hf: upgrade it" if int(version) > VERSION else "no released tq_hf: save the cache again"
-        raise ValueError(f"Its format version is {version}, and this tq_hf reads {VERSION}. It was written by {what}.")
+        raise ValueError(
+            f"Its format version is {version}, and this tq_hf reads {OLDEST} to {VERSION}. It was written by {what}."
+        )
     if metadata.keys() != {"format", "version", "state", "checksum"}:
         raise ValueError("Its metadata are not those of a cache: the file is damaged.")
     if safetensors_file.text_digest(metadata["state"]) != metadata["checksum"]:
@@ -177,6 +192,11 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     for name in ("batch", "tokens", "max_cache_len"):
         if state[name] is not None and not 1 <= state[name] <= safetensors_file.MAX_DIMENSION:
             raise ValueError(f"Its `{name}` is {state[name]}; it must be 1 or more.")
+    if int(version) == 2:
+        for layer in state["layers"]:
+            if isinstance(layer, dict) and "counts" in layer:
+                layer["optional"] = []
+        state["model"] = {**state["model"], "adapters": fingerprint.UNKNOWN}
     return state
 
 

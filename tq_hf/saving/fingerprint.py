@@ -1,13 +1,14 @@
-"""Which model a cache belongs to: what of its config shapes keys and values, and a sample of its weights.
+"""Which model a cache belongs to: what of its config shapes keys and values, a sample of its weights, and its adapters.
 
 Keys and values mean nothing to another model, not even to a fine-tuned sister of the same shape. So the fingerprint
 has a hash of 64 values of every parameter of the decoder, taken as float64: equal on every device and with every
 attention implementation. Rounding weights to another dtype changes it, as it changes the keys and values.
+
+Weights do not say which of several adapters is active, or how strong: PEFT's layers are asked for that.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 CONFIG_FIELDS = (
     "model_type",
@@ -44,18 +44,27 @@ CONFIG_FIELDS = (
 """What of a config shapes keys and values; a field a config does not have is left out. A list of what counts, not of
 what does not: configs gain fields with every version of transformers, and a saved prompt should survive that."""
 
+UNKNOWN = "unknown"
+"""In place of adapters, of a file that does not say: only a model without any is sure to be the same."""
+
 SAMPLES = 64
 """Values of each parameter that are hashed."""
 
 
 def identify(model: Any) -> dict[str, Any]:
-    """The fingerprint of a model: JSON with `config`, `dtype`, `shard` and `weights`."""
+    """The fingerprint of a model: JSON with `config`, `dtype`, `shard`, `weights` and `adapters`."""
     decoder_config = model.config.get_text_config(decoder=True)
     fields = {name: getattr(decoder_config, name) for name in CONFIG_FIELDS if hasattr(decoder_config, name)}
     # Through JSON, so that what comes out of a file compares equal.
     config = json.loads(json.dumps(fields, sort_keys=True, default=str))
     decoder = _decoder(model)
-    return {"config": config, "dtype": str(model.dtype), "shard": _shard(decoder), "weights": _hash_weights(decoder)}
+    return {
+        "config": config,
+        "dtype": str(model.dtype),
+        "shard": _shard(decoder),
+        "weights": _hash_weights(decoder),
+        "adapters": _adapters(model, decoder),
+    }
 
 
 def check(saved: dict[str, Any], model: Any) -> None:
@@ -88,34 +97,70 @@ def check(saved: dict[str, Any], model: Any) -> None:
             "The cache belongs to another model: of the same shape as this one, but with other weights (another "
             "checkpoint, a fine-tune, another adapter, other quantisation). Load it with the model it was made with."
         )
-
-
-def owner(decoder_config: PreTrainedConfig | None) -> PreTrainedModel:
-    """The living model whose decoder has this very config object.
-
-    A cache is given a config and never sees its model, so this looks through the objects of the process.
-
-    Raises:
-        ValueError: There is none, or more than one.
-    """
-    found: dict[int, PreTrainedModel] = {}
-    for candidate in gc.get_objects() if decoder_config is not None else ():
-        # Not isinstance: that would ask proxies of all kinds for their `__class__`.
-        if issubclass(type(candidate), PreTrainedModel) and "_modules" in vars(candidate):
-            if candidate.config.get_text_config(decoder=True) is decoder_config:
-                found[id(_decoder(candidate))] = candidate
-    if len(found) != 1:
-        number = "no model" if not found else f"{len(found)} models"
+    if saved["adapters"] == UNKNOWN:
+        if ours["adapters"] is not None:
+            raise ValueError(
+                "The file is of an older format, which does not say which adapters were active, and this model has "
+                "some. Save the cache again."
+            )
+    elif saved["adapters"] != ours["adapters"]:
         raise ValueError(
-            f"There is {number} with the config this cache was made from, so it cannot be told whose keys and values "
-            "it holds. Pass the model: `cache.save(path, model)`."
+            f"The cache was made with {_said(saved['adapters'])}, and this model has {_said(ours['adapters'])}. "
+            "Activate, merge and scale its adapters as they were, or load the cache with the model it was made with."
         )
-    return next(iter(found.values()))
 
 
 def _decoder(model: Any) -> torch.nn.Module:
     """The module that makes the keys and values: without the head, a vision tower or a wrapper around it."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _adapters(model: Any, decoder: torch.nn.Module) -> dict[str, Any] | None:
+    """What PEFT does to this model: names of active and merged adapters, and a hash of what each layer does with them.
+    `None` for a model without adapters.
+
+    A layer of PEFT is known by its attributes, so that PEFT need not be installed.
+    """
+    active: set[str] = set()
+    merged: set[str] = set()
+    state = hashlib.blake2b(digest_size=32)
+    found = False
+    for name, module in decoder.named_modules():
+        adapters, disabled = getattr(module, "active_adapters", None), getattr(module, "disable_adapters", None)
+        # transformers' own models have methods of these names.
+        if not isinstance(adapters, (list, tuple)) or not isinstance(disabled, bool):
+            continue
+        found = True
+        # Merged ones work whether or not they are active; what is disabled does not.
+        working = [] if disabled else [adapter for adapter in adapters if _has(module, adapter)]
+        ours = list(getattr(module, "merged_adapters", ()))
+        active.update(working)
+        merged.update(ours)
+        scaling = getattr(module, "scaling", None)
+        strengths = [scaling.get(adapter) for adapter in working] if isinstance(scaling, dict) else None
+        state.update(json.dumps([name, working, ours, strengths], default=str).encode())
+    # Prompts that PEFT puts before the user's: they are in the keys and values too.
+    prompts = getattr(model, "prompt_encoder", None)
+    if isinstance(prompts, torch.nn.Module):
+        found = True
+        active.add(str(getattr(model, "active_adapter", None)))
+        state.update(_hash_weights(prompts).encode())
+    return {"active": sorted(active), "merged": sorted(merged), "state": state.hexdigest()} if found else None
+
+
+def _has(module: torch.nn.Module, adapter: str) -> bool:
+    """Whether a layer has weights of an adapter: each has a name for all adapters, but not all have its weights."""
+    return any(f".{adapter}." in f".{name}." for name, _ in module.named_parameters())
+
+
+def _said(adapters: Any) -> str:
+    """Adapters in words. Those of a file may be anything."""
+    if adapters is None:
+        return "no adapters"
+    if not isinstance(adapters, dict):
+        return "adapters that its description garbles"
+    words = (f"{kind} {str(adapters.get(kind))[:64]}" for kind in ("active", "merged"))
+    return f"adapters {' and '.join(words)}"
 
 
 def _shard(decoder: torch.nn.Module) -> str | None:

@@ -1,91 +1,33 @@
-"""What a file holds of each layer of a cache: writing it down, and making the layer again.
+"""The layers of a cache in a file: checked against a model, and made again.
 
 A tiny forward pass of the model, on a cache of its own, tells what this model caches: the class of each layer, heads,
-dims, dtypes and devices. Sizes that differ between two such passes, of different batch and length, are those that may
-differ in a file. Every tensor is held against that before anything is allocated.
+dims, dtypes and devices. What it handed each layer is given again, at another batch and length, to the layers of a
+second cache: sizes that differ between the two are those that may differ in a file. Every tensor is held against that
+before anything is allocated.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 import transformers
 
-from ..compat import mark_static_address
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..layers.uncompressed import PreallocatedLayer
-from ..stores.base import Counts
-from ..stores.growing import GrowingStore
-from ..stores.growth import GROW, Fixed
-from ..stores.ticket import Receipt
-from ..tensors.window import KeyValue
-from .safetensors_file import Header, check_fields, typed
+from ..layers.recorded import record
+from . import compressed, stock
+from .expected import Expected
+from .safetensors_file import Header, check_fields
 
 if TYPE_CHECKING:
     from ..cache import TurboQuantCache
 
-COMPRESSED_FIELDS = {"class": str, "counts": list, "reads_store": bool}
-STOCK_FIELDS = {"class": str, "values": dict}
 
-PROBE_BATCH, PROBE_TOKENS, PROBE_ROOM = (1, 2), (2, 3), (11, 13)
-"""Batch, length and `max_cache_len` of the two forward passes: no pair of these is another."""
-
-Fits = Callable[[tuple[int, ...]], bool]
-Expected = dict[str, tuple[torch.dtype, Fits, list[int]]]
-"""By name: the dtype a tensor must have, whether a shape is right, and the shape to name if it is not."""
-
-
-def describe_compressed(layer: TurboQuantLayer, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A compressed layer as JSON and tensors by name: what is used of its store, rows in the order of the tokens."""
-    if layer.store is None:
-        raise ValueError(f"Layer {index} holds no tokens although others do; save a cache the whole model has filled.")
-    counts, held = layer.store.export()
-    description = {
-        "class": type(layer).__name__,
-        "counts": list(counts),
-        "reads_store": layer._receipt.signed,
-    }
-    return description, held
-
-
-def describe_stock(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A layer of transformers, of whatever class, as JSON and tensors by their path in it."""
-    values, held = {}, {}
-    for path, (_, _, value) in _leaves(layer).items():
-        if isinstance(value, torch.Tensor):
-            held[path] = value
-        elif value is None or isinstance(value, (bool, int)):
-            values[path] = value
-        else:
-            raise ValueError(
-                f"Layer {index} is a {type(layer).__name__} with a {type(value).__name__} in `{path}`, which cannot be "
-                "saved. Only layers of numbers and tensors can."
-            )
-    return {"class": type(layer).__name__, "values": values}, held
-
-
-def _leaves(layer: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """Everything a layer of transformers holds, by its path ("keys", "conv_states.0"): container, key and value.
-    Its dtype and device are left out, they are the model's."""
-
-    def walk(container: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
-        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-            if isinstance(value, (dict, list)):
-                yield from walk(value, f"{prefix}{key}.")
-            elif not isinstance(value, (torch.dtype, torch.device)):
-                yield f"{prefix}{key}", (container, key, value)
-
-    return dict(walk(vars(layer), ""))
-
-
-def _same_shape(first: tuple[int, ...], second: tuple[int, ...], symbols: dict[tuple[int, int], int]) -> list[int]:
-    """The shape of a tensor in the file, from its shapes in the two forward passes."""
-    return [symbols.get(sizes, sizes[0]) for sizes in zip(first, second, strict=True)]
+def describe(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A layer as JSON and tensors by name."""
+    return (compressed if isinstance(layer, TurboQuantLayer) else stock).describe(layer, index)
 
 
 class Loader:
@@ -93,55 +35,75 @@ class Loader:
 
     Args:
         kind: `TurboQuantCache`, of which this module knows nothing else.
-        model: The model, which is run twice on a few tokens.
+        model: The model, which is run on a few tokens.
         config: What the file was compressed with.
         state: The file's description, its fields typed.
+        room: Tokens to preallocate for, or `None`: of the cache that is made, not of the one that was saved.
     """
 
     def __init__(
-        self, kind: type[TurboQuantCache], model: Any, config: TurboQuantConfig, state: dict[str, Any]
+        self,
+        kind: type[TurboQuantCache],
+        model: Any,
+        config: TurboQuantConfig,
+        state: dict[str, Any],
+        room: int | None,
     ) -> None:
-        self.kind, self.config, self.state = kind, config, state
-        self.batch, self.tokens, self.room = state["batch"], state["tokens"], state["max_cache_len"]
-        if self.room is not None and self.room < self.tokens:
-            raise ValueError(f"It holds {self.tokens} tokens in room for {self.room}: the file is damaged.")
-        self.cache = kind(model.config, config, max_cache_len=self.room)
-        if [type(layer).__name__ for layer in self.cache.layers] != [
+        self.kind, self.config, self.state, self.room = kind, config, state, room
+        self.batch, self.tokens, self.saved_room = state["batch"], state["tokens"], state["max_cache_len"]
+        if self.saved_room is not None and self.saved_room < self.tokens:
+            raise ValueError(f"It holds {self.tokens} tokens in room for {self.saved_room}: the file is damaged.")
+        if room is not None and room < self.tokens:
+            raise ValueError(f"It holds {self.tokens} tokens, and `max_cache_len` is {room}. Give room for them.")
+        self.cache = kind(model.config, config, max_cache_len=room)
+        self.saved_layers = kind(model.config, config, max_cache_len=self.saved_room).layers
+        if [type(layer).__name__ for layer in self.saved_layers] != [
             layer.get("class") if isinstance(layer, dict) else None for layer in state["layers"]
         ]:
             raise ValueError(
                 "Its layers are not those of a cache of this model (saved with transformers "
                 f"{state['transformers'][:16]}, running {transformers.__version__}). Save it again with this version."
             )
-        self.probes = [self._probe(model, number) for number in (0, 1)]
+        self.probes = self._probes(model)
 
-    def _probe(self, model: Any, number: int) -> TurboQuantCache:
-        """A cache of this model after a few tokens."""
+    def _probes(self, model: Any) -> list[tuple[Any, Any]]:
+        """Of each layer two that hold a few tokens of this model; of compressed ones only the first is filled."""
         config = TurboQuantConfig(skip_layers=self.config.skip_layers)
-        room = None if self.room is None else PROBE_ROOM[number]
-        cache = self.kind(model.config, config, max_cache_len=room)
+        first, second = (
+            self.kind(model.config, config, max_cache_len=None if self.saved_room is None else room)
+            for room in stock.PROBE_ROOM
+        )
+        calls = record(first)
         # A model whose weights accelerate keeps elsewhere has no device, and moves its inputs itself.
         device = "cpu" if model.device.type == "meta" else model.device
-        ids = torch.zeros(PROBE_BATCH[number], PROBE_TOKENS[number], dtype=torch.long, device=device)
+        ids = torch.zeros(stock.PROBE_BATCH[0], stock.PROBE_TOKENS[0], dtype=torch.long, device=device)
         with torch.no_grad():
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
-        for index, layer in enumerate(cache.layers):
-            if isinstance(layer, TurboQuantLayer) and layer.store is None:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=first, use_cache=True)
+        for index, (layer, other) in enumerate(zip(first.layers, second.layers, strict=True)):
+            if not isinstance(layer, TurboQuantLayer):
+                for call in calls[index]:
+                    call.replay(other, stock.PROBE_BATCH[1], stock.PROBE_TOKENS[1])
+            elif layer.store is None:
                 raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
-        return cache
+        return list(zip(first.layers, second.layers, strict=True))
 
     def check(self, header: Header) -> None:
         """Raise a `ValueError` unless the file has just the tensors such a cache has, and there is memory for them."""
         expected: Expected = {}
         need: dict[torch.device, int] = {torch.device("cpu"): header.data_bytes}
-        for index, (first, second) in enumerate(zip(*(cache.layers for cache in self.probes), strict=True)):
+        for index, (first, second) in enumerate(self.probes):
             described = self.state["layers"][index]
             if isinstance(first, TurboQuantLayer):
-                check_fields(described, COMPRESSED_FIELDS, f"Layer {index}")
-                found = self._compressed(index, first, need)
+                check_fields(described, compressed.FIELDS, f"Layer {index}")
+                like = compressed.states_like(first, self.batch)
+                found, size = compressed.expect(described, index, like, self.config, self.tokens, self.room)
+                need[like[0].device] = need.get(like[0].device, 0) + size
             else:
-                check_fields(described, STOCK_FIELDS, f"Layer {index}")
-                found = self._stock(index, first, second)
+                check_fields(described, stock.FIELDS, f"Layer {index}")
+                sizes = {stock.PROBE_BATCH: self.batch, stock.PROBE_TOKENS: self.tokens}
+                if self.saved_room is not None:
+                    sizes[stock.PROBE_ROOM] = getattr(self.saved_layers[index], "max_cache_len", self.saved_room)
+                found = stock.expect(described["values"], index, (first, second), sizes, self.tokens)
             expected |= {f"layers.{index}.{name}": value for name, value in found.items()}
         if missing := sorted(expected.keys() - header.entries.keys()):
             raise ValueError(f"{len(missing)} tensors are missing, e.g. {missing[0]!r}: the file is damaged.")
@@ -151,8 +113,8 @@ class Loader:
             entry = header.entries[name]
             if entry.dtype != dtype or not fits(entry.shape):
                 raise ValueError(
-                    f"{name!r} is {entry.dtype} {list(entry.shape)} in the file, and would be {dtype} {shape} in a "
-                    "cache of this model: the file is damaged."
+                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be {dtype} "
+                    f"{shape} in a cache of this model: the file is damaged."
                 )
         for device, size in need.items():
             free = _free_memory(device)
@@ -162,140 +124,18 @@ class Loader:
                     "do not trust the file."
                 )
 
-    def _like(self, layer: TurboQuantLayer) -> KeyValue:
-        """Keys and values `[B, Hkv, 0, D]` as this model makes them for the layer."""
-        assert layer.store is not None
-        keys, values = (part[:1, :, :0].expand(self.batch, -1, -1, -1) for part in layer.store.sinks)
-        return keys, values
-
-    def _compressed(self, index: int, layer: TurboQuantLayer, need: dict[torch.device, int]) -> Expected:
-        """What the file must have of a compressed layer. Adds the memory that takes to `need`."""
-        keys, values = self._like(layer)
-        numbers = self.state["layers"][index]["counts"]
-        if len(numbers) != len(Counts._fields) or not all(typed(n, int) and n >= 0 for n in numbers):
-            raise ValueError(f"Layer {index} holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
-        counts = Counts(*numbers)
-        layout = self.config.layout(keys.shape[-1], values.shape[-1])
-        held = counts.sinks + counts.blocks * layout.tokens + counts.window
-        packed = counts.blocks + counts.pending
-        if (
-            held != self.tokens
-            or counts.pending * layout.tokens > counts.window
-            or counts.sinks > self.config.sink_tokens
-            or (counts.sinks < self.config.sink_tokens and (packed or counts.window))
-            or (self.room is not None and packed > self.config.num_blocks(self.room))
-        ):
-            raise ValueError(f"Layer {index} holds {counts}, which is impossible for {self.tokens} tokens: damaged.")
-        try:
-            # Sizes from the store itself, without memory.
-            growth = GROW if self.room is None else Fixed(self.room)
-            store = GrowingStore.allocate(self.config, keys.to("meta"), values.to("meta"), growth)
-        except RuntimeError as error:
-            raise ValueError(f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged.") from None
-        size = sum(tensor.nbytes for tensors in store.by_kind().values() for tensor in tensors)
-        packed_shapes = {
-            name: (tensor.dtype, [*tensor.shape[:2], packed, tensor.shape[3]])
-            for name, tensor in store.blocks.tensors().items()
-        }
-        dense_shapes = {
-            f"{part}_{name}": (like.dtype, [*like.shape[:2], rows, like.shape[3]])
-            for part, rows in (("sink", counts.sinks), ("window", counts.window))
-            for name, like in (("keys", keys), ("values", values))
-        }
-        shapes = packed_shapes | dense_shapes
-        size += sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
-        need[keys.device] = need.get(keys.device, 0) + size
-        return {name: (dtype, _exactly(shape), shape) for name, (dtype, shape) in shapes.items()}
-
-    def _stock(self, index: int, first: Any, second: Any) -> Expected:
-        """What the file must have of a layer of transformers; its numbers are checked here."""
-        values = self.state["layers"][index]["values"]
-        symbols = {PROBE_BATCH: self.batch, PROBE_TOKENS: self.tokens}
-        if self.room is not None:
-            symbols[PROBE_ROOM] = getattr(self.cache.layers[index], "max_cache_len", self.room)
-        recorded = values.get("record_past") is True
-        expected: Expected = {}
-        numbers = set()
-        others = _leaves(second)
-        for path, (_, _, value) in _leaves(first).items():
-            other = others[path][2]
-            if isinstance(value, torch.Tensor):
-                shape = _same_shape(value.shape, other.shape, symbols)
-                longest = list(shape)
-                window = getattr(first, "sliding_window", None)
-                for axis, sizes in enumerate(zip(value.shape, other.shape, strict=True)):
-                    if sizes == PROBE_TOKENS and window is not None:
-                        shape[axis] = min(self.tokens, max(window - 1, 1))
-                        longest[axis] = self.tokens if recorded else shape[axis]
-                expected[path] = (value.dtype, _between(shape, longest), shape)
-                continue
-            numbers.add(path)
-            if path not in values:
-                continue
-            given = values[path]
-            if path == "record_past" and isinstance(given, bool):
-                continue
-            wanted = symbols.get((value, other), value) if typed(value, int) else value
-            if type(given) is not type(wanted) or given != wanted:
-                raise ValueError(
-                    f"`{path}` of layer {index} is {str(given)[:32]} in the file, and would be {wanted} in a cache of "
-                    "this model: the file is damaged."
-                )
-        if numbers != values.keys():
-            raise ValueError(f"Layer {index} does not have exactly the values {', '.join(sorted(numbers))}: damaged.")
-        return expected
-
     def fill(self, tensors: dict[str, torch.Tensor]) -> TurboQuantCache:
         """The cache, with these tensors, which `check` has passed."""
-        for index, probe in enumerate(self.probes[0].layers):
+        for index, probes in enumerate(self.probes):
             prefix = f"layers.{index}."
             held = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            described = self.state["layers"][index]
-            layer = self.cache.layers[index]
-            if isinstance(probe, TurboQuantLayer) and isinstance(layer, TurboQuantLayer):
-                self._fill_compressed(layer, probe, Counts(*described["counts"]), held)
-                # Known already, so that the next step need not dequantise everything to find out.
-                layer._receipt = probe._receipt if described["reads_store"] else Receipt()
+            described, layer = self.state["layers"][index], self.cache.layers[index]
+            if isinstance(layer, TurboQuantLayer):
+                compressed.fill(layer, probes[0], self.batch, described, held)
             else:
-                self._fill_stock(index, held, described["values"])
+                filled = stock.fill(probes, index, held, described["values"], self.tokens)
+                self.cache.layers[index] = stock.converted(filled, layer, index)
         return self.cache
-
-    def _fill_compressed(
-        self, layer: TurboQuantLayer, probe: TurboQuantLayer, counts: Counts, held: dict[str, torch.Tensor]
-    ) -> None:
-        layer.lazy_initialization(*self._like(probe))
-        assert layer.store is not None
-        layer.store.restore(counts, held)
-
-    def _fill_stock(self, index: int, held: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-        # The probe's layer, initialised for this model as transformers does it, with everything it holds replaced.
-        layer, other = (cache.layers[index] for cache in self.probes)
-        others = _leaves(other)
-        for path, (into, key, value) in _leaves(layer).items():
-            if not isinstance(value, torch.Tensor):
-                into[key] = values[path]
-                continue
-            tensor = held[path].to(value.device)
-            if not tensor.is_floating_point():
-                # Lengths kept as tensors: constants of the layer, or up to the number of tokens.
-                constant = torch.equal(value, others[path][2])
-                possible = tensor == value if constant else (0 <= tensor) & (tensor <= self.tokens)
-                if not possible.all():
-                    raise ValueError(f"`{path}` of layer {index} is {str(tensor.tolist())[:32]}: the file is damaged.")
-            if layer.is_compileable:
-                mark_static_address(tensor)
-            into[key] = tensor
-        if isinstance(layer, PreallocatedLayer):
-            layer.num_held = None
-        self.cache.layers[index] = layer
-
-
-def _exactly(shape: list[int]) -> Fits:
-    return lambda came: list(came) == shape
-
-
-def _between(least: list[int], most: list[int]) -> Fits:
-    return lambda came: len(came) == len(least) and all(a <= n <= b for a, n, b in zip(least, came, most, strict=True))
 
 
 def _free_memory(device: torch.device) -> int | None:

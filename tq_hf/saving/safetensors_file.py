@@ -1,9 +1,9 @@
 """A safetensors file, written so that a kill leaves the old one, and read as if its author meant harm.
 
-The format is eight bytes of header length, a JSON header, and the tensors' bytes. (The safetensors package reads what
-is written here; it also writes, but not in one step that can be forced to the disk first.) Reading trusts none of it:
-the file must be a regular one, the header small and well-formed, and the tensors must lie in the file one after the
-other without gap or overlap. Nothing of a tensor is allocated before that has been checked.
+The `safetensors` package writes and reads the format. It refuses a file whose header is no JSON of tensors, whose
+tensors overlap or leave gaps, or which is shorter or longer than its header says, and allocates nothing before. This
+module adds what it leaves open: only regular files are opened, JSON within JSON is read strictly, and a new file takes
+the old one's place in one step.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import torch
-
-MAX_HEADER_BYTES = 16 * 2**20
-"""A header has about a hundred bytes a tensor; that of a thousand layers has one MiB."""
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 MAX_DIMENSION = 2**48
 
@@ -38,36 +36,26 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""Those a cache holds; the format has more."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file: what it is, and where its bytes lie after the header."""
+class Entry(NamedTuple):
+    """One tensor of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
-@dataclass(frozen=True)
-class Header:
-    """A checked header.
-
-    Args:
-        metadata: The strings under `__metadata__`.
-        entries: The tensors by name.
-        data_start: Where the first tensor's bytes lie in the file.
-    """
+class Header(NamedTuple):
+    """What a file says of itself: the strings under `__metadata__`, and the tensors by name."""
 
     metadata: dict[str, str]
     entries: dict[str, Entry]
-    data_start: int
 
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(entry.stop - entry.start for entry in self.entries.values())
+        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.entries.values())
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -78,7 +66,9 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
 
     Raises:
         FileNotFoundError: The folder does not exist.
+        PermissionError: No file may be made in the folder.
         ValueError: `path` is a folder, a device, or anything else that is not a regular file.
+        OSError: The disk is full, or fails.
     """
     target = Path(path)
     if not target.parent.is_dir():
@@ -89,10 +79,21 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
     temporary = target.with_name(f".{target.name[:64]}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            for part in _contents(tensors, metadata):
-                file.write(part)
-            file.flush()
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    except PermissionError:
+        raise PermissionError(
+            f"{target} cannot be saved: no file may be written in {target.parent}. Give a folder of your own."
+        ) from None
+    try:
+        try:
+            save_file(dict(tensors), temporary, metadata=dict(metadata))
+        except SafetensorError as error:
+            raise OSError(
+                f"{target} cannot be saved ({str(error)[:200]}). What was there before is still there."
+            ) from None
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        os.chmod(temporary, mode)  # safetensors makes files that nobody else may read
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -104,27 +105,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
             os.close(folder)
 
 
-def _contents(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """The parts of a file, in order."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # Wide dtypes first, as safetensors does: every tensor is then aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    end = 0
-    for name, tensor in ordered:
-        if tensor.dtype not in names:
-            raise ValueError(f"Tensors of {tensor.dtype} cannot be saved; {name!r} is one.")
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        yield _bytes(tensor)
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """`path` opened for reading, if it is a regular file or a link to one.
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise unless `path` is a regular file, or a link to one, that may be read.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
@@ -139,13 +121,53 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise ValueError(f"{path} is a folder; give the file that `cache.save` wrote.") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be opened ({error}); give a file that may be read.") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is a folder or a device, not a file; give the file that `cache.save` wrote.")
+    finally:
         os.close(descriptor)
-        raise ValueError(f"{path} is a folder or a device, not a file; give the file that `cache.save` wrote.")
-    return os.fdopen(descriptor, "rb")
 
 
-def parse_json(text: str | bytes, what: str) -> Any:
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The header of a file that `check_regular` passed.
+
+    Raises:
+        ValueError: It is not a complete safetensors file of dtypes that caches have. Nothing was allocated.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"It is truncated, damaged, or no safetensors file ({str(error)[:200]}). Copy or save it again."
+        ) from None
+    entries = {}
+    for name, described in slices.items():
+        dtype = described.get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{name[:64]!r} is of dtype {dtype}; a cache has {', '.join(DTYPES)}: the file is damaged."
+            )
+        entries[name] = Entry(DTYPES[dtype], tuple(described.get_shape()))
+    return Header(metadata, entries)
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """All tensors of a file whose header has been checked, on the CPU.
+
+    Raises:
+        ValueError: The file was changed in the meantime.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            # Copies: what is handed out lies in the file, and would keep all of it.
+            return {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"It was changed while it was read ({str(error)[:200]}). Load it again.") from None
+
+
+def parse_json(text: str, what: str) -> Any:
     """JSON without what Python's parser adds or forgives: duplicate keys, NaN, endless nesting.
 
     Raises:
@@ -180,100 +202,14 @@ def check_fields(table: Any, fields: Mapping[str, Any], what: str) -> None:
             raise ValueError(f"`{name}` ({what.lower()}) is {str(table[name])[:64]}: the file is damaged.")
 
 
-def read_header(file: BinaryIO) -> Header:
-    """The header of an open file, checked against itself and the file's size.
-
-    Raises:
-        ValueError: It is not the header of a complete safetensors file. The message says why; nothing was allocated.
-    """
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if size < 10 or length < 2:
-        raise ValueError("The file is not a safetensors file: it is too short, or empty.")
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"The file is not a safetensors file of a cache: its header would have {length} bytes, and "
-            f"{MAX_HEADER_BYTES} are allowed."
-        )
-    if length > size - 8:
-        raise ValueError(f"The file is truncated or no safetensors file: a header of {length} bytes, {size} in all.")
-    content = parse_json(file.read(length), "The header")
-    if not isinstance(content, dict):
-        raise ValueError(f"The header is a JSON {type(content).__name__}, not an object: this is no safetensors file.")
-    metadata = content.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("The header's `__metadata__` is not a table of strings: the file is damaged.")
-    entries = {name: _entry(name, entry) for name, entry in content.items()}
-    header = Header(metadata, entries, 8 + length)
-    end = 0
-    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
-        if entry.start != end:
-            raise ValueError("The tensors overlap or leave gaps: the file is damaged.")
-        end = entry.stop
-    if end != size - header.data_start:
-        problem = "truncated" if end > size - header.data_start else "followed by something else"
-        raise ValueError(
-            f"The file is {problem}: its tensors need {end} bytes, and it has {size - header.data_start}. "
-            "Copy or save it again."
-        )
-    return header
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_DIMENSION
-
-
-def _entry(name: str, entry: Any) -> Entry:
-    problem = f"The header's entry for {name[:64]!r} is damaged"
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{problem}: it must have a dtype, a shape and data offsets.")
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-        raise ValueError(f"{problem}: its dtype is {str(entry['dtype'])[:32]!r}; allowed are {', '.join(DTYPES)}.")
-    if not isinstance(shape, list) or len(shape) > 8 or not all(map(_is_size, shape)):
-        raise ValueError(f"{problem}: its shape is {str(shape)[:64]}; it must be up to 8 sizes.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise ValueError(f"{problem}: its offsets are {str(offsets)[:64]}; they must be a start and an end.")
-    dtype = DTYPES[entry["dtype"]]
-    if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
-        raise ValueError(
-            f"{problem}: {entry['dtype']} of shape {shape} needs {math.prod(shape) * dtype.itemsize} bytes, but its "
-            f"offsets are {offsets}."
-        )
-    return Entry(dtype, tuple(shape), *offsets)
-
-
-def read_tensors(file: BinaryIO, header: Header) -> dict[str, torch.Tensor]:
-    """All tensors of a file whose header has been checked, on the CPU.
-
-    Raises:
-        ValueError: The file became shorter in the meantime.
-    """
-    tensors = {}
-    for name, entry in sorted(header.entries.items()):
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        file.seek(header.data_start + entry.start)
-        remaining = memoryview(_bytes(tensor))
-        while len(remaining):
-            count = file.readinto(remaining)  # type: ignore[attr-defined]
-            if not count:
-                raise ValueError(f"The file ends within {name!r}: it was changed while it was read. Load it again.")
-            remaining = remaining[count:]
-        tensors[name] = tensor
-    return tensors
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    """The bytes of a contiguous CPU tensor as a numpy array over its memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
-
-
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """A checksum of contiguous CPU tensors: names, dtypes, shapes and every byte."""
     state = hashlib.blake2b(digest_size=32)
     for name, tensor in sorted(tensors.items()):
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        state.update(_bytes(tensor))
+        if tensor.numel():
+            data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            state.update(data)
     return state.hexdigest()
 
 

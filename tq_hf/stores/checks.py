@@ -42,14 +42,17 @@ def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
         if has != came:
             raise ValueError(
                 f"This cache holds states with {what} {has}, but was given keys with {what} {came}. Use a new "
-                "TurboQuantCache for another batch or model, or call `cache.reset()` first."
+                "TurboQuantCache for another batch or model, or call `cache.reset()` first (which keeps the batch "
+                "of a preallocated cache)."
             )
 
 
 def check_room(tokens: int, held: int, max_cache_len: int) -> None:
     """Raise a `ValueError` unless so many more tokens fit a preallocated cache."""
     if held + tokens > max_cache_len:
-        raise ValueError(
-            f"Appending {tokens} tokens to the {held} in this cache exceeds its `max_cache_len` of {max_cache_len}. "
-            "Make the cache with a larger `max_cache_len`."
+        what = (
+            f"Appending {tokens} tokens to the {held} in this cache exceeds its `max_cache_len` of {max_cache_len}."
+            if held
+            else f"The prompt has {tokens} tokens and `max_cache_len` is {max_cache_len}."
         )
+        raise ValueError(f"{what} Make the cache with a larger `max_cache_len`.")

@@ -97,14 +97,25 @@ class GrowingStore(LayerStore):
             self.drop_encoded_rows()
             past = self.length
             window.append_late(keys, values)
-            return self._encode_window(past)
-        return self._append(keys, values)
+            try:
+                return self._encode_window(past)
+            except BaseException:
+                window.count -= 1
+                self.num_pending = 0
+                raise
+        check_fits(keys, values, row)
+        self.growth.check(keys.shape[2], self.length)
+        self.drop_encoded_rows()
+        # What is written where nothing is held yet does not count: a kernel that fails leaves the store as it was.
+        before = vars(self) | {"window": window.snapshot()}
+        try:
+            return self._append(keys, values)
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     @outside_inference_mode
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
-        check_fits(keys, values, self.tensors.row)
-        self.growth.check(keys.shape[2], self.length)
-        self.drop_encoded_rows()
         past, new_tokens, sinks_before = self.length, keys.shape[2], self.num_sinks
         to_sinks = min(new_tokens, self.config.sink_tokens - sinks_before) if past == sinks_before else 0
         for buffer, states in zip(self.sinks, (keys, values), strict=True):

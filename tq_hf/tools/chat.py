@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import torch
@@ -45,24 +46,36 @@ class Chat:
         rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
+    def holds_conversation(self) -> bool:
+        """Whether the cache holds what was said, but for the last token, which nothing has followed."""
+        return int(self.cache.get_seq_length()) >= len(self.ids) - 1
+
+    def _cut(self, length: int) -> None:
+        """Cut the cache back to `length` tokens, in every layer."""
+        held = int(self.cache.get_seq_length())
+        if not length:
+            self.cache = self._empty()
+        elif length < held:
+            try:
+                self.cache.crop(length - held)
+            except ValueError:  # sliding windows and linear attention cannot go back
+                self.cache = self._empty()
+
     def _rewind(self, prompt: list[int]) -> None:
         """Cut the cache back to the tokens it shares with `prompt`, of which at least the last must be new."""
         held = int(self.cache.get_seq_length())
         shared = 0
         while shared < min(held, len(prompt) - 1) and self.ids[shared] == prompt[shared]:
             shared += 1
-        if shared < held:
-            try:
-                self.cache.crop(shared - held)
-            except (RuntimeError, AttributeError):  # sliding windows and linear attention cannot go back
-                self.cache = self._empty()
+        self._cut(shared)
 
     def say(self, text: str, streamer: Any = None) -> str:
-        """The answer to `text`."""
+        """The answer to `text`. An exception, Ctrl-C too, leaves the conversation as it was before."""
         prompt = self._prompt(text)
         if not prompt:
             return ""
         self._rewind(prompt)
+        before = int(self.cache.get_seq_length())
         ids = torch.tensor([prompt], device=self.model.device)
         try:
             output = self.model.generate(
@@ -74,8 +87,8 @@ class Chat:
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
             )
         except BaseException:
-            # It holds tokens of this answer, and some layers perhaps one more than others.
-            self.cache = self._empty()
+            # It holds tokens of this turn, and some layers perhaps one more than others.
+            self._cut(before)
             raise
         self.ids = output[0].tolist()
         answer = self.tokenizer.decode(self.ids[len(prompt) :], skip_special_tokens=True)
@@ -92,7 +105,10 @@ class Chat:
 
         Raises:
             ValueError: The file is damaged, from another model, or a cache without a conversation.
+            FileNotFoundError: There is no such file.
         """
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"There is no file {path}; `/save {path}` writes one.")
         cache, notes = load_cache(TurboQuantCache, path, self.model)
         try:
             ids, messages = json.loads(notes["ids"]), json.loads(notes["messages"])

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import subprocess
 import sys
-import unicodedata
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from ..config import PRESETS
-from ..memory import MemoryFootprint
+from .. import __version__
+from ..config import PRESETS, preset_name
 from .chat import Chat
-from .estimate import Estimate, Estimator, estimate, parse_memory
+from .estimate import Estimator, estimate, parse_memory
+from .estimate_table import Report, as_json, print_table
+from .terminal import converse, print_error
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 """The folder with the shipped model and the benchmark; there in a checkout, not in an installed wheel."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_CONTEXT = 32768
+GREETING = """It was made to recall what it read. Try, one line after the other:
+  Some words about the weather. <<green lamp = 493817>> And some about the sea.
+  What was it? <<green lamp =
+"""
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command whose options, --help among them, are those of the script it runs."""
 
@@ -41,6 +45,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tq-hf {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """TurboQuant KV-cache compression for Hugging Face transformers."""
+
 
 Model = Annotated[
     str | None,
@@ -53,8 +73,15 @@ Dtype = Annotated[
 ]
 
 
-def _print_error(error: Exception, console: Console) -> None:
-    console.print(f"[red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+def _flowing(command: Callable[..., None]) -> Callable[..., None]:
+    """Let the help of a command wrap where the terminal ends, not where its docstring does."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return command
+
+
+def _shortened(error: Exception) -> str:
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
 @contextmanager
@@ -63,7 +90,7 @@ def _errors_as_sentences() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        _print_error(error, Console(stderr=True))
+        print_error(error, Console(stderr=True))
         raise typer.Exit(1) from None
 
 
@@ -97,12 +124,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
 
 
-def _check_preset(preset: str) -> None:
-    if preset not in PRESETS:
-        raise ValueError(f"Unknown preset {preset!r}. Valid presets: {', '.join(PRESETS)}.")
-
-
 @app.command("estimate")
+@_flowing
 def estimate_command(
     model: Model = None,
     context: Annotated[
@@ -126,171 +149,41 @@ def estimate_command(
         float, typer.Option(min=0.0, max=1.0, help="Share of the GPU's memory to leave for everything else.")
     ] = 0.1,
     dtype: Dtype = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="What the weights take, as 13GB. By default counted, quantised as the config says."),
+    ] = None,
+    json_wanted: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
 ) -> None:
     """Say how much memory the KV cache of a model takes, and how much context or how many sequences fit.
 
     Only the model's config is read: no weights are downloaded. Sliding windows, linear attention and latent attention
-    are counted as what they are. What fits is what is left beside the decoder's weights, unquantised in its dtype.
+    are counted as what they are. What fits is what is left beside the model's weights.
     """
     with _errors_as_sentences():
         name = _model_name(model)
-        for one in preset or ():
-            _check_preset(one)
+        presets = [preset_name(one) for one in preset or PRESETS]
         memory = None if gpu_memory is None else parse_memory(gpu_memory)
         logging.set_verbosity_error()
         try:
             config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"Cannot read the config of the model {name!r}: {error}") from None
-        estimator = Estimator(config, _dtype(dtype))
+        except Exception as error:  # configs of other people's code fail in ways of their own
+            raise ValueError(f"Cannot read the config of the model {name!r}: {_shortened(error)}") from None
+        estimator = Estimator(config, _dtype(dtype), None if weights is None else parse_memory(weights))
         if context is None:
             context = min(DEFAULT_CONTEXT, estimator.max_positions or DEFAULT_CONTEXT)
             context = context if max_cache_len is None else min(context, max_cache_len - 1)
         left = None if memory is None else max(0, int(memory * (1 - reserve)) - estimator.weight_bytes)
-        rows = list(estimate(estimator, [None, *(preset or PRESETS)], context, batch, left, max_cache_len))
-    if as_json:
-        typer.echo(json.dumps(_as_json(name, estimator, context, batch, max_cache_len, memory, left, rows), indent=2))
+        rows = list(estimate(estimator, [None, *presets], context, batch, left, max_cache_len))
+    report = Report(name, estimator, context, batch, max_cache_len, memory, left, rows)
+    if json_wanted:
+        typer.echo(json.dumps(as_json(report), indent=2))
     else:
-        _print_estimate(name, estimator, context, batch, max_cache_len, memory, left, rows)
-
-
-def _kinds(footprint: MemoryFootprint) -> dict[str, int]:
-    sizes = asdict(footprint)
-    del sizes["by_device"]
-    return sizes | {"total": footprint.total}
-
-
-def _as_json(
-    name: str,
-    estimator: Estimator,
-    context: int,
-    batch: int,
-    max_cache_len: int | None,
-    memory: int | None,
-    left: int | None,
-    rows: list[Estimate],
-) -> dict[str, Any]:
-    presets = []
-    for row in rows:
-        found: dict[str, Any] = {"preset": row.preset, "after_prefill": _kinds(row.footprint)}
-        found["decoding"] = _kinds(row.decoding)
-        if left is not None:
-            found |= {"max_context": row.max_context, "max_batch": row.max_batch}
-        presets.append(found)
-    return {
-        "model": name,
-        "dtype": str(estimator.dtype).removeprefix("torch."),
-        "context": context,
-        "batch": batch,
-        "max_cache_len": max_cache_len,
-        "weight_bytes": estimator.weight_bytes,
-        "max_position_embeddings": estimator.max_positions,
-        "gpu_memory_bytes": memory,
-        "cache_memory_bytes": left,
-        "presets": presets,
-    }
-
-
-def _print_estimate(
-    name: str,
-    estimator: Estimator,
-    context: int,
-    batch: int,
-    max_cache_len: int | None,
-    memory: int | None,
-    left: int | None,
-    rows: list[Estimate],
-) -> None:
-    console = Console()
-    unit, size_of = ("GiB", 2**30) if max(row.footprint.total for row in rows) >= 10 * 2**30 else ("MiB", 2**20)
-    sequences = "one sequence" if batch == 1 else f"{batch} sequences"
-    room = "" if max_cache_len is None else f", preallocated for {max_cache_len:,}"
-    title = f"KV cache of {name}, {sequences} of {context:,} tokens{room}, in {unit}"
-    console.print(title, highlight=False, soft_wrap=True)
-    # Only a DynamicCache's sliding-window layers change: they hold the whole prompt until the first new token.
-    shrinks = any(row.footprint.total > 1.01 * row.decoding.total for row in rows)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("preset", no_wrap=True)
-    # What fits takes the place of what there is of which kind: both are too wide for a terminal.
-    headings = [] if left is not None else ["packed", "dense", "other\nlayers"]
-    headings += ["after\nprefill", "decoding"] if shrinks else ["total"]
-    headings += ["of\n16 bit"] + (["max\ncontext", "max\nbatch"] if left is not None else [])
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        held = row.decoding
-        sizes = [] if left is not None else [held.packed + held.metadata, held.window + held.sinks, held.uncompressed]
-        sizes += [row.footprint.total, held.total] if shrinks else [row.footprint.total]
-        cells = [f"{size / size_of:,.1f}" for size in sizes] + [f"{held.ratio:.1%}"]
-        if left is not None:
-            cells += ["any" if most is None else f"{most:,}" for most in (row.max_context, row.max_batch)]
-        table.add_row(row.preset or ("DynamicCache" if max_cache_len is None else "StaticCache"), *cells)
-    console.print(table)
-    if shrinks:
-        console.print(
-            "A DynamicCache's sliding-window layers hold the whole prompt until the first new token, and their window "
-            "from then on. What fits is what fits after the prefill."
-        )
-    if left is not None and memory is not None:
-        console.print(
-            f"Of {memory / 2**30:,.1f} GiB, {left / 2**30:,.1f} GiB are left for the cache beside "
-            f"{estimator.weight_bytes / 2**30:,.1f} GiB of weights and the reserve.",
-            highlight=False,
-        )
-        if estimator.max_positions is not None:
-            console.print(f"The model is made for up to {estimator.max_positions:,} tokens.", highlight=False)
-
-
-class _Printer(TextStreamer):
-    """Prints words as they are generated."""
-
-    def __init__(self, tokenizer: Any, console: Console) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.console = console
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        # What a model says must not steer the terminal.
-        text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
-        self.console.out(text, end="\n" if stream_end else "", highlight=False)
-
-
-COMMANDS = {
-    "/mem": "shows the memory the cache holds",
-    "/save PATH": "writes the conversation and its cache to a file",
-    "/load PATH": "takes up a saved conversation",
-    "/reset": "starts over",
-    "/quit": "ends (as does Ctrl-D)",
-}
-
-
-def _command(chat: Chat, line: str, console: Console) -> None:
-    """Carry out a line that begins with "/"."""
-    name, _, argument = line.partition(" ")
-    argument = argument.strip()
-    if name in ("/save", "/load"):
-        if not argument:
-            console.print(f"Give a file: {name} PATH.", highlight=False)
-            return
-        try:
-            (chat.save if name == "/save" else chat.load)(argument)
-        except (ValueError, OSError) as error:
-            _print_error(error, console)
-            return
-        done = "Saved" if name == "/save" else "Loaded"
-        console.print(f"{done} {int(chat.cache.get_seq_length()):,} tokens.", highlight=False)
-    elif name == "/mem":
-        held = int(chat.cache.get_seq_length())
-        console.print(f"{held:,} tokens: {chat.cache.memory_footprint()}", highlight=False, soft_wrap=True)
-    elif name == "/reset":
-        chat.reset()
-        console.print("The conversation starts over.")
-    else:
-        for command, meaning in COMMANDS.items():
-            console.print(f"{command:12} {meaning}", highlight=False)
+        print_table(report)
 
 
 @app.command("chat")
+@_flowing
 def chat_command(
     model: Model = None,
     preset: Preset = "4bit_nc",
@@ -308,10 +201,13 @@ def chat_command(
     """
     console = Console()
     with _errors_as_sentences():
-        if preset != "auto":
-            _check_preset(preset)
+        preset = "auto" if preset.lower() == "auto" else preset_name(preset)
         name = _model_name(model)
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            torch.empty(1, device=where)
+        except (RuntimeError, AssertionError) as error:  # the second of a torch that was built without CUDA
+            raise ValueError(f"Cannot run on {where!r}: {_shortened(error)}") from None
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         try:
@@ -324,39 +220,34 @@ def chat_command(
         try:
             loaded = loaded.to(torch.device(where)).eval()
         except RuntimeError as error:
-            raise ValueError(f"Cannot run on {where!r}: {str(error)[:200]}") from None
+            raise ValueError(f"Cannot run on {where!r}: {_shortened(error)}") from None
         chat = Chat(loaded, tokenizer, preset, max_new_tokens)
     chosen = "an automatically chosen" if preset == "auto" else f"a {preset}"
     console.print(f"{name} with {chosen} cache. Type /help for the commands.", highlight=False)
     if not tokenizer.chat_template:
         console.print("This model has no chat template: it continues your text.")
-    while True:
-        try:
-            line = console.input("[bold]> [/]")
-        except (EOFError, KeyboardInterrupt):
-            break
-        if line.strip() == "/quit":
-            break
-        if line.startswith("/"):
-            _command(chat, line.strip(), console)
-        elif line:
-            try:
-                chat.say(line, _Printer(tokenizer, console))
-            except KeyboardInterrupt:
-                console.print("\nStopped.")
-            except ValueError as error:
-                _print_error(error, console)
+    if name == str(EXAMPLES / "needle"):
+        console.print(GREETING, highlight=False, markup=False)
+    converse(chat, console)
 
 
 @app.command("bench", context_settings=PASS_ON)
+@_flowing
 def bench_command(context: typer.Context) -> None:
-    """Measure memory and speed against other caches: runs the checkout's examples/measure/benchmark.py.
+    """Measure memory and speed against other caches: on a GPU examples/measure/benchmark.py of the checkout, without
+    one examples/measure/bench_cpu.py, with your arguments.
 
     `tq-hf bench --help` shows the benchmark's own options.
     """
+    name = "benchmark.py" if torch.cuda.is_available() else "bench_cpu.py"
     with _errors_as_sentences():
-        script = _example("measure/benchmark.py", "The benchmark")
-    raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
+        script = _example(f"measure/{name}", "The benchmark")
+    if name == "bench_cpu.py":
+        typer.echo("torch finds no GPU, so this measures on the CPU.", err=True)
+    # Usage lines name the command that was typed.
+    environment = os.environ | {"TQ_HF_COMMAND": "tq-hf bench"}
+    command = [sys.executable, str(script), *context.args]
+    raise typer.Exit(subprocess.run(command, check=False, env=environment).returncode)
 
 
 if __name__ == "__main__":

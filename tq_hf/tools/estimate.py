@@ -8,7 +8,6 @@ linear attention come out as they are, and an estimate equals `cache.memory_foot
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,50 +15,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
 from ..compat import storage_id
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
+from ..layers.recorded import Call
 from ..memory import MemoryFootprint, _tensors
 from ..stores.growing import GrowingStore
 from ..tensors.window import KeyValue
+from . import weights
+from .traced import trace
+from .weights import method_of, quantisation_of
 
-META = torch.device("meta")
-TRACED_TOKENS = 2
 MOST = 2**40
 """Where a search for what fits ends: a model of which more fits has layers that do not grow."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a cache's method for one layer, with shapes in place of tensors (the batch in dimension 0 is 1)."""
-
-    method: str
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    options: tuple[tuple[str, Any], ...]
-
-    def replay(self, layer: Any, batch: int, tokens: int) -> None:
-        """Make the call on `layer` for `batch` sequences of `tokens` tokens."""
-        axis = {"update": -2, "update_indexer": 1}.get(self.method)
-        tensors = []
-        for shape, dtype in self.tensors:
-            sizes = [batch, *shape[1:]]
-            if axis is not None:
-                sizes[axis] = tokens
-            tensors.append(torch.empty(sizes, dtype=dtype, device=META))
-        if isinstance(layer, TurboQuantLayer):
-            if layer.store is None:
-                layer.lazy_initialization(tensors[0], tensors[1])
-            if layer.max_cache_len is not None:
-                return  # all there will ever be is there
-            if not isinstance(layer.store, _Sizes):
-                layer.store = _Sizes.allocate(layer.config, tensors[0], tensors[1])
-            layer.store.append(tensors[0], tensors[1])
-        else:
-            getattr(layer, self.method)(*tensors, **dict(self.options))
 
 
 class _Sizes(GrowingStore):
@@ -69,71 +41,44 @@ class _Sizes(GrowingStore):
         self._make_room(start, start + states[0].shape[2] // self.layout.tokens)
 
 
-class _Recorder(DynamicCache):
-    """A cache that notes what each layer is given."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
-        self.calls: list[list[_Call]] = [[] for _ in self.layers]
-
-    def _note(self, method: str, layer_idx: int, tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        self.calls[layer_idx].append(_Call(method, shapes, tuple(sorted(options.items()))))
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> KeyValue:
-        self._note("update", layer_idx, (key_states, value_states), {})
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        self._note("update_conv_state", layer_idx, (conv_states,), kwargs | {"state_idx": state_idx})
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        self._note("update_recurrent_state", layer_idx, (recurrent_states,), kwargs | {"state_idx": state_idx})
-        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        self._note("update_indexer", layer_idx, (indexer_key_states,), {})
-        return super().update_indexer(indexer_key_states, layer_idx)
-
-
 class Estimator:
     """Sizes of the caches of one model.
 
     Args:
-        model_config: The model's config; of a multimodal model, its text decoder is used.
+        model_config: The model's config. Of a multimodal model the decoder's cache is estimated, as it is without
+            images; of an encoder-decoder the cache of what the decoder wrote.
         dtype: What the model is loaded in; by default what its config says, or bfloat16 if it says nothing.
+        weight_bytes: What the weights take, if known better than by counting.
 
     Raises:
-        ValueError: It is not a config of a decoder, or the model does not run without memory.
+        ValueError: It is not a config of a decoder, the model has no cache, or it does not run without memory.
     """
 
-    def __init__(self, model_config: PreTrainedConfig, dtype: torch.dtype | None = None) -> None:
-        TurboQuantCache(model_config)  # says what is wrong with a config that has no keys and values
-        self.config = _traceable(model_config.get_text_config(decoder=True))
-        self.dtype = dtype or _dtype_of(self.config) or _dtype_of(model_config) or torch.bfloat16
-        recorder = _Recorder(self.config)
-        ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long, device=META)
-        try:
-            with META:
-                model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype).eval()
-            model.set_experts_implementation("batched_mm")  # the others refuse some dtypes and sizes
-            with torch.no_grad():
-                model(input_ids=ids, past_key_values=recorder, use_cache=True)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            raise ValueError(
-                f"The cache of a {type(self.config).__name__} cannot be estimated from its config: the model does not "
-                f"run without its weights ({str(error)[:200]}). Load it, and ask `cache.memory_footprint()`."
-            ) from error
-        self.calls = recorder.calls
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        """Bytes of the decoder's weights in `dtype`, without quantisation."""
+    def __init__(
+        self, model_config: PreTrainedConfig, dtype: torch.dtype | None = None, weight_bytes: int | None = None
+    ) -> None:
+        text_config = model_config.get_text_config(decoder=True)
+        self.dtype = dtype or _dtype_of(text_config) or _dtype_of(model_config) or torch.bfloat16
+        found = trace(model_config, self.dtype)
+        self.config, self.calls = found.config, found.calls
+        options = quantisation_of(model_config)
+        self.quantisation = method_of(options)
+        """How the checkpoint says its weights are quantised, or `None`."""
+        counted, note = weights.weight_bytes(found.model, options)
+        self.weight_bytes = counted if weight_bytes is None else weight_bytes
+        """Bytes of the weights of the whole model: quantised as its config says, else in `dtype`."""
+        self.notes = [note] if note and weight_bytes is None else []
+        """What else there is to know, in sentences."""
+        if not found.whole:
+            self.notes.append("The weights are those of the decoder alone: the rest needs a package that is not here.")
+        if found.cross_bytes:
+            self.notes.append(
+                f"Beside it the model caches {found.cross_bytes:,} bytes for each token of the encoder's input; "
+                "they are not compressed and not counted here."
+            )
+        elif not all(self.calls):
+            empty = sum(not calls for calls in self.calls)
+            self.notes.append(f"{empty} of {len(self.calls)} layers cache nothing in text alone, and are not counted.")
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
 
     def footprint(
@@ -178,10 +123,9 @@ class Estimator:
             settings = tuple((k, v) for k, v in vars(layer).items() if isinstance(v, (int, str)))
             kinds.setdefault((type(layer), tuple(calls), settings), []).append(layer)
         for (_, calls, _), alike in kinds.items():
-            for call in calls:
-                call.replay(alike[0], batch, context)
-            for call in calls if decoding else ():
-                call.replay(alike[0], batch, 1)
+            for tokens in (context, 1) if decoding else (context,):
+                for call in calls:
+                    _replay(call, alike[0], batch, tokens)
             held = _measure(alike[0], context + decoding)
             for name in _SIZES:
                 setattr(total, name, getattr(total, name) + len(alike) * getattr(held, name))
@@ -283,8 +227,7 @@ def _measure(layer: Any, tokens: int) -> MemoryFootprint:
     if isinstance(layer, TurboQuantLayer):
         if layer.store is None:
             return footprint
-        kinds = layer.store.by_kind()
-        kinds["metadata"].append(layer._nan)
+        kinds = layer.by_kind()
         blocks = layer.store.blocks
         footprint.bf16_equivalent = math.prod(blocks.scalars.shape[:2]) * tokens * blocks.layout.dense_bytes
     else:
@@ -301,15 +244,20 @@ def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def _traceable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a config without what makes a model look at the values of its inputs; no size depends on it."""
-    config = copy.deepcopy(config)
-    config.pad_token_id = None
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
-            parameters["rope_type"] = "default"
-    return config
+def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
+    """Make a call on `layer` for `batch` sequences of `tokens` tokens, without encoding anything."""
+    if not isinstance(layer, TurboQuantLayer):
+        call.replay(layer, batch, tokens)
+        return
+    keys, values = call.tensors(batch, tokens)
+    if layer.store is None:
+        layer.lazy_initialization(keys, values)
+    if layer.max_cache_len is not None:
+        return  # all there will ever be is there
+    if not isinstance(layer.store, _Sizes):
+        layer.store = _Sizes.allocate(layer.config, keys, values)
+    layer.store.append(keys, values)
+    layer.store.window.write_late_row()  # as attention does
 
 
 def _largest(fits: Callable[[int], bool]) -> int | None:

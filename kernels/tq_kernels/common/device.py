@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 import triton
 
+from .stand_in import pretend
+
 
 @dataclass(frozen=True)
 class Target:
@@ -29,6 +31,11 @@ class Target:
     def asm(self) -> bool:
         """Inline PTX unpacking (compute capability 8.0 and later)."""
         return self.capability[0] >= 8
+
+    @property
+    def fragments(self) -> bool:
+        """Matrix units that `tl.dot` does not use (compute capability 7.5): kernels of `fragments`."""
+        return self.capability == (7, 5)
 
     @property
     def dependent_launch(self) -> bool:
@@ -53,6 +60,8 @@ def target(device: torch.device) -> Target:
         return Target(multiprocessors=4, shared_bytes=64 * 1024, capability=(0, 0), small_levels=True)
     properties = torch.cuda.get_device_properties(device)
     nvidia = torch.version.hip is None
+    if other := pretend():
+        return Target(properties.multi_processor_count, other.shared_bytes, other.capability, other.small_levels)
     return Target(
         multiprocessors=properties.multi_processor_count,
         shared_bytes=properties.shared_memory_per_multiprocessor,

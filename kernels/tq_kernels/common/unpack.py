@@ -294,6 +294,12 @@ def unpack8(words, odd, ASM: tl.constexpr):
 
 
 @triton.jit
+def small_unit(BITS: tl.constexpr):
+    """What small levels of so many bits are multiplied by."""
+    return SMALL_UNIT if BITS == 3 or BITS == 4 else 1.0
+
+
+@triton.jit
 def unpack_scales(scalars):
     """int32 scalars -> fp16 key scale (low half) and value scale (high half)."""
     w = scalars.to(tl.uint32, bitcast=True)

@@ -22,10 +22,11 @@ from .plan import plan_decode
 from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split
+from .split_fragments import decode_split_fragments
 from .step import Arguments, Given, Held, Launches, NewRow, Step
 
 ROTATE, ROTATE_AND_APPEND = Kernel(rotate_query), Kernel(rotate_and_append)
-SPLIT, REDUCE = Kernel(decode_split), Kernel(reduce_splits)
+SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
 
 
 class Decoder:
@@ -143,8 +144,9 @@ class Decoder:
         mask_at = scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
         bits = query_at | scratch_at | out_at | blocks_at | rows_at | sinks_at | mask_at | aux_at
-        keys_at = values_at = None
+        keys_at = values_at = row_numbers = None
         if row is not None:
+            row_numbers = (row.slot, *row.keys.stride()[:2], *row.values.stride()[:2])
             keys_at, values_at = row.keys.data_ptr(), row.values.data_ptr()
             bits |= keys_at | values_at
         aligned = bits & 15 == 0 and self.aligned
@@ -160,7 +162,9 @@ class Decoder:
                 scratch if s_aux is None else s_aux,
                 *(() if row is None else row[:2]),
             )
-            launched = self._launch(step, step.arguments(self.tensors, given, mask_strides, row), row is not None)
+            launched = self._launch(
+                step, step.arguments(self.tensors, given, mask_strides, row_numbers), row is not None
+            )
             if aligned and launched is not None:
                 step.launches[row is not None] = launched
             return out
@@ -169,7 +173,7 @@ class Decoder:
             query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at, keys_at, values_at
         )
         (rotate_at, rotate_numbers), (split_at, split_numbers), (reduce_at, reduce_numbers) = step.arguments(
-            self.addresses, addresses, mask_strides, row
+            self.addresses, addresses, mask_strides, row_numbers
         )
         rotate, split, reduce = launches
         plan = step.plan
@@ -246,7 +250,7 @@ class Decoder:
             (constants, query.dtype, dense, device),
             num_warps=2,
         )
-        split = SPLIT(
+        split = (SPLIT_FRAGMENTS if target(self.device).fragments else SPLIT)(
             step.split_grid,
             *arguments.split,
             plan.split_constants,

@@ -67,6 +67,41 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     )
 
 
+def _fragments_config(key_dim: int, value_dim: int, rows: int) -> SplitConfig:
+    """The table of `decode_split_fragments`: programs are warps, as many as have the registers they need."""
+    wide = max(key_dim, value_dim) > 128
+    tiles = 2 if rows > 8 and not wide else 1
+    programs = 8 if wide or tiles == 2 else (12 if max(key_dim, value_dim) > 64 else 16)
+    # A limit even where it is the most there is: without one ptxas stops at 168 and spills.
+    registers = min(65536 // (32 * programs) // 8 * 8, 255)
+    return SplitConfig(1, 1, 8 * tiles, 1, 1, programs, registers)
+
+
+def _tile_constants(config: SplitConfig, dkp: int, dvp: int, value_dim: int, on: Target) -> tuple[Any, ...]:
+    """The constants of a split kernel that say how it computes."""
+    if on.fragments:
+        return (config.block_rows // 8,)
+    block_dk, block_dv = _blocks(dkp, dvp, value_dim)
+    return (
+        config.key_chunks,
+        config.value_chunks,
+        max(16, triton.next_power_of_2(dkp // config.key_chunks)),
+        max(16, triton.next_power_of_2(dvp // config.value_chunks)),
+        block_dk,
+        block_dv,
+        # Asynchronous copies move at least 4 bytes a thread: a mean is loaded as a tile of so many elements.
+        max(block_dk, 64 * config.warps),
+        config.block_rows,
+        on.small_levels,
+        on.asm,
+        on.dependent_launch,
+    )
+
+
+def _blocks(dkp: int, dvp: int, value_dim: int) -> tuple[int, int]:
+    return max(16, triton.next_power_of_2(dkp)), max(16, triton.next_power_of_2(max(dvp, value_dim)))
+
+
 @dataclass(frozen=True)
 class ScratchLayout:
     """Offsets into the scratch tensor of a call in lines of 32 float32, and its size in float32."""
@@ -133,7 +168,10 @@ def plan_decode(
 ) -> Plan:
     heads, rows = batch * kv_heads, query_heads // kv_heads * queries
     dkp, dvp = padded_dim(key_dim), padded_dim(value_dim)
-    config = _split_config(dkp, dvp, key_bits, value_bits, rows, on)
+    if on.fragments:
+        config = _fragments_config(dkp, dvp, rows)
+    else:
+        config = _split_config(dkp, dvp, key_bits, value_bits, rows, on)
     dense_splits = -(-dense_capacity // DENSE_TOKENS.value)
     row_tiles = -(-rows // config.block_rows)
     streams, tile_rows = heads * row_tiles, min(rows, config.block_rows)
@@ -141,13 +179,14 @@ def plan_decode(
     resident = on.multiprocessors * config.programs_per_multiprocessor
     workers = min(resident, streams * max(capacity, dense_splits, 1))
     # One row a program while that does not read the rotation more often than the partial results are worth.
-    reduce_rows = 1 if streams * tile_rows <= 2 * on.multiprocessors else 8
+    reduce_rows = 1 if on.fragments or streams * tile_rows <= 2 * on.multiprocessors else 8
+    rotate_rows = 1 if on.fragments else config.block_rows
     # Slots taken in at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).
     reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
     # Without matrix units the rotation is held in shared memory as float32.
     block_columns = 128 if on.asm else 32
-    block_dk, block_dv = max(16, triton.next_power_of_2(dkp)), max(16, triton.next_power_of_2(max(dvp, value_dim)))
+    block_dk, block_dv = _blocks(dkp, dvp, value_dim)
     return Plan(
         config=config,
         workers=workers,
@@ -156,10 +195,10 @@ def plan_decode(
         tile_rows=tile_rows,
         dense_splits=dense_splits,
         scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
-        rotate_grid=(heads, row_tiles, -(-dkp // 32)),
+        rotate_grid=(heads, -(-rows // rotate_rows), -(-dkp // 32)),
         reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
         reduce_warps=8 if reduce_rows == 1 and reduce_slots * block_dv > 4096 else 4,
-        rotate_constants=(key_dim, dkp, block_dk, config.block_rows, on.dependent_launch),
+        rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),
         split_constants=(
             key_dim,
             value_dim,
@@ -171,18 +210,7 @@ def plan_decode(
             causal and queries > 1 and not mask_rows,
             mask_rows,
             has_softcap,
-            config.key_chunks,
-            config.value_chunks,
-            max(16, triton.next_power_of_2(dkp // config.key_chunks)),
-            max(16, triton.next_power_of_2(dvp // config.value_chunks)),
-            block_dk,
-            block_dv,
-            # Asynchronous copies move at least 4 bytes a thread: a mean is loaded as a tile of so many elements.
-            max(block_dk, 64 * config.warps),
-            config.block_rows,
-            on.small_levels,
-            on.asm,
-            on.dependent_launch,
+            *_tile_constants(config, dkp, dvp, value_dim, on),
         ),
         reduce_constants=(
             value_dim,
@@ -193,7 +221,7 @@ def plan_decode(
             reduce_slots,
             REDUCE_DENSE,
             reduce_rows,
-            8,
+            1 if on.fragments else 8,
             has_aux,
             on.dependent_launch,
         ),

@@ -115,7 +115,8 @@ def reduce_splits(
 ):
     """Grid: (streams, tile_rows / BLOCK_R, DV / BLOCK_C).
 
-    TILE_R is `decode_split`'s BLOCK_R; DOT_R = 8 pads the matrix product's rows, BLOCK_R is 1 or DOT_R.
+    TILE_R is `decode_split`'s BLOCK_R; DOT_R = 8 pads the matrix product's rows, BLOCK_R is 1 or DOT_R; DOT_R = 1: no
+    matrix units.
     """
     stream = tl.program_id(0)
     local = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -180,11 +181,14 @@ def reduce_splits(
     peak = tl.max(tl.abs(rotated), 1)
     peak = tl.where(peak > 0, peak, 1.0)
     operand = tl.trans((rotated / peak[:, None]).to(tl.float16))  # [BD in, BR]
-    if BLOCK_R != DOT_R:
-        operand = tl.broadcast_to(operand, [BLOCK_D, DOT_R])
-    back = tl.dot(matrix, operand)  # [BC out, DOT_R]
-    if BLOCK_R != DOT_R:
-        back = tl.sum(tl.where(tl.arange(0, DOT_R)[None, :] == 0, back, 0.0), 1, keep_dims=True)  # [BC out, 1]
+    if DOT_R == 1:  # no product for matrix units
+        back = tl.sum(matrix.to(tl.float32) * tl.trans(operand).to(tl.float32), 1, keep_dims=True)  # [BC out, 1]
+    else:
+        if BLOCK_R != DOT_R:
+            operand = tl.broadcast_to(operand, [BLOCK_D, DOT_R])
+        back = tl.dot(matrix, operand)  # [BC out, DOT_R]
+        if BLOCK_R != DOT_R:
+            back = tl.sum(tl.where(tl.arange(0, DOT_R)[None, :] == 0, back, 0.0), 1, keep_dims=True)  # [BC out, 1]
     inverse = 1.0 / tl.where(total > 0, total, 1.0)  # [BR]
     result = (plain + tl.trans(back) * (peak * decay * (DVP**-0.5))[:, None]) * inverse[:, None]  # [BR, BC]
     at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h  # [BR]

@@ -62,6 +62,9 @@ def rotate_query(
     matrix = tl.load(
         rotation + column[:, None] * DKP + d[None, :], mask=(column < DKP)[:, None] & (d < DKP)[None, :], other=0.0
     )
-    rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [32, BR]
+    if BLOCK_R == 1:  # no product for matrix units
+        rotated = tl.sum(matrix.to(tl.float32) * tl.trans(q).to(tl.float32), 1, keep_dims=True) * (DKP**-0.5)  # [32, 1]
+    else:
+        rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [32, BR]
     out = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (head * rows + r)[None, :] * DKP + column[:, None]
     tl.store(out, rotated.to(tl.float16), mask=(column < DKP)[:, None] & (r < rows)[None, :])

@@ -89,10 +89,17 @@ class Step:
         # By whether a row is written; `Decoder` fills it when a call with aligned tensors has compiled all kernels.
         self.launches: dict[bool, Launches] = {}
 
-    def arguments(self, held: Held, given: Given, mask_strides: tuple[int, int, int], row: NewRow | None) -> Arguments:
-        """The arguments of every kernel, but for its constants."""
+    def arguments(
+        self,
+        held: Held,
+        given: Given,
+        mask_strides: tuple[int, int, int],
+        row_numbers: tuple[int, int, int, int, int] | None,
+    ) -> Arguments:
+        """The arguments of every kernel, but for its constants. `row_numbers` are the slot of the row to write, and the
+        strides of its keys and of its values in batch and heads."""
         rotate: tuple[tuple[Any, ...], tuple[float, ...]]
-        if row is None:
+        if row_numbers is None:
             rotate = (given.query, held.key_rotation, given.scratch), self.rotate_numbers
         else:
             rotate = (
@@ -105,10 +112,9 @@ class Step:
                     given.scratch,
                 ),
                 (
-                    row.slot,
+                    row_numbers[0],
                     self.capacity,
-                    *row.keys.stride()[:2],
-                    *row.values.stride()[:2],
+                    *row_numbers[1:],
                     *self.rotate_numbers,
                 ),
             )

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..common.unpack import SMALL_UNIT, load_words, unpack2, unpack3, unpack4, unpack8, unpack_scales
+from ..common.unpack import load_words, small_unit, unpack2, unpack3, unpack4, unpack8, unpack_scales
 
 ROWS32 = tl.constexpr(32)
 """Tokens of a plane."""
@@ -12,7 +12,7 @@ ROWS32 = tl.constexpr(32)
 @triton.jit
 def level_unit(BITS: tl.constexpr, SMALL: tl.constexpr):
     """What `key_scores`, `value_levels` and `add_chunks` multiply levels by."""
-    return SMALL_UNIT if SMALL and (BITS == 3 or BITS == 4) else 1.0
+    return small_unit(BITS) if SMALL else 1.0
 
 
 @triton.jit

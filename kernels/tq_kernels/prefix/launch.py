@@ -19,6 +19,7 @@ from ..common.packed import Packed
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS, padded_dim
 from .attention import prefix_attention
+from .attention_fragments import prefix_attention_fragments
 from .merge import merge_splits
 
 __all__ = ["PrefixConfig", "attend_prefix", "prefix_config", "prefix_constants", "prefix_splits", "prefix_takes"]
@@ -53,6 +54,8 @@ def _block(dim: int) -> int:
 def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, on: Target) -> PrefixConfig:
     """The heuristic table."""
     largest = max(_block(key_dim), _block(value_dim))
+    if on.fragments:
+        return PrefixConfig(16 if largest <= 128 else 8, 64, 1, 1, None, 8)
     if not on.asm:
         # Products without asynchronous copies hold their operands in registers and shared memory: small tiles.
         return PrefixConfig(32, 64, 4, 1, None, 2)
@@ -65,12 +68,11 @@ def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
-    """Whether the kernel runs for heads of this size on this device: rotations of large heads need its shared
-    memory, and without matrix units it would be slow."""
+    """Whether the kernel runs for heads of this size on this device: rotations of large heads need its shared memory,
+    or registers."""
     on = target(device)
-    if device.type == "cuda" and not on.asm:
-        return torch.version.hip is not None and max(key_dim, value_dim) <= 128
-    return max(_block(key_dim), _block(value_dim)) <= (256 if on.shared_bytes > 160 * 1024 else 128)
+    wide = on.fragments or (on.asm and on.shared_bytes > 160 * 1024)
+    return max(_block(key_dim), _block(value_dim)) <= (256 if wide else 128)
 
 
 @lru_cache(maxsize=4096)
@@ -99,29 +101,14 @@ def prefix_constants(
     has_aux: bool,
     split: bool,
     config: PrefixConfig,
-    asm: bool,
+    on: Target,
 ) -> tuple[Any, ...]:
-    """The constexpr arguments of `prefix_attention`, in order."""
-    return (
-        key_dim,
-        value_dim,
-        padded_dim(key_dim),
-        padded_dim(value_dim),
-        _block(key_dim),
-        _block(value_dim),
-        key_bits,
-        value_bits,
-        has_mean,
-        causal,
-        mask,
-        has_softcap,
-        has_aux,
-        split,
-        config.block_rows,
-        config.step,
-        config.stages,
-        asm,
-    )
+    """The constexpr arguments of the attention kernel on this target, in order."""
+    dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
+    flags = (key_bits, value_bits, has_mean, causal, mask, has_softcap, has_aux, split)
+    if on.fragments:
+        return (*dims, *flags, config.block_rows // 8)
+    return (*dims, _block(key_dim), _block(value_dim), *flags, config.block_rows, config.step, config.stages, on.asm)
 
 
 def attend_prefix(
@@ -200,7 +187,7 @@ def attend_prefix(
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
         options["maxnreg"] = config.registers
-    prefix_attention[(row_tiles, heads, splits)](
+    (prefix_attention_fragments if on.fragments else prefix_attention)[(row_tiles, heads, splits)](
         query,
         packed.key_words,
         packed.value_words,
@@ -252,7 +239,7 @@ def attend_prefix(
             s_aux is not None,
             splits > 1,
             config,
-            on.asm,
+            on,
         ),
         **options,
     )

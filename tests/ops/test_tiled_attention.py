@@ -1,14 +1,16 @@
-"""Attention over a compressed store equals a plain float64 softmax over what the store dequantises to."""
+"""Attention tile by tile equals the oracle: a float64 softmax over what the store dequantises to."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers import all_packed, filled, rows, states
+from helpers import all_packed, assert_same, dequantised, encoded, filled, rows, states
 
-from tq_hf import TurboQuantConfig
-from tq_hf.ops import dispatch, reference_attention
-from tq_hf.ops.reference_attention import attend_dense
+from tq_hf import PRESETS, TurboQuantConfig
+from tq_hf.ops import dispatch, reference_attention, tiled_attention, workspace
+from tq_hf.ops.tiled_attention import attend_dense
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.tensors.view import StoreView
 
@@ -31,34 +33,10 @@ def viewed(
     return store.append(*rows(pair, past))
 
 
-def plain(query, view, mask, *, scaling, causal=True, softcap=None, s_aux=None, position_bias=None) -> torch.Tensor:
-    """The textbook: `[B, S, Hq, Dv]` in float64. Rows that attend to nothing are 0."""
-    keys, values = (part.double() for part in (dispatch.dense(view) if isinstance(view, StoreView) else view))
-    batch, query_heads, queries, _ = query.shape
-    length, groups = keys.shape[2], query_heads // keys.shape[1]
-    keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
-    logits = query.double() @ keys.transpose(-1, -2) * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if position_bias is not None:
-        logits = logits + position_bias[..., :length].double()
-    if mask is None and causal:
-        mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
-    if mask is not None and mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask[..., :length], -torch.inf)
-    elif mask is not None:
-        logits = logits + mask[..., :length].double()
-    if s_aux is not None:
-        sink = s_aux.double().view(1, -1, 1, 1).expand(batch, query_heads, queries, 1)
-        logits = torch.cat([logits, sink], -1)
-        values = torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
-    return (logits.softmax(-1).nan_to_num(0.0) @ values).transpose(1, 2)
-
-
 def assert_attends(query, view, mask=None, **options) -> torch.Tensor:
     options = dict(scaling=query.shape[-1] ** -0.5) | options
     actual = dispatch.attend(query, view, mask, **options)
-    expected = plain(query, view, mask, **options)
+    expected = reference_attention.attend(query, view, mask, **options)
     assert actual.dtype == query.dtype and actual.shape == expected.shape
     torch.testing.assert_close(actual.double(), expected, atol=3e-6, rtol=1e-5)
     return actual
@@ -157,14 +135,15 @@ def test_very_large_logits_do_not_overflow():
     assert_attends(query, view, scaling=0.1)
 
 
-@pytest.mark.parametrize("scores", [1, 4000, 10_000])
-def test_tiling_the_queries_changes_nothing(scores, monkeypatch):
-    view, query = viewed(50), random(16, 2, 4, 50, 16)
+@pytest.mark.parametrize("name", ["4bit_nc", "k8v4"])
+@pytest.mark.parametrize("scores", [1, 4000, 10_000, 16 * 2048 * 7])
+def test_tiling_the_queries_changes_nothing(name, scores, monkeypatch):
+    view, query = viewed(50, config=all_packed(**bits_of(name))), random(16, 2, 4, 50, 16)
     mask = torch.ones(2, 4, 50, view.length, dtype=torch.bool).tril(view.length - 50)
     mask[:, 1, :, 10:90] = False
     bias = random(17, 2, 4, 50, view.length)
     whole = [dispatch.attend(query, view, m, scaling=0.25, position_bias=bias) for m in (None, mask)]
-    monkeypatch.setattr(reference_attention, "TILE_SCORES", scores)
+    monkeypatch.setattr(tiled_attention, "TILE_SCORES", scores)
     tiled = [dispatch.attend(query, view, m, scaling=0.25, position_bias=bias) for m in (None, mask)]
     torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=0)
 
@@ -175,8 +154,8 @@ def test_tiling_the_keys_changes_nothing(monkeypatch):
     mask[0, :, :, :500] = False
     assert view.num_blocks == 7
     whole = [dispatch.attend(query, view, m, scaling=0.25) for m in (None, mask)]
-    monkeypatch.setattr(reference_attention, "TILE_BLOCKS", 2)
-    monkeypatch.setattr(reference_attention, "TILE_TOKENS", 37)
+    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 2 * 4 * 128 * 16)  # two blocks
+    monkeypatch.setattr(tiled_attention, "TILE_TOKENS", 37)
     tiled = [dispatch.attend(query, view, m, scaling=0.25) for m in (None, mask)]
     torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=1e-5)
 
@@ -186,7 +165,9 @@ def test_dense_attention_is_the_same_function(queries):
     pair, query = states(19, 2, 2, 340, 16, 24), random(20, 2, 4, queries, 16)
     options = dict(scaling=0.2, softcap=6.0, s_aux=random(21, 4))
     actual = attend_dense(query, *pair, None, **options)
-    torch.testing.assert_close(actual.double(), plain(query, pair, None, **options), atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        actual.double(), reference_attention.attend(query, pair, None, **options), atol=3e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -196,22 +177,80 @@ def test_16_bit_models_get_their_dtype_and_float32_arithmetic(dtype):
     query = random(23, 1, 4, 5, 16).to(dtype)
     output = dispatch.attend(query, view, None, scaling=0.25)
     assert output.dtype == dtype
-    expected = plain(query, view, None, scaling=0.25)
+    expected = reference_attention.attend(query, view, None, scaling=0.25)
     # Half a unit in the last place of the output, and the rounding `dispatch.dense` adds to the dequantised states.
     unit = torch.finfo(dtype).eps
     assert (output.double() - expected).norm() / expected.norm() < unit
 
 
-def test_attention_holds_no_dense_copy_of_the_history():
-    view = viewed(1, batch=1, config=all_packed(), past=6000)
-    tokens = []
-    original = reference_attention.dequantise
+@pytest.mark.parametrize("queries", [1, 300])
+@pytest.mark.parametrize("name", PRESETS)
+def test_scratch_is_that_of_a_tile_however_long_the_history(name, queries):
+    """4 MiB of levels for keys and as much for values, as much again by token for many queries, indices, scores."""
 
-    def spy(config, blocks, keys, values):
-        tokens.append(keys.shape[2])
-        original(config, blocks, keys, values)
+    def scratch(past: int) -> int:
+        workspace.release_workspaces()
+        view = viewed(queries, batch=1, heads=1, config=all_packed(**bits_of(name)), past=past)
+        before = workspace.workspace_bytes()
+        dispatch.attend(random(24, 1, 2, queries, 16), view, None, scaling=0.25)
+        return workspace.workspace_bytes() - before
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_attention, "dequantise", spy)
-        dispatch.attend(random(24, 1, 4, 1, 16), view, None, scaling=0.25)
-    assert sum(tokens) == view.num_blocks * 128 and max(tokens) <= reference_attention.TILE_TOKENS < 6000
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 4 * 128 * 16)
+    with monkeypatch.context():
+        few, many = scratch(1000), scratch(6000)
+    assert 0 < few == many < 6 * 4 * tiled_attention.TILE_NUMBERS
+
+
+def bits_of(name: str) -> dict[str, int]:
+    return {"key_bits": PRESETS[name].key_bits, "value_bits": PRESETS[name].value_bits}
+
+
+@pytest.mark.parametrize("queries", [1, 4, 5, 40])
+@pytest.mark.parametrize("dim, value_dim", [(128, 128), (80, 40), (36, 100)])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_reads_what_it_stored(name, dim, value_dim, queries):
+    """Few queries are arranged like the levels of keys, many have the keys arranged like themselves."""
+    view = viewed(queries, dim=dim, value_dim=value_dim, config=all_packed(**bits_of(name)), past=700)
+    assert view.num_blocks == 5
+    assert_attends(random(25, 2, 4, queries, dim), view)
+
+
+@pytest.mark.parametrize("options", [{"key_mean": False}, {"rotate_values": False}, {"random_signs": False}], ids=str)
+def test_what_a_block_may_lack(options):
+    view = viewed(3, config=all_packed(**options), past=400)
+    assert_attends(random(26, 2, 4, 3, 16), view)
+
+
+def test_a_store_may_have_room_after_what_is_read():
+    """Blocks of a head are then not next to those of the next head."""
+    view = viewed(1, config=all_packed(), past=500)
+    blocks = view.blocks.resized(9, view.num_blocks)
+    roomy = view._replace(tensors=replace(view.tensors, blocks=blocks))
+    query = random(28, 2, 4, 1, 16)
+    assert torch.equal(assert_attends(query, roomy), dispatch.attend(query, view, None, scaling=0.25))
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_gradients_reach_the_query(packed, softcap):
+    view = viewed(3, config=all_packed(), past=900)
+    query, expected_query = (random(29, 2, 4, 3, 16).requires_grad_() for _ in range(2))
+    weights, options = random(30, 2, 3, 4, 16), dict(scaling=0.25, softcap=softcap, s_aux=random(31, 4))
+    with torch.enable_grad():
+        pair = dispatch.dense(view)
+        out = dispatch.attend(query, view, None, **options) if packed else attend_dense(query, *pair, None, **options)
+        (out * weights).sum().backward()
+        (reference_attention.attend(expected_query, view, None, **options) * weights).sum().backward()
+    torch.testing.assert_close(query.grad, expected_query.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_dequantising_by_tables_gives_the_bits_of_the_reference(name, monkeypatch):
+    config = PRESETS[name]
+    blocks = encoded(config, *states(32, 2, 3, 5 * 128, 40, 24))
+    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 2 * 6 * 128 * 40)
+    expected = dequantised(config, blocks)
+    actual = tuple(torch.empty_like(part) for part in expected)
+    dispatch.dequantise(config, blocks, *actual)
+    assert_same(actual, expected)

@@ -1,0 +1,187 @@
+"""What a compiler makes of the kernels for any card, counted without one: registers, stack, shared memory, and the
+instructions of an inner loop by the pipe they run on.
+
+Triton compiles for any target, and its wheel ships NVIDIA's disassembler.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from tq_kernels.common.device import Target
+from tq_kernels.decode.plan import Plan, plan_decode
+from tq_kernels.decode.split import decode_split
+from tq_kernels.decode.split_fragments import decode_split_fragments
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED: dict[int | str, int] = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, "gfx942": 64, "gfx1100": 64}
+"""KiB of shared memory of a multiprocessor, by compute capability or AMD architecture."""
+PIPES = {
+    "ALU": "PRMT LOP3 SHF IADD3 IADD ISETP ICMP SEL FSEL FSETP FMNMX IMNMX LEA LOP PLOP3 P2R R2P IABS BFE VOTE "
+    "VABSDIFF FCHK VIMNMX VIADD VIADDMNMX FMNMX3 SGXT BMSK POPC FLO",
+    "FMA": "FFMA FMUL FADD HFMA2 HMUL2 HADD2 HMNMX2 FFMA2 FADD2 FMUL2",
+    "heavy": "IMAD IMUL IDP MOV",
+    "tensor": "HMMA IMMA HGMMA QGMMA UTCHMMA",
+    "memory": "LDG STG LDS STS LDSM LDGSTS LD ST LDL STL SHFL MOVM ATOM ATOMG ATOMS RED STSM LDC",
+    "special": "MUFU F2F I2F F2I I2FP F2FP FRND I2I",
+}
+"""Opcodes by the pipe of a multiprocessor they run on; IMAD on half of the FMA pipe since sm_80. Others are "other"."""
+PIPE_OF = {opcode: pipe for pipe, names in PIPES.items() for opcode in names.split()}
+
+
+def capability(arch: int | str) -> tuple[int, int]:
+    return divmod(arch, 10) if isinstance(arch, int) else (0, 0)
+
+
+def target_of(arch: int | str) -> Target:
+    """A GPU of this architecture, as large as an H200."""
+    return Target(132, SHARED[arch] * 1024, capability(arch), isinstance(arch, int))
+
+
+def plan(
+    arch: int | str,
+    key_bits: int,
+    value_bits: int,
+    *,
+    dim: int = 128,
+    value_dim: int | None = None,
+    queries: int = 1,
+    mask_rows: int = 0,
+) -> Plan:
+    return plan_decode(
+        1,
+        32,
+        8,
+        queries,
+        dim,
+        value_dim or dim,
+        key_bits,
+        value_bits,
+        True,
+        256,
+        260,
+        True,
+        mask_rows,
+        False,
+        False,
+        target_of(arch),
+    )
+
+
+def build(kernel: Any, types: list[str], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:
+    """Compile `kernel` with pointers, and specialised numbers (strides), that are multiples of 16, as launches find
+    them."""
+    names = kernel.arg_names
+    runtime = len(names) - len(constants)
+    assert len(types) == runtime
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types[i] if i < runtime else "constexpr" for i, name in enumerate(names)},
+        constexprs={(i + runtime,): value for i, value in enumerate(constants)},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, kind in enumerate(types)
+            if kind.startswith("*") or names[i] not in kernel.do_not_specialize
+        },
+    )
+    target = (
+        GPUTarget("cuda", arch, 32)
+        if isinstance(arch, int)
+        else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+    )
+    return triton.compile(source, target=target, options=options)
+
+
+def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Any:
+    p = plan(arch, **shape)
+    limit = {"maxnreg": p.config.registers} if p.config.registers else {}
+    pdl = {"launch_pdl": True} if isinstance(arch, int) and arch >= 90 else {}
+    types = [
+        *["*fp32", "*i32", "*i32", "*i32", "*fp16", "*i32", *[dtype] * 4, "*i32", "*i32", "*u8"],
+        *[*["i32"] * 13, "fp32", "fp32", *["i32"] * 8],
+    ]
+    return build(
+        decode_split_fragments if target_of(arch).fragments else decode_split,
+        types,
+        p.split_constants,
+        arch,
+        num_warps=p.config.warps,
+        num_stages=p.config.stages,
+        **limit,
+        **pdl,
+    )
+
+
+def disassemble(compiled: Any, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(compiled.asm["cubin"])
+    try:
+        result = subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True)
+    finally:
+        os.unlink(file.name)
+    return result.stdout + result.stderr
+
+
+class Resources(NamedTuple):
+    """What a thread or a program takes; stack holds what was spilled. AMD: registers are vector registers."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def resources(compiled: Any) -> Resources:
+    """Read from the cubin, or from AMD's assembly."""
+    if "cubin" not in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        numbers = [int(re.search(rf"\.{key}: +(\d+)", text)[1]) for key in ("vgpr_count", "private_segment_fixed_size")]  # type: ignore[index]
+        return Resources(*numbers, compiled.metadata.shared)
+    usage = disassemble(compiled, "-res-usage")
+    registers, stack = (max(map(int, re.findall(rf"{key}:(\d+)", usage))) for key in ("REG", "STACK"))
+    return Resources(registers, stack, compiled.metadata.shared)
+
+
+def loops(compiled: Any) -> list[Counter[str]]:
+    """Opcodes of every loop, from its target to its branch back."""
+    code = []
+    for line in disassemble(compiled, "-sass").splitlines():
+        if match := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line):
+            code.append((int(match[1], 16), match[2]))
+    found = []
+    for address, text in code:
+        if (match := re.search(r"BRA\S*\s.*?0x([0-9a-f]+)", text)) and (start := int(match[1], 16)) < address:
+            body = [t for a, t in code if start <= a <= address]
+            found.append(Counter(re.sub(r"^@!?\S+\s+", "", t).split()[0].split(".")[0] for t in body))
+    return found
+
+
+def inner_loop(compiled: Any) -> Counter[str]:
+    """Opcodes of the smallest loop with products and exponentials that loads by itself: that over a share's blocks."""
+    packed = [x for x in loops(compiled) if x["HMMA"] > 20 and x["MUFU"] > 4 and x["STG"] == 0]
+    return min(packed, key=Counter.total)
+
+
+def elements_a_thread(on: Plan, dim: int, fragments: bool) -> float:
+    """Key and value elements that a thread takes in a turn of the inner loop."""
+    return 2 * dim * (64 if fragments else 128) / (32 * on.config.warps)
+
+
+def per_element(compiled: Any, on: Plan, dim: int, fragments: bool) -> dict[str, float]:
+    """Instructions of the inner loop per element and thread: by pipe, and `total`."""
+    loop = inner_loop(compiled)
+    counts: Counter[str] = Counter()
+    for opcode, count in loop.items():
+        counts[PIPE_OF.get(opcode, "other")] += count
+    scale = 1 / elements_a_thread(on, dim, fragments)
+    return {pipe: round(counts[pipe] * scale, 3) for pipe in (*PIPES, "other")} | {
+        "total": round(loop.total() * scale, 3)
+    }

@@ -1,0 +1,346 @@
+"""What tokens contribute to attention in `tq_kernels.common.fragments`: half a packed block, or 32 dense tokens.
+
+The kernels of decode and of prefill differ in which tokens they go over, and in what they do with the result.
+"""
+
+import triton
+import triton.language as tl
+
+from .fragments import (
+    LANES,
+    decayed,
+    levels2,
+    levels3,
+    levels4,
+    levels8,
+    load32,
+    load_element,
+    load_pair,
+    multiply_add,
+    ones,
+    pair_of,
+    quarters_of,
+    transposed,
+    value_tiles,
+    weights,
+    zero_quads,
+)
+from .softmax import soft_capped
+from .unpack import small_unit, unpack_scales
+
+PROBABILITY_BITS = tl.constexpr(4.0)
+"""Probabilities of packed tokens are kept as 2**4 times their value (as in `tq_kernels.decode.split`)."""
+
+
+@triton.jit
+def load_tile(words, mask, BITS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
+    """A lane's words of a row: pairs from each of the block's tiles of TILE words (1 at 4 bits, 3 at 3, else 2)."""
+    tile = (load_pair(words, mask, WIDE),)
+    if BITS != 4:
+        tile += (load_pair(words + TILE, mask, WIDE),)
+    if BITS == 3:
+        tile += (load_pair(words + 2 * TILE, mask, WIDE),)
+    return tile
+
+
+@triton.jit
+def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
+    """Word STEP of each pair of `load_tile` -> four planes of one quarter (of all channels at 4 and 8 bits)."""
+    if BITS == 4:
+        return levels4(tile[0][STEP])
+    elif BITS == 8:
+        return levels8(tile[0][STEP]) + levels8(tile[1][STEP])
+    elif BITS == 3:
+        return levels3(tile[QUARTER // 2][STEP], tile[2][STEP], QUARTER)
+    else:
+        return levels2(tile[QUARTER // 2][STEP], QUARTER)
+
+
+@triton.jit
+def load_rows(rows, t, valid, WIDTH: tl.constexpr, QUARTERS: tl.constexpr):
+    """Operands b of one tile of 8 query rows (or a key mean as operand a): for every quarter, chunk of 16 channels and
+    step the pair of channels 16 chunk + 4 t + 2 step.
+
+    Args:
+        rows: Pointers [32] to fp16 rows, for lane (g, t) row g.
+        valid: [32], rows that exist; others read 0.
+        WIDTH: Channels of a quarter.
+    """
+    pairs = ()
+    for quarter in tl.static_range(QUARTERS):
+        for chunk in tl.static_range((WIDTH + 15) // 16):
+            for step in tl.static_range(2):
+                channel = 16 * chunk + 4 * t + 2 * step
+                at = (rows + (quarter * WIDTH + channel)).to(tl.pointer_type(tl.int32), bitcast=True)
+                pairs += (load32(at, valid & (channel < WIDTH)),)
+    return pairs
+
+
+@triton.jit
+def packed_scores(words, q, g, t, DIM: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr):
+    """level . q of half a block's tokens: 4 * TILES quads, of plane p and row tile i quad p * TILES + i.
+
+    Args:
+        words: Pointer to the block's key words; at 4 and 8 bits those of the half's first row.
+        q: TILES tuples of `load_rows`.
+    """
+    QUARTERS: tl.constexpr = quarters_of(BITS)
+    WIDTH: tl.constexpr = DIM // QUARTERS
+    TILE: tl.constexpr = 32 * DIM // (2 if BITS == 8 else 8)
+    ROW: tl.constexpr = WIDTH // 2
+    CHUNKS: tl.constexpr = (WIDTH + 15) // 16
+    at = words + (4 * (g // 2) + g % 2) * ROW + 2 * t
+    s = zero_quads(4 * TILES)
+    for chunk in tl.static_range(CHUNKS):
+        mask = 16 * chunk + 4 * t < WIDTH
+        low = load_tile(at + 8 * chunk, mask, BITS, TILE, ROW % 2 == 0)
+        high = load_tile(at + (8 * chunk + 2 * ROW), mask, BITS, TILE, ROW % 2 == 0)
+        for quarter in tl.static_range(QUARTERS):
+            for step in tl.static_range(2):
+                a0 = levels(low, step, quarter, BITS)
+                a1 = levels(high, step, quarter, BITS)
+                new = ()
+                for plane in tl.static_range(4):
+                    for tile in tl.static_range(TILES):
+                        b = q[tile][2 * (quarter * CHUNKS + chunk) + step]
+                        new += (multiply_add(s[plane * TILES + tile], a0[plane], a1[plane], b),)
+                s = new
+    return s
+
+
+@triton.jit
+def add_packed_values(acc, words, p, g, t, DIM: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr):
+    """acc + level^T p of half a block: quads of 16 channels each, of channel tile m and row tile i quad m * TILES + i.
+
+    Args:
+        words: Pointer to the block's value words of the half's first row.
+        p: Operands b, of plane, step and row tile i pair (2 * plane + step) * TILES + i.
+    """
+    QUARTERS: tl.constexpr = quarters_of(BITS)
+    HEIGHT: tl.constexpr = DIM // QUARTERS
+    TILE: tl.constexpr = HEIGHT * 16
+    CHUNKS: tl.constexpr = (HEIGHT + 15) // 16
+    at = words + g * 16 + 2 * t
+    # Chunks within quarters, as words hold them; quads are put in the order of channels at the end.
+    found = ()
+    for chunk in tl.static_range(CHUNKS):
+        low = load_tile(at + 256 * chunk, 16 * chunk + g < HEIGHT, BITS, TILE, True)
+        high = load_tile(at + (256 * chunk + 128), 16 * chunk + 8 + g < HEIGHT, BITS, TILE, True)
+        for quarter in tl.static_range(QUARTERS):
+            quads = ()
+            for tile in tl.static_range(TILES):
+                quads += (acc[(quarter * CHUNKS + chunk) * TILES + tile],)
+            for step in tl.static_range(2):
+                a0 = levels(low, step, quarter, BITS)
+                a1 = levels(high, step, quarter, BITS)
+                for plane in tl.static_range(4):
+                    new = ()
+                    for tile in tl.static_range(TILES):
+                        new += (multiply_add(quads[tile], a0[plane], a1[plane], p[(2 * plane + step) * TILES + tile]),)
+                    quads = new
+            found += quads
+    if QUARTERS == 1:
+        return found
+    else:
+        ordered = ()
+        for quarter in tl.static_range(QUARTERS):
+            for chunk in tl.static_range(CHUNKS):
+                for tile in tl.static_range(TILES):
+                    ordered += (found[(chunk * QUARTERS + quarter) * TILES + tile],)
+        return ordered
+
+
+@triton.jit
+def mean_scores(mean, q, COUNT: tl.constexpr, TILES: tl.constexpr):
+    """mean . q, the same for all tokens: TILES quads. `mean` is COUNT pairs of `load_rows`."""
+    s = zero_quads(TILES)
+    for i in tl.static_range(COUNT):
+        new = ()
+        for tile in tl.static_range(TILES):
+            new += (multiply_add(s[tile], mean[i], mean[i], q[tile][i]),)
+        s = new
+    return s
+
+
+@triton.jit
+def load_elements(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr):
+    """Channels 16 CHUNK + 4 t to + 3 of dense rows, float32; `row` [32] pointers, of which those not `valid` read 0."""
+    channel = 16 * CHUNK + 4 * t
+    return (
+        load_element(row + channel, valid & (channel < DIM)),
+        load_element(row + channel + 1, valid & (channel + 1 < DIM)),
+        load_element(row + channel + 2, valid & (channel + 2 < DIM)),
+        load_element(row + channel + 3, valid & (channel + 3 < DIM)),
+    )
+
+
+@triton.jit
+def load_dense(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr):
+    """The same as two pairs; ALIGNED: rows are fp16 and aligned to 8 bytes."""
+    if ALIGNED:
+        channel = 16 * CHUNK + 4 * t
+        pairs = load_pair((row + channel).to(tl.pointer_type(tl.int32), bitcast=True), valid & (channel < DIM), True)
+        return pairs[0], pairs[1]
+    else:
+        x = load_elements(row, valid, t, CHUNK, DIM)
+        return pair_of(x[0], x[1]), pair_of(x[2], x[3])
+
+
+@triton.jit
+def dense_scores(low, high, low_valid, high_valid, q, t, DIM: tl.constexpr, TILES: tl.constexpr, ALIGNED: tl.constexpr):
+    """k . q of 16 dense tokens, g of rows `low` and g + 8 of rows `high` (pointers [32]): TILES quads."""
+    s = zero_quads(TILES)
+    for chunk in tl.static_range((DIM + 15) // 16):
+        a0 = load_dense(low, low_valid, t, chunk, DIM, ALIGNED)
+        a1 = load_dense(high, high_valid, t, chunk, DIM, ALIGNED)
+        for step in tl.static_range(2):
+            new = ()
+            for tile in tl.static_range(TILES):
+                new += (multiply_add(s[tile], a0[step], a1[step], q[tile][2 * chunk + step]),)
+            s = new
+    return s
+
+
+@triton.jit
+def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constexpr, ALIGNED: tl.constexpr):
+    """acc + v^T p of 8 dense tokens, g of rows `row` (pointers [32]).
+
+    Row i of channel tile m is the channel 16 m + 4 (i % 8 // 2) + i % 2, and 2 more for i >= 8.
+
+    Args:
+        p: Operands b, one of each row tile.
+    """
+    new = ()
+    for chunk in tl.static_range((DIM + 15) // 16):
+        v = load_dense(row, valid, t, chunk, DIM, ALIGNED)
+        a0 = transposed(v[0])
+        a1 = transposed(v[1])
+        for tile in tl.static_range(TILES):
+            new += (multiply_add(acc[chunk * TILES + tile], a0, a1, p[tile]),)
+    return new
+
+
+@triton.jit
+def attend_packed(
+    acc,
+    sums,
+    maximum,
+    q,
+    factor,
+    cap_log2,
+    key_words,
+    value_words,
+    scalars,
+    mean,
+    allowed,
+    g,
+    t,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Take in half a block.
+
+    Args:
+        acc, sums, maximum: What was summed, of `add_packed_values` and `decayed`, and `weights`' maximum.
+        q: TILES tuples of `load_rows`, rotated.
+        factor: 2 * TILES factors to base-2 logits, over `small_unit`.
+        key_words, value_words, scalars: Pointers to the half's first row.
+        mean: Pointer to the block's key mean.
+        allowed: If MASKED, of plane p, row tile i and element j of its quad flag 4 * (p * TILES + i) + j.
+    """
+    KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
+    KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
+    VALUE_TILES: tl.constexpr = value_tiles(DVP, VALUE_BITS)
+    s = packed_scores(key_words, q, g, t, DKP, KEY_BITS, TILES)
+    if HAS_MEAN:
+        means = load_rows(mean + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
+        shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), TILES)
+    x, value_scale = (), ()
+    for plane in tl.static_range(4):
+        key_scale = ()
+        for i in tl.static_range(2):
+            at = scalars + (32 * plane + 4 * (g // 2) + g % 2 + 2 * i)
+            scales = unpack_scales(load32(at, t >= 0))
+            key_scale += (scales[0].to(tl.float32),)
+            value_scale += (scales[1].to(tl.float32),)
+        for tile in tl.static_range(TILES):
+            quad = ()
+            for i in tl.static_range(4):
+                logit = s[plane * TILES + tile][i] * key_scale[i // 2]
+                if HAS_MEAN:
+                    logit += shared[tile][i] * small_unit(KEY_BITS)
+                if SOFTCAP:
+                    logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
+                if MASKED:
+                    logit = tl.where(allowed[4 * (plane * TILES + tile) + i], logit, -float("inf"))
+                quad += (logit,)
+            x += (quad,)
+    gain = ones(TILES) if SOFTCAP else factor
+    p, maximum, decay = weights(x, maximum, gain, PROBABILITY_BITS, 4, TILES, MASKED)
+    acc, sums = decayed(acc, sums, decay, p, VALUE_TILES, 4, TILES)
+    b = ()
+    for plane in tl.static_range(4):
+        for i in tl.static_range(2):
+            for tile in tl.static_range(TILES):
+                quad = p[plane * TILES + tile]
+                v = value_scale[2 * plane + i]
+                b += (transposed(pair_of(quad[2 * i] * v, quad[2 * i + 1] * v)),)
+    acc = add_packed_values(acc, value_words, b, g, t, DVP, VALUE_BITS, TILES)
+    return acc, sums, maximum
+
+
+@triton.jit
+def attend_dense(
+    acc,
+    sums,
+    maximum,
+    q,
+    factor,
+    cap_log2,
+    key_rows,
+    value_rows,
+    inside,
+    allowed,
+    t,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Take in 32 dense tokens, g of each eight a lane's.
+
+    Args:
+        key_rows, value_rows: Four tuples' pointers [32] to rows of the model's dtype.
+        inside: Four flags, tokens that exist.
+        allowed: Of 16 tokens h, row tile i and element j of its quad flag 4 * (h * TILES + i) + j.
+    """
+    x = ()
+    for group in tl.static_range(2):
+        s = dense_scores(
+            key_rows[2 * group], key_rows[2 * group + 1], inside[2 * group], inside[2 * group + 1],
+            q, t, DK, TILES, False,
+        )  # fmt: skip
+        for tile in tl.static_range(TILES):
+            quad = ()
+            for i in tl.static_range(4):
+                logit = s[tile][i]
+                if SOFTCAP:
+                    logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
+                quad += (tl.where(allowed[4 * (group * TILES + tile) + i], logit, -float("inf")),)
+            x += (quad,)
+    gain = ones(TILES) if SOFTCAP else factor
+    p, maximum, decay = weights(x, maximum, gain, 0.0, 2, TILES, True)
+    acc, sums = decayed(acc, sums, decay, p, (DV + 15) // 16, 2, TILES)
+    for i in tl.static_range(4):
+        b = ()
+        for tile in tl.static_range(TILES):
+            quad = p[i // 2 * TILES + tile]
+            b += (transposed(pair_of(quad[2 * (i % 2)], quad[2 * (i % 2) + 1])),)
+        acc = add_dense_values(acc, value_rows[i], inside[i], b, t, DV, TILES, False)
+    return acc, sums, maximum

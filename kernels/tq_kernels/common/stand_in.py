@@ -1,0 +1,90 @@
+"""Run another NVIDIA GPU's kernels on this one, for tests: `TQ_HF_TARGET=sm_75` (80, 86, 89), or `plain`.
+
+PTX is forward compatible. With the variable set, every Triton kernel of the process is compiled for the named target as
+far as its PTX, which is then assembled for the GPU at hand, and the heuristic tables are told the named GPU. `plain` is
+the code without inline PTX, which AMD and Intel GPUs run, compiled for the GPU at hand.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+VARIABLE = "TQ_HF_TARGET"
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """The GPU whose kernels are run.
+
+    Args:
+        capability: Its compute capability; (0, 0) for code without inline PTX.
+        shared_bytes: Shared memory of one of its multiprocessors.
+        small_levels: As for `tq_kernels.common.device.Target`.
+    """
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    small_levels: bool = True
+
+
+STAND_INS = {
+    "sm_75": StandIn((7, 5), 64 * 1024),
+    "sm_80": StandIn((8, 0), 164 * 1024),
+    "sm_86": StandIn((8, 6), 100 * 1024),
+    "sm_89": StandIn((8, 9), 100 * 1024),
+    "plain": StandIn((0, 0), 64 * 1024, small_levels=False),
+}
+
+
+def stand_in() -> StandIn | None:
+    """What the environment asks for.
+
+    Raises:
+        ValueError: For an unknown target.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return None
+    if name not in STAND_INS:
+        raise ValueError(f"{VARIABLE}={name!r} is not a target whose kernels can be tried: one of {[*STAND_INS]}.")
+    return STAND_INS[name]
+
+
+def assemble_for(capability: int) -> None:
+    """Make Triton assemble PTX for GPUs of `capability`, e.g. 90, whatever it compiled it for."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    make_cubin, hash_of = CUDABackend.make_cubin, CUDABackend.hash
+
+    def assemble(self: Any, source: Any, metadata: Any, options: Any, compiled_for: int) -> Any:
+        return make_cubin(self, source, metadata, options, max(capability, compiled_for))
+
+    CUDABackend.make_cubin = assemble
+    # What is cached must not be taken for the named GPU's own.
+    CUDABackend.hash = lambda self: f"{hash_of(self)}-on-{capability}"
+
+
+@lru_cache
+def pretend() -> StandIn | None:
+    """Make Triton compile for what the environment asks for; once a process.
+
+    Raises:
+        ValueError: For an unknown target, or one newer than the GPU at hand.
+    """
+    wanted = stand_in()
+    if wanted is None or wanted.capability == (0, 0):
+        return wanted
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    real = driver.active.get_current_target()
+    major, minor = wanted.capability
+    if real.backend != "cuda" or real.arch < 10 * major + minor:
+        raise ValueError(f"{VARIABLE}=sm_{major}{minor} needs an NVIDIA GPU at least as new, not {real.arch}.")
+    assemble_for(real.arch)
+    pretended = GPUTarget("cuda", 10 * major + minor, real.warp_size)
+    driver.active.get_current_target = lambda: pretended
+    return wanted

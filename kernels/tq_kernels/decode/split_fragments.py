@@ -1,0 +1,294 @@
+"""`decode_split` for GPUs whose matrix units Triton does not use (Turing): the same shares, the same scratch, the same
+results, a warp a program and `mma.m16n8k8` in inline PTX (`tq_kernels.common.fragments`).
+
+What it may cost on a T4 (40 multiprocessors at 1.59 GHz, 320 GB/s): a block of 4 bits at D = 128 is 17 KB and 32768
+elements, 54 ns of the whole memory, so 3.4 k clocks of a multiprocessor, which issues up to 4 warp instructions in
+each: 13 instructions per element and thread at most, 6.6 of them on the half as wide ALU pipe. The products take 8
+clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.fragment_tiles import (
+    PROBABILITY_BITS,
+    attend_dense,
+    attend_packed,
+    load_dense,
+    load_rows,
+)
+from ..common.fragments import (
+    LANES,
+    column_sum,
+    initial,
+    load32,
+    load_flag,
+    ones,
+    quarters_of,
+    store32,
+    value_tiles,
+    zero_quads,
+)
+from ..common.softmax import log2_sum
+from ..common.unpack import small_unit
+from ..format import TOKENS
+from .rotate import LINE
+from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
+
+
+@triton.jit
+def _operands(
+    halves,
+    row0,
+    first,
+    rows,
+    g,
+    t,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUARTERS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """`load_rows` of each row tile of a stream whose rows start at `first` of `rows`."""
+    q = ()
+    for tile in tl.static_range(TILES):
+        r = first + 8 * tile + g
+        q += (load_rows(halves + (row0 + r) * STRIDE, t, r < rows, WIDTH, QUARTERS),)
+    return q
+
+
+@triton.jit
+def _factors(scale, row0, first, rows, t, unit, TILES: tl.constexpr):
+    """Factors to base-2 logits of columns 2t and 2t + 1 of each row tile."""
+    factors = ()
+    for tile in tl.static_range(TILES):
+        for e in tl.static_range(2):
+            r = first + 8 * tile + 2 * t + e
+            factor = load32(scale + row0 + r, r < rows).to(tl.float32, bitcast=True)
+            factors += (tl.where(r < rows, factor, 1.0) * unit,)
+    return factors
+
+
+@triton.jit
+def _store(
+    lse,
+    partial,
+    slot,
+    acc,
+    sums,
+    maximum,
+    gain,
+    bias,
+    unit,
+    tile_rows,
+    g,
+    t,
+    DIM: tl.constexpr,
+    DM: tl.constexpr,
+    QUARTERS: tl.constexpr,
+    TILES: tl.constexpr,
+    DENSE: tl.constexpr,
+):
+    """Leave a partial result in `slot`."""
+    WIDTH: tl.constexpr = DIM // QUARTERS
+    CHUNKS: tl.constexpr = (WIDTH + 15) // 16
+    for tile in tl.static_range(TILES):
+        for e in tl.static_range(2):
+            local = 8 * tile + 2 * t + e
+            total = column_sum(sums[2 * tile + e])
+            store32(
+                lse + slot * tile_rows + local,
+                log2_sum(maximum[2 * tile + e] * gain[2 * tile + e] - bias, total),
+                (g == 0) & (local < tile_rows),
+            )
+            inverse = 1.0 / (tl.where(total > 0, total, 1.0) * unit)
+            at = partial + slot.to(tl.int64) * (tile_rows * DM) + local * DM
+            for quarter in tl.static_range(QUARTERS):
+                for chunk in tl.static_range(CHUNKS):
+                    quad = acc[(quarter * CHUNKS + chunk) * TILES + tile]
+                    for half in tl.static_range(2):
+                        if DENSE:
+                            channel = 16 * chunk + 4 * (g // 2) + g % 2 + 2 * half
+                        else:
+                            channel = 16 * chunk + 8 * half + g
+                        store32(
+                            at + quarter * WIDTH + channel,
+                            quad[2 * half + e] * inverse,
+                            (channel < WIDTH) & (local < tile_rows),
+                        )
+
+
+@triton.jit(
+    do_not_specialize=(
+        "rows queries kv_heads blocks_b blocks_h sink_b sink_h window_b window_h window_capacity mask_b mask_s "
+        "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
+        "dense_splits"
+    ).split()
+)
+def decode_split_fragments(
+    scratch,  # arguments as for decode_split
+    key_words,
+    value_words,
+    scalars,
+    key_means,
+    num_blocks,
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
+    num_window,
+    num_sinks,
+    mask,
+    rows,
+    queries,
+    kv_heads,
+    blocks_b,
+    blocks_h,
+    sink_b,
+    sink_h,
+    window_b,
+    window_h,
+    window_capacity,
+    mask_b,
+    mask_s,
+    mask_t,
+    scaling_log2,
+    cap_log2,
+    row_tiles,
+    streams,
+    tile_rows,
+    plain_at,
+    scale_at,
+    lse_at,
+    partial_at,
+    dense_splits,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
+    worker = tl.program_id(0)
+    workers = tl.num_programs(0)
+    DM: tl.constexpr = DV if DV > DVP else DVP
+    lane = tl.arange(0, LANES)
+    g = lane // 4
+    t = lane % 4
+    blocks = tl.load(num_blocks)
+    window_count = tl.load(num_window)
+    sink_count = tl.load(num_sinks)
+    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    scale = scratch + LINE * scale_at
+    lse = scratch + LINE * lse_at
+    partial = scratch + LINE * partial_at
+    work, extra, cost = balance(blocks, streams, workers, sink_count + window_count)
+
+    jobs = dense_jobs(sink_count + window_count)
+    window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
+    for job in tl.range(worker, jobs * streams, workers):
+        stream = job // jobs
+        part = job % jobs
+        head = stream // row_tiles
+        batch = head // kv_heads
+        kv_head = head % kv_heads
+        first_row = (stream % row_tiles) * (8 * TILES)
+        gain = _factors(scale, head * rows, first_row, rows, t, scaling_log2, TILES)
+        plain = halves + (2 * LINE) * plain_at + head * rows * DK
+        q = ()
+        for tile in tl.static_range(TILES):
+            r = first_row + 8 * tile + g
+            pairs = ()
+            for chunk in tl.static_range((DK + 15) // 16):
+                pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
+            q += (pairs,)
+        sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
+        window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
+        mask_row = mask + batch.to(tl.int64) * mask_b
+        key_rows, value_rows, inside, allowed = (), (), (), ()
+        for group in tl.static_range(2):
+            token = ()
+            for half in tl.static_range(2):
+                j = part * DENSE_TOKENS + 16 * group + 8 * half + g
+                sink = j < sink_count
+                row = window_start + j - sink_count  # the window is a ring
+                row = tl.where(row >= window_capacity, row - window_capacity, row)
+                key_rows += (tl.where(sink, sink_keys + (sink_at + j) * DK, window_keys + (window_at + row) * DK),)
+                value_rows += (
+                    tl.where(sink, sink_values + (sink_at + j) * DV, window_values + (window_at + row) * DV),
+                )
+                inside += (j < sink_count + window_count,)
+                token += (j,)
+            for tile in tl.static_range(TILES):
+                for i in tl.static_range(4):
+                    j = token[i // 2]
+                    r = first_row + 8 * tile + 2 * t + i % 2
+                    seen = inside[2 * group + i // 2] & (r < rows)
+                    if CAUSAL:
+                        seen = seen & (j - sink_count <= window_count - queries + r % queries)
+                    if MASK:
+                        position = tl.where(j < sink_count, j, j + blocks * TOKENS)
+                        at = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s
+                        seen = load_flag(at, seen)
+                    allowed += (seen,)
+        sums, maximum = initial(TILES)
+        acc, sums, maximum = attend_dense(
+            zero_quads(((DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
+            key_rows, value_rows, inside, allowed, t, DK, DV, SOFTCAP, TILES,
+        )  # fmt: skip
+        if SOFTCAP:
+            gain = ones(TILES)
+        slot = workers + streams + stream * dense_splits + part
+        _store(lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DV, DM, 1, TILES, True)
+
+    start = share_start(worker, workers, work, extra, cost)
+    end = share_start(worker + 1, workers, work, extra, cost)
+    per_stream = tl.maximum(blocks, 1)
+    KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
+    VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
+    KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
+    for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream):
+        first = tl.maximum(start - stream * per_stream, 0)
+        last = tl.minimum(end - stream * per_stream, per_stream)
+        head = stream // row_tiles
+        batch = head // kv_heads
+        kv_head = head % kv_heads
+        first_row = (stream % row_tiles) * (8 * TILES)
+        factor = _factors(scale, head * rows, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
+        gain = ones(TILES) if SOFTCAP else factor
+        q = _operands(halves, head * rows, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
+        sums, maximum = initial(TILES)
+        acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
+        block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
+        mask_row = mask + batch.to(tl.int64) * mask_b
+        for step in tl.range(2 * first, 2 * last):
+            block = step // 2
+            half = step % 2
+            at = block0 + block
+            allowed = ()
+            if MASK:
+                for plane in tl.static_range(4):
+                    for tile in tl.static_range(TILES):
+                        for i in tl.static_range(4):
+                            token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
+                            r = first_row + 8 * tile + 2 * t + i % 2
+                            seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
+                            allowed += (load_flag(seen, r < rows),)
+            acc, sums, maximum = attend_packed(
+                acc, sums, maximum, q, factor, cap_log2,
+                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
+                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                scalars + at * TOKENS + half * 16,
+                key_means + at * DKP if HAS_MEAN else key_means,
+                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
+            )  # fmt: skip
+        _store(
+            lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, small_unit(VALUE_BITS),
+            tile_rows, g, t, DVP, DM, VALUE_QUARTERS, TILES, False,
+        )  # fmt: skip

@@ -1,0 +1,346 @@
+"""`prefix_attention` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.common.fragments`.
+
+A program is a warp, with TILES tiles of 8 query rows. The rotations are products of the same kinds: R q as scores of
+R's rows, and back as values of the other's rows. What bounds it on a T4 with 16 rows at D = 128 and 4 bits, in clocks
+of a multiprocessor a block of 128 tokens: products 1024 (512 of 8 clocks on each of four units), instructions 750.
+Words are read once for 16 rows, 17 bytes a clock; rows of one head run side by side and find them in the L2 cache.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.fragment_tiles import (
+    add_dense_values,
+    attend_dense,
+    attend_packed,
+    dense_scores,
+    load_elements,
+)
+from ..common.fragments import (
+    LANES,
+    column_max,
+    column_sum,
+    initial,
+    load_flag,
+    of_column,
+    pair_of,
+    quarters_of,
+    row_max,
+    scaled,
+    store32,
+    store_element,
+    transposed,
+    value_tiles,
+    zero_quads,
+)
+from ..common.softmax import LOG2E, log2_sum
+from ..common.unpack import small_unit
+from ..format import TOKENS
+
+
+@triton.jit
+def _normalised_row(row, valid, t, DIM: tl.constexpr):
+    """Pairs of row g's channels, elements below 1, and the power of two taken out."""
+    largest = tl.zeros([LANES], tl.float32)
+    for chunk in tl.static_range((DIM + 15) // 16):
+        x = load_elements(row, valid, t, chunk, DIM)
+        for i in tl.static_range(4):
+            largest = tl.maximum(largest, tl.abs(x[i]))
+    exponent = (row_max(largest).to(tl.int32, bitcast=True) >> 23) + 1
+    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    pairs = ()
+    for chunk in tl.static_range((DIM + 15) // 16):
+        x = load_elements(row, valid, t, chunk, DIM)
+        pairs += (pair_of(x[0] * inverse, x[1] * inverse), pair_of(x[2] * inverse, x[3] * inverse))
+    return pairs, (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rotated(plain, rotation, g, t, DIM: tl.constexpr, QUARTERS: tl.constexpr, TILES: tl.constexpr):
+    """Operands b of rotated rows, in the order of `load_rows`; `plain` are TILES tuples of DIM channels' pairs."""
+    WIDTH: tl.constexpr = DIM // QUARTERS
+    tiles = ()
+    for _ in tl.static_range(TILES):
+        tiles += ((),)
+    for quarter in tl.static_range(QUARTERS):
+        for chunk in tl.static_range((WIDTH + 15) // 16):
+            # The order of channels that `load_rows` has: rows i < 8 of the product are step 0, the others step 1.
+            channel = 16 * chunk + 4 * (g // 2) + g % 2
+            low = rotation + (quarter * WIDTH + channel) * DIM
+            s = dense_scores(
+                low, low + 2 * DIM, channel < WIDTH, channel + 2 < WIDTH, plain, t, DIM, TILES, True
+            )  # fmt: skip
+            new = ()
+            for tile in tl.static_range(TILES):
+                quad = s[tile]
+                first = transposed(pair_of(quad[0] * (DIM**-0.5), quad[1] * (DIM**-0.5)))
+                second = transposed(pair_of(quad[2] * (DIM**-0.5), quad[3] * (DIM**-0.5)))
+                new += (tiles[tile] + (first, second),)
+            tiles = new
+    return tiles
+
+
+@triton.jit
+def _rotated_back(
+    acc, rotation, g, t, DIM: tl.constexpr, DV: tl.constexpr, QUARTERS: tl.constexpr, TILES: tl.constexpr
+):
+    """Quads of `add_dense_values` of R^T acc, from those of `add_packed_values`."""
+    WIDTH: tl.constexpr = DIM // QUARTERS
+    CHUNKS: tl.constexpr = (WIDTH + 15) // 16
+    # Normalised rows: fp16 then holds any output to 11 bits.
+    peaks, inverse = (), ()
+    for tile in tl.static_range(TILES):
+        for e in tl.static_range(2):
+            peak = tl.zeros([LANES], tl.float32)
+            for i in tl.static_range(QUARTERS * CHUNKS):
+                for half in tl.static_range(2):
+                    inside = 16 * (i % CHUNKS) + 8 * half + g < WIDTH
+                    peak = tl.maximum(peak, tl.where(inside, tl.abs(acc[i * TILES + tile][2 * half + e]), 0.0))
+            peak = column_max(peak)
+            peak = tl.where(peak > 0, peak, 1.0)
+            peaks += (peak * (DIM**-0.5),)
+            inverse += (1.0 / peak,)
+    out = zero_quads(((DV + 15) // 16) * TILES)
+    for i in tl.static_range(QUARTERS * CHUNKS):
+        for half in tl.static_range(2):
+            channel = 16 * (i % CHUNKS) + 8 * half + g
+            inside = channel < WIDTH
+            b = ()
+            for tile in tl.static_range(TILES):
+                quad = acc[i * TILES + tile]
+                low = tl.where(inside, quad[2 * half] * inverse[2 * tile], 0.0)
+                high = tl.where(inside, quad[2 * half + 1] * inverse[2 * tile + 1], 0.0)
+                b += (transposed(pair_of(low, high)),)
+            row = rotation + ((i // CHUNKS) * WIDTH + channel) * DIM
+            out = add_dense_values(out, row, inside, b, t, DIM if DIM < DV else DV, TILES, True)
+    back = ()
+    for i in tl.static_range(((DV + 15) // 16) * TILES):
+        back += (scaled(out[i], peaks[2 * (i % TILES)], peaks[2 * (i % TILES) + 1]),)
+    return back
+
+
+@triton.jit(
+    do_not_specialize=(
+        "blocks_b blocks_h rows groups kv_heads blocks sink_count window_count window_start window_capacity new_count "
+        "queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count"
+    ).split()
+)
+def prefix_attention_fragments(
+    query,  # arguments as for prefix_attention
+    key_words,
+    value_words,
+    scalars,
+    key_means,
+    key_rotation,
+    value_rotation,
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
+    new_keys,
+    new_values,
+    mask,
+    s_aux,
+    out,
+    partial,
+    lse,
+    operand_rows,  # unused
+    query_b,
+    query_h,
+    query_s,
+    blocks_b,
+    blocks_h,
+    sink_b,
+    sink_h,
+    sink_vb,
+    sink_vh,
+    window_b,
+    window_h,
+    window_vb,
+    window_vh,
+    new_b,
+    new_h,
+    new_t,
+    new_vb,
+    new_vh,
+    new_vt,
+    out_b,
+    out_s,
+    out_h,
+    rows,
+    groups,
+    kv_heads,
+    blocks,
+    sink_count,
+    window_count,
+    window_start,
+    window_capacity,
+    new_count,
+    queries,
+    mask_b,
+    mask_s,
+    mask_t,
+    scaling_log2,
+    cap_log2,
+    tile_count,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_AUX: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Grid: (row tiles, B * Hkv, splits), of one warp each."""
+    head = tl.program_id(1)
+    batch = (head // kv_heads).to(tl.int64)
+    kv_head = (head % kv_heads).to(tl.int64)
+    # The last rows see the most tokens: start them first.
+    first_row = (tile_count - 1 - tl.program_id(0)) * (8 * TILES)
+    lane = tl.arange(0, LANES)
+    g = lane // 4
+    t = lane % 4
+    dense = sink_count + window_count + new_count
+    if CAUSAL:
+        dense = tl.minimum(dense, dense - queries + 1 + (tl.minimum(first_row + 8 * TILES, rows) - 1) // groups)
+    units = blocks + (dense + TOKENS - 1) // TOKENS
+    first = 0
+    last = units
+    split = 0
+    if SPLIT:
+        split = tl.program_id(2)
+        splits = tl.num_programs(2)
+        first = (units // splits) * split + (units % splits) * split // splits
+        last = (units // splits) * (split + 1) + (units % splits) * (split + 1) // splits
+    last_block = tl.minimum(last, blocks)
+
+    mask += batch * mask_b
+    plain, factor = (), ()
+    for tile in tl.static_range(TILES):
+        r = first_row + 8 * tile + g
+        row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
+        pairs, scale = _normalised_row(query + row, r < rows, t, DK)
+        plain += (pairs,)
+        factor += (of_column(scale, 0) * scaling_log2, of_column(scale, 1) * scaling_log2)
+    sums, maximum = initial(TILES)
+    acc = zero_quads(((DV + 15) // 16) * TILES)
+    if first < last_block:
+        KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
+        VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
+        q = _rotated(plain, key_rotation, g, t, DKP, KEY_QUARTERS, TILES)
+        packed_factor = ()
+        for i in tl.static_range(2 * TILES):
+            packed_factor += (factor[i] / small_unit(KEY_BITS),)
+        packed = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
+        block0 = batch * blocks_b + kv_head * blocks_h
+        for step in tl.range(2 * first, 2 * last_block):
+            block = step // 2
+            half = step % 2
+            at = block0 + block
+            allowed = ()
+            if MASK:
+                for plane in tl.static_range(4):
+                    for tile in tl.static_range(TILES):
+                        for i in tl.static_range(4):
+                            token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
+                            r = first_row + 8 * tile + 2 * t + i % 2
+                            seen = mask + (sink_count + token).to(tl.int64) * mask_t
+                            if MASK == 2:
+                                seen += (r // groups) * mask_s
+                            allowed += (load_flag(seen, r < rows),)
+            packed, sums, maximum = attend_packed(
+                packed, sums, maximum, q, packed_factor, cap_log2,
+                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
+                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                scalars + at * TOKENS + half * 16,
+                key_means + at * DKP if HAS_MEAN else key_means,
+                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
+            )  # fmt: skip
+        acc = _rotated_back(packed, value_rotation, g, t, DVP, DV, VALUE_QUARTERS, TILES)
+        # Dense tokens are neither in the units of packed ones nor in their probabilities'.
+        in_units, in_sums, in_acc = (), (), ()
+        for i in tl.static_range(2 * TILES):
+            in_units += (maximum[i] if SOFTCAP else maximum[i] / small_unit(KEY_BITS),)
+            in_sums += (sums[i] * (2.0**-4),)
+        for i in tl.static_range(((DV + 15) // 16) * TILES):
+            in_acc += (scaled(acc[i], 2.0**-4 / small_unit(VALUE_BITS), 2.0**-4 / small_unit(VALUE_BITS)),)
+        maximum = in_units
+        sums = in_sums
+        acc = in_acc
+
+    if last > blocks:
+        low = tl.maximum(first - blocks, 0) * TOKENS
+        high = tl.minimum((last - blocks) * TOKENS, dense)
+        sink_keys += batch * sink_b + kv_head * sink_h
+        sink_values += batch * sink_vb + kv_head * sink_vh
+        window_keys += batch * window_b + kv_head * window_h
+        window_values += batch * window_vb + kv_head * window_vh
+        new_keys += batch * new_b + kv_head * new_h
+        new_values += batch * new_vb + kv_head * new_vh
+        history = sink_count + window_count
+        for start in tl.range(low, high, 32):
+            key_rows, value_rows, inside, allowed = (), (), (), ()
+            for group in tl.static_range(2):
+                token = ()
+                for half in tl.static_range(2):
+                    j = start + 16 * group + 8 * half + g
+                    sink = j < sink_count
+                    slot = window_start + j - sink_count  # the window is a ring
+                    slot = tl.where(slot >= window_capacity, slot - window_capacity, slot)
+                    fresh = (j - history).to(tl.int64)
+                    k_row = tl.where(sink, sink_keys + j * DK, window_keys + slot * DK)
+                    v_row = tl.where(sink, sink_values + j * DV, window_values + slot * DV)
+                    key_rows += (tl.where(j < history, k_row, new_keys + fresh * new_t),)
+                    value_rows += (tl.where(j < history, v_row, new_values + fresh * new_vt),)
+                    inside += (j < high,)
+                    token += (j,)
+                for tile in tl.static_range(TILES):
+                    for i in tl.static_range(4):
+                        j = token[i // 2]
+                        s = (first_row + 8 * tile + 2 * t + i % 2) // groups
+                        seen = inside[2 * group + i // 2]
+                        if CAUSAL:
+                            seen = seen & (j <= history + new_count - queries + s)
+                        if MASK:
+                            position = tl.where(j < sink_count, j, j + blocks * TOKENS).to(tl.int64) * mask_t
+                            if MASK == 2:
+                                position += s * mask_s
+                            seen = load_flag(mask + position, seen & (s < queries))
+                        allowed += (seen,)
+            acc, sums, maximum = attend_dense(
+                acc, sums, maximum, plain, factor, cap_log2, key_rows, value_rows, inside, allowed, t, DK, DV, SOFTCAP,
+                TILES,
+            )  # fmt: skip
+
+    for tile in tl.static_range(TILES):
+        for e in tl.static_range(2):
+            r = first_row + 8 * tile + 2 * t + e
+            total = column_sum(sums[2 * tile + e])
+            shift = maximum[2 * tile + e]
+            shift = tl.where(shift == -float("inf"), 0.0, shift)
+            if not SOFTCAP:
+                shift *= factor[2 * tile + e]
+            weight = tl.where(total > 0, total, 1.0)
+            head_q = kv_head * groups + r % groups
+            if SPLIT:
+                row = (split * tl.num_programs(1) + head).to(tl.int64) * rows + r
+                store32(lse + row, log2_sum(shift, total), (g == 0) & (r < rows))
+                at = partial + row * DV
+            else:
+                if HAS_AUX:
+                    aux = tl.load(s_aux + head_q, mask=r < rows, other=0.0).to(tl.float32) * LOG2E
+                    weight += tl.exp2(aux - shift)
+                at = out + batch * out_b + (r // groups).to(tl.int64) * out_s + head_q * out_h
+            inverse = 1.0 / weight
+            for chunk in tl.static_range((DV + 15) // 16):
+                for half in tl.static_range(2):
+                    channel = 16 * chunk + 4 * (g // 2) + g % 2 + 2 * half
+                    x = acc[chunk * TILES + tile][2 * half + e] * inverse
+                    store_element(at + channel, x, (channel < DV) & (r < rows))

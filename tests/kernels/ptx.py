@@ -1,0 +1,190 @@
+"""Inline PTX executed on the CPU, an instruction and a warp at a time.
+
+Triton's interpreter does not run inline assembly; `run_inline_asm` makes it, so that kernels made of it are held to the
+same fp64 attention as the others. What is not shown so, that Triton hands instructions the registers they are meant
+for, the tests marked `cuda` show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+LANES = 32
+LANE = np.arange(LANES)
+GROUP, MEMBER = LANE // 4, LANE % 4
+"""Lane 4 g + t of matrix fragments."""
+WORD = 0xFFFFFFFF
+Registers = dict[str, np.ndarray]
+
+
+def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """`prmt.b32` in its default mode: bit 3 of a nibble spreads the sign of the byte it selects."""
+    result = np.zeros_like(a)
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = np.where(nibble & 4 > 0, b, a) >> 8 * (nibble & 3) & 0xFF
+        result |= np.where(nibble & 8 > 0, (byte >> 7) * 0xFF, byte) << 8 * i
+    return result
+
+
+def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
+    """`lop3.b32`."""
+    result = np.zeros_like(a)
+    for index in range(8):
+        if table >> index & 1:
+            terms = [x if index >> (2 - place) & 1 else ~x for place, x in enumerate((a, b, c))]
+            result |= terms[0] & terms[1] & terms[2]
+    return result & WORD
+
+
+def halves(register: np.ndarray) -> np.ndarray:
+    """The two fp16 of 32-bit registers, `[..., 2]` float16."""
+    return register.astype(np.uint32)[..., None].view(np.float16)
+
+
+def words(pairs: np.ndarray) -> np.ndarray:
+    """`[..., 2]` float16 -> 32-bit registers."""
+    return np.ascontiguousarray(pairs).view(np.uint32)[..., 0].astype(np.int64)
+
+
+def floats(register: np.ndarray) -> np.ndarray:
+    return register.astype(np.uint32).view(np.float32)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """Registers of what a lane holds: 16, 32 or 64 bits, without sign."""
+    unsigned = x.view(f"u{x.dtype.itemsize}").astype(np.uint64)
+    return unsigned.astype(np.int64)
+
+
+def pairs_at(rows: np.ndarray, columns: np.ndarray, register: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """The fp16 matrix whose elements (row, column) and (row, column + 1) each lane holds."""
+    matrix = np.zeros(shape, np.float16)
+    pair = halves(register)
+    matrix[rows, columns], matrix[rows, columns + 1] = pair[:, 0], pair[:, 1]
+    return matrix
+
+
+def multiply_add(a: Sequence[np.ndarray], b: np.ndarray, c: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32`."""
+    left = np.concatenate([pairs_at(GROUP, 2 * MEMBER, x, (8, 8)) for x in a])  # [16, 8]
+    right = pairs_at(GROUP, 2 * MEMBER, b, (8, 8)).T  # [8, 8]
+    product = left.astype(np.float32) @ right.astype(np.float32)
+    return [
+        bits((product[GROUP + 8 * (i // 2), 2 * MEMBER + i % 2] + floats(c[i])).astype(np.float32)) for i in range(4)
+    ]
+
+
+def transpose(source: np.ndarray) -> np.ndarray:
+    """`movmatrix.sync.aligned.m8n8.trans.b16`."""
+    matrix = pairs_at(GROUP, 2 * MEMBER, source, (8, 8))
+    return words(np.stack([matrix[2 * MEMBER, GROUP], matrix[2 * MEMBER + 1, GROUP]], -1))
+
+
+def load(addresses: np.ndarray, size: int, active: np.ndarray, old: np.ndarray) -> np.ndarray:
+    result = old.copy()
+    for lane in np.flatnonzero(active):
+        result[lane] = int.from_bytes(ctypes.string_at(int(addresses[lane]), size), "little")
+    return result
+
+
+def store(addresses: np.ndarray, values: np.ndarray, size: int, active: np.ndarray) -> None:
+    for lane in np.flatnonzero(active):
+        ctypes.memmove(int(addresses[lane]), int(values[lane]).to_bytes(size, "little"), size)
+
+
+def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarray:
+    """What an instruction without memory or vectors writes."""
+    match operation:
+        case "mov.u32" | "mov.u16" | "mov.b32":
+            return x[0]
+        case "add.u32" | "add.s32":
+            return x[0] + x[1]
+        case "and.b32":
+            return x[0] & x[1]
+        case "shr.u32":
+            return x[0] >> x[1]
+        case "shl.b32":
+            return x[0] << x[1]
+        case "prmt.b32":
+            return permute(x[0], x[1], x[2])
+        case "lop3.b32":
+            return logic(x[0], x[1], x[2], int(names[3], 0))
+        case "setp.ne.u32":
+            return (x[0] != x[1]).astype(np.int64)
+        case "shfl.sync.bfly.b32":
+            return x[0][LANE ^ x[1]]
+        case "shfl.sync.idx.b32":
+            return x[0][x[1]]
+        case "movmatrix.sync.aligned.m8n8.trans.b16":
+            return transpose(x[0])
+    raise AssertionError(f"{operation} is not known here")
+
+
+def execute(asm: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
+    """Run `asm` on registers: int64 arrays without sign, of which lanes are the last dimension."""
+    like = np.zeros_like(inputs[0])
+    registers: Registers = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+    registers["%lanemask_lt"] = like + 0x7FFF
+
+    def read(name: str) -> np.ndarray:
+        return registers[name] if name in registers else like + int(name, 0)
+
+    for statement in asm.split(";"):
+        text = statement.strip().removeprefix("{").strip()
+        if text in ("", "}") or text.startswith(".reg"):
+            continue
+        active = like == 0
+        if text.startswith("@"):
+            guard, text = text.split(maxsplit=1)
+            active = registers[guard[1:]] != 0
+        operation, rest = text.split(maxsplit=1)
+        operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest)
+        parts = [re.findall(r"[^\s,{}\[\]]+", operand) for operand in operands]
+        if operation.startswith("ld.global"):
+            size = {"16": 2, "u8": 1}.get(operation[-2:], 4)
+            for i, name in enumerate(parts[0]):
+                registers[name] = load(read(parts[1][0]) + size * i, size, active, registers[name])
+        elif operation.startswith("st.global"):
+            store(read(parts[0][0]), read(parts[1][0]), 2 if operation.endswith("16") else 4, active)
+        elif operation.startswith("mma"):
+            new = multiply_add([read(n) for n in parts[1]], read(parts[2][0]), [read(n) for n in parts[3]])
+            registers.update(zip(parts[0], new, strict=True))
+        elif operation == "mov.b32" and len(parts[1]) == 2:
+            registers[parts[0][0]] = read(parts[1][0]) & 0xFFFF | (read(parts[1][1]) & 0xFFFF) << 16
+        else:
+            names = [part[0] for part in parts[1:]]
+            registers[parts[0][0]] = value_of(operation, names, [read(name) for name in names]) & WORD
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+class _Results:
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles = handles
+
+    def get_result(self, i: int) -> Any:
+        return self.handles[i]
+
+
+def run_inline_asm() -> None:
+    """Make Triton's interpreter, switched on in this process, run inline assembly on one warp a program."""
+    from triton.runtime import interpreter
+
+    def create_inline_asm(
+        self: Any, asm: str, constraints: str, values: list, types: list, pure: bool, pack: int
+    ) -> Any:
+        assert pack == 1
+        found = execute(asm, len(types), *[bits(np.ascontiguousarray(v.data)) for v in values])
+        handles = []
+        for type_, register in zip(types, found, strict=True):
+            numpy_type = np.dtype(interpreter._get_np_dtype(type_))
+            unsigned = register.astype(f"u{numpy_type.itemsize}")
+            handles.append(interpreter.TensorHandle(unsigned.view(numpy_type), type_.scalar))
+        return _Results(handles)
+
+    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm

@@ -1,0 +1,81 @@
+"""The kernels for GPUs whose matrix units Triton does not use, against fp64 attention: in the interpreter, which is
+made to run their inline PTX."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_cases import (
+    INTERPRETED,
+    Case,
+    assert_passes_in_the_interpreter,
+    make_inputs,
+    oracle,
+    relative_rms,
+    run_decode,
+)
+
+pytest.importorskip("triton")
+
+from prefix_cases import make_prefix_inputs, run_prefix  # noqa: E402
+from ptx import run_inline_asm  # noqa: E402
+from tq_kernels.decode import decoder  # noqa: E402
+from tq_kernels.prefix import launch  # noqa: E402
+
+BASE = Case(blocks=1, capacity=2)
+BF16, FP32 = torch.bfloat16, torch.float32
+CASES = [
+    BASE.with_(blocks=2),
+    BASE.with_(preset="3bit_nc", Hq=7, Dk=128, Dv=96),
+    BASE.with_(preset="2bit_nc", Hq=3, Dk=80, B=2, window=1),
+    BASE.with_(preset="k8v4", Hq=2, Hkv=2, dtype=BF16),
+    BASE.with_(preset="3.5bit_nc", Hq=12),
+    BASE.with_(preset="3bit_nc", Dk=72, Dv=36, Hq=2),
+    BASE.with_(Dk=136, Dv=64, Hq=9),
+    BASE.with_(key_mean=False, dtype=FP32),
+    BASE.with_(mask="padding", B=2, preset="3bit_nc"),
+    BASE.with_(mask="full", S=5, Hq=3),
+    BASE.with_(softcap=15.0, S=2, s_aux=True, Hq=2),
+    BASE.with_(S=16, Hq=2, window=16, preset="2.5bit_nc"),
+    BASE.with_(blocks=0, window=23),
+    BASE.with_(window=0, sinks=0, preset="k3v4_nc"),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_all_cases_in_the_interpreter() -> None:
+    assert_passes_in_the_interpreter(__file__)
+
+
+if INTERPRETED:
+    run_inline_asm()
+
+    @pytest.fixture(autouse=True)
+    def on_turing(monkeypatch: pytest.MonkeyPatch) -> None:
+        turing = dataclasses.replace(decoder.target(torch.device("cpu")), capability=(7, 5))
+        for module in (decoder, launch):
+            monkeypatch.setattr(module, "target", lambda device: turing)
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_decode_agrees_with_fp64(case: Case) -> None:
+        inputs = make_inputs(case, torch.device("cpu"))
+        assert relative_rms(run_decode(inputs), oracle(inputs)) <= (4e-3 if case.dtype == BF16 else 1e-3)
+
+    @pytest.mark.parametrize(
+        ("case", "beside", "splits"),
+        [
+            (BASE.with_(S=5, Hq=3, window=20), True, None),
+            (BASE.with_(S=3, Hq=4, Hkv=2, window=20, preset="3bit_nc", mask="padding"), False, 2),
+            (BASE.with_(S=7, Hq=1, Dk=80, Dv=96, preset="3bit_nc", window=9, dtype=BF16), True, 1),
+            (BASE.with_(S=4, Hq=2, preset="k8v4", softcap=15.0, s_aux=True, window=40), True, 1),
+            (BASE.with_(S=5, Hq=2, mask="full", preset="2bit_nc", causal=False, window=13), True, 1),
+            (BASE.with_(S=9, Hq=2, blocks=0, window=30), True, 1),
+        ],
+        ids=str,
+    )
+    def test_prefix_agrees_with_fp64(case: Case, beside: bool, splits: int | None) -> None:
+        prefix = make_prefix_inputs(case, torch.device("cpu"), beside=beside)
+        out = run_prefix(prefix, splits=splits)
+        assert relative_rms(out, oracle(prefix.inputs)) <= (4e-3 if case.dtype == BF16 else 1e-3)

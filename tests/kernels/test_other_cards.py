@@ -1,0 +1,117 @@
+"""What other cards would run, run on the GPU at hand: every kernel compiled for sm_75, 80, 86 and 89 as far as PTX,
+which is then assembled for this GPU, and the plain spelling of AMD and Intel.
+
+One child process a target, all at once, because the target is one of a process (`TQ_HF_TARGET`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import test_decode_kernel as decode  # noqa: E402
+import test_dequantise_kernel as dequantise  # noqa: E402
+import test_encode_kernel as encode  # noqa: E402
+import test_prefix_kernel as prefix  # noqa: E402
+from kernel_cases import INTERPRETED, Case  # noqa: E402
+from tq_kernels.common.stand_in import STAND_INS, VARIABLE, stand_in  # noqa: E402
+
+from tq_hf.config import PRESETS  # noqa: E402
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATE = ROOT / "tests/cache/test_generate_cuda.py"
+BASE = Case(Hq=8, Hkv=2, Dk=128, Dv=128, blocks=5, capacity=6)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+DECODE = [BASE.with_(preset=preset) for preset in PRESETS] + [
+    BASE.with_(blocks=61, capacity=64, B=5),
+    BASE.with_(Dk=64, Dv=64, Hq=2, dtype=BF16, preset="3bit_nc", window=1),
+    BASE.with_(Dk=256, Dv=256, Hq=4),
+    BASE.with_(Dk=72, Dv=100, preset="3bit_nc", Hq=2),
+    BASE.with_(Hq=24, mask="padding", B=3, preset="3bit_nc"),
+    BASE.with_(mask="full", S=5, Dk=64, Dv=64),
+    BASE.with_(softcap=30.0, s_aux=True, S=2, sinks=11, preset="k8v4", Dk=64, Dv=64),
+    BASE.with_(dtype=FP32, key_mean=False, blocks=0, window=23, Dk=64, Dv=64),
+]
+PREFIX = [
+    (BASE.with_(S=37, window=53), True),
+    (BASE.with_(S=101, window=120, window_capacity=128, preset="3bit_nc", mask="padding", B=2, Hq=4), False),
+    (BASE.with_(S=19, window=40, preset="k8v4", dtype=BF16, Dk=64, Dv=64, s_aux=True), True),
+    (BASE.with_(S=20, window=20, preset="2bit_nc", mask="full", causal=False, Dk=80, Dv=96, softcap=20.0), True),
+    (BASE.with_(S=300, window=341, window_capacity=384, blocks=31, capacity=32), True),
+]
+
+if stand_in() is None:
+
+    @pytest.fixture(scope="module")
+    def children() -> Iterator[dict[str, subprocess.Popen[str]]]:
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
+        tests = [
+            __file__,
+            f"{GENERATE}::test_a_passkey_is_recalled_from_packed_blocks[4bit_nc-eager]",
+            f"{GENERATE}::test_kernels_and_reads_agree_in_logits",
+        ]
+        running = {
+            name: subprocess.Popen(
+                [*command, *tests],
+                env=os.environ | {VARIABLE: name},
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for name in STAND_INS
+        }
+        yield running
+        for process in running.values():
+            process.kill()
+
+    @pytest.mark.parametrize("name", STAND_INS)
+    def test_kernels_of(name: str, children: dict[str, subprocess.Popen[str]]) -> None:
+        report, _ = children[name].communicate()
+        print(f"{name}: {report.strip().splitlines()[-1]}")
+        assert children[name].returncode == 0, report[-6000:]
+
+else:
+    DEVICE = torch.device("cuda", 0)
+
+    def test_tables_know_the_card() -> None:
+        from tq_kernels.common.device import target
+
+        wanted = stand_in()
+        assert wanted is not None
+        assert target(DEVICE).capability == wanted.capability
+        assert target(DEVICE).shared_bytes == wanted.shared_bytes
+
+    @pytest.mark.parametrize("case", DECODE, ids=str)
+    def test_decode(case: Case) -> None:
+        decode.check(case, DEVICE)
+
+    @pytest.mark.parametrize(("case", "beside"), PREFIX, ids=str)
+    def test_prefix(case: Case, beside: bool) -> None:
+        prefix.check(case, beside, DEVICE)
+
+    def test_late_rows() -> None:
+        with torch.no_grad():
+            decode.check_late_rows(DEVICE)
+
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_encode(preset: str) -> None:
+        encode.check(encode.Case(PRESETS[preset], 128, 64), DEVICE)
+
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_dequantise(preset: str) -> None:
+        dequantise.check(dequantise.Case(PRESETS[preset]), DEVICE)

@@ -1,0 +1,112 @@
+"""`TQ_HF_BACKEND` chooses the backend, and a kernel that fails on a card names it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import llama_config, states
+
+from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.ops import backend, dispatch, triton_backend
+
+LAYOUT = TurboQuantConfig().layout(16)
+
+
+@pytest.fixture
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if tensors were on a GPU with Triton."""
+    monkeypatch.setattr(triton_backend, "HAS_TRITON", True)
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: True, raising=False)
+
+
+@pytest.mark.parametrize(("chosen", "serves"), [("", True), ("triton", True), ("torch", False)])
+def test_the_variable_keeps_kernels_off(kernels_run, monkeypatch, chosen, serves):
+    monkeypatch.setattr(backend, "chosen", chosen)
+    assert triton_backend.serves(torch.zeros(1), LAYOUT) is serves
+
+
+def test_a_wrong_value_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(backend, "chosen", "cuda")
+    with pytest.raises(ValueError, match="TQ_HF_BACKEND is 'cuda'; it must be torch, triton, or unset"):
+        TurboQuantCache(llama_config())
+    monkeypatch.setattr(backend, "chosen", "triton")
+    monkeypatch.setattr(backend, "HAS_TRITON", False)
+    with pytest.raises(ValueError, match="Triton is not installed: unset it"):
+        TurboQuantCache(llama_config())
+
+
+def test_the_variable_is_read_from_the_environment():
+    code = "from tq_hf.ops import backend; print(backend.chosen)"
+    environment = os.environ | {"TQ_HF_BACKEND": " Torch "}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["torch"]
+
+
+class OutOfResources(Exception):
+    """As Triton raises it where a card has too little shared memory."""
+
+
+OutOfResources.__module__ = "triton.runtime.errors"
+
+FAILURES = [
+    OutOfResources("out of resource: shared memory, Required: 98304, Hardware limit: 65536."),
+    RuntimeError("Triton Error [CUDA]: no kernel image is available"),
+    RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: str(failure)[:12])
+@pytest.mark.parametrize("tokens", [[200], [100, 50], [127, 1]], ids=["prompt", "turn", "step"])
+def test_a_kernel_that_fails_names_the_switch_and_leaves_the_cache_as_it_was(kernels_run, monkeypatch, failure, tokens):
+    cache, undisturbed = (TurboQuantCache(llama_config(1), residual_length=0, sink_tokens=0) for _ in range(2))
+    calls = [states(seed, tokens=count) for seed, count in enumerate(tokens)]
+    for call in calls[:-1]:
+        for one in (cache, undisturbed):
+            one.update(*call, 0)
+
+    def fail(*args, **kwargs):
+        raise failure
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(triton_backend, "_encode", fail)
+        with pytest.raises(
+            RuntimeError, match="does not compile or launch on cpu.*TQ_HF_BACKEND=torch to compute"
+        ) as e:
+            cache.update(*calls[-1], 0)
+        assert e.value.__cause__ is failure
+    assert cache.get_seq_length() == sum(tokens[:-1])
+    monkeypatch.setattr(backend, "chosen", "torch")
+    with torch.no_grad():
+        for call in (calls[-1], states(9, tokens=150)):
+            assert all(map(torch.equal, cache.update(*call, 0), undisturbed.update(*call, 0)))
+    assert torch.equal(cache.layers[0].keys, undisturbed.layers[0].keys)
+
+
+def test_errors_of_others_stay_what_they_are(kernels_run, monkeypatch):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(triton_backend, "_encode", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
+        TurboQuantCache(llama_config(1), residual_length=0).update(*states(0, tokens=300), 0)
+
+
+def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
+    cache = TurboQuantCache(llama_config(1))
+    monkeypatch.setattr(backend, "chosen", "torch")
+    cache.update(*states(0, tokens=300), 0)
+    monkeypatch.setattr(backend, "chosen", "")
+
+    def fail(*args, **kwargs):
+        raise FAILURES[0]
+
+    monkeypatch.setattr(triton_backend, "decoder_of", lambda tensors: fail)
+    monkeypatch.setattr(fail, "sinks", 4, raising=False)
+    monkeypatch.setattr(fail, "value_dim", 16, raising=False)
+    monkeypatch.setattr(triton_backend, "device_int", lambda value, device: value, raising=False)
+    with pytest.raises(RuntimeError, match="TQ_HF_BACKEND=torch"):
+        dispatch.attend(torch.zeros(1, 4, 1, 16), cache.layers[0].store.view(), None, scaling=1.0)

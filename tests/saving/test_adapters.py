@@ -1,0 +1,131 @@
+"""A saved cache belongs to the adapters that were active, merged and scaled as they were."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, build
+
+from tq_hf import TurboQuantCache
+from tq_hf.saving import fingerprint
+
+IDS = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+
+
+class Lora(torch.nn.Module):
+    """What PEFT puts in a layer's place, as far as a fingerprint looks at it."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        generator = torch.Generator().manual_seed(1)
+        self.lora_A = torch.nn.ParameterDict()
+        for name in ("first", "second"):
+            self.lora_A[name] = 0.1 * torch.randn(base_layer.weight.shape, generator=generator)
+        self.scaling = {"first": 1.0, "second": 1.0}
+        self.active_adapters = ["first"]
+        self.merged_adapters: list[str] = []
+        self.disable_adapters = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        active = [] if self.disable_adapters else self.active_adapters
+        added = (self.scaling[name] * (x @ self.lora_A[name].T) for name in active)
+        return self.base_layer(x) + sum(added)
+
+
+def adapted() -> Any:
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Lora(layer.self_attn.k_proj)
+    return model
+
+
+def change(model: Any, **attributes: Any) -> Any:
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, Lora):
+            vars(module).update(copy.deepcopy(attributes))
+    return model
+
+
+def saved(model: Any, path: Any) -> None:
+    cache = TurboQuantCache(model.config, model=model)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    cache.save(path)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "another": {"active_adapters": ["second"]},
+    "both": {"active_adapters": ["first", "second"]},
+    "none": {"disable_adapters": True},
+    "stronger": {"scaling": {"first": 2.0, "second": 1.0}},
+    "merged": {"merged_adapters": ["first"]},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_cache_of_other_adapters_is_refused(tmp_path, name):
+    model = adapted()
+    saved(model, tmp_path / "c.safetensors")
+    TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    with pytest.raises(ValueError, match=r"made with adapters active \['first'\].*Activate, merge and scale"):
+        TurboQuantCache.load(tmp_path / "c.safetensors", change(model, **CHANGES[name]))
+
+
+def test_the_strength_of_an_adapter_that_is_not_active_does_not_matter(tmp_path):
+    model = adapted()
+    saved(model, tmp_path / "c.safetensors")
+    TurboQuantCache.load(tmp_path / "c.safetensors", change(model, scaling={"first": 1.0, "second": 7.0}))
+
+
+def test_a_model_without_adapters_has_none():
+    model = build("llama")
+    assert fingerprint.identify(model)["adapters"] is None
+
+
+def test_a_file_that_does_not_say_is_refused_by_a_model_with_adapters():
+    model = adapted()
+    with pytest.raises(ValueError, match="older format, which does not say which adapters"):
+        fingerprint.check(fingerprint.identify(model) | {"adapters": fingerprint.UNKNOWN}, model)
+
+
+def test_adapters_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def lora(alpha: int = 32) -> Any:
+        return peft.LoraConfig(
+            r=8, lora_alpha=alpha, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+        )
+
+    base = build("llama")
+    base.set_attn_implementation("turboquant")
+    model = peft.get_peft_model(base, lora())
+    model.add_adapter("b", lora())
+    model.eval()
+    path = tmp_path / "c.safetensors"
+    saved(model, path)
+    TurboQuantCache.load(path, model)
+    model.set_adapter("b")
+    with pytest.raises(ValueError, match=r"active \['default'\].*this model has adapters active \['b'\]"):
+        TurboQuantCache.load(path, model)
+    model.set_adapter("default")
+    with model.disable_adapter(), pytest.raises(ValueError, match=r"this model has adapters active \[\]"):
+        TurboQuantCache.load(path, model)
+    TurboQuantCache.load(path, model)
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.set_scale("default", 0.5)
+    with pytest.raises(ValueError, match="Activate, merge and scale"):
+        TurboQuantCache.load(path, model)
+
+
+def test_prefix_tuning_is_refused_in_a_sentence():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(AttributeError, match="PEFT asks for it in prefix tuning.*without `past_key_values`"):
+        model.generate(input_ids=IDS, past_key_values=TurboQuantCache(model.config), max_new_tokens=2)

@@ -1,0 +1,85 @@
+"""What `save` does with a cache that it should not, or where it should not."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, build
+from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
+
+from tq_hf import TurboQuantCache
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def interrupted(model: Any, cache: TurboQuantCache, ids: torch.Tensor, after: int) -> None:
+    """Generate until layer 2 is about to run for the `after`-th time."""
+    runs = []
+
+    def stop(*args: Any) -> None:
+        runs.append(None)
+        if len(runs) == after:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    hook.remove()
+
+
+@pytest.mark.parametrize("room", [None, 400], ids=["growing", "preallocated"])
+def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    cache, undisturbed = (TurboQuantCache(model.config, model=model, max_cache_len=room) for _ in range(2))
+    interrupted(model, cache, tokens(300), after=4)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [303, 303, 302, 302]
+    with pytest.raises(ValueError, match=r"302 to 303: an exception \(Ctrl-C.*`cache.crop\(-1\)` makes them even"):
+        cache.save(tmp_path / "c.safetensors")
+    assert not list(tmp_path.iterdir())
+    cache.crop(-3)
+    cache.save(tmp_path / "c.safetensors")
+    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    with torch.no_grad():
+        model(tokens(300), past_key_values=undisturbed)
+        ids = tokens(5, seed=1)
+        assert torch.equal(*(model(ids, past_key_values=one).logits for one in (loaded, undisturbed)))
+
+
+def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
+    config = T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    own = TurboQuantCache(model.config)
+    cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
+    model.generate(input_ids=tokens(9), past_key_values=cache, max_new_tokens=3)
+    assert own.get_seq_length() > 0
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        own.save(tmp_path / "c.safetensors", model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
+    model = build("llama")
+    cache = TurboQuantCache(model.config)
+    with torch.no_grad():
+        model(tokens(9), past_key_values=cache)
+    real = builtins.open
+
+    def locked(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        # For root, who may write anywhere: as the system answers others.
+        if isinstance(path, Path) and path.parent == tmp_path and "x" in mode:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, mode, *args, **options)
+
+    monkeypatch.setattr(builtins, "open", locked)
+    target = tmp_path / "c.safetensors"
+    with pytest.raises(PermissionError, match=f"{target} cannot be saved: no file may be written in {tmp_path}"):
+        cache.save(target, model)

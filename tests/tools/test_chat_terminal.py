@@ -1,0 +1,118 @@
+"""`tq-hf chat` at a terminal: typed keys, Ctrl-C included, through a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_cli import llama_folder  # noqa: F401  (a fixture)
+
+pty = pytest.importorskip("pty")
+fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+
+ANSWER = 120
+CTRL_C, CTRL_D = b"\x03", b"\x04"
+
+
+class Terminal:
+    """A child that believes that somebody sits before it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, b"\x18\x00\x50\x00\x00\x00\x00\x00")  # 24 lines of 80
+
+        def begin() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the keys' signals are for this child
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        command = [sys.executable, "-m", "tq_hf.tools.cli", "chat", *arguments]
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1"}
+        self.child = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=begin,
+        )
+        os.close(slave)
+        self.shown = ""
+
+    def read(self) -> bool:
+        """Take what the child has printed; whether it may print more."""
+        if select.select([self.master], [], [], 0.1)[0]:
+            try:
+                content = os.read(self.master, 4096)
+            except OSError:  # how Linux says that the other end is closed
+                return False
+            self.shown += content.decode(errors="replace")
+            return bool(content)
+        return True
+
+    def until(self, pattern: str, seconds: float = 120) -> str:
+        """What is shown since the last call, up to this."""
+        end = time.monotonic() + seconds
+        while (found := re.search(pattern, self.shown)) is None:
+            assert self.read() and time.monotonic() < end, self.shown
+        text, self.shown = self.shown[: found.end()], self.shown[found.end() :]
+        return text
+
+    def type(self, keys: str | bytes) -> None:
+        os.write(self.master, keys.encode() if isinstance(keys, str) else keys)
+
+    def rest(self) -> str:
+        """All that is shown until the child ends."""
+        while self.read():
+            pass
+        assert self.child.wait(60) == 0
+        return self.shown
+
+
+@pytest.fixture
+def terminal(llama_folder: Path) -> Iterator[Terminal]:  # noqa: F811
+    terminal = Terminal(str(llama_folder), "--max-new-tokens", str(ANSWER))
+    terminal.until("> ")
+    yield terminal
+    terminal.child.kill()
+    terminal.child.wait()
+    os.close(terminal.master)
+
+
+def test_ctrl_c_takes_back_one_message_and_keeps_the_conversation(terminal, tmp_path):
+    terminal.type("hello\n")
+    terminal.until("hello")
+    terminal.until("> ")
+    terminal.type("/mem\n")
+    held = int(re.search(r"([\d,]+) tokens: ", terminal.until("bf16"))[1])
+    assert held == 22 + ANSWER - 1
+    terminal.until("> ")
+    terminal.type("tell me more\n")
+    terminal.until("more")
+    time.sleep(0.3)
+    terminal.type(CTRL_C)
+    assert "what it was before this message" in terminal.until("> ")
+    terminal.type(f"/mem\n/save {tmp_path / 'chat.safetensors'}\n")
+    assert f"{held} tokens: " in terminal.until("bf16")
+    terminal.until(f"Saved {held} tokens")
+    terminal.type(CTRL_D)
+    terminal.rest()
+
+
+def test_commands_are_told_from_messages_and_ctrl_c_at_the_prompt_ends_on_a_line_of_its_own(terminal):
+    terminal.type("  /mem\n")
+    terminal.until("0 tokens: ")
+    terminal.until("> ")
+    terminal.type("/exit\n")
+    assert "There is no command /exit." in terminal.until("/quit")
+    terminal.until("> ")
+    terminal.type(CTRL_C)
+    assert terminal.rest().endswith("\n")

@@ -1,0 +1,281 @@
+"""Attention in torch, tile by tile: the path of devices without kernels, and of calls that no kernel takes.
+
+Softmax is taken online (running maximum and sum, in float32), so nothing of the size of the history is ever held
+densely. Tiles are dense states or packed blocks (`tq_hf.ops.packed_tile`); what a query may attend to, caps and biases
+are the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ..config import TurboQuantConfig
+from ..tensors.blocks import PackedBlocks
+from ..tensors.view import StoreView
+from ..tensors.window import KeyValue
+from . import packed_tile
+from .packed_tile import FEW_QUERIES, PackedTile, rotated
+from .tables_cpu import Take
+from .workspace import Scratch, current_workspace
+
+TILE_TOKENS = 2048
+"""Dense tokens read at a time."""
+TILE_NUMBERS = 1 << 20
+"""Channels of packed keys read at a time: 4 MiB of float32, and as much for values."""
+TILE_SCORES = 1 << 22
+"""Scores held at a time: 16 MiB of float32."""
+
+
+class Tile(Protocol):
+    """Keys and values of consecutive tokens of N = B * Hkv heads, and the queries that read them."""
+
+    @property
+    def position(self) -> int:
+        """Position of the first token."""
+
+    @property
+    def tokens(self) -> int:
+        """T, their number."""
+
+    def scores(self, part: slice) -> torch.Tensor:
+        """Logits `[N, G * s, T]` float32 of the queries of s tokens."""
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """Sums of the values under weights `[N, R, T]`, `[N, R, Dv]` float32."""
+
+
+@dataclass
+class DenseTile:
+    """Dense keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`; scaled queries `[N, G, S, Dk]` float32."""
+
+    position: int
+    query: torch.Tensor
+    states: KeyValue
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.states[0].shape[2]
+
+    def scores(self, part: slice) -> torch.Tensor:
+        """See `Tile`."""
+        return self.query[:, :, part].flatten(1, 2) @ self.states[0].flatten(0, 1).float().transpose(1, 2)
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """See `Tile`."""
+        values = self.states[1].flatten(0, 1)
+        products = _products(values) if weights.shape[1] > FEW_QUERIES else torch.float32
+        return (weights.to(products) @ values.to(products)).float()
+
+
+class OnlineSoftmax:
+    """Running softmax-weighted sum of values for queries `[N, R, *]`."""
+
+    def __init__(self) -> None:
+        self.maximum: torch.Tensor | None = None
+        self.total: torch.Tensor
+        self.output: torch.Tensor
+
+    def add(self, scores: torch.Tensor, tiles: Iterable[Tile]) -> None:
+        """Take in logits `[N, R, T]` (overwritten) and the tiles they are for, in order.
+
+        Logits after the last tile take weight and give no value.
+        """
+        # What scores are shifted by has no gradient. It stays finite for rows that have attended to nothing:
+        # exp(-inf - shift) is 0 then, not NaN.
+        maximum = scores.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+        if self.maximum is not None:
+            maximum = torch.maximum(maximum, self.maximum)
+        weights = scores.sub_(maximum).exp_()
+        total, output, start = weights.sum(-1, keepdim=True), None, 0
+        for tile in tiles:
+            part = tile.weighted(weights[..., start : start + tile.tokens])
+            output = part if output is None else output + part
+            start += tile.tokens
+        if self.maximum is not None:
+            decay = torch.exp(self.maximum - maximum)
+            total = total + self.total * decay
+            output = self.output * decay if output is None else output + self.output * decay
+        assert output is not None
+        self.maximum, self.total, self.output = maximum, total, output
+
+    def result(self) -> torch.Tensor:
+        """Weighted means `[N, R, Dv]`; 0 for rows that attend to nothing."""
+        return self.output / self.total.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _dense_tiles(first: int, states: KeyValue, query: torch.Tensor) -> Iterator[DenseTile]:
+    """Dense states whose first token is at position `first`, in tiles."""
+    keys, values = states
+    for start in range(0, keys.shape[2], TILE_TOKENS):
+        part = slice(start, start + TILE_TOKENS)
+        yield DenseTile(first + start, query, (keys[:, :, part], values[:, :, part]))
+
+
+def _packed_tiles(view: StoreView, query: torch.Tensor) -> Iterator[PackedTile]:
+    """The packed blocks of a view in tiles, which share their scratch: one at a time."""
+    layout, sinks = view.blocks.layout, view.sinks
+    needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
+    take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
+    turned, products = rotated(query, view), _products(sinks[0])
+    step = _blocks_of_tile(view.blocks)
+    for start in range(0, view.num_blocks, step):
+        blocks = view.blocks.slice(start, min(start + step, view.num_blocks))
+        position = sinks[0].shape[2] + start * layout.tokens
+        yield PackedTile(position, turned, view.config, blocks, sinks[1].shape[3], take, products)
+
+
+def _blocks_of_tile(blocks: PackedBlocks) -> int:
+    batch, heads = blocks.scalars.shape[:2]
+    return max(1, TILE_NUMBERS // (max(1, batch * heads) * blocks.layout.tokens * blocks.layout.key_dim_padded))
+
+
+def _products(states: torch.Tensor) -> torch.dtype:
+    """In what many queries weigh the values of a model with such states."""
+    fast = states.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.bfloat16 if states.dtype == torch.bfloat16 and fast else torch.float32
+
+
+def _scratch(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return current_workspace(device).acquire("tiled attention", {name: Scratch(shape, dtype)})[name]
+
+
+def _fresh(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _view_tiles(view: StoreView, query: torch.Tensor) -> Iterator[Tile]:
+    """Everything in a view in tiles, in the order of the tokens."""
+    parts = view.dense_parts
+    if parts and view.sinks[0].shape[2]:
+        yield from _dense_tiles(*parts.pop(0), query)
+    if view.num_blocks:
+        yield from _packed_tiles(view, query)
+    for first, states in parts:
+        yield from _dense_tiles(first, states, query)
+
+
+def _groups(tiles: Iterable[Tile], rows: int) -> Iterator[list[Tile]]:
+    """Neighbouring tiles whose scores are taken at once: of few rows a KV head, one that is packed at most, and dense
+    ones of a tile's tokens."""
+    if rows > FEW_QUERIES:
+        yield from ([tile] for tile in tiles)
+        return
+    group: list[Tile] = []
+    dense, packed = 0, False
+    for tile in tiles:
+        is_packed = isinstance(tile, PackedTile)
+        if group and (packed and is_packed or dense + tile.tokens > TILE_TOKENS and not is_packed):
+            yield group
+            group, dense, packed = [], 0, False
+        group.append(tile)
+        packed |= is_packed
+        dense += 0 if is_packed else tile.tokens
+    if group:
+        yield group
+
+
+def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`tq_hf.codec.reference.dequantise` by tables, tile by tile: the same bits."""
+    take: Take = partial(_scratch, keys.device)
+    step, tokens = _blocks_of_tile(blocks), blocks.layout.tokens
+    for start in range(0, blocks.capacity, step):
+        stop = min(start + step, blocks.capacity)
+        rows = slice(start * tokens, stop * tokens)
+        packed_tile.dequantise(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
+
+
+def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; options as for `attend_dense`."""
+    heads = view.sinks[0].shape[1]
+    return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, **options)
+
+
+def attend_dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> torch.Tensor:
+    """Attention of the newest S of T tokens over dense states.
+
+    Args:
+        query: `[B, Hq, S, Dk]`; row i is the query of position T - S + i.
+        key: `[B, Hkv, T, Dk]`.
+        value: `[B, Hkv, T, Dv]`.
+        mask: `[B or 1, 1 or Hq, S, >= T]` bool (True attends) or float (added to the logits). `None` is bottom-right
+            causal, or full if not `causal`.
+        scaling: Factor of the logits.
+        causal: What a mask of `None` means.
+        softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+        s_aux: `[Hq]` logits of learned attention sinks (gpt-oss): they take weight and give no value.
+        position_bias: `[B or 1, 1 or Hq, S, >= T]`, added to the logits.
+
+    Returns:
+        `[B, S, Hq, Dv]` in the query's dtype. Rows that may attend to nothing are 0.
+    """
+    return _attend(
+        query, lambda grouped: _dense_tiles(0, (key, value), grouped), key.shape[1], key.shape[2], mask, **options
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    tiles: Callable[[torch.Tensor], Iterator[Tile]],
+    kv_heads: int,
+    length: int,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    causal: bool = True,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    batch, query_heads, queries, dim = query.shape
+    groups = query_heads // kv_heads
+    grouped = (query.float() * scaling).reshape(batch * kv_heads, groups, queries, dim)
+    states: list[OnlineSoftmax] = []
+    step = queries
+    for group in _groups(tiles(grouped), groups * queries):
+        start, stop = group[0].position, group[-1].position + group[-1].tokens
+        if not states:
+            widest = min(length, max(TILE_TOKENS, stop - start))
+            step = max(1, min(queries, TILE_SCORES // (batch * query_heads * widest)))
+            states = [OnlineSoftmax() for _ in range(0, queries, step)]
+        for first, state in zip(range(0, queries, step), states, strict=True):
+            part = slice(first, first + step)
+            newest = length - queries + min(first + step, queries) - 1
+            if mask is None and causal and start > newest:
+                continue  # wholly in these queries' future
+            logits = [tile.scores(part) for tile in group]
+            scores = torch.cat(logits, -1) if len(logits) > 1 else logits[0]
+            if softcap is not None:
+                scores = scores.div_(softcap).tanh() * softcap
+            shaped = scores.view(batch, kv_heads, groups, -1, stop - start)
+            if position_bias is not None:
+                shaped.add_(_per_group(position_bias[:, :, part, start:stop], kv_heads))
+            if mask is not None:
+                area = _per_group(mask[:, :, part, start:stop], kv_heads)
+                if mask.dtype == torch.bool:
+                    shaped.masked_fill_(~area, -torch.inf)
+                else:
+                    shaped.add_(area)
+            elif causal and stop > length - queries + first + 1:
+                position = torch.arange(start, stop, device=query.device)
+                row = torch.arange(length - queries + first, newest + 1, device=query.device)
+                shaped.masked_fill_(position > row[:, None], -torch.inf)
+            state.add(scores, group)
+    if s_aux is not None:
+        sinks = s_aux.float().view(1, kv_heads, groups, 1).expand(batch, -1, -1, queries)
+        for first, state in zip(range(0, queries, step), states, strict=True):
+            state.add(sinks[..., first : first + step].reshape(batch * kv_heads, -1, 1), ())
+    output = torch.cat([state.result().view(batch, query_heads, -1, state.output.shape[-1]) for state in states], 2)
+    return output.transpose(1, 2).to(query.dtype)
+
+
+def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`[B, 1 or Hq, S, T]` to a shape that broadcasts with `[B, Hkv, G, S, T]`."""
+    return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (kv_heads, -1))
