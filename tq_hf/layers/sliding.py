@@ -93,6 +93,14 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         tokens = min(self.cumulative_length_int, self.max_cache_len)
         return self.keys[:, :, :tokens].clone(), self.values[:, :, :tokens].clone()
 
+    def gone_after_crop(self, tokens: int) -> int:
+        """Tokens that would come back into the window if the last `tokens` were removed, and are gone."""
+        length = max(0, self.cumulative_length_int - tokens)
+        rows = min(self.cumulative_length_int, self.max_cache_len)
+        if self._recorded is not None:
+            rows = self._recorded[0].shape[2]
+        return max(0, min(length, self.max_cache_len) - (rows - (self.cumulative_length_int - length)))
+
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and let go of what was recorded and is not in the window.
@@ -101,20 +109,18 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
             ValueError: `tokens_to_remove` is positive, or tokens that would come back into the window are gone.
         """
         check_crop(tokens_to_remove)
-        if not self.is_initialized:
-            return
-        assert self.keys is not None and self.values is not None
-        length = max(0, self.cumulative_length_int + tokens_to_remove)
-        window = min(length, self.max_cache_len)
         held = self._held() if self._recorded is None else self._recorded
-        assert held is not None
-        end = held[0].shape[2] - (self.cumulative_length_int - length)
-        if end < window:
+        if held is None:
+            return
+        if gone := self.gone_after_crop(-tokens_to_remove):
             raise ValueError(
                 f"`crop` would take {-tokens_to_remove} tokens off a sliding window of {self.max_cache_len}, but the "
-                f"{window - end} before it are gone. Call `activate_past_recording()` on the cache before the tokens "
-                "that may have to be removed."
+                f"{gone} before it are gone. Call `activate_past_recording()` on the cache before the tokens that may "
+                "have to be removed."
             )
+        assert self.keys is not None and self.values is not None
+        length = max(0, self.cumulative_length_int + tokens_to_remove)
+        window, end = min(length, self.max_cache_len), held[0].shape[2] - (self.cumulative_length_int - length)
         kept = (held[0][:, :, end - window : end], held[1][:, :, end - window : end])
         self.keys[:, :, :window] = kept[0]
         self.values[:, :, :window] = kept[1]
