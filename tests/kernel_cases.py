@@ -28,7 +28,7 @@ def _patch_interpreter() -> None:
     splat = interpreter.InterpreterBuilder.create_splat
 
     def patched(tensor: type, *scope: Any) -> None:
-        """3.5 and 3.6 take loop bounds from one-element arrays, which NumPy 2.4 no longer converts."""
+        """3.5 (without a scope) and 3.6 take loop bounds from one-element arrays; NumPy 2.4 converts none."""
         patch_tensor(tensor, *scope)
         set_attribute = scope[0].set_attr if scope else setattr
         set_attribute(tensor, "__index__", lambda self: self.handle.data.item())

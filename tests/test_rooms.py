@@ -10,8 +10,8 @@ from test_packaging import KERNELS, ROOT, imported_modules
 ROOMS = {
     "tq_kernels": [["decode", "prefix", "codec"], ["common"], ["format"]],
     "tq_hf": [
-        ["cli", "tools", "batching"],
-        ["cache"],
+        ["tools", "batching", "graph_decoding"],
+        ["cache", "late_flags"],
         ["auto"],
         ["saving"],
         ["memory", "attention"],
@@ -40,7 +40,7 @@ def arrows(package: str) -> set[tuple[str, str]]:
             top, _, rest = name.partition(".")
             if top == package and rest and parts != ("__init__",):
                 found.add((parts[0], rest.partition(".")[0]))
-    return {(room, other) for room, other in found if room != other}
+    return {(room, other) for room, other in found if room != other and not other.startswith("__")}  # `__version__`
 
 
 @pytest.mark.parametrize("package", ROOMS)
@@ -53,7 +53,7 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 
 @pytest.mark.parametrize(("folder", "most"), [(KERNELS, 350), (ROOT / "tq_hf", 400), (ROOT / "tests", 500)], ids=str)
 def test_no_file_outgrows_its_concept(folder: Path, most: int) -> None:
-    """One file of tests is longer still; who cuts it takes it off the list."""
+    """Those in `LONGER` are longer still; who cuts one takes it off the list."""
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
     too_long = {name for name, lines in lengths.items() if lines > most}
     assert too_long == {name for name in LONGER if name in lengths}

@@ -383,3 +383,10 @@ def test_a_sliding_layer_keeps_all_that_transformers_gave_it(monkeypatch):
     monkeypatch.setattr(tq_hf.cache, "DynamicCache", lambda **options: made)
     cache = TurboQuantCache(gemma_config(["full_attention", "sliding_attention"]))
     assert cache.layers[1].novelty == 7 and type(cache.layers[1]).__name__ == "SlidingLayer"
+
+
+def test_a_crop_by_a_tensor_of_one_number_is_one():
+    """transformers 5.17 passes it in assisted decoding."""
+    cache = new_cache(300)
+    cache.crop(torch.tensor(-3))
+    assert cache.get_seq_length() == 297

@@ -9,6 +9,9 @@ from transformers import DynamicCache, StoppingCriteria
 
 from tq_hf import TurboQuantCache, graph_decoding
 
+# Of a tiny model compiled by transformers alone.
+pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+
 ROOM = 256
 GREEDY = dict(max_new_tokens=20, do_sample=False)
 

@@ -354,8 +354,10 @@ def test_attention_of_all_layers_takes_its_tiles_from_one_workspace(allocations)
         for view, dim in views:
             dispatch.attend(states(9, heads=4, tokens=1, dim=dim)[0], view, None, scaling=1.0)
             held.append(workspace_bytes())
-    most = 2 * 4 * 4 * 1024 * 8  # keys and values, float32, of the layer with the most heads times channels
-    assert held == [most] * 6
+    # Keys and values of the layer with the most heads times channels, 4 bits: levels in float32, and what they are
+    # looked up with, an int32 index for four channels and the words themselves.
+    numbers = 2 * 4 * 1024 * 8
+    assert held == [numbers * 4 + numbers // 4 * 4 + numbers // 2] * 6
 
 
 def test_neither_layers_nor_stores_hold_scratch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -48,13 +49,20 @@ class FullAttentionLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
 
-def check_crop(tokens_to_remove: int) -> None:
-    """Raise a `ValueError` for what is no number, and for a positive one (in older versions of transformers the length
-    to keep)."""
-    if not isinstance(tokens_to_remove, int):
-        raise ValueError(f"`crop` was called with {tokens_to_remove!r}. Pass a negative number of tokens, e.g. -1.")
-    if tokens_to_remove > 0:
+def check_crop(tokens_to_remove: int | torch.Tensor) -> int:
+    """`tokens_to_remove` as an `int`; assisted decoding passes a tensor of one number.
+
+    Raises:
+        ValueError: It is no whole number, or positive (in older versions of transformers the length to keep).
+    """
+    try:
+        tokens = operator.index(tokens_to_remove)
+    except TypeError:
         raise ValueError(
-            f"`crop` was called with {tokens_to_remove}. Pass the number of tokens to remove as a negative number, "
-            "e.g. -1."
+            f"`crop` was called with {tokens_to_remove!r}. Pass a negative number of tokens, e.g. -1."
+        ) from None
+    if tokens > 0:
+        raise ValueError(
+            f"`crop` was called with {tokens}. Pass the number of tokens to remove as a negative number, e.g. -1."
         )
+    return tokens

@@ -212,7 +212,7 @@ class TurboQuantLayer(FullAttentionLayer):
         Raises:
             ValueError: `tokens_to_remove` is positive.
         """
-        check_crop(tokens_to_remove)
+        tokens_to_remove = check_crop(tokens_to_remove)
         if tokens_to_remove == 0 or self.store is None:
             return
         self.store.crop(-tokens_to_remove)

@@ -27,7 +27,7 @@ def crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
     Raises:
         ValueError: `tokens_to_remove` is no number or positive, or a layer cannot go back so far. Nothing is changed.
     """
-    check_crop(tokens_to_remove)
+    tokens_to_remove = check_crop(tokens_to_remove)
     lengths = held_lengths(layers)
     held = next(iter(lengths.values()), 0)
     kept = max(0, min([held + tokens_to_remove, *lengths.values()]))

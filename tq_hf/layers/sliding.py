@@ -108,7 +108,7 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         Raises:
             ValueError: `tokens_to_remove` is positive, or tokens that would come back into the window are gone.
         """
-        check_crop(tokens_to_remove)
+        tokens_to_remove = check_crop(tokens_to_remove)
         held = self._held() if self._recorded is None else self._recorded
         if held is None:
             return

@@ -64,7 +64,7 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         Raises:
             ValueError: `tokens_to_remove` is positive.
         """
-        check_crop(tokens_to_remove)
+        tokens_to_remove = check_crop(tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
             self.num_held = None

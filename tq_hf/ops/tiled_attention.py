@@ -190,6 +190,8 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         packed_tile.dequantise(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
 
 
+# Its loops and shapes follow the length: traced, every few steps would compile anew.
+@torch.compiler.disable
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; options as for `attend_dense`."""
     heads = view.sinks[0].shape[1]
