@@ -86,20 +86,20 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _held(self) -> KeyValue | None:
-        """A copy of the window's tokens."""
+        """A copy of the tokens to come back to: of a full window the first is never read again, and may be missing."""
         if not self.is_initialized:
             return None
         assert self.keys is not None and self.values is not None
-        tokens = min(self.cumulative_length_int, self.max_cache_len)
-        return self.keys[:, :, :tokens].clone(), self.values[:, :, :tokens].clone()
+        full = self.cumulative_length_int >= self.max_cache_len
+        rows = slice(1, None) if full else slice(0, self.cumulative_length_int)
+        return self.keys[:, :, rows].clone(), self.values[:, :, rows].clone()
 
     def gone_after_crop(self, tokens: int) -> int:
         """Tokens that would come back into the window if the last `tokens` were removed, and are gone."""
-        length = max(0, self.cumulative_length_int - tokens)
-        rows = min(self.cumulative_length_int, self.max_cache_len)
-        if self._recorded is not None:
-            rows = self._recorded[0].shape[2]
-        return max(0, min(length, self.max_cache_len) - (rows - (self.cumulative_length_int - length)))
+        held, most = self.cumulative_length_int, self.max_cache_len
+        length = max(0, held - tokens)
+        rows = self._recorded[0].shape[2] if self._recorded is not None else held if held < most else most - 1
+        return max(0, (length if length < most else most - 1) - (rows - (held - length)))
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
@@ -120,10 +120,12 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
             )
         assert self.keys is not None and self.values is not None
         length = max(0, self.cumulative_length_int + tokens_to_remove)
-        window, end = min(length, self.max_cache_len), held[0].shape[2] - (self.cumulative_length_int - length)
-        kept = (held[0][:, :, end - window : end], held[1][:, :, end - window : end])
-        self.keys[:, :, :window] = kept[0]
-        self.values[:, :, :window] = kept[1]
+        end = held[0].shape[2] - (self.cumulative_length_int - length)
+        window = min(length, self.max_cache_len)
+        rows = min(end, window)
+        kept = (held[0][:, :, end - rows : end], held[1][:, :, end - rows : end])
+        self.keys[:, :, window - rows : window] = kept[0]
+        self.values[:, :, window - rows : window] = kept[1]
         self._recorded = kept if self.record_past else None
         self.cumulative_length_int = length
         self.cumulative_length.fill_(window)
