@@ -31,6 +31,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
+from tq_hf.codec.ablation import Ablation
 from tq_hf.config import GROWTH
 from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
@@ -141,7 +142,7 @@ CALLS = st.one_of(
     calls=st.lists(CALLS, min_size=3, max_size=12),
 )
 def check_any_sequence_of_calls(bits, residual, sinks, key_mean, prompt, calls):
-    config = TurboQuantConfig(
+    config = Ablation(
         key_bits=bits[0], value_bits=bits[1], residual_length=residual, sink_tokens=sinks, key_mean=key_mean
     )
     shape = dict(heads=1, dim=8, value_dim=12)
