@@ -38,6 +38,7 @@ from tq_hf.stores import growing as store_module
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import Fixed
 from tq_hf.stores.ticket import redeem, step_placeholders
+from tq_hf.stores.watched import Watched
 from tq_hf.tensors.layer_tensors import RowKind
 from tq_hf.tensors.window import DenseWindow
 
@@ -420,7 +421,7 @@ def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held
     if held:
         store.append(*states(23, tokens=held))
     before = snapshot(store)
-    with pytest.raises(ValueError, match=f"{more} tokens to the {held}.*300.*larger `max_cache_len`"):
+    with pytest.raises(ValueError, match=f"{more} tokens.*300.*larger `max_cache_len`"):
         store.append(*states(24, tokens=more))
     assert_unchanged(store, before)
     store.append(*states(25, tokens=300 - held))
@@ -581,10 +582,10 @@ def test_a_layer_knows_the_attention_its_model_has_now(name):
     layer = TurboQuantLayer(all_packed())
     for attention in ("turboquant", name, "turboquant"):
         module.config._attn_implementation = attention
-        keys, _ = layer.update(*states(0, tokens=2))
-        assert redeem(keys, module) is not None
+        keys, values = layer.update(*states(0, tokens=2))
+        assert redeem(keys, values, module)[0] is not None
         keys, _ = layer.update(*states(1, tokens=2))
-        assert keys.isnan().all() == (attention == "turboquant")
+        assert (type(keys) is Watched) == (attention == "turboquant")
 
 
 def test_placeholders_of_a_step_are_those_of_any_call():

@@ -133,7 +133,7 @@ class TurboQuantLayer(FullAttentionLayer):
         reader = None if self.read_by_others or last.reader is None else last.reader()
         reads_store = reader is not None and attention_implementation(reader) == "turboquant"
         if torch.compiler.is_compiling():  # compiled steps go on as the prefill before them did
-            known = last.left_alone or call in self._left_alone
+            known = last.left_alone or self._call in self._left_alone or call in self._left_alone
             # Compiled code can neither watch states nor put attributes on what operators return.
             if not (reads_store and known) and call != _FIRST:
                 return self._dense(view)

@@ -307,13 +307,13 @@ def ones(TILES: tl.constexpr):
     return found
 
 
-@triton.jit
-def quarters_of(BITS: tl.constexpr):
+@triton.constexpr_function
+def quarters_of(BITS):
     """Parts of the channels that are packed one over the other."""
     return 4 if BITS < 4 else 1
 
 
-@triton.jit
-def value_tiles(DIM: tl.constexpr, BITS: tl.constexpr):
+@triton.constexpr_function
+def value_tiles(DIM, BITS):
     """Quads of the accumulator of packed values, of one row tile."""
     return quarters_of(BITS) * ((DIM // quarters_of(BITS) + 15) // 16)
