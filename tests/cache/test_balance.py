@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from tq_hf import Balance, TurboQuantCache, TurboQuantConfig
 from tq_hf.layers.compressed import TurboQuantLayer
+from tq_hf.ops import dispatch
 
 PACKED = dict(residual_length=0, sink_tokens=0)
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -214,3 +215,26 @@ def test_factors_of_another_model_or_of_nothing_are_refused():
     cache = TurboQuantCache(other.config, balance=balance)
     with pytest.raises(ValueError, match=r"of \[2, 32\] heads and channels.*\[2, 16\]"):
         other(tokens(10), past_key_values=cache)
+
+
+@pytest.mark.parametrize("length", [None, 500])
+@torch.no_grad()
+def test_a_prompt_that_cannot_be_encoded_goes_on_waiting(length, monkeypatch):
+    model = made("llama")
+    cache, expected = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
+    keys = torch.randn(1, 2, 300, 32)
+    for used in (cache, expected):
+        used.update(keys, keys, 0)
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    store = cache.layers[0].store
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "encode", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            store.encode_prompt(keys)
+    assert store.waits
+    for used in (cache, expected):
+        used.layers[0].store.encode_prompt(keys)
+    assert torch.equal(cache.layers[0].keys, expected.layers[0].keys)

@@ -62,7 +62,9 @@ FAILURES = [
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: str(failure)[:12])
 @pytest.mark.parametrize("tokens", [[200], [100, 50], [127, 1]], ids=["prompt", "turn", "step"])
 def test_a_kernel_that_fails_names_the_switch_and_leaves_the_cache_as_it_was(kernels_run, monkeypatch, failure, tokens):
-    cache, undisturbed = (TurboQuantCache(llama_config(1), residual_length=0, sink_tokens=0) for _ in range(2))
+    # Unbalanced, a prompt is encoded by `update`; balanced, when attention has shown its queries.
+    options = dict(residual_length=0, sink_tokens=0, balance=False)
+    cache, undisturbed = (TurboQuantCache(llama_config(1), **options) for _ in range(2))
     calls = [states(seed, tokens=count) for seed, count in enumerate(tokens)]
     for call in calls[:-1]:
         for one in (cache, undisturbed):
@@ -92,7 +94,7 @@ def test_errors_of_others_stay_what_they_are(kernels_run, monkeypatch):
 
     monkeypatch.setattr(triton_backend, "_encode", fail)
     with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
-        TurboQuantCache(llama_config(1), residual_length=0).update(*states(0, tokens=300), 0)
+        TurboQuantCache(llama_config(1), residual_length=0, balance=False).update(*states(0, tokens=300), 0)
 
 
 def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):

@@ -138,8 +138,8 @@ class PreallocatedStore(LayerStore):
     def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
         """See `LayerStore.encode_prompt`."""
         if (store := self._appending) is not None:
-            self._appending = None
             store.encode_prompt(queries, attended)
+            self._appending = None
             if store.window.count > self.tensors.ring[0].shape[2]:
                 store.drop_encoded_rows()
             self._take(store)
