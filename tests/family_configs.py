@@ -68,7 +68,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8),
         ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
     ),
-    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"]),
+    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"], num_experts_per_tok=2),
     "deepseek_v2": dict(num_experts_per_tok=2),
     "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1),
     "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[64, 64]) | _mrope(3, 3, 2),

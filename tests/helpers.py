@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise, encode
+from tq_hf.config import SETTLED
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import GROW, Growth
 from tq_hf.stores.preallocated import PreallocatedStore
 from tq_hf.tensors.blocks import PackedBlocks
+from tq_hf.tensors.factors import Factors
 from tq_hf.tensors.window import KeyValue
 
 CPU = torch.device("cpu")
@@ -46,13 +51,17 @@ def concatenated(*pairs: KeyValue) -> KeyValue:
 
 def all_packed(**options) -> TurboQuantConfig:
     """A configuration without sinks and residual window: every complete block is packed."""
-    return TurboQuantConfig(**(dict(residual_length=0, sink_tokens=0) | options))
+    kind = Ablation if options.keys() & SETTLED else TurboQuantConfig
+    return kind(**(dict(residual_length=0, sink_tokens=0) | options))
 
 
-def encoded(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor) -> PackedBlocks:
+def encoded(
+    config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, factors: Factors | None = None
+) -> PackedBlocks:
     """The packed blocks of whole blocks of tokens, encoded in one call."""
     layout = config.layout(keys.shape[-1], values.shape[-1])
     blocks = PackedBlocks.allocate(layout, *keys.shape[:2], keys.shape[2] // layout.tokens, keys.device)
+    blocks = blocks if factors is None else replace(blocks, factors=factors)
     encode(config, keys, values, blocks, 0)
     return blocks
 
@@ -131,8 +140,8 @@ def prefill_bytes(
     """Bytes a layer holds after one prefill, by the kinds of `MemoryFootprint`, from the documentation alone.
 
     Whole blocks older than the residual window are packed without spare room; the window is a ring of whole blocks with
-    room for what decoding will need, up to an eighth and a block more than it holds; one element is the placeholder's
-    NaN.
+    room for what decoding will need, up to an eighth and a block more than it holds; every channel of a head has a
+    factor; one element is the placeholder's NaN.
     """
     layout = config.layout(dim)
     sinks = min(config.sink_tokens, tokens)
@@ -143,7 +152,9 @@ def prefill_bytes(
     codes = 128 * dim * (config.key_bits + config.value_bits) // 8
     return {
         "packed": batch * heads * blocks * codes,
-        "metadata": batch * heads * blocks * (128 * layout.scalar_bytes + layout.mean_bytes) + itemsize,
+        "metadata": batch * heads * blocks * (128 * layout.scalar_bytes + layout.mean_bytes)
+        + layout.factor_bytes * batch * heads
+        + itemsize,
         "window": batch * heads * window * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }

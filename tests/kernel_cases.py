@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
 from tq_hf.tensors.blocks import PackedBlocks
+from tq_hf.tensors.factors import Factors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads this when it is imported, so tests that need the interpreter run in a child process with it set."""
@@ -66,7 +68,8 @@ class Case:
 
     `blocks` of the store's `capacity` blocks and `window` of its window's rows are in use. `mask` is `None`, "padding"
     (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random). `key_offset`
-    is the size of what all packed keys of a head have in common, in units of what they have not.
+    is the size of what all packed keys of a head have in common, in units of what they have not. With `balanced`,
+    blocks have factors, and keys and queries, as values, channels to go with them.
     """
 
     B: int = 1
@@ -89,6 +92,7 @@ class Case:
     key_mean: bool = True
     key_offset: float = 2.0
     value_scale: float = 1.0
+    balanced: bool = False
 
     def __str__(self) -> str:
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
@@ -119,6 +123,19 @@ class Inputs:
     scaling: float
 
 
+def random_factors(batch: int, heads: int, key_dim: int, value_dim: int, seed: int = 0) -> Factors:
+    """Factors as `tq_hf.codec.balance` makes them: ones, but for some channels; another power of two for each head."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(dim: int) -> torch.Tensor:
+        factors = torch.exp(1.5 * torch.randn(batch, heads, dim, generator=generator))
+        factors = torch.where(torch.rand(batch, heads, dim, generator=generator) < 0.8, 1, factors)
+        sizes = torch.randint(-1, 2, (batch, heads, 1), generator=generator)
+        return (factors * 2.0**sizes).bfloat16().half()
+
+    return Factors(made(key_dim), made(value_dim))
+
+
 def window_start(case: Case) -> int:
     """The slot of the window's first row."""
     return 128 * case.blocks % case.window_capacity
@@ -131,16 +148,20 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    config = TurboQuantConfig.from_preset(case.preset, key_mean=case.key_mean)
+    config = Ablation.from_preset(case.preset, key_mean=case.key_mean)
     layout = config.layout(case.Dk, case.Dv)
     packed = PackedBlocks.allocate(layout, case.B, case.Hkv, case.capacity, torch.device("cpu"))
     for tensor in packed.tensors().values():
         tensor.copy_(torch.randint(-(2**15), 2**15, tensor.shape, generator=generator))
+    if case.balanced:
+        packed = replace(packed, factors=random_factors(case.B, case.Hkv, case.Dk, case.Dv, seed))
+    key_factors, value_factors = (factor.float() for factor in packed.factors)
     if case.blocks:
         tokens = 128 * case.blocks
         offset = case.key_offset * randn(case.B, case.Hkv, 1, case.Dk)
-        keys = (randn(case.B, case.Hkv, tokens, case.Dk) + offset).to(case.dtype)
-        values = (randn(case.B, case.Hkv, tokens, case.Dv) * case.value_scale).to(case.dtype)
+        keys = ((randn(case.B, case.Hkv, tokens, case.Dk) + offset) / key_factors[:, :, None]).to(case.dtype)
+        values = randn(case.B, case.Hkv, tokens, case.Dv) * case.value_scale / value_factors[:, :, None]
+        values = values.to(case.dtype)
         encode(config, keys, values, packed, 0)
 
     def dense(rows: int, used: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +179,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     elif case.mask == "full":
         mask = (torch.rand(case.B, 1, case.S, case.length, generator=generator) < 0.5).to(device)
     # Transposed, as models give it.
-    query = (3 * randn(case.B, case.S, case.Hq, case.Dk)).to(case.dtype).transpose(1, 2)
+    query = 3 * randn(case.B, case.S, case.Hq, case.Dk) * key_factors.repeat_interleave(case.Hq // case.Hkv, 1)[:, None]
+    query = query.to(case.dtype).transpose(1, 2)
     return Inputs(
         case=case,
         config=config,
@@ -218,7 +240,7 @@ def packed_of(blocks: PackedBlocks) -> Any:
     """`blocks` as kernels take them."""
     from tq_kernels.common.packed import Packed
 
-    return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means)
+    return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, *blocks.factors)
 
 
 def run_decode(

@@ -14,7 +14,7 @@ ROOMS = {
         ["cache", "late_flags"],
         ["auto"],
         ["saving"],
-        ["memory", "attention"],
+        ["balance", "memory", "attention"],
         ["layers"],
         ["stores"],
         ["ops"],

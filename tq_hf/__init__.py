@@ -10,6 +10,7 @@ Importing registers the attention function "turboquant" and its mask with transf
 """
 
 from .attention import register
+from .balance import Balance
 from .cache import TurboQuantCache
 from .config import PRESETS, TurboQuantConfig
 from .graph_decoding import graph_decoding
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Balance",
     "BlockLayout",
     "MemoryFootprint",
     "TurboQuantCache",

@@ -14,7 +14,7 @@ from .ops import dispatch, triton_backend
 from .ops.tiled_attention import attend_dense
 from .stores import graph_ops
 from .stores.checks import check_room
-from .stores.ticket import redeem
+from .stores.ticket import redeem, show_queries
 from .tensors.view import StepView
 
 NAME = "turboquant"
@@ -63,6 +63,7 @@ def turboquant_attention(
     Raises:
         ValueError: The arguments ask for what there is no way to compute.
     """
+    show_queries(key, query, attention_mask)
     if sinks is not None:
         raise ValueError(
             f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model with '

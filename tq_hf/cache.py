@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from copy import deepcopy
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from .auto import AutoChoice
+from .balance import Balance
 from .compat import has_attention_heads, takes_attention_functions
 from .config import TurboQuantConfig
 from .inference_mode import outside_inference_mode
@@ -56,6 +58,9 @@ class TurboQuantCache(DynamicCache):
             once). Held weakly.
         max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
+        balance: Whether channels that are much louder or quieter than others are given factors, from the first prompt
+            (see `tq_hf.codec.balance`; by default what the preset says); or the factors themselves: a `Balance`, or a
+            cache of the same model that holds tokens.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -71,6 +76,7 @@ class TurboQuantCache(DynamicCache):
         model: torch.nn.Module | None = None,
         max_cache_len: int | None = None,
         offloading: bool = False,
+        balance: bool | Balance | TurboQuantCache | None = None,
         **overrides: Any,
     ) -> None:
         if not isinstance(model_config, PreTrainedConfig):
@@ -86,6 +92,14 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(
                 "`offloading=True` moves layers between a GPU and the CPU, and there is no GPU. Leave it out."
             )
+        if isinstance(balance, TurboQuantCache):
+            balance = Balance.held_by(balance.layers)
+        if not isinstance(balance, (bool, Balance, NoneType)):
+            raise ValueError(
+                f"`balance` is {balance!r}; it must be True or False, a `Balance`, or a cache of this model."
+            )
+        if isinstance(balance, bool):
+            overrides["balance"] = balance
         auto = isinstance(preset, str) and preset.lower() == "auto"
         if auto and (bits := sorted(overrides.keys() & {"key_bits", "value_bits"})):
             raise ValueError(
@@ -95,6 +109,7 @@ class TurboQuantCache(DynamicCache):
         # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
         self.preallocated_for = max_cache_len
         self._choice: AutoChoice | None = None
+        self._waiting: TurboQuantLayer | None = None
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         if isinstance(preset, TurboQuantConfig):
@@ -138,6 +153,10 @@ class TurboQuantCache(DynamicCache):
                     f"Layers of the class {type(layer).__name__} are left to transformers: this version does not "
                     "compress them, although they hold all tokens."
                 )
+        if isinstance(balance, Balance):
+            if not self.config.balance:
+                raise ValueError("Factors of channels are given, and the preset has `balance=False`: leave out either.")
+            balance.give(layers)
         _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
@@ -200,7 +219,27 @@ class TurboQuantCache(DynamicCache):
             )
         if self._choice is not None:
             self._choose(self._choice, key_states, value_states, layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._waiting is not None:
+            self._encode_waiting()
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if key_states.shape[2] > 1:
+            layer = self.layers[layer_idx]
+            if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.waits:
+                self._waiting = layer
+        return states
+
+    def _encode_waiting(self) -> None:
+        """Encode the prompt of the layer updated last, if its queries were not shown: one layer's is held at most."""
+        layer, self._waiting = self._waiting, None
+        assert layer is not None
+        if layer.store is not None and layer.store.waits:
+            layer.store.encode_prompt()
+            # Nobody shows queries, so no other layer need wait for them.
+            for other in self.layers:
+                if isinstance(other, TurboQuantLayer):
+                    other.awaits_queries = False
+        if self.offloading:
+            layer.offload()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens.

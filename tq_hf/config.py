@@ -1,14 +1,15 @@
 """What to keep of a KV cache: presets, and the options behind them.
 
 A `TurboQuantConfig` is frozen and says everything that decides the bits of a compressed cache. Sizes are derived from
-it, once, by `tq_hf.layout.BlockLayout` (`config.layout(head_dim)`).
+it, once, by `tq_hf.layout.BlockLayout` (`config.layout(head_dim)`). What the recipe has settled is not an option: it
+stands in the class, and `tq_hf.codec.ablation` switches it to show what it is worth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tq_kernels.format import due_blocks
 
@@ -18,6 +19,15 @@ GROWTH = 1.125
 """Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
 
 Correction = Literal["none", "norm", "inner", "projection"]
+"""How a stored scale makes up for quantisation, with z the rotated key and c its centroids: "none" stores
+|z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>; "projection" <z, c> / <c, c> (least squares). FP8 codes have a
+scale of their own and take no correction. All but "inner" shrink what a key or value has in common with itself, by the
+same share for every token: noise averages out over the tokens that attention sums, a common share does not."""
+
+INNER: Correction = "inner"
+
+SETTLED = ("random_signs", "rotate_values", "key_mean", "key_correction", "value_correction")
+"""What is the same in every preset. Files of format version 2 name these, too."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +46,8 @@ class TurboQuantConfig:
         skip_layers: Layers that are not compressed, as indices into the model's layers; negative ones count from the
             end.
         seed: Seed of the random signs of the rotation. Equal seeds give equal bits on every device and rank.
-        random_signs: Flip the signs of random channels before the Hadamard transform. Without it (as in vLLM) a mean
-            that is aligned with a row of the matrix ends up in one channel.
-        rotate_values: Rotate values like keys. Unrotated values are read by the torch path only, on a GPU too.
-        key_mean: Remove the mean key of each block before quantising and add `q . mean` back to the logits. Exact in
-            real arithmetic; without it models with a key bias (Qwen2) break.
-        key_correction: How the stored key norm makes up for quantisation, with z the rotated key and c its centroids:
-            "none" stores |z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>; "projection" <z, c> / <c, c> (least
-            squares). FP8 keys have a scale of their own and take no correction. All but "inner" shrink what a key or
-            value has in common with itself, by the same share for every token: noise averages out over the tokens that
-            attention sums, a common share does not.
-        value_correction: The same for values.
+        balance: Give channels that are much louder or quieter than others factors, so that the error does not depend on
+            how a model scales its channels (see `tq_hf.codec.balance`).
 
     Raises:
         ValueError: An option is outside its range. The message says what came and what is allowed.
@@ -59,11 +60,14 @@ class TurboQuantConfig:
     sink_tokens: int = 4
     skip_layers: tuple[int, ...] = ()
     seed: int = 0
-    random_signs: bool = True
-    rotate_values: bool = True
-    key_mean: bool = True
-    key_correction: Correction = "inner"
-    value_correction: Correction = "inner"
+    balance: bool = True
+
+    # Settled: without annotations these are no fields.
+    random_signs = True
+    rotate_values = True
+    key_mean = True
+    key_correction = INNER
+    value_correction = INNER
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
@@ -75,14 +79,8 @@ class TurboQuantConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"`{name}` is {value!r}; it must be a number of tokens, 0 or more.")
-        for name in ("random_signs", "rotate_values", "key_mean"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be True or False.")
-        for name in ("key_correction", "value_correction"):
-            if getattr(self, name) not in get_args(Correction):
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)!r}; it must be one of {', '.join(get_args(Correction))}."
-                )
+        if not isinstance(self.balance, bool):
+            raise ValueError(f"`balance` is {self.balance!r}; it must be True or False.")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` is {self.seed!r}; it must be a whole number, 0 or more and below 2**63.")
         layers: Any = self.skip_layers
@@ -104,10 +102,28 @@ class TurboQuantConfig:
         known = {field.name for field in fields(cls)} - {"preset"}
         if unknown := sorted(set(overrides) - known):
             raise ValueError(f"Unknown option(s) {', '.join(unknown)}. Valid options: {', '.join(sorted(known))}.")
-        config = replace(preset, **overrides)
+        config = cls(**{field.name: getattr(preset, field.name) for field in fields(preset)} | overrides)
         bits = (config.key_bits, config.value_bits)
         # Of other bits it is not what the name says.
         return config if bits == (preset.key_bits, preset.value_bits) else replace(config, preset=None)
+
+    @classmethod
+    def from_fields(cls, saved: Mapping[str, Any]) -> TurboQuantConfig:
+        """The configuration of these fields, as saved files have them. Older ones name what is `SETTLED`, too, and are
+        not balanced.
+
+        Raises:
+            ValueError: Fields are missing or unknown, a value is outside its range, or what is settled was switched.
+        """
+        switched = [name for name in SETTLED if name in saved and saved[name] != getattr(cls, name)]
+        if switched:
+            options = ", ".join(f"{name}={saved[name]!r}" for name in switched)
+            raise ValueError(f"It was saved with {options}, which nothing but ablations has. Save it with a preset.")
+        given = {"balance": False} | {name: value for name, value in saved.items() if name not in SETTLED}
+        names = {field.name for field in fields(cls)}
+        if given.keys() != names:
+            raise ValueError(f"A configuration has the fields {', '.join(sorted(names))}; got {', '.join(given)}.")
+        return cls(**given)
 
     @property
     def rotation_seed(self) -> int | None:

@@ -85,6 +85,11 @@ class BlockLayout:
         return 2 * self.key_dim_padded if self.key_mean else 0
 
     @property
+    def factor_bytes(self) -> int:
+        """Bytes of the factors of a head's channels, for all its blocks."""
+        return 2 * (self.key_dim + self.value_dim)
+
+    @property
     def block_bytes(self) -> int:
         """All bytes of a block: its slots and its key mean."""
         return self.tokens * self.slot_bytes + self.mean_bytes

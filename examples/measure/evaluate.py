@@ -7,7 +7,10 @@
 Documents are read in chunks through the cache, so that what is measured was foretold from compressed blocks (one pass
 without chunks would never read the cache), by the model in float32, so that nothing but the cache makes a difference;
 `bf16 model` is the noise floor of running the model itself in bf16. With `--inject`, a fixed vector is added to the
-keys before they are cached, so many times as long as a key: what a key bias does to a format.
+keys before they are cached, so many times as long as a key: what a key bias does to a format. `--rescale` and `--bias`
+are stresses that leave the model's function unchanged, too (see `stress.py`); with them, rows go to stress-NAME.json:
+
+    python examples/measure/evaluate.py --rescale 4 10 --rescale 2 30 --rescale 0 10 8 --bias slow 40
 
 quanto and HQQ are among the others where they are installed (`pip install ".[peers]"`).
 
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
+import stress
 import torch
 from quality import (
     Outcome,
@@ -40,15 +44,18 @@ from quality import (
     worst_logit_correlation,
 )
 from report import RESULTS, SHIPPED_MODEL, provenance
+from stress import Stress
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import triton_backend
 
 EXACT = "float32 cache"
 NOISE = "bf16 model"
+NONE = str(stress.UNSTRESSED)
 PACKED = {"residual_length": 0, "sink_tokens": 0}
 SINKS = {"residual_length": 0}
 VLLM = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
@@ -130,7 +137,7 @@ def ablations(config: Any, tokens: int) -> list[Method]:
         "another seed": {"seed": 1},
     }
     return [
-        compressed(config, f"{preset}, {what}", replace(PRESETS[preset], **options), tokens)
+        compressed(config, f"{preset}, {what}", Ablation.from_preset(preset, **options), tokens)
         for preset in ("4bit_nc", "3bit_nc")
         for what, options in switches.items()
     ]
@@ -168,42 +175,56 @@ class Evaluation:
         self.ids = token_ids(self.read, self.device)
         self.known = reference(self.model, self.ids, arguments.chunk)
         self.exact = self._outcome(DynamicCache(config=self.config), "sdpa")
-        self.outcomes: dict[tuple[str, float], Outcome] = {(EXACT, 0.0): self.exact}
+        self.outcomes: dict[tuple[str, str], Outcome] = {(EXACT, NONE): self.exact}
         _, dim = heads(self.config)
-        self.rows: list[dict[str, Any]] = [self._row(EXACT, 4.0 * 2 * dim, 4.0 * 2 * dim, 0.0, self.exact)]
+        self.rows: list[dict[str, Any]] = [
+            self._row(EXACT, 4.0 * 2 * dim, 4.0 * 2 * dim, stress.UNSTRESSED, self.exact)
+        ]
         self.written: Path | None = None
 
     def _outcome(self, cache: Cache, attention: str, model: Any = None) -> Outcome:
         options = dict(chunk=self.arguments.chunk, first=self.arguments.first)
         return read_documents(model or self.model, self.read, self.ids, self.known, cache, attention, **options)
 
-    def _row(self, name: str, all_in: float, packed: float, strength: float, outcome: Outcome) -> dict[str, Any]:
+    def _row(self, name: str, all_in: float, packed: float, applied: Stress, outcome: Outcome) -> dict[str, Any]:
         figures = summary(outcome, self.exact, self.read)
-        return {"cache": name, "bytes_all_in": all_in, "bytes_packed": packed, "injection": strength} | figures
+        stressed = {"injection": applied.injection} | ({"stress": applied.name} if applied.name else {})
+        return {"cache": name, "bytes_all_in": all_in, "bytes_packed": packed} | stressed | figures
 
-    def measure(self, method: Method, strength: float) -> str | None:
-        """Add the row of a method, with vectors of `strength` times a key's length added, or say why there is none."""
-        cache = method.make()
-        if strength:
-            cache = injected(cache, injection(self.known.keys, self.read, strength))
-        outcome = self._outcome(cache, method.attention)
+    def measure(self, method: Method, applied: Stress) -> str | None:
+        """Add the row of a method under a stress, or say why there is none."""
+        outcome, cache = self._stressed(method, applied)
         finite = outcome.kl.isfinite().float().mean().item()
         if finite < 1:
             return f"{1 - finite:.0%} of its logits are not finite"
-        row = self._row(method.name, method.bytes_all_in, method.bytes_packed, strength, outcome)
-        if not isinstance(cache, peers.QuantizedCache):
+        row = self._row(method.name, method.bytes_all_in, method.bytes_packed, applied, outcome)
+        if not isinstance(cache, peers.QuantizedCache) and not applied.name:
             row["worst_logit_correlation"] = worst_logit_correlation(self.known, cache)
-        self.outcomes[method.name, strength] = outcome
+        self.outcomes[method.name, str(applied)] = outcome
         self._add(row)
         return None
+
+    def _stressed(self, method: Method, applied: Stress) -> tuple[Outcome, Cache]:
+        cache, model = method.make(), self.model
+        if applied.injection:
+            cache = injected(cache, injection(self.known.keys, self.read, applied.injection))
+        if applied.rescale:
+            pairs, factor, values = applied.rescale
+            model = stress.rescaled(self.model, int(pairs), factor, int(values))
+        if not applied.bias:
+            return self._outcome(cache, method.attention, model), cache
+        spread, strength = applied.bias
+        vectors = stress.key_bias(self.model, self.known.keys, strength, spread)
+        with vectors.taken_off(method.attention):
+            return self._outcome(vectors.added(cache), method.attention), cache
 
     def noise_floor(self) -> None:
         """Add the row of the model in bf16."""
         model = AutoModelForCausalLM.from_pretrained(self.arguments.model, dtype=torch.bfloat16).to(self.device).eval()
         outcome = self._outcome(DynamicCache(config=model.config), "sdpa", model)
         _, dim = heads(self.config)
-        self.outcomes[NOISE, 0.0] = outcome
-        self._add(self._row(NOISE, 4.0 * dim, 4.0 * dim, 0.0, outcome))
+        self.outcomes[NOISE, NONE] = outcome
+        self._add(self._row(NOISE, 4.0 * dim, 4.0 * dim, stress.UNSTRESSED, outcome))
 
     def generate(self, methods: list[Method], deadline: float) -> None:
         """Add to their rows where free generation first differs from the float32 cache's."""
@@ -229,9 +250,9 @@ class Evaluation:
         pairs += [("3bit_nc", "vLLM 4bit_nc")]
         made = []
         for ours, theirs in pairs:
-            if (ours, 0.0) not in self.outcomes or (theirs, 0.0) not in self.outcomes:
+            if (ours, NONE) not in self.outcomes or (theirs, NONE) not in self.outcomes:
                 continue
-            kl, other = (self.outcomes[name, 0.0].kl.mean(1) for name in (ours, theirs))
+            kl, other = (self.outcomes[name, NONE].kl.mean(1) for name in (ours, theirs))
             made.append(
                 {
                     "ours": ours,
@@ -246,9 +267,10 @@ class Evaluation:
 
     def _add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+        stressed = row.get("stress") or f"x{row['injection']:g}"
         recalls = "/".join("-" if row[key] is None else f"{row[key]:.3f}" for key in ("passkey_recall", "recall"))
         print(
-            f"{row['cache']:28} x{row['injection']:<4g} {row['bytes_all_in']:6.1f} B  KL {row['kl']:.6f} "
+            f"{row['cache']:28} {stressed:16} {row['bytes_all_in']:6.1f} B  KL {row['kl']:.6f} "
             f"p99 {row['kl_p99']:.5f}  PPL {row['delta_ppl']:+.4%}  top-1 {row['top1']:.4f}  recall {recalls}  "
             f"logits {row.get('worst_logit_correlation', float('nan')):.5f}",
             flush=True,
@@ -270,7 +292,8 @@ class Evaluation:
             "rows": self.rows,
         }
         record["versions"] |= peers.versions()
-        output = arguments.output or RESULTS / f"{'ablation' if arguments.ablate else 'quality'}-{arguments.name}.json"
+        kind = "ablation" if arguments.ablate else "stress" if arguments.rescale or arguments.bias else "quality"
+        output = arguments.output or RESULTS / f"{kind}-{arguments.name}.json"
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record | more, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         self.written = output
@@ -282,7 +305,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--name", default="needle", help="what to call it in the results")
     parser.add_argument("--ablate", action="store_true", help="measure switched parts of the recipe instead of peers")
     parser.add_argument("--only", nargs="+", help="measure only the caches of these names")
-    parser.add_argument("--inject", nargs="*", type=float, default=[1.0, 3.0, 10.0], help="times a key's length")
+    stress.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=4096, help="length of a document")
     parser.add_argument("--chunk", type=int, default=128, help="tokens read at a time")
     parser.add_argument("--first", type=int, default=512, help="first position that is scored")
@@ -315,13 +338,13 @@ def main() -> None:
         evaluation.noise_floor()
     if arguments.only:
         methods = [method for method in methods if method.name in arguments.only]
-    for strength in (0.0, *arguments.inject):
+    for applied in stress.chosen(arguments):
         for method in methods:
             if time.monotonic() - started > 60 * arguments.minutes:
-                skipped[f"{method.name} x{strength:g}"] = f"no time left after {arguments.minutes} minutes"
-            elif (strength == 0 or method.stressed) and (reason := evaluation.measure(method, strength)):
-                skipped[f"{method.name} x{strength:g}"] = reason
-    if arguments.generate and not arguments.ablate:
+                skipped[f"{method.name} {applied}"] = f"no time left after {arguments.minutes} minutes"
+            elif (applied == stress.UNSTRESSED or method.stressed) and (reason := evaluation.measure(method, applied)):
+                skipped[f"{method.name} {applied}"] = reason
+    if arguments.generate and not arguments.ablate and not arguments.rescale and not arguments.bias:
         evaluation.generate([method for method in methods if method.generates], started + 60 * arguments.minutes)
     comparisons = evaluation.comparisons()
     evaluation.write({"comparisons": comparisons, "skipped": skipped, "seconds": round(time.monotonic() - started)})

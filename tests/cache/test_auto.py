@@ -12,6 +12,7 @@ from report import RESULTS
 from tiny_models import CONFIGS, build
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, auto
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.rotation import rotate_back
 
 DIM = 64
@@ -126,9 +127,13 @@ def offset(strength: float) -> torch.Tensor:
     ids=["spike", "spike without signs", "offset", "great offset", "offset without means", "zeros"],
 )
 def test_keys_decide_with_the_options_they_are_stored_with(keys, options, preset, log):
-    cache = auto_cache(**options)
+    cache = auto_cache()
+    cache._choice = auto.AutoChoice(llama_config(**WIDE), None, Ablation.from_preset("4bit_nc", **options))
+    cache.config = cache._choice.config
+    for layer in cache.layers:
+        layer.config = cache.config
     fill(cache, keys)
-    assert cache.config == TurboQuantConfig.from_preset(preset, **options)
+    assert cache.config == Ablation.from_preset(preset, **options)
     assert {layer.store.config for layer in cache.layers} == {cache.config}
     (line,) = log
     assert f"chose {preset}" in line

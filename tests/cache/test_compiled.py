@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.stores import graph_ops
 
 OPTIONS = dict(residual_length=0, sink_tokens=2)
 MAX_LENGTH = 300
@@ -162,3 +163,17 @@ def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
     for layer, other in zip(cache.layers, exact.layers, strict=True):
         assert torch.equal(layer.keys, other.keys)
         assert torch.equal(layer.values, other.values)
+
+
+def test_compiled_steps_of_every_turn_read_packed_blocks(monkeypatch):
+    """Also of the third turn, whose prompt comes in a kind of call that is no longer watched."""
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=256)
+    monkeypatch.setattr(graph_ops, "_dense", lambda *arguments: pytest.fail("a compiled step reads dense states"))
+    ids = torch.randint(2, VOCAB, (1, 150), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        ids = model.generate(
+            ids, past_key_values=cache, max_new_tokens=4, do_sample=False, compile_config=compile_config()
+        )
+        ids = torch.cat([ids, ids[:, :7]], dim=1)

@@ -8,7 +8,9 @@ import pytest
 from helpers import CPU
 
 from tq_hf import PRESETS, TurboQuantConfig
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import levels
+from tq_hf.config import SETTLED
 
 VLLM_SLOT_BYTES = {
     # head_dim: bytes per token and KV head of vLLM's backend
@@ -72,7 +74,7 @@ def test_slot_is_codes_and_two_fp16_scales(name, dim):
 def test_block_is_slots_and_a_key_mean(name):
     layout = PRESETS[name].layout(128)
     assert layout.block_bytes == 128 * layout.slot_bytes + 2 * 128
-    without_mean = dataclasses.replace(PRESETS[name], key_mean=False).layout(128)
+    without_mean = Ablation.from_preset(name, key_mean=False).layout(128)
     assert (without_mean.mean_bytes, without_mean.block_bytes) == (0, 128 * layout.slot_bytes)
 
 
@@ -131,6 +133,62 @@ def test_unknown_option_error_names_it_and_lists_the_valid_ones():
     assert all(option in str(error.value) for option in options)
 
 
+SWITCHED = {
+    "random_signs": False,
+    "rotate_values": False,
+    "key_mean": False,
+    "key_correction": "norm",
+    "value_correction": "none",
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_what_the_recipe_has_settled_is_no_option_but_an_ablations(name):
+    with pytest.raises(ValueError, match=f"Unknown option.*{name}"):
+        TurboQuantConfig.from_preset("3bit_nc", **{name: SWITCHED[name]})
+    ablated = Ablation.from_preset("3bit_nc", sink_tokens=7, **{name: SWITCHED[name]})
+    assert getattr(ablated, name) == SWITCHED[name] != getattr(TurboQuantConfig, name)
+    assert (ablated.key_bits, ablated.sink_tokens) == (3, 7)
+    assert ablated != TurboQuantConfig.from_preset("3bit_nc", sink_tokens=7)
+
+
+def test_an_ablation_of_nothing_is_the_recipe():
+    options = {field.name for field in dataclasses.fields(Ablation)}
+    assert options == {field.name for field in dataclasses.fields(TurboQuantConfig)} | SWITCHED.keys()
+    assert all(getattr(Ablation(), name) == getattr(TurboQuantConfig(), name) for name in options)
+    assert SWITCHED.keys() == set(SETTLED)
+
+
+@pytest.mark.parametrize("option", ["random_signs", "rotate_values", "key_mean"])
+@pytest.mark.parametrize("value", [0, 1, None, "yes"])
+def test_switches_of_an_ablation_must_be_bools(option, value):
+    with pytest.raises(ValueError, match=f"`{option}` is .*True or False"):
+        Ablation(**{option: value})
+
+
+def test_fields_of_a_file_come_back_with_and_without_what_is_settled():
+    config = TurboQuantConfig.from_preset("2.5bit_nc", residual_length=7, skip_layers=(0,))
+    assert TurboQuantConfig.from_fields(dataclasses.asdict(config)) == config
+    older = dataclasses.asdict(config) | {name: getattr(config, name) for name in SETTLED}
+    assert TurboQuantConfig.from_fields(older) == config
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_fields_of_a_file_with_a_switch_are_refused_by_its_name(name):
+    older = dataclasses.asdict(Ablation(**{name: SWITCHED[name]}))
+    with pytest.raises(ValueError, match=f"saved with {name}={SWITCHED[name]!r}, which nothing but ablations"):
+        TurboQuantConfig.from_fields(older)
+
+
+@pytest.mark.parametrize("change", [{"window": 3}, {"seed": None}])
+def test_missing_and_unknown_fields_of_a_file_are_refused(change):
+    fields = dataclasses.asdict(TurboQuantConfig()) | change
+    if change == {"seed": None}:
+        del fields["seed"]
+    with pytest.raises(ValueError, match="has the fields .*seed.*; got"):
+        TurboQuantConfig.from_fields(fields)
+
+
 def test_preset_cannot_be_overridden_by_itself():
     with pytest.raises(ValueError, match="Unknown option.*preset"):
         TurboQuantConfig.from_preset("4bit_nc", **{"preset": "3bit_nc"})
@@ -159,7 +217,7 @@ def test_token_counts_must_be_whole_and_not_negative(option, tokens):
 @pytest.mark.parametrize("option", ["key_correction", "value_correction"])
 def test_unknown_correction_error_lists_the_valid_ones(option):
     with pytest.raises(ValueError, match=f"`{option}` is 'l2'.*none, norm, inner, projection"):
-        TurboQuantConfig(**{option: "l2"})
+        Ablation(**{option: "l2"})
 
 
 @pytest.mark.parametrize("layers", ["0", "all", [0.5], [None], 3, None])

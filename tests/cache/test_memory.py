@@ -11,6 +11,7 @@ from helpers import BLOCK, llama_config, prefill_bytes, states
 from transformers import DynamicCache, Gemma3TextConfig
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer
+from tq_hf.codec.ablation import Ablation
 
 LAYERS = 2
 
@@ -66,12 +67,19 @@ def test_packed_part_of_a_4k_cache_is_the_presets_slot_bytes(name):
     """30 of 32 blocks are packed at 4096 tokens: 4 sinks and a residual window of 128 stay dense."""
     cache = pushed(TurboQuantCache(llama_config(1, dim=64), name), 0, 4096, layers=1, dim=64)
     footprint, layout = cache.memory_footprint(), PRESETS[name].layout(64)
-    assert footprint.packed + footprint.metadata - 2 == 2 * 30 * (BLOCK * layout.slot_bytes + layout.mean_bytes)
+    rest = 2 * layout.factor_bytes + 2  # of two heads, and the placeholder's NaN
+    assert footprint.packed + footprint.metadata - rest == 2 * 30 * (BLOCK * layout.slot_bytes + layout.mean_bytes)
 
 
 @pytest.mark.parametrize("calls", [[1], [700], [700, 1, 1], [300, 128, 129, 60, 60, 500]])
 @pytest.mark.parametrize(
-    "options", [{}, dict(residual_length=0, sink_tokens=0), dict(key_mean=False), dict(max_cache_len=1200)]
+    "options",
+    [
+        {},
+        dict(residual_length=0, sink_tokens=0),
+        dict(preset=Ablation(key_mean=False)),
+        dict(max_cache_len=1200),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_footprint_is_every_tensor_the_cache_reaches(calls, options, dtype):

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.codec import reference
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.rotation import hadamard, signs
 from tq_hf.config import Correction
 from tq_hf.tensors.blocks import PackedBlocks
@@ -94,7 +95,8 @@ def reading() -> Reading:
 def measured(preset: str, **options: Any) -> Limits:
     """What a preset costs: its figures as the limits they would just meet."""
     known = reading()
-    cache = compress(known.dense, TurboQuantCache(model().config, preset, **(PACKED | options)))
+    config = Ablation.from_preset(preset, **(PACKED | options))
+    cache = compress(known.dense, TurboQuantCache(model().config, config))
     model().set_attn_implementation("turboquant")
     log_probs = model()(known.questions, past_key_values=cache).logits.log_softmax(-1)
     kl = (known.log_probs.exp() * (known.log_probs - log_probs)).sum(-1).mean().item()

@@ -89,17 +89,19 @@ def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dim", [128, 256])
 def test_small_kernels_compile_for(arch: int | str, dim: int) -> None:
     p = plan(arch, 4, 4, dim=dim)
-    rotate = build(rotate_query, ["*fp16", "*fp16", "*fp32", *["i32"] * 8], p.rotate_constants, arch, num_warps=2)
+    rotate = build(
+        rotate_query, ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8], p.rotate_constants, arch, num_warps=2
+    )
     append = build(
         rotate_and_append,
-        [*["*fp16"] * 6, "*fp32", *["i32"] * 14],
+        [*["*fp16"] * 7, "*fp32", *["i32"] * 14],
         (dim, dim, *p.rotate_constants),
         arch,
         num_warps=2,
     )
     reduce = build(
         reduce_splits,
-        ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp32", "*fp16", *["i32"] * 13],
+        ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp16", *["i32"] * 13],
         p.reduce_constants,
         arch,
         num_warps=p.reduce_warps,

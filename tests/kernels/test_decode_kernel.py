@@ -71,6 +71,9 @@ OPTIONS = [
     BASE.with_(window=0, sinks=0),
     BASE.with_(blocks=4, window=96, window_capacity=96, sinks=11),
     BASE.with_(blocks=3, capacity=64, B=2),
+    BASE.with_(balanced=True, Hq=6, Hkv=2, B=2),
+    BASE.with_(balanced=True, dtype=BF16, preset="3bit_nc", Dk=96, Dv=80, S=16, Hq=3),
+    BASE.with_(balanced=True, preset="k8v4", Dk=100, Dv=128, Hq=8, Hkv=2, s_aux=True),
     BASE.with_(value_scale=1e-3),
     BASE.with_(value_scale=300.0),
 ]

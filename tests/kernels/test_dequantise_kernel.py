@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_of, relative_rms
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_of, random_factors, relative_rms
 
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise as reference_dequantise
 from tq_hf.codec.reference import encode as reference_encode
 from tq_hf.codec.rotation import rotation_matrix
@@ -38,11 +39,12 @@ class Case:
     start: int = 1
     stop: int = 3
     blocks: int = 4
+    balanced: bool = False
 
     def __str__(self) -> str:
         c = self.config
         name = f"k{c.key_bits}-v{c.value_bits}" + ("" if c.key_mean else "-no_mean")
-        blocks = f"-{self.start}to{self.stop}-{self.dtype}".replace("torch.", "")
+        blocks = f"-{self.start}to{self.stop}-{self.dtype}".replace("torch.", "") + "-balanced" * self.balanced
         return f"{name}-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}{blocks}"
 
 
@@ -61,7 +63,9 @@ CASES = [
         for name, dk, dv, dtype in (("k8v4", 24, 16, FP32), ("2bit_nc", 32, 8, FP16), ("2.5bit_nc", 16, 40, BF16))
     ],
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 80, 256, FP16),
-    Case(TurboQuantConfig(key_mean=False), 64, 64, batch=2, heads=3, start=0, stop=4),
+    Case(Ablation(key_mean=False), 64, 64, batch=2, heads=3, start=0, stop=4),
+    Case(PRESETS["4bit_nc"], 64, 128, batch=2, heads=3, balanced=True),
+    Case(PRESETS["3bit_nc"], 100, 80, FP16, balanced=True),
 ]
 
 
@@ -72,10 +76,13 @@ def check(case: Case, device: torch.device) -> None:
     config = case.config
     layout = config.layout(case.dk, case.dv)
     blocks = PackedBlocks.allocate(layout, case.batch, case.heads, case.blocks, CPU)
+    if case.balanced:
+        blocks = replace(blocks, factors=random_factors(case.batch, case.heads, case.dk, case.dv))
     keys, values = (
         torch.randn(case.batch, case.heads, 128 * case.blocks, dim, generator=generator) for dim in (case.dk, case.dv)
     )
-    reference_encode(config, keys + 2, values, blocks, 0)
+    key_factors, value_factors = (factor.float()[:, :, None] for factor in blocks.factors)
+    reference_encode(config, (keys + 2) / key_factors, values / value_factors, blocks, 0)
     tokens = 128 * (case.stop - case.start)
     expected = [torch.empty(case.batch, case.heads, tokens, dim) for dim in (case.dk, case.dv)]
     reference_dequantise(config, blocks.slice(case.start, case.stop), *expected)

@@ -65,6 +65,7 @@ def build_encode(
         "scales": "*fp16",
         "means": "*fp16",
         "rotation": "*fp32",
+        "factors": "*fp16",
         "due": "*i32",
     }
     options = {"maxnreg": config.registers} if config.registers else {}
@@ -80,6 +81,7 @@ def build_dequantise(arch: int | str, bits: int, *, is_value: bool = False, dim:
         RESIDENT=config.resident, ASM=capability(arch)[0] >= 8,
     ) | ({"means": None} if is_value else {})  # fmt: skip
     types = {"states": f"*{dtype}", "words": "*i32", "scales": "*fp16", "means": "*fp16", "rotation": "*fp32"}
+    types["factors"] = "*fp16"
     return build(dequantise_blocks, constants, types, arch, num_warps=config.warps)
 
 

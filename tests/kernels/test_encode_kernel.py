@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_of
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_of, random_factors
 
+from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
 from tq_hf.codec.reference import encode as reference_encode
@@ -36,13 +37,15 @@ class Case:
     dtype: torch.dtype = BF16
     batch: int = 1
     heads: int = 2
+    balanced: bool = False
 
     def __str__(self) -> str:
         c = self.config
         name = f"k{c.key_bits}{c.key_correction}-v{c.value_bits}{c.value_correction}" + (
             "" if c.key_mean else "-no_mean"
         )
-        return f"{name}-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}-{self.dtype}".replace("torch.", "")
+        name += f"-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}-{self.dtype}".replace("torch.", "")
+        return name + "-balanced" * self.balanced
 
 
 CASES = [
@@ -61,14 +64,17 @@ CASES = [
     ],
     *[
         Case(
-            TurboQuantConfig(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction),
+            Ablation(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction),
             32,
             32,
         )
         for bits, correction in ((4, "none"), (3, "norm"), (2, "inner"), (4, "inner"), (3, "projection"))
     ],
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 32, 64, FP16),
-    Case(TurboQuantConfig(key_mean=False), 64, 64, batch=2, heads=3),
+    Case(Ablation(key_mean=False), 64, 64, batch=2, heads=3),
+    *[Case(PRESETS["4bit_nc"], 64, 32, dtype, batch=2, heads=3, balanced=True) for dtype in (BF16, FP16, FP32)],
+    Case(PRESETS["2.5bit_nc"], 96, 100, FP16, balanced=True),
+    Case(PRESETS["k8v4"], 256, 24, BF16, balanced=True),
 ]
 
 
@@ -96,6 +102,9 @@ def run_encode(
     out = PackedBlocks.allocate(layout, case.batch, case.heads, capacity, device)
     for tensor in out.tensors().values():
         tensor.view(torch.int32).fill_(POISON)
+    if case.balanced:
+        factors = random_factors(case.batch, case.heads, case.dk, case.dv).map(lambda tensor: tensor.to(device))
+        out = replace(out, factors=factors)
     encode(
         keys, values, packed_of(out), start,
         key_bits=config.key_bits, value_bits=config.value_bits,
@@ -140,18 +149,32 @@ def check(case: Case, device: torch.device) -> None:
         assert (rest.view(torch.int32) == POISON).all(), "wrote outside of its blocks"
     got = got.slice(START, START + BLOCKS)
     config, layout = case.config, got.layout
-    want = PackedBlocks.allocate(layout, case.batch, case.heads, BLOCKS, CPU)
+    want = replace(PackedBlocks.allocate(layout, case.batch, case.heads, BLOCKS, CPU), factors=got.factors)
     reference_encode(config, keys.cpu(), values.cpu(), want, 0)
     got_scales, want_scales = (x.scalars.contiguous().view(FP16).unflatten(-1, (-1, 2)).float() for x in (got, want))
     assert got_scales.isfinite().all()
     torch.testing.assert_close(got_scales, want_scales, rtol=1.5e-3, atol=1e-7)
+    key_factors, value_factors = (factor.float()[:, :, None] for factor in got.factors)
     pairs = (
-        (keys, layout.key_dim_padded, got.key_words, want.key_words, config.key_bits, False),
-        (values, layout.value_dim_padded, got.value_words, want.value_words, config.value_bits, True),
+        (
+            keys.cpu().float() * key_factors,
+            layout.key_dim_padded,
+            got.key_words,
+            want.key_words,
+            config.key_bits,
+            False,
+        ),
+        (
+            values.cpu().float() * value_factors,
+            layout.value_dim_padded,
+            got.value_words,
+            want.value_words,
+            config.value_bits,
+            True,
+        ),
     )
     for states, dim, got_words, want_words, bits, is_value in pairs:
-        x = states.cpu().float()
-        z = rotate(torch.nn.functional.pad(x, (0, dim - x.shape[-1])), config.seed).unflatten(2, (-1, 128))
+        z = rotate(torch.nn.functional.pad(states, (0, dim - states.shape[-1])), config.seed).unflatten(2, (-1, 128))
         if not is_value and got.key_means is not None and want.key_means is not None:
             torch.testing.assert_close(got.key_means, want.key_means, rtol=1e-3, atol=2e-6)
             z = z - want.key_means.float()[..., None, :]
@@ -184,7 +207,7 @@ def check_e4m3(device: torch.device) -> None:
     # The rotation of 8 channels is not the identity: rotate back first.
     identity = rotation_matrix(8, 0, CPU, FP32)
     states = (rows @ identity)[None, None].to(device)
-    got = PackedBlocks.allocate(TurboQuantConfig(key_bits=8, key_mean=False).layout(8), 1, 1, 1, device)
+    got = PackedBlocks.allocate(Ablation(key_bits=8, key_mean=False).layout(8), 1, 1, 1, device)
     encode(
         states, states, packed_of(got), 0, key_bits=8, value_bits=4,
         key_correction="none",

@@ -314,12 +314,25 @@ def test_a_row_is_not_lost_when_attention_fails(store):
 # Triton's launchers
 
 POINTERS = {
-    *("query", "rotation", "scratch", "keys", "values", "window_keys", "window_values", "sink_keys", "sink_values"),
+    *(
+        "query",
+        "rotation",
+        "factors",
+        "scratch",
+        "keys",
+        "values",
+        "window_keys",
+        "window_values",
+        "sink_keys",
+        "sink_values",
+    ),
     *(
         "key_words",
         "value_words",
         "scalars",
         "key_means",
+        "key_factors",
+        "value_factors",
         "num_blocks",
         "num_window",
         "num_sinks",

@@ -33,8 +33,8 @@ def compiled_for(
         dim, value_dim or dim, key_bits, value_bits, has_mean=True, config=config, on=on, **flags
     )
     kernel = prefix_attention_fragments if on.fragments else prefix_attention
-    numbers = len(kernel.arg_names) - len(constants) - 19
-    types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 9, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
+    numbers = len(kernel.arg_names) - len(constants) - 21
+    types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["i32"] * (numbers - 3) + ["fp32", "fp32", "i32"]
     limit = {"maxnreg": config.registers} if config.registers else {}
     return build(kernel, types, constants, arch, num_warps=config.warps, **limit), config

@@ -42,6 +42,8 @@ CASES = (
         (BASE.with_(blocks=0), False),
         (BASE.with_(blocks=0, sinks=0, window=17), True),
         (BASE.with_(S=2, window=2, sinks=0), False),
+        (BASE.with_(balanced=True, B=2), True),
+        (BASE.with_(balanced=True, preset="3bit_nc", Dk=100, Dv=80, dtype=BF16), False),
         (BASE.with_(value_scale=1e-3, key_offset=20.0), False),
         (BASE.with_(value_scale=300.0, key_offset=0.0, preset="2bit_nc"), True),
     ]

@@ -17,7 +17,7 @@ from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.saving.cache_file import VERSION
 
 FILES = Path(__file__).parent / "files"
-CONFIG = TurboQuantConfig.from_preset("k3v4_nc", residual_length=0)
+CONFIG = TurboQuantConfig.from_preset("k3v4_nc", residual_length=0, balance=False)
 TOKENS = 150
 
 

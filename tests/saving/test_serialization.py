@@ -17,6 +17,7 @@ from tiny_models import CONFIGS, build, dense_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
+from tq_hf.codec.ablation import Ablation
 from tq_hf.saving import fingerprint
 from tq_hf.saving.cache_file import load_cache, save_cache
 
@@ -68,9 +69,9 @@ def test_generate_goes_on_from_a_loaded_cache(tmp_path, name):
     [
         {"preset": "2.5bit_nc"},
         {"preset": "k8v4", "residual_length": 0, "sink_tokens": 0},
-        {"key_mean": False, "residual_length": 10**6},
+        {"residual_length": 10**6, "balance": False},
         {"skip_layers": (0, -1)},
-        {"seed": 2**40, "key_correction": "inner", "value_correction": "none"},
+        {"seed": 2**40},
     ],
     ids=lambda options: ",".join(options),
 )
@@ -312,3 +313,12 @@ def test_a_long_prompt_saved_and_loaded_answers_its_pass_key(tmp_path):
     assert tokenizer.decode(outputs[1].sequences[0, ids.shape[1] :]).startswith("493817")
     for ours, theirs in zip(*(output.logits for output in outputs), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_cache_of_an_ablation_is_not_saved(tmp_path):
+    model = build("llama")
+    cache = TurboQuantCache(model.config, Ablation(key_mean=False))
+    model(torch.arange(40)[None], past_key_values=cache)
+    with pytest.raises(ValueError, match="cache of an `Ablation` is for measurements"):
+        cache.save(tmp_path / "c.safetensors", model)
+    assert not list(tmp_path.iterdir())

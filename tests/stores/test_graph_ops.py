@@ -7,6 +7,7 @@ import torch
 from helpers import rows, states
 
 from tq_hf import TurboQuantConfig
+from tq_hf.codec.ablation import Ablation
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
 
@@ -16,7 +17,7 @@ HEADS, DIM = 2, 32
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("key_mean", [False, True], ids=["no mean", "mean"])
 def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
-    config = TurboQuantConfig(key_mean=key_mean, residual_length=0, sink_tokens=2)
+    config = Ablation(key_mean=key_mean, residual_length=0, sink_tokens=2)
     pair = states(0, 2, HEADS, 132, DIM)
     store = PreallocatedStore.allocate(config, *pair, 171)
     store.append(*rows(pair, 0, 131))
@@ -34,7 +35,7 @@ def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
 
 
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:
-    for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1), random_signs=False, seed=3)):
+    for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1)), Ablation(seed=3)):
         text = graph_ops.config_text(config)
         assert graph_ops.config_from(text) == config
         assert graph_ops.config_text(graph_ops.config_from(text)) == text
@@ -43,7 +44,7 @@ def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> Non
 def test_a_layer_is_made_again_from_its_arguments() -> None:
     pair = states(0, 2, HEADS, 300, DIM, value_dim=16)
     for key_mean in (True, False):
-        store = PreallocatedStore.allocate(TurboQuantConfig(key_mean=key_mean), *pair, 300)
+        store = PreallocatedStore.allocate(Ablation(key_mean=key_mean), *pair, 300)
         arguments = store.tensors.arguments()
         again = type(store.tensors).from_arguments(store.config, arguments)
         assert again.layout == store.layout and again.row == store.tensors.row

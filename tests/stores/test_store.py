@@ -31,12 +31,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
+from tq_hf.codec.ablation import Ablation
 from tq_hf.config import GROWTH
 from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import Fixed
 from tq_hf.stores.ticket import redeem, step_placeholders
+from tq_hf.stores.watched import Watched
 from tq_hf.tensors.layer_tensors import RowKind
 from tq_hf.tensors.window import DenseWindow
 
@@ -140,7 +142,7 @@ CALLS = st.one_of(
     calls=st.lists(CALLS, min_size=3, max_size=12),
 )
 def check_any_sequence_of_calls(bits, residual, sinks, key_mean, prompt, calls):
-    config = TurboQuantConfig(
+    config = Ablation(
         key_bits=bits[0], value_bits=bits[1], residual_length=residual, sink_tokens=sinks, key_mean=key_mean
     )
     shape = dict(heads=1, dim=8, value_dim=12)
@@ -419,7 +421,7 @@ def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held
     if held:
         store.append(*states(23, tokens=held))
     before = snapshot(store)
-    with pytest.raises(ValueError, match=f"{more} tokens to the {held}.*300.*larger `max_cache_len`"):
+    with pytest.raises(ValueError, match=f"{more} tokens.*300.*larger `max_cache_len`"):
         store.append(*states(24, tokens=more))
     assert_unchanged(store, before)
     store.append(*states(25, tokens=300 - held))
@@ -580,10 +582,10 @@ def test_a_layer_knows_the_attention_its_model_has_now(name):
     layer = TurboQuantLayer(all_packed())
     for attention in ("turboquant", name, "turboquant"):
         module.config._attn_implementation = attention
-        keys, _ = layer.update(*states(0, tokens=2))
-        assert redeem(keys, module) is not None
+        keys, values = layer.update(*states(0, tokens=2))
+        assert redeem(keys, values, module)[0] is not None
         keys, _ = layer.update(*states(1, tokens=2))
-        assert keys.isnan().all() == (attention == "turboquant")
+        assert (type(keys) is Watched) == (attention == "turboquant")
 
 
 def test_placeholders_of_a_step_are_those_of_any_call():

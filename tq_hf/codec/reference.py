@@ -1,10 +1,10 @@
 """Encode and dequantise in torch: the oracle of the kernels and the path of devices without them.
 
-With R the rotation, x a key or value and b its block:
+With R the rotation, x a key or value, f its head's factors (see `tq_hf.codec.balance`) and b its block:
 
-    encode      y = R x;  z = y - m_b (keys, m_b = R mean of the block, rounded to fp16);  sigma = |z| / sqrt(D)
+    encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block, rounded to fp16);  sigma = |z| / sqrt(D)
                 c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
-    dequantise  x' = R^-1 (scale c + m_b)
+    dequantise  x' = R^-1 (scale c + m_b) / f
 
 (TurboQuant_mse, arXiv 2504.19874, algorithm 1, with a norm correction, as vLLM's `_nc` presets have one, and a key mean
 per block.)
@@ -41,6 +41,11 @@ def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
     out[..., : x.shape[-1], :] = x.mT
     out[..., x.shape[-1] :, :] = 0
     return out.mT
+
+
+def _per_block(factor: torch.Tensor) -> torch.Tensor:
+    """`[B, Hkv, D]` in float32, to go with `[B, Hkv, N, 128, D]`."""
+    return factor.float()[:, :, None, None]
 
 
 def _safe_divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -110,6 +115,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         out: Blocks to write to.
         start: Index of the first block written.
     """
+    factors = out.factors.map(_per_block)
     layout = out.layout
     blocks, step = keys.shape[2] // layout.tokens, _blocks_at_a_time(out)
     for first in range(0, blocks, step):
@@ -117,13 +123,13 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         tile = slice(first * layout.tokens, last * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (last - first, layout.tokens)) for x in (keys, values))
         target = out.slice(start + first, start + last)
-        z = rotate(_padded(k, layout.key_dim_padded), config.rotation_seed)
+        z = rotate(_padded(k * factors.keys, layout.key_dim_padded), config.rotation_seed)
         if target.key_means is not None:
             target.key_means.copy_(_half(_sum(z.transpose(-1, -2)) / layout.tokens))
             z = z - target.key_means.float()[..., None, :]
         codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
-        z = _padded(v, layout.value_dim_padded)
+        z = _padded(v * factors.values, layout.value_dim_padded)
         if config.rotate_values:
             z = rotate(z, config.rotation_seed)
         codes, value_scales = quantize(z, layout.value_bits, config.value_correction)
@@ -158,6 +164,7 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         values: `[B, Hkv, N * 128, Dv]`, likewise.
     """
     layout = blocks.layout
+    factors = blocks.factors.map(_per_block)
     step = _blocks_at_a_time(blocks)
     for first in range(0, blocks.capacity, step):
         last = min(first + step, blocks.capacity)
@@ -166,5 +173,5 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         key = rotate_back(key, config.rotation_seed)
         if config.rotate_values:
             value = rotate_back(value, config.rotation_seed)
-        for out, states in ((keys, key), (values, value)):
-            out[:, :, rows] = states[..., : out.shape[-1]].flatten(2, 3)
+        for out, states, factor in ((keys, key, factors.keys), (values, value, factors.values)):
+            out[:, :, rows] = (states[..., : out.shape[-1]] / factor).flatten(2, 3)

@@ -20,6 +20,7 @@ from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..stores.ticket import Receipt, Ticket, attach, step_placeholders
 from ..stores.watched import Watch
+from ..tensors.factors import Factors
 from ..tensors.view import StepView, StoreView
 from ..tensors.window import KeyValue
 from .base import FullAttentionLayer, check_crop
@@ -66,6 +67,10 @@ class TurboQuantLayer(FullAttentionLayer):
         # An attribute of the layer, not of the class: transformers compiles decoding if all layers have it.
         self.is_compileable = max_cache_len is not None
         self.store: LayerStore | None = None
+        self.factors: Factors | None = None
+        """Factors of channels to use, if they were handed on."""
+        self.awaits_queries = True
+        """Whether a prompt is encoded only when attention has shown its queries, or something else is asked of it."""
         self._receipt = Receipt()
         self._model_config = None if model_config is None else weakref.ref(model_config)
         self._call = _FIRST
@@ -94,10 +99,14 @@ class TurboQuantLayer(FullAttentionLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0)."""
         check_states(key_states, value_states)
+        store: LayerStore
         if self.max_cache_len is None:
-            self.store = GrowingStore.allocate(self.config, key_states, value_states)
+            store = GrowingStore.allocate(self.config, key_states, value_states)
         else:
-            self.store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len)
+            store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len)
+        if self.factors is not None:
+            store.hand_on(self.factors)
+        self.store = store
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
         self.is_initialized = True
@@ -116,13 +125,15 @@ class TurboQuantLayer(FullAttentionLayer):
                 check_room(key_states.shape[2], 0, self.max_cache_len)
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        view = self.store.append(key_states, value_states)
+        view = self.store.append(
+            key_states, value_states, wait=self.awaits_queries and not torch.compiler.is_compiling()
+        )
         call = _FIRST if view.is_first else _ONE if key_states.shape[2] == 1 else _SEVERAL
         last = self._receipt
         reader = None if self.read_by_others or last.reader is None else last.reader()
         reads_store = reader is not None and attention_implementation(reader) == "turboquant"
         if torch.compiler.is_compiling():  # compiled steps go on as the prefill before them did
-            known = last.left_alone or call in self._left_alone
+            known = last.left_alone or self._call in self._left_alone or call in self._left_alone
             # Compiled code can neither watch states nor put attributes on what operators return.
             if not (reads_store and known) and call != _FIRST:
                 return self._dense(view)
@@ -153,7 +164,8 @@ class TurboQuantLayer(FullAttentionLayer):
         if watches:
             self._receipt.watched = True
             states = Watch(dense, self._receipt.note_read).over(states)
-        return attach(states, Ticket(view, self._receipt, states[1], dense))
+        waiting = self.store if self.store.waits else None
+        return attach(states, Ticket(view, self._receipt, states[1], dense, waiting))
 
     def _length(self, view: StoreView | StepView) -> int:
         """Tokens that states for `view` must have."""
@@ -241,7 +253,9 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store = self.store.reorder(beam_idx)
 
     def offload(self) -> None:
-        """Move the store to the CPU."""
+        """Move the store to the CPU, unless it waits for the queries of a prompt."""
+        if self.store is not None and self.store.waits:
+            return
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .base import check_crop
+from .sliding import PreallocatedSlidingLayer
 
 
 def held_lengths(layers: Sequence[Any]) -> dict[int, int]:
@@ -58,6 +59,8 @@ def _obstacle(layer: Any, tokens: int, kept: int, even: bool) -> str | None:
                 and (not layer.record_past or states.shape[-1] - tokens < min(size, kept))
             ):
                 return "it did not record its past"
+    if isinstance(layer, PreallocatedSlidingLayer):
+        return "what has left its window is gone" if layer.gone_after_crop(tokens) else None
     window = getattr(layer, "sliding_window", None)
     # Its window is whole afterwards only if what slid out of it is still there.
     if window is not None and layer.keys is not None and layer.keys.shape[-2] - tokens < min(kept, window - 1):

@@ -86,12 +86,20 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _held(self) -> KeyValue | None:
-        """A copy of the window's tokens."""
+        """A copy of the tokens to come back to: of a full window the first is never read again, and may be missing."""
         if not self.is_initialized:
             return None
         assert self.keys is not None and self.values is not None
-        tokens = min(self.cumulative_length_int, self.max_cache_len)
-        return self.keys[:, :, :tokens].clone(), self.values[:, :, :tokens].clone()
+        full = self.cumulative_length_int >= self.max_cache_len
+        rows = slice(1, None) if full else slice(0, self.cumulative_length_int)
+        return self.keys[:, :, rows].clone(), self.values[:, :, rows].clone()
+
+    def gone_after_crop(self, tokens: int) -> int:
+        """Tokens that would come back into the window if the last `tokens` were removed, and are gone."""
+        held, most = self.cumulative_length_int, self.max_cache_len
+        length = max(0, held - tokens)
+        rows = self._recorded[0].shape[2] if self._recorded is not None else held if held < most else most - 1
+        return max(0, (length if length < most else most - 1) - (rows - (held - length)))
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
@@ -101,23 +109,23 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
             ValueError: `tokens_to_remove` is positive, or tokens that would come back into the window are gone.
         """
         tokens_to_remove = check_crop(tokens_to_remove)
-        if not self.is_initialized:
-            return
-        assert self.keys is not None and self.values is not None
-        length = max(0, self.cumulative_length_int + tokens_to_remove)
-        window = min(length, self.max_cache_len)
         held = self._held() if self._recorded is None else self._recorded
-        assert held is not None
-        end = held[0].shape[2] - (self.cumulative_length_int - length)
-        if end < window:
+        if held is None:
+            return
+        if gone := self.gone_after_crop(-tokens_to_remove):
             raise ValueError(
                 f"`crop` would take {-tokens_to_remove} tokens off a sliding window of {self.max_cache_len}, but the "
-                f"{window - end} before it are gone. Call `activate_past_recording()` on the cache before the tokens "
-                "that may have to be removed."
+                f"{gone} before it are gone. Call `activate_past_recording()` on the cache before the tokens that may "
+                "have to be removed."
             )
-        kept = (held[0][:, :, end - window : end], held[1][:, :, end - window : end])
-        self.keys[:, :, :window] = kept[0]
-        self.values[:, :, :window] = kept[1]
+        assert self.keys is not None and self.values is not None
+        length = max(0, self.cumulative_length_int + tokens_to_remove)
+        end = held[0].shape[2] - (self.cumulative_length_int - length)
+        window = min(length, self.max_cache_len)
+        rows = min(end, window)
+        kept = (held[0][:, :, end - rows : end], held[1][:, :, end - rows : end])
+        self.keys[:, :, window - rows : window] = kept[0]
+        self.values[:, :, window - rows : window] = kept[1]
         self._recorded = kept if self.record_past else None
         self.cumulative_length_int = length
         self.cumulative_length.fill_(window)

@@ -1,8 +1,9 @@
 """Packed blocks as attention reads them on a device without kernels: scores of keys, weighted sums of values.
 
-With R the rotation, a key is R^-1 (scale c + mean), so q . k = scale (R q . c) + R q . mean: the query is rotated, the
-history never is. Values likewise: sum w R^-1 (scale c) = R^-1 sum (w scale) c, rotated back once a tile. Scales
-multiply scores and weights, of which a head has one a token, and not the levels, of which it has D.
+With R the rotation and f the factors, a key is R^-1 (scale c + mean) / f, so with p = R (q / f), q . k = scale (p . c)
++ p . mean: the query is rotated, the history never is. Values likewise: sum w R^-1 (scale c) / f = R^-1 (sum (w scale)
+c) / f, rotated back once a tile. Scales multiply scores and weights, of which a head has one a token, and not the
+levels, of which it has D.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ FEW_QUERIES = 16
 
 
 def rotated(query: torch.Tensor, view: StoreView) -> torch.Tensor:
-    """Queries `[..., Dk]` float32 as the keys of a view are stored: R q, padded."""
+    """Queries `[N, G, S, Dk]` float32 as the keys of a view are stored: R (q / f), padded."""
     dim = view.blocks.layout.key_dim_padded
+    query = query / _of_heads(view.blocks.factors.keys)[:, None]
     padded = torch.nn.functional.pad(query, (0, dim - query.shape[-1])) if dim > query.shape[-1] else query
     return padded @ rotation_matrix(dim, view.config.rotation_seed, query.device, torch.float32).T
+
+
+def _of_heads(factor: torch.Tensor) -> torch.Tensor:
+    """Factors `[B, Hkv, D]` in float32, `[N, 1, D]`."""
+    return factor.float().flatten(0, 1)[:, None]
 
 
 @lru_cache
@@ -151,8 +158,7 @@ class PackedTile:
         if self.config.rotate_values:
             dim = layout.value_dim_padded
             total = total @ rotation_matrix(dim, self.config.rotation_seed, total.device, torch.float32)
-        # Per-channel factors of balanced values go here, as those of keys go into the query before `rotated`.
-        return total[..., : self.value_dim]
+        return total[..., : self.value_dim] / _of_heads(self.blocks.factors.values)
 
 
 def dequantise(
@@ -168,6 +174,7 @@ def dequantise(
         take: Makes scratch.
     """
     tile = PackedTile(0, keys[:0], config, blocks, values.shape[-1], take)
-    for out, rows, turned in ((keys, tile.key_rows, True), (values, tile.value_rows, config.rotate_values)):
+    parts = ((keys, tile.key_rows, True), (values, tile.value_rows, config.rotate_values))
+    for (out, rows, turned), factor in zip(parts, blocks.factors, strict=True):
         states = rotate_back(rows, config.rotation_seed) if turned else rows
-        out.copy_(states[..., : out.shape[-1]].view(out.shape))
+        out.copy_((states[..., : out.shape[-1]] / _of_heads(factor)).view(out.shape))

@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from ..config import PRESETS, TurboQuantConfig
+from ..config import PRESETS, SETTLED, TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..layers.compressed import TurboQuantLayer
 from ..layers.rollback import held_lengths
@@ -72,6 +72,8 @@ def save_cache(
     tokens = next(iter(lengths.values()), 0)
     if not any(lengths.values()):
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
+    if type(cache.config) is not TurboQuantConfig:
+        raise ValueError("A cache of an `Ablation` is for measurements and is not saved: make it of a preset.")
     if 0 not in lengths.values() and (kept := min(lengths.values())) != max(lengths.values()):
         raise ValueError(
             f"The layers hold different numbers of tokens, {kept} to {max(lengths.values())}: an exception (Ctrl-C, no "
@@ -204,12 +206,15 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
     """The configuration a file was saved with, if it is that of `preset` (or none is asked for)."""
     defaults = dataclasses.asdict(TurboQuantConfig())
     types = {name: (str, type(None)) if name == "preset" else type(value) for name, value in defaults.items()}
-    safetensors_file.check_fields(saved, types | {"skip_layers": list}, "The configuration")
+    settled = {name: type(getattr(TurboQuantConfig, name)) for name in SETTLED if name in saved}
+    if "balance" not in saved:  # as written before there was any
+        del types["balance"]
+    safetensors_file.check_fields(saved, types | {"skip_layers": list} | settled, "The configuration")
     if saved["preset"] is not None and saved["preset"] not in PRESETS:
         raise ValueError(f"Its preset is {saved['preset'][:32]!r}, unknown here. Known presets: {', '.join(PRESETS)}.")
     if not all(safetensors_file.typed(index, int) for index in saved["skip_layers"]):
         raise ValueError("Its `skip_layers` are not numbers: the file is damaged.")
-    config = TurboQuantConfig(**saved)
+    config = TurboQuantConfig.from_fields(saved)
     if preset is not None:
         asked = TurboQuantConfig.from_preset(preset) if isinstance(preset, str) else preset
         if asked != config:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..codec.balance import LARGEST_FACTOR, SMALLEST_FACTOR
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..stores.base import Counts
@@ -19,7 +20,8 @@ from .safetensors_file import typed
 FIELDS = {"class": str, "counts": list, "reads_store": bool, "optional": list}
 """Version 2 had no `optional`: names of tensors that only some stores have."""
 
-OPTIONAL: tuple[str, ...] = ()
+OPTIONAL = ("key_factors", "value_factors")
+"""Those of a balanced configuration."""
 
 
 def describe(layer: TurboQuantLayer, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -60,7 +62,7 @@ def expect(
     numbers = described["counts"]
     if len(numbers) != len(Counts._fields) or not all(typed(n, int) and n >= 0 for n in numbers):
         raise ValueError(f"Layer {index} holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
-    if any(name not in OPTIONAL for name in described["optional"]):
+    if described["optional"] != (list(OPTIONAL) if config.balance else []):
         raise ValueError(f"Layer {index} has unknown tensors {str(described['optional'])[:64]}: damaged.")
     counts = Counts(*numbers)
     layout = config.layout(keys.shape[-1], values.shape[-1])
@@ -90,7 +92,9 @@ def expect(
         for part, rows in (("sink", counts.sinks), ("window", counts.window))
         for name, like in (("keys", keys), ("values", values))
     }
-    shapes = packed_shapes | dense_shapes
+    factors = zip(OPTIONAL, store.blocks.factors, strict=True)
+    factor_shapes = {name: (like.dtype, list(like.shape)) for name, like in factors if config.balance}
+    shapes = packed_shapes | dense_shapes | factor_shapes
     size += sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     return {name: (dtype, exactly(shape), shape) for name, (dtype, shape) in shapes.items()}, size
 
@@ -98,7 +102,16 @@ def expect(
 def fill(
     layer: TurboQuantLayer, probe: TurboQuantLayer, batch: int, described: dict[str, Any], held: dict[str, torch.Tensor]
 ) -> None:
-    """Put tensors of a file into an empty layer."""
+    """Put tensors of a file into an empty layer.
+
+    Raises:
+        ValueError: A channel has a factor that none can have.
+    """
+    for name in described["optional"]:
+        if not bool(((held[name] >= SMALLEST_FACTOR) & (held[name] <= LARGEST_FACTOR)).all()):
+            raise ValueError(
+                f"Its `{name}` are not between {SMALLEST_FACTOR} and {LARGEST_FACTOR}: the file is damaged."
+            )
     layer.lazy_initialization(*states_like(probe, batch))
     assert layer.store is not None
     layer.store.restore(Counts(*described["counts"]), held)

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 )
 
 from ..compat import mark_static_address
-from ..layers.sliding import SlidingLayer
+from ..layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 from ..layers.uncompressed import PreallocatedLayer
 from .expected import Expected, between
 from .safetensors_file import typed
@@ -135,7 +135,7 @@ def converted(layer: Any, target: Any, index: int) -> Any:
     """
     if type(layer) is type(target):
         return layer
-    if {type(layer), type(target)} not in ({DynamicLayer, PreallocatedLayer}, {SlidingLayer, StaticSlidingWindowLayer}):
+    if {type(layer), type(target)} not in ({DynamicLayer, PreallocatedLayer}, {SlidingLayer, PreallocatedSlidingLayer}):
         raise ValueError(
             f"Layer {index} is a {type(layer).__name__}, which cannot become a {type(target).__name__}: load the cache "
             "without `max_cache_len`."

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..tensors.blocks import PackedBlocks
+from ..tensors.factors import Factors
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import StepView, StoreView
 from ..tensors.window import KeyValue
@@ -31,10 +32,12 @@ class LayerStore(ABC):
 
     Args:
         tensors: The tensors.
+        handed_on: Whether the factors of channels came from elsewhere, and stay.
     """
 
-    def __init__(self, tensors: LayerTensors) -> None:
+    def __init__(self, tensors: LayerTensors, handed_on: bool = False) -> None:
         self.tensors = tensors
+        self.handed_on = handed_on
         self.config = tensors.config
         self.layout = tensors.layout
 
@@ -59,7 +62,7 @@ class LayerStore(ABC):
         """Tokens held; of a preallocated store a tensor on its device."""
 
     @abstractmethod
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:
         """Store new tokens and return what their queries attend to.
 
         A row may be copied by that attention only, so these tensors must not change before.
@@ -67,10 +70,41 @@ class LayerStore(ABC):
         Args:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
             values: `[B, Hkv, S, Dv]`.
+            wait: Leave a prompt whose queries decide the factors of channels to `encode_prompt`.
 
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
+
+    @property
+    @abstractmethod
+    def waits(self) -> bool:
+        """Whether the tokens of the last call are not encoded yet, for the sake of its queries."""
+
+    @abstractmethod
+    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """Encode what the last call appended, if it waits for that.
+
+        Args:
+            queries: `[B, Hq, S, Dk]` of that call, if anybody saw them.
+            attended: Which of its tokens are not padding, `[B or 1, S]` bool; `None` for all.
+        """
+
+    def hand_on(self, factors: Factors) -> None:
+        """Use these factors, `[B or 1, Hkv, D]`. The store must be empty.
+
+        Raises:
+            ValueError: They are of heads of another number or size.
+        """
+        for held, given in zip(self.blocks.factors, factors, strict=True):
+            if given.shape[1:] != held.shape[1:]:
+                raise ValueError(
+                    f"`balance` is of {list(given.shape[1:])} heads and channels, and this model has "
+                    f"{list(held.shape[1:])}. Make it anew with `Balance.of(model)`."
+                )
+        for held, given in zip(self.blocks.factors, factors, strict=True):
+            held.copy_(given)
+        self.handed_on = True
 
     @abstractmethod
     def dense(self, view: StoreView | StepView) -> KeyValue:
@@ -104,7 +138,8 @@ class LayerStore(ABC):
     @abstractmethod
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """The counts, and what they count of each tensor, by name: the block tensors' names, `sink_keys`,
-        `sink_values`, `window_keys` and `window_values`, window rows in the order of the tokens."""
+        `sink_values`, `window_keys` and `window_values`, window rows in the order of the tokens, and if balanced
+        `key_factors` and `value_factors`."""
 
     @abstractmethod
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:

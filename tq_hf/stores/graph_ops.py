@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..config import TurboQuantConfig
+from ..codec.ablation import Ablation
+from ..config import SETTLED, TurboQuantConfig
 from ..ops import dispatch, triton_backend
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import StepView, StoreView
@@ -52,7 +53,9 @@ def config_text(config: TurboQuantConfig) -> str:
 @lru_cache
 def config_from(text: str) -> TurboQuantConfig:
     """The configuration of a text."""
-    return TurboQuantConfig(**json.loads(text))
+    options = json.loads(text)
+    kind = Ablation if options.keys() & SETTLED else TurboQuantConfig
+    return kind(**options)
 
 
 def write_counts(counts: DeviceCounts, store: GrowingStore) -> None:

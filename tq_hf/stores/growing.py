@@ -6,6 +6,10 @@ What is packed is a function of the tokens alone: of T tokens, `TurboQuantConfig
 were appended. `append` encodes the blocks that become due, but the view it returns still shows their tokens dense: the
 tokens of a call are read exactly in that call. A block that a short call encoded is *pending*: its dense rows stay in
 the window until the next call begins, so that a `crop` in between (assisted decoding) finds them.
+
+Of a balanced configuration, the factors of channels are those of the last long call before the first block is encoded.
+They depend on its queries, which the store does not see: if `append` is told to wait, such a call is encoded when
+attention shows them (`encode_prompt`), or when anything else is asked of the store.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..codec import balance
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
@@ -38,17 +43,23 @@ class GrowingStore(LayerStore):
         tensors: The tensors, which the store writes to.
         counts: What they hold.
         growth: How much room the store makes.
+        handed_on: See `LayerStore`.
     """
 
-    def __init__(self, tensors: LayerTensors, counts: Counts = NOTHING, growth: Growth = GROW) -> None:
-        super().__init__(tensors)
+    def __init__(
+        self, tensors: LayerTensors, counts: Counts = NOTHING, growth: Growth = GROW, handed_on: bool = False
+    ) -> None:
+        super().__init__(tensors, handed_on)
         self.growth = growth
         self.num_sinks, self.num_blocks, rows, self.num_pending = counts
         self.window = DenseWindow(tensors.ring, self.num_blocks * self.layout.tokens, rows)
+        # States of a call that waits for its queries, of which the first rows, as many as the number, are sinks.
+        self._prompt: tuple[KeyValue, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.encode_prompt()
         self.window.write_late_row()
-        return type(self), (self.tensors, self.counts, self.growth)
+        return type(self), (self.tensors, self.counts, self.growth, self.handed_on)
 
     @classmethod
     @outside_inference_mode
@@ -71,14 +82,16 @@ class GrowingStore(LayerStore):
     @property
     def counts(self) -> Counts:
         """What is held."""
+        self.encode_prompt()
         return Counts(self.num_sinks, self.num_blocks, self.window.count, self.num_pending)
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self.num_sinks + self.num_blocks * self.layout.tokens + self.window.count
+        waiting = 0 if self._prompt is None else self._prompt[0][0].shape[2] - self._prompt[1]
+        return self.num_sinks + self.num_blocks * self.layout.tokens + self.window.count + waiting
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView:
         """See `LayerStore.append`."""
         tensors, window = self.tensors, self.window
         row = tensors.row
@@ -91,6 +104,7 @@ class GrowingStore(LayerStore):
             and self.num_sinks == self.config.sink_tokens
             and 0 < window.count - self.num_pending * self.layout.tokens < window.capacity
             and not self.growth.in_place
+            and self._prompt is None
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
         ):
@@ -105,17 +119,18 @@ class GrowingStore(LayerStore):
                 raise
         check_fits(keys, values, row)
         self.growth.check(keys.shape[2], self.length)
+        self.encode_prompt()
         self.drop_encoded_rows()
         # What is written where nothing is held yet does not count: a kernel that fails leaves the store as it was.
         before = vars(self) | {"window": window.snapshot()}
         try:
-            return self._append(keys, values)
+            return self._append(keys, values, wait)
         except BaseException:
             vars(self).update(before)
             raise
 
     @outside_inference_mode
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
         past, new_tokens, sinks_before = self.length, keys.shape[2], self.num_sinks
         to_sinks = min(new_tokens, self.config.sink_tokens - sinks_before) if past == sinks_before else 0
         for buffer, states in zip(self.sinks, (keys, values), strict=True):
@@ -131,8 +146,33 @@ class GrowingStore(LayerStore):
         # The window does not have these rows yet, and the sinks that they filled are theirs.
         shown = self.tensors.with_sinks(sinks_before)
         view = StoreView(shown, self.num_blocks, self.window.count, past, self.window.late, (keys, values))
-        self._append_long(rest)
+        self._prompt = ((keys, values), to_sinks)
+        if not wait or not self.config.balance or self.handed_on or self.num_blocks:
+            self.encode_prompt()
         return view
+
+    @property
+    def waits(self) -> bool:
+        """See `LayerStore.waits`."""
+        return self._prompt is not None
+
+    @outside_inference_mode
+    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """See `LayerStore.encode_prompt`."""
+        if self._prompt is None:
+            return
+        (keys, values), to_sinks = self._prompt
+        before = vars(self) | {"window": self.window.snapshot()}
+        self._prompt = None
+        if self.config.balance and not self.handed_on and not self.num_blocks:
+            chosen = balance.factors(queries, keys, values, first=to_sinks, valid=attended)
+            for held, factor in zip(self.blocks.factors, chosen, strict=True):
+                held.copy_(factor)
+        try:
+            self._append_long((keys[:, :, to_sinks:], values[:, :, to_sinks:]))
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def _encode_window(self, past: int) -> StoreView:
         """Encode the blocks that became due by rows the window has now. Returns a view of all rows."""
@@ -208,6 +248,7 @@ class GrowingStore(LayerStore):
 
     def view(self) -> StoreView:
         """See `LayerStore.view`. The rows of pending blocks stay for a crop."""
+        self.encode_prompt()
         reader = copy(self)
         reader.window = self.window.snapshot()
         reader.drop_encoded_rows()
@@ -221,6 +262,7 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
         """See `LayerStore.crop`."""
+        self.encode_prompt()
         length = max(0, self.length - tokens)
         block = self.layout.tokens
         if (kept := length - self.num_sinks - self.num_blocks * block) >= 0:
@@ -241,8 +283,9 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:
         """See `LayerStore.map`."""
+        self.encode_prompt()
         self.window.write_late_row()
-        return GrowingStore(self.tensors.map(function), self.counts, self.growth)
+        return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.handed_on)
 
     def reorder(self, beam_idx: torch.Tensor) -> GrowingStore:
         """See `LayerStore.reorder`."""
@@ -253,6 +296,7 @@ class GrowingStore(LayerStore):
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """See `LayerStore.by_kind`. A late row is held in the model's own tensors until it is written."""
+        self.encode_prompt()
         kinds = self.tensors.by_kind()
         late = self.window.late
         if late is not None and late.states is not None:
@@ -261,7 +305,10 @@ class GrowingStore(LayerStore):
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """See `LayerStore.export`."""
+        self.encode_prompt()
         held = self.blocks.slice(0, self.num_blocks + self.num_pending).tensors()
+        if self.config.balance:
+            held["key_factors"], held["value_factors"] = self.blocks.factors
         for name, position in (("keys", 0), ("values", 1)):
             held[f"sink_{name}"] = self.sinks[position][:, :, : self.num_sinks]
             empty = self.sinks[position][:, :, :0]
@@ -275,6 +322,9 @@ class GrowingStore(LayerStore):
         self._make_room(0, packed)
         for name, tensor in self.blocks.tensors().items():
             tensor[:, :, :packed] = held[name].to(device)
+        if self.config.balance:
+            self.blocks.factors.keys.copy_(held["key_factors"])
+            self.blocks.factors.values.copy_(held["value_factors"])
         for buffer, name in zip(self.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
         capacity = self.growth.window_rows(self.config, counts.window)

@@ -44,10 +44,15 @@ class PreallocatedStore(LayerStore):
         tensors: Room for `max_cache_len` tokens.
         counts: `state`, `step_counts` and `length`; see the module.
         max_cache_len: Tokens there is room for.
+        handed_on: See `LayerStore`.
     """
 
-    def __init__(self, tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int) -> None:
-        super().__init__(tensors)
+    def __init__(
+        self, tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int, handed_on: bool = False
+    ) -> None:
+        super().__init__(tensors, handed_on)
+        self._appending: GrowingStore | None = None
+        """What the last call was appended to, if it waits for its queries."""
         self.counts = counts
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
@@ -56,7 +61,8 @@ class PreallocatedStore(LayerStore):
         self._config_text = graph_ops.config_text(tensors.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PreallocatedStore, (self.tensors, self.counts, self.max_cache_len)
+        self.encode_prompt()
+        return PreallocatedStore, (self.tensors, self.counts, self.max_cache_len, self.handed_on)
 
     @classmethod
     @outside_inference_mode
@@ -83,10 +89,12 @@ class PreallocatedStore(LayerStore):
     @property
     def length(self) -> torch.Tensor:
         """Tokens held, `[]` int64 on the device."""
+        self.encode_prompt()
         return self.counts.length
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:
         """See `LayerStore.append`. One token is appended without reading lengths on the host, so that it compiles."""
+        self.encode_prompt()
         tensors, row = self.tensors, self.tensors.row
         if (
             keys.shape != row.keys
@@ -95,7 +103,7 @@ class PreallocatedStore(LayerStore):
             or not keys.device == values.device == row.device
         ):
             check_fits(keys, values, row)
-            return self._append_many(keys, values)
+            return self._append_many(keys, values, wait)
         if torch.compiler.is_compiling():
             graph_ops.append_in_graph(tensors, self.counts, keys, values, self._config_text, self.max_cache_len)
             self.num_held = None
@@ -111,21 +119,38 @@ class PreallocatedStore(LayerStore):
         return StepView(self.tensors, counts, self._entries, self._config_text, self.max_cache_len, num_held)
 
     @outside_inference_mode
-    def _append_many(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
+    def _append_many(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
         store = self.as_growing()
         # Of its own: what is returned reads the old rows, and outlives the writing back.
         store.window = store.window.copied(store.window.capacity)
         store.tensors = store.tensors.with_ring(store.window.ring)
-        view = store.append(keys, values)
-        if store.window.count > self.tensors.ring[0].shape[2]:
-            store.drop_encoded_rows()
-        self._take(store)
+        view = store.append(keys, values, wait)
+        self._appending = store
+        if not store.waits:
+            self.encode_prompt()
         return view
+
+    @property
+    def waits(self) -> bool:
+        """See `LayerStore.waits`."""
+        return self._appending is not None
+
+    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """See `LayerStore.encode_prompt`."""
+        if (store := self._appending) is not None:
+            self._appending = None
+            store.encode_prompt(queries, attended)
+            if store.window.count > self.tensors.ring[0].shape[2]:
+                store.drop_encoded_rows()
+            self._take(store)
 
     def as_growing(self) -> GrowingStore:
         """A store over the same tensors, with counts on the host. Waits for the device."""
-        return GrowingStore(self.tensors, Counts(*self.state.tolist()), Fixed(self.max_cache_len))
+        self.encode_prompt()
+        counts = Counts(*self.state.tolist())
+        return GrowingStore(self.tensors, counts, Fixed(self.max_cache_len), self.handed_on)
 
+    @outside_inference_mode
     def _take(self, store: GrowingStore) -> None:
         """Hold what `store` holds, whose blocks and sinks are this store's."""
         if store.tensors.ring is not self.tensors.ring:
@@ -155,16 +180,22 @@ class PreallocatedStore(LayerStore):
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PreallocatedStore:
         """See `LayerStore.map`. The counts stay where they are."""
-        return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len)
+        self.encode_prompt()
+        return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.handed_on)
 
     def reorder(self, beam_idx: torch.Tensor) -> PreallocatedStore:
         """See `LayerStore.reorder`: in place, because captured graphs know the addresses."""
+        self.encode_prompt()
         for tensor in self.tensors.arguments():
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
         return self
 
     def reset(self) -> PreallocatedStore:
         """See `LayerStore.reset`: the tensors stay where they are."""
+        self._appending = None
+        if not self.handed_on:
+            for factor in self.blocks.factors:
+                factor.fill_(1)
         self.state.zero_()
         self.length.zero_()
         self.num_held = 0
@@ -172,6 +203,7 @@ class PreallocatedStore(LayerStore):
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """See `LayerStore.by_kind`."""
+        self.encode_prompt()
         kinds = self.tensors.by_kind()
         return {**kinds, "metadata": [*kinds["metadata"], *self.counts]}
 

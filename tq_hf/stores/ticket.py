@@ -19,6 +19,7 @@ import torch
 from ..tensors.layer_tensors import RowKind, dense_shapes
 from ..tensors.view import StepView, StoreView
 from ..tensors.window import KeyValue
+from .base import LayerStore
 from .watched import unwatched
 
 _ATTRIBUTE = "_turboquant_ticket"
@@ -63,12 +64,14 @@ class Ticket(NamedTuple):
         receipt: To be signed.
         values: The tensor of values that goes with the keys the ticket is on.
         states: Makes the keys and values that the view stands for.
+        waiting: The store, if it waits for the queries of this call.
     """
 
     view: StoreView | StepView
     receipt: Receipt
     values: torch.Tensor
     states: Callable[[], KeyValue]
+    waiting: LayerStore | None = None
 
 
 def attach(states: KeyValue, ticket: Ticket) -> KeyValue:
@@ -104,6 +107,22 @@ def step_placeholders(row: RowKind, tokens: int, nan: torch.Tensor) -> KeyValue:
         latest = _latest = (row, tokens, _placeholders(row, tokens, nan))
     keys, values = latest[2]
     return keys.detach(), values
+
+
+def show_queries(keys: torch.Tensor, query: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Show the queries `[B, Hq, S, Dk]` of a call to the store whose ticket `keys` have, if it waits for them. By their
+    mask it knows padding."""
+    ticket: Ticket | None = getattr(keys, _ATTRIBUTE, None)
+    if ticket is not None and ticket.waiting is not None:
+        ticket.waiting.encode_prompt(query, _attended(mask, ticket.view.length, query.shape[2]))
+
+
+def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tensor | None:
+    """Which of the newest `tokens` of `length` the last query attends to, `[B or 1, tokens]` bool; `None` for all."""
+    if mask is None:
+        return None
+    row = mask[:, 0, -1, length - tokens : length]
+    return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
 
 
 def redeem(

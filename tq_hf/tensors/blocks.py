@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..layout import BlockLayout
+from .factors import Factors
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class PackedBlocks:
         value_words: `[B, Hkv, N, layout.value_words]` int32.
         scalars: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
         key_means: `[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means, or `None` if the layout has none.
+        factors: What states were multiplied by before they were encoded; of all blocks.
     """
 
     layout: BlockLayout
@@ -28,10 +30,11 @@ class PackedBlocks:
     value_words: torch.Tensor
     scalars: torch.Tensor
     key_means: torch.Tensor | None
+    factors: Factors
 
     @classmethod
     def allocate(cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device) -> PackedBlocks:
-        """Zero-filled room for `blocks` blocks of `heads` KV heads."""
+        """Zero-filled room for `blocks` blocks of `heads` KV heads, with factors of one."""
 
         def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(batch, heads, blocks, size, dtype=dtype, device=device)
@@ -42,6 +45,7 @@ class PackedBlocks:
             value_words=zeros(layout.value_words),
             scalars=zeros(layout.tokens),
             key_means=zeros(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
+            factors=Factors.ones(batch, heads, layout.key_dim, layout.value_dim, device),
         )
 
     @property
@@ -50,18 +54,21 @@ class PackedBlocks:
         return self.scalars.shape[2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by field name, without an absent mean."""
+        """The tensors of N blocks by field name, without an absent mean."""
         names = ("key_words", "value_words", "scalars", "key_means")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
-        """These blocks with `function` applied to every tensor."""
+        """These blocks with `function` applied to every tensor, the factors among them."""
+        return replace(self._map_blocks(function), factors=self.factors.map(function))
+
+    def _map_blocks(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
         changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors().items()}
         return replace(self, **changed)
 
     def slice(self, start: int, stop: int) -> PackedBlocks:
         """Views of blocks `start` to `stop`."""
-        return self.map(lambda tensor: tensor[:, :, start:stop])
+        return self._map_blocks(lambda tensor: tensor[:, :, start:stop])
 
     def resized(self, blocks: int, used: int) -> PackedBlocks:
         """A copy with room for `blocks` blocks that holds the first `used`."""
@@ -71,4 +78,4 @@ class PackedBlocks:
             out[:, :, :used] = tensor[:, :, :used]
             return out
 
-        return self.map(resize)
+        return self._map_blocks(resize)

@@ -11,6 +11,7 @@ import torch
 from ..config import TurboQuantConfig
 from ..layout import BlockLayout
 from .blocks import PackedBlocks
+from .factors import Factors
 from .window import KeyValue
 
 
@@ -104,19 +105,21 @@ class LayerTensors:
         means = [] if blocks.key_means is None else [blocks.key_means]
         return {
             "packed": [blocks.key_words, blocks.value_words],
-            "metadata": [blocks.scalars, *means],
+            "metadata": [blocks.scalars, *means, *blocks.factors],
             "window": list(self.ring),
             "sinks": list(self.sinks),
         }
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
-        return [*self.sinks, *self.ring, *self.blocks.tensors().values()]
+        return [*self.sinks, *self.ring, *self.blocks.factors, *self.blocks.tensors().values()]
 
     @classmethod
     def from_arguments(cls, config: TurboQuantConfig, tensors: Sequence[torch.Tensor]) -> LayerTensors:
         """The layer whose `arguments()` these are."""
-        sink_keys, sink_values, ring_keys, ring_values, key_words, value_words, scalars, *means = tensors
+        sink_keys, sink_values, ring_keys, ring_values, *factors = tensors[:6]
+        key_words, value_words, scalars, *means = tensors[6:]
         layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
-        blocks = PackedBlocks(layout, key_words, value_words, scalars, means[0] if means else None)
+        means_or_none = means[0] if means else None
+        blocks = PackedBlocks(layout, key_words, value_words, scalars, means_or_none, Factors(*factors))
         return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))

@@ -1,10 +1,10 @@
-"""Packed blocks back to dense keys and values: unpack, rotate back, scale, add the key mean.
+"""Packed blocks back to dense keys and values: unpack, rotate back, scale, add the key mean, divide by the factors.
 
-With R the rotation and c the levels of a block, x[t, :] = scale[t] (c[t, :] R) + mean R. A program takes whole
-blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every generation of tensor cores.
-Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means are applied in fp32: nothing is
-rounded before the output's dtype. The mean is rotated back by the same kind of product, over 64 equal rows, which
-leaves it where it is added.
+With R the rotation, c the levels of a block and f its head's factors, x[t, :] = (scale[t] (c[t, :] R) + mean R) / f. A
+program takes whole blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every generation
+of tensor cores. Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means are applied in fp32:
+nothing is rounded before the output's dtype. The mean is rotated back by the same kind of product, over 64 equal rows,
+which leaves it where it is added.
 """
 
 import triton
@@ -80,6 +80,7 @@ def dequantise_blocks(
     scales,  # [B, H, N, 128, 2] float16, a key's and a value's
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
+    factors,  # [B, H, HEAD_DIM] float16
     states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32
     heads,
     blocks,  # n
@@ -126,6 +127,8 @@ def dequantise_blocks(
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     chunk_channel = tl.arange(0, CHANNELS)
     offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
+    factor = tl.load(factors + tl.program_id(1) * HEAD_DIM + channel, mask=channel < HEAD_DIM, other=1.0)
+    inverse = 1.0 / factor.to(tl.float32)[None, :]  # [1, COLUMNS]
     if RESIDENT:
         high0, low0 = _load_inverse(rotation, 0, channel, DIM, WIDTH, CHANNELS, SPLIT)
         if CHUNKS == 4:
@@ -182,5 +185,5 @@ def dequantise_blocks(
         if means is not None:
             x0 += mean * UNIT
             x1 += mean * UNIT
-        _store_rows(target + offsets, x0, channel, HEAD_DIM, COLUMNS)
-        _store_rows(target + HALF_TOKENS * stride_token + offsets, x1, channel, HEAD_DIM, COLUMNS)
+        _store_rows(target + offsets, x0 * inverse, channel, HEAD_DIM, COLUMNS)
+        _store_rows(target + HALF_TOKENS * stride_token + offsets, x1 * inverse, channel, HEAD_DIM, COLUMNS)

@@ -11,8 +11,8 @@ the block is rotated as two tiles of 64 rows whose rows r and r + 8 hold the sam
 a word (two channels, or two tokens, and the quarters of the channels) are merged as words, of which there are a quarter
 as many as codes.
 
-The signs of the rotation are applied as +-1 in the inputs' dtype, so products are exact, and its factor 1 / sqrt(D)
-goes into the scales.
+The signs of the rotation are applied as +-1 in the inputs' dtype, times the factors of the channels, which have no more
+bits than it has. So products are exact, and the rotation's own factor 1 / sqrt(D) goes into the scales.
 """
 
 import triton
@@ -28,14 +28,17 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 @triton.jit
 def _load_rotation(
     rotation,
+    factors,
     first,
     ROWS: tl.constexpr,
     MATRIX: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Rows `first` to `first + ROWS` of sqrt(D) R^T with columns in the order of quarters, `[ROWS, TILE]`.
+    """Rows `first` to `first + ROWS` of sqrt(D) R^T, times their channels' factors, with columns in the order of
+    quarters, `[ROWS, TILE]`.
 
     Returns:
         High and low parts in MATRIX's dtype, one and the same where SPLIT is not set.
@@ -52,6 +55,7 @@ def _load_rotation(
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
         r = r * DIM**0.5
+    r *= tl.load(factors + k, mask=k < HEAD_DIM, other=0.0).to(tl.float32)
     high = r.to(MATRIX)
     low = (r - high.to(tl.float32)).to(MATRIX) if SPLIT else high
     return high, low
@@ -95,6 +99,7 @@ def encode_blocks(
     scales,  # [B, H, N, 128, 2] float16, a key's and a value's
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
+    factors,  # [B, H, HEAD_DIM] float16
     due,  # [5, 4] int32, or None: `step_counts` of `tq_kernels.decode.append`
     heads,
     blocks,  # n
@@ -136,11 +141,12 @@ def encode_blocks(
     token = 32 * ((row >> 3) & 1) + 8 * (row >> 4) + (row & 7)  # [64], within a half of the block
     k = tl.arange(0, K_STEP)
     offsets = token[:, None] * stride_token + k[None, :]  # [64, K_STEP]
-    if K_STEP == TILE:
-        high, low = _load_rotation(rotation, 0, TILE, MATRIX, DIM, TILE, SPLIT)
-
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
+    factors += tl.program_id(1) * HEAD_DIM
+    if K_STEP == TILE:
+        high, low = _load_rotation(rotation, factors, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, SPLIT)
+
     states += batch * stride_batch + head * stride_head
     first_home = batch * blocks_batch + head * blocks_head + start
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
@@ -160,7 +166,7 @@ def encode_blocks(
             for first in tl.range(0, TILE, K_STEP):
                 x0 = _load_rows(source + first + offsets, first + k, HEAD_DIM, TILE)  # [64, K_STEP]
                 x1 = _load_rows(late + first + offsets, first + k, HEAD_DIM, TILE)
-                high, low = _load_rotation(rotation, first, K_STEP, MATRIX, DIM, TILE, SPLIT)
+                high, low = _load_rotation(rotation, factors, first, K_STEP, MATRIX, HEAD_DIM, DIM, TILE, SPLIT)
                 y0 = _add_product(x0, high, low, y0, SPLIT, PRECISION)
                 y1 = _add_product(x1, high, low, y1, SPLIT, PRECISION)
         if means is not None:

@@ -118,9 +118,9 @@ def encode(
     on = target(keys.device)
     # The interpreter cannot multiply bf16.
     matrix = tl.float32 if keys.device.type == "cpu" else MATRIX_TYPES[keys.dtype]
-    for is_value, states, words, means, rotation, bits, correction in (
-        (False, keys, packed.key_words, packed.key_means, key_rotation, key_bits, key_correction),
-        (True, values, packed.value_words, None, value_rotation, value_bits, value_correction),
+    for is_value, states, words, means, factors, rotation, bits, correction in (
+        (False, keys, packed.key_words, packed.key_means, packed.key_factors, key_rotation, key_bits, key_correction),
+        (True, values, packed.value_words, None, packed.value_factors, value_rotation, value_bits, value_correction),
     ):
         dim = rotation.shape[0]
         tile = max(16, triton.next_power_of_2(dim))
@@ -135,6 +135,7 @@ def encode(
             packed.scalars.view(torch.float16),
             means,
             rotation,
+            factors,
             due,
             heads,
             blocks if due is None else 1,
@@ -229,9 +230,9 @@ def dequantise(
     if batch * heads * blocks == 0:
         return
     on = target(keys.device)
-    for is_value, states, words, means, rotation, bits in (
-        (False, keys, packed.key_words, packed.key_means, key_rotation, key_bits),
-        (True, values, packed.value_words, None, value_rotation, value_bits),
+    for is_value, states, words, means, factors, rotation, bits in (
+        (False, keys, packed.key_words, packed.key_means, packed.key_factors, key_rotation, key_bits),
+        (True, values, packed.value_words, None, packed.value_factors, value_rotation, value_bits),
     ):
         dim = rotation.shape[0]
         config = dequantise_config(dim, bits, on.capability)
@@ -244,6 +245,7 @@ def dequantise(
             packed.scalars.view(torch.float16),
             means,
             rotation,
+            factors,
             states,
             heads,
             blocks,

@@ -1,4 +1,4 @@
-"""The four tensors of packed blocks, as every kernel takes them."""
+"""The tensors of packed blocks, as every kernel takes them."""
 
 from typing import NamedTuple
 
@@ -15,12 +15,16 @@ class Packed(NamedTuple):
         value_words: `[B, Hkv, N, 128 * Dv padded * value bits / 32]` int32.
         scalars: `[B, Hkv, N, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
         key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
+        key_factors: `[B, Hkv, Dk]` fp16 contiguous, no more bits than bf16: what keys were multiplied by.
+        value_factors: `[B, Hkv, Dv]`, likewise.
     """
 
     key_words: torch.Tensor
     value_words: torch.Tensor
     scalars: torch.Tensor
     key_means: torch.Tensor | None
+    key_factors: torch.Tensor
+    value_factors: torch.Tensor
 
     @property
     def block_strides(self) -> tuple[int, int]:

@@ -48,6 +48,7 @@ def rotate_and_append(
     window_values,  # [B, Hkv, capacity, DV]
     query,  # from here on as for rotate_query
     rotation,
+    factors,
     scratch,
     slot,
     capacity,
@@ -86,6 +87,7 @@ def rotate_and_append(
     rotate_query(
         query,
         rotation,
+        factors,
         scratch,
         rows,
         queries,

@@ -56,16 +56,16 @@ class Decoder:
         self.device = packed.key_words.device
         # Without means, the kernel reads nothing at the last address.
         words = (*packed[:3], packed.scalars if packed.key_means is None else packed.key_means)
-        self.tensors = Held(words, (*sinks, *window), key_rotation, value_rotation)
+        single = (key_rotation, value_rotation, packed.key_factors, packed.value_factors)
+        self.tensors = Held(words, (*sinks, *window), *single)
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
         self.addresses = Held(
             tuple(t.data_ptr() for t in words),  # type: ignore[arg-type]
             tuple(t.data_ptr() for t in self.tensors.dense),  # type: ignore[arg-type]
-            key_rotation.data_ptr(),
-            value_rotation.data_ptr(),
+            *(t.data_ptr() for t in single),
         )
         at = self.addresses
-        self.aligned = all(x % 16 == 0 for x in (*at.packed, *at.dense, at.key_rotation, at.value_rotation))
+        self.aligned = all(x % 16 == 0 for x in (*at.packed, *at.dense, *at[2:]))
         self.sinks, self.value_dim = sinks[0].shape[2], window[1].shape[3]
         self._steps: dict[tuple[Any, ...], Step] = {}
 

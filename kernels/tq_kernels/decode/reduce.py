@@ -1,7 +1,7 @@
 """Merge the partial results of `tq_kernels.decode.split` and rotate the packed part's output back.
 
 weight[i, r] = exp2(lse[i, r] - max)
-out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial) / (sum weight + exp(s_aux))
+out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial / factors) / (sum weight + exp(s_aux))
 """
 
 import triton
@@ -86,6 +86,7 @@ def reduce_splits(
     num_window,  # [] int32
     num_sinks,  # [] int32
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
+    factors,  # [B * Hkv, DV] fp16
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous
     rows,
@@ -130,6 +131,7 @@ def reduce_splits(
     matrix = tl.load(
         rotation + d[None, :] * DVP + c[:, None], mask=(d < DVP)[None, :] & (c < DVP)[:, None], other=0.0
     )  # [BC out, BD in]
+    factor = tl.load(factors + head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     blocks = tl.load(num_blocks)
     dense_tokens = tl.load(num_sinks) + tl.load(num_window)
     work, extra, cost = balance(blocks, streams, workers, dense_tokens)
@@ -190,7 +192,8 @@ def reduce_splits(
         if BLOCK_R != DOT_R:
             back = tl.sum(tl.where(tl.arange(0, DOT_R)[None, :] == 0, back, 0.0), 1, keep_dims=True)  # [BC out, 1]
     inverse = 1.0 / tl.where(total > 0, total, 1.0)  # [BR]
-    result = (plain + tl.trans(back) * (peak * decay * (DVP**-0.5))[:, None]) * inverse[:, None]  # [BR, BC]
+    packed = tl.trans(back) * (peak * decay * (DVP**-0.5))[:, None] / factor[None, :]
+    result = (plain + packed) * inverse[:, None]  # [BR, BC]
     at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h  # [BR]
     tl.store(
         out + at[:, None] + c[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & (c < DV)[None, :]

@@ -1,4 +1,5 @@
-"""Prepare the queries of a decode step: normalise each row by a power of two and rotate it.
+"""Prepare the queries of a decode step: normalise each row by a power of two, divide its channels by the factors of the
+keys, and rotate it.
 
 Normalised rows keep fp16 from overflowing; the factor returns in the logits. `tq_kernels.decode.split` lists the
 results.
@@ -16,6 +17,7 @@ LINE = tl.constexpr(32)
 def rotate_query(
     query,  # [B, Hq, S, DK], last dimension contiguous
     rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
+    factors,  # [P, DK] fp16
     scratch,
     rows,  # G * S
     queries,  # S
@@ -62,6 +64,8 @@ def rotate_query(
     matrix = tl.load(
         rotation + column[:, None] * DKP + d[None, :], mask=(column < DKP)[:, None] & (d < DKP)[None, :], other=0.0
     )
+    factor = tl.load(factors + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
+    matrix = (matrix.to(tl.float32) * (1.0 / factor)[None, :]).to(tl.float16)
     if BLOCK_R == 1:  # no product for matrix units
         rotated = tl.sum(matrix.to(tl.float32) * tl.trans(q).to(tl.float32), 1, keep_dims=True) * (DKP**-0.5)  # [32, 1]
     else:

@@ -26,6 +26,8 @@ class Held(NamedTuple):
     dense: tuple[Any, Any, Any, Any]
     key_rotation: Any
     value_rotation: Any
+    key_factors: Any
+    value_factors: Any
 
 
 class Given(NamedTuple):
@@ -100,7 +102,7 @@ class Step:
         strides of its keys and of its values in batch and heads."""
         rotate: tuple[tuple[Any, ...], tuple[float, ...]]
         if row_numbers is None:
-            rotate = (given.query, held.key_rotation, given.scratch), self.rotate_numbers
+            rotate = (given.query, held.key_rotation, held.key_factors, given.scratch), self.rotate_numbers
         else:
             rotate = (
                 (
@@ -109,6 +111,7 @@ class Step:
                     *held.dense[2:],
                     given.query,
                     held.key_rotation,
+                    held.key_factors,
                     given.scratch,
                 ),
                 (
@@ -137,6 +140,7 @@ class Step:
                 given.num_window,
                 given.num_sinks,
                 held.value_rotation,
+                held.value_factors,
                 given.s_aux,
                 given.out,
             ),

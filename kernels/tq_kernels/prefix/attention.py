@@ -9,8 +9,8 @@ in fp16, and partial results where several programs share the tokens of a tile o
 Packed keys are in fp16 less a `reference_key` c of the program, close to their means, so that fp16 rounds them to their
 own size and not to that of the means. What a row has in common with it goes to the row's maximum after the last block.
 
-    x[r, t]   = q[r] . k[t]    packed: (R q[r]) . (key_scale[t] key_level[t] + mean - c) + (R q[r]) . c
-    out[r, :] = R^T sum_packed p value_scale value_level + sum_dense p v,  p = softmax(scaling x)
+    x[r, t]   = q[r] . k[t]    packed: (R q[r] / f) . (key_scale[t] key_level[t] + mean - c) + (R q[r] / f) . c
+    out[r, :] = R^T sum_packed p value_scale value_level / f' + sum_dense p v,  p = softmax(scaling x)
 
 What bounds it on sm_90, D = 128, a block of 128 tokens and 128 rows, in clocks of a multiprocessor: products 2048;
 exponentials 1024; 839 instructions a warp at 4 bits, 8 warps on 4 schedulers, 1680 (a third of them unpack 256 elements
@@ -45,6 +45,8 @@ def prefix_attention(
     key_means,  # [B, Hkv, N, DKP] fp16
     key_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
     value_rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
+    key_factors,  # f, [B, Hkv, DK] fp16
+    value_factors,  # f', [B, Hkv, DV] fp16
     sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype
     sink_values,  # [B, Hkv, sinks, DV]
     window_keys,  # [B, Hkv, window_capacity, DK], row j in slot (window_start + j) % window_capacity
@@ -160,6 +162,8 @@ def prefix_attention(
             mask=key_exists[None, :] & (dk < DKP)[:, None],
             other=0.0,
         )  # [BDK in, BDK column]
+        key_factor = tl.load(key_factors + head * DK + dk, mask=dk < DK, other=1.0).to(tl.float32)
+        matrix = (matrix.to(tl.float32) * (1.0 / key_factor)[:, None]).to(tl.float16)
         block0 = batch * blocks_b + kv_head * blocks_h
         scalar_at = scalars + block0 * TOKENS + tl.arange(0, 32)
         rotated = tl.dot(plain, matrix) * (DKP**-0.5)
@@ -245,7 +249,8 @@ def prefix_attention(
             other=0.0,
         )  # [BDV column, BDV out]
         operand = tl.where(value_exists[None, :], acc / peak[:, None], 0.0).to(tl.float16)
-        acc = tl.dot(operand, matrix) * (peak * (DVP**-0.5))[:, None]
+        value_factor = tl.load(value_factors + head * DV + dv, mask=dv < DV, other=1.0).to(tl.float32)
+        acc = tl.dot(operand, matrix) * (peak * (DVP**-0.5))[:, None] / value_factor[None, :]
 
     if last > blocks:
         first_row = hidden(first_row, ASM)

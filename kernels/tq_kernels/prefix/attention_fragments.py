@@ -10,114 +10,26 @@ import triton
 import triton.language as tl
 
 from ..common.fragment_tiles import (
-    add_dense_values,
     attend_dense,
     attend_packed,
-    dense_scores,
-    load_elements,
 )
 from ..common.fragments import (
     LANES,
-    column_max,
     column_sum,
     initial,
     load_flag,
     of_column,
-    pair_of,
     quarters_of,
-    row_max,
     scaled,
     store32,
     store_element,
-    transposed,
     value_tiles,
     zero_quads,
 )
 from ..common.softmax import LOG2E, log2_sum
 from ..common.unpack import small_unit
 from ..format import TOKENS
-
-
-@triton.jit
-def _normalised_row(row, valid, t, DIM: tl.constexpr):
-    """Pairs of row g's channels, elements below 1, and the power of two taken out."""
-    largest = tl.zeros([LANES], tl.float32)
-    for chunk in tl.static_range((DIM + 15) // 16):
-        x = load_elements(row, valid, t, chunk, DIM)
-        for i in tl.static_range(4):
-            largest = tl.maximum(largest, tl.abs(x[i]))
-    exponent = (row_max(largest).to(tl.int32, bitcast=True) >> 23) + 1
-    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    pairs = ()
-    for chunk in tl.static_range((DIM + 15) // 16):
-        x = load_elements(row, valid, t, chunk, DIM)
-        pairs += (pair_of(x[0] * inverse, x[1] * inverse), pair_of(x[2] * inverse, x[3] * inverse))
-    return pairs, (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _rotated(plain, rotation, g, t, DIM: tl.constexpr, QUARTERS: tl.constexpr, TILES: tl.constexpr):
-    """Operands b of rotated rows, in the order of `load_rows`; `plain` are TILES tuples of DIM channels' pairs."""
-    WIDTH: tl.constexpr = DIM // QUARTERS
-    tiles = ()
-    for _ in tl.static_range(TILES):
-        tiles += ((),)
-    for quarter in tl.static_range(QUARTERS):
-        for chunk in tl.static_range((WIDTH + 15) // 16):
-            # The order of channels that `load_rows` has: rows i < 8 of the product are step 0, the others step 1.
-            channel = 16 * chunk + 4 * (g // 2) + g % 2
-            low = rotation + (quarter * WIDTH + channel) * DIM
-            s = dense_scores(
-                low, low + 2 * DIM, channel < WIDTH, channel + 2 < WIDTH, plain, t, DIM, TILES, True
-            )  # fmt: skip
-            new = ()
-            for tile in tl.static_range(TILES):
-                quad = s[tile]
-                first = transposed(pair_of(quad[0] * (DIM**-0.5), quad[1] * (DIM**-0.5)))
-                second = transposed(pair_of(quad[2] * (DIM**-0.5), quad[3] * (DIM**-0.5)))
-                new += (tiles[tile] + (first, second),)
-            tiles = new
-    return tiles
-
-
-@triton.jit
-def _rotated_back(
-    acc, rotation, g, t, DIM: tl.constexpr, DV: tl.constexpr, QUARTERS: tl.constexpr, TILES: tl.constexpr
-):
-    """Quads of `add_dense_values` of R^T acc, from those of `add_packed_values`."""
-    WIDTH: tl.constexpr = DIM // QUARTERS
-    CHUNKS: tl.constexpr = (WIDTH + 15) // 16
-    # Normalised rows: fp16 then holds any output to 11 bits.
-    peaks, inverse = (), ()
-    for tile in tl.static_range(TILES):
-        for e in tl.static_range(2):
-            peak = tl.zeros([LANES], tl.float32)
-            for i in tl.static_range(QUARTERS * CHUNKS):
-                for half in tl.static_range(2):
-                    inside = 16 * (i % CHUNKS) + 8 * half + g < WIDTH
-                    peak = tl.maximum(peak, tl.where(inside, tl.abs(acc[i * TILES + tile][2 * half + e]), 0.0))
-            peak = column_max(peak)
-            peak = tl.where(peak > 0, peak, 1.0)
-            peaks += (peak * (DIM**-0.5),)
-            inverse += (1.0 / peak,)
-    out = zero_quads(((DV + 15) // 16) * TILES)
-    for i in tl.static_range(QUARTERS * CHUNKS):
-        for half in tl.static_range(2):
-            channel = 16 * (i % CHUNKS) + 8 * half + g
-            inside = channel < WIDTH
-            b = ()
-            for tile in tl.static_range(TILES):
-                quad = acc[i * TILES + tile]
-                low = tl.where(inside, quad[2 * half] * inverse[2 * tile], 0.0)
-                high = tl.where(inside, quad[2 * half + 1] * inverse[2 * tile + 1], 0.0)
-                b += (transposed(pair_of(low, high)),)
-            row = rotation + ((i // CHUNKS) * WIDTH + channel) * DIM
-            out = add_dense_values(out, row, inside, b, t, DIM if DIM < DV else DV, TILES, True)
-    back = ()
-    for i in tl.static_range(((DV + 15) // 16) * TILES):
-        back += (scaled(out[i], peaks[2 * (i % TILES)], peaks[2 * (i % TILES) + 1]),)
-    return back
+from .rows_fragments import divided_row, normalised_row, rotated, rotated_back
 
 
 @triton.jit(
@@ -134,6 +46,8 @@ def prefix_attention_fragments(
     key_means,
     key_rotation,
     value_rotation,
+    key_factors,
+    value_factors,
     sink_keys,
     sink_values,
     window_keys,
@@ -222,19 +136,25 @@ def prefix_attention_fragments(
     last_block = tl.minimum(last, blocks)
 
     mask += batch * mask_b
-    plain, factor = (), ()
+    plain, factor, inverse = (), (), ()
     for tile in tl.static_range(TILES):
         r = first_row + 8 * tile + g
         row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
-        pairs, scale = _normalised_row(query + row, r < rows, t, DK)
+        pairs, scale = normalised_row(query + row, r < rows, t, DK)
         plain += (pairs,)
+        inverse += (1.0 / scale,)
         factor += (of_column(scale, 0) * scaling_log2, of_column(scale, 1) * scaling_log2)
     sums, maximum = initial(TILES)
     acc = zero_quads(((DV + 15) // 16) * TILES)
     if first < last_block:
         KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
         VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
-        q = _rotated(plain, key_rotation, g, t, DKP, KEY_QUARTERS, TILES)
+        divided = ()
+        for tile in tl.static_range(TILES):
+            r = first_row + 8 * tile + g
+            row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
+            divided += (divided_row(query + row, key_factors + head * DK, r < rows, t, inverse[tile], DK),)
+        q = rotated(divided, key_rotation, g, t, DKP, KEY_QUARTERS, TILES)
         packed_factor = ()
         for i in tl.static_range(2 * TILES):
             packed_factor += (factor[i] / small_unit(KEY_BITS),)
@@ -263,14 +183,18 @@ def prefix_attention_fragments(
                 key_means + at * DKP if HAS_MEAN else key_means,
                 allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
             )  # fmt: skip
-        acc = _rotated_back(packed, value_rotation, g, t, DVP, DV, VALUE_QUARTERS, TILES)
+        acc = rotated_back(packed, value_rotation, g, t, DVP, DV, VALUE_QUARTERS, TILES)
         # Dense tokens are neither in the units of packed ones nor in their probabilities'.
         in_units, in_sums, in_acc = (), (), ()
         for i in tl.static_range(2 * TILES):
             in_units += (maximum[i] if SOFTCAP else maximum[i] / small_unit(KEY_BITS),)
             in_sums += (sums[i] * (2.0**-4),)
         for i in tl.static_range(((DV + 15) // 16) * TILES):
-            in_acc += (scaled(acc[i], 2.0**-4 / small_unit(VALUE_BITS), 2.0**-4 / small_unit(VALUE_BITS)),)
+            channel = 16 * (i // TILES) + 4 * (g // 2) + g % 2
+            f0 = tl.load(value_factors + head * DV + channel, mask=channel < DV, other=1.0).to(tl.float32)
+            f1 = tl.load(value_factors + head * DV + channel + 2, mask=channel + 2 < DV, other=1.0).to(tl.float32)
+            quad = scaled(acc[i], 2.0**-4 / small_unit(VALUE_BITS), 2.0**-4 / small_unit(VALUE_BITS))
+            in_acc += ((quad[0] / f0, quad[1] / f0, quad[2] / f1, quad[3] / f1),)
         maximum = in_units
         sums = in_sums
         acc = in_acc

@@ -195,6 +195,8 @@ def attend_prefix(
         packed.scalars if packed.key_means is None else packed.key_means,
         key_rotation,
         value_rotation,
+        packed.key_factors,
+        packed.value_factors,
         *sinks,
         *window,
         *fresh,

@@ -1,0 +1,177 @@
+"""Factors of channels that make codes indifferent to how a model scales them.
+
+Attention is the same if a key channel is multiplied by c and the query's divided by c, or a value channel multiplied
+and its column of the output projection divided. A rotated code is not: its error is the same in all channels and
+proportional to the whole vector, so a few loud channels drown the quiet ones. So keys are stored divided by s and the
+query is multiplied by s; values are stored divided by t and the output is multiplied by t. Held are 1 / s and 1 / t.
+
+With sigma_k and sigma_q the RMS of a channel's keys about their block mean and of its queries, the error of q . k is
+in proportion to E = (sum sigma_q^2 s^2) (sum sigma_k^2 / s^2). Its minimum (sum sigma_q sigma_k)^2 is at
+s^2 = sigma_k / sigma_q (Cauchy-Schwarz), a gain of sum sigma_q^2 * sum sigma_k^2 / (sum sigma_q sigma_k)^2. For values
+t = sigma_v: how the output projection weighs them is not known here.
+
+That gives a loud channel what it had if the model were balanced, but the queries that matter are not the average ones:
+where nothing is wrong, s by that formula is worse than none. So only channels are touched of which s or t is far from
+the median channel's (`NEAR`, `FAR`); all others are left as they are. But where scales would leave fp16's range, all
+channels of a head are multiplied by a power of two, which changes no code.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..layout import BlockLayout
+from ..tensors.factors import Factors
+
+LEAST_TOKENS = 32
+"""Of fewer tokens nothing is concluded: factors stay one."""
+SAMPLED_BLOCKS = 8
+"""Blocks of the prompt that are looked at, evenly spread."""
+NEAR, FAR = 1.6, 2.5
+"""A channel is balanced wholly if its factor is `FAR` times the median one's or a `FAR`-th of it, not at all below
+`NEAR`, and in proportion (of logarithms) between."""
+SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-11, 2.0**12
+"""Rotated queries, divided by a factor, then fit into fp16, as queries are normalised (`tq_kernels.decode.rotate`)."""
+OUT_OF_RANGE = 2.0**8
+"""States of an RMS beyond this, or below its inverse, are brought to an RMS of about 1."""
+QUIETEST = 2.0**-10
+"""Least RMS of a channel that is believed, over that of the loudest."""
+_HUGE = 2.0**56
+"""States are clamped to this, so that squares of them can be summed in float32."""
+
+
+def _sum_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Sum of `[..., T, D]` over T by halving: the same bits on every device and in every batch."""
+    while (size := x.shape[-2]) > 1:
+        half = size // 2
+        folded = x[..., :half, :] + x[..., half : 2 * half, :]
+        x = folded if size % 2 == 0 else torch.cat([folded, x[..., -1:, :]], dim=-2)
+    return x.squeeze(-2)
+
+
+def sampled_blocks(tokens: int, first: int) -> list[slice]:
+    """Where to look in a prompt of `tokens`, of which the `first` are sinks: up to `SAMPLED_BLOCKS` whole blocks, the
+    last one among them, or what there is."""
+    size = BlockLayout.tokens
+    whole = (tokens - first) // size
+    if whole < 1:
+        return [slice(min(first, max(0, tokens - LEAST_TOKENS)), tokens)]
+    count = min(SAMPLED_BLOCKS, whole)
+    indices = [(whole - 1) * i // max(1, count - 1) if count > 1 else 0 for i in range(count)]
+    return [slice(first + size * i, first + size * (i + 1)) for i in indices]
+
+
+def _known(x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[B, H, T, D]` in float32 with zeros for tokens that do not count, and which count, `[B, H, T, 1]` float32."""
+    counts = x.isfinite().all(-1, keepdim=True)
+    if valid is not None:
+        counts = counts & valid[:, None, :, None]
+    return torch.where(counts, x.float(), 0).clamp(-_HUGE, _HUGE), counts.float()
+
+
+class Statistics:
+    """Sums over a first prompt, `[B, Hkv, D]` float32 each."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, x: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add squares of `[B, Hkv, T, D]` and the number of its tokens that count."""
+        for what, term in ((name, _sum_tokens(x * x)), (f"{name} count", _sum_tokens(counts))):
+            self.sums[what] = self.sums[what] + term if what in self.sums else term
+
+    def rms(self, name: str) -> torch.Tensor:
+        """RMS of each channel, `[B, Hkv, D]`, at least `QUIETEST` times the loudest; 0 if all are."""
+        sigma = (self.sums[name] / self.sums[f"{name} count"].clamp_min(1)).sqrt()
+        return sigma.maximum(QUIETEST * sigma.amax(-1, keepdim=True))
+
+    def known(self, name: str) -> torch.Tensor:
+        """Whether there are tokens enough, and any that are not zero, `[B, Hkv, 1]` bool."""
+        return (self.sums[f"{name} count"] >= LEAST_TOKENS) & (self.sums[name].amax(-1, keepdim=True) > 0)
+
+
+def statistics(
+    queries: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    first: int,
+    valid: torch.Tensor | None = None,
+) -> Statistics:
+    """What factors are computed from.
+
+    Args:
+        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` where nobody has shown them.
+        keys: `[B, Hkv, T, Dk]` as the cache gets them.
+        values: `[B, Hkv, T, Dv]`.
+        first: Tokens at the start that stay dense.
+        valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
+    """
+    found = Statistics()
+    for place in sampled_blocks(keys.shape[2], first):
+        real = None if valid is None else valid[:, place]
+        k, counts = _known(keys[:, :, place], real)
+        mean = _sum_tokens(k) / _sum_tokens(counts).clamp_min(1)
+        found.add("keys", (k - mean[:, :, None]) * counts, counts)
+        found.add("values", *_known(values[:, :, place], real))
+        if queries is not None:
+            q, counts = _known(queries[:, :, place], real)
+            grouped = (x.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) for x in (q, counts))
+            found.add("queries", *grouped)
+    return found
+
+
+def _power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The power of two at or below x > 0."""
+    return torch.exp2(torch.frexp(x).exponent.float() - 1)
+
+
+def _factors(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """One over `wanted` where that is far from the median channel's; where what would be stored is `OUT_OF_RANGE`,
+    times the power of two that brings it to an RMS of about 1. `[B, Hkv, D]` fp16."""
+    away = wanted.log()
+    away = away - away.median(-1, keepdim=True).values
+    share = ((away.abs() - math.log(NEAR)) / math.log(FAR / NEAR)).clamp(0, 1)
+    factor = torch.where(known, share * away, 0).exp()
+    size = ((sigma / factor).square().mean(-1, keepdim=True)).sqrt()
+    outside = known & ((size > OUT_OF_RANGE) | (size < 1 / OUT_OF_RANGE))
+    factor = factor * torch.where(outside, _power_of_two(size.clamp(2.0**-60, 2.0**60)), 1)
+    return (1 / factor).clamp(SMALLEST_FACTOR, LARGEST_FACTOR).bfloat16().half()
+
+
+def key_gain(sigma_k: torch.Tensor, sigma_q: torch.Tensor) -> torch.Tensor:
+    """By how much balancing reduces the error of q . k, `[B, Hkv, 1]`, from RMS `[B, Hkv, Dk]`."""
+    k, q = (x / x.amax(-1, keepdim=True).clamp_min(2.0**-60) for x in (sigma_k, sigma_q))
+    energies = k.square().sum(-1, keepdim=True) * q.square().sum(-1, keepdim=True)
+    return energies / (k * q).sum(-1, keepdim=True).square().clamp_min(2.0**-60)
+
+
+def key_factors(found: Statistics) -> torch.Tensor:
+    """1 / s, `[B, Hkv, Dk]` fp16 in `[SMALLEST_FACTOR, LARGEST_FACTOR]`."""
+    k, known = found.rms("keys"), found.known("keys")
+    if "queries" not in found.sums:
+        return _factors(torch.ones_like(k), k, known)
+    q, asked = found.rms("queries"), found.known("keys") & found.known("queries")
+    wanted = torch.where(asked, k / torch.where(asked, q, 1), 1).clamp(2.0**-60, 2.0**60).sqrt()
+    return _factors(wanted, k, known)
+
+
+def value_factors(found: Statistics) -> torch.Tensor:
+    """1 / t, `[B, Hkv, Dv]` fp16 in `[SMALLEST_FACTOR, LARGEST_FACTOR]`."""
+    v, known = found.rms("values"), found.known("values")
+    return _factors(torch.where(known, v, 1).clamp(2.0**-60, 2.0**60), v, known)
+
+
+def factors(
+    queries: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    first: int,
+    valid: torch.Tensor | None = None,
+) -> Factors:
+    """Factors from a first prompt; arguments as of `statistics`. A sequence's depend on that sequence alone."""
+    found = statistics(queries, keys, values, first=first, valid=valid)
+    return Factors(key_factors(found), value_factors(found))
