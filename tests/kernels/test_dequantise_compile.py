@@ -25,7 +25,7 @@ def compiled_layouts(arch: int, dim: int, bits: int, is_value: bool) -> str:
     config = dequantise_config(dim, bits, divmod(arch, 10))
     tile = max(16 * config.chunks, triton.next_power_of_2(dim))
     names = dequantise_blocks.arg_names
-    types = ["*i32", "*fp16", "constexpr" if is_value else "*fp16", "*fp32", "*fp16", *["i32"] * 8]
+    types = ["*i32", "*fp16", "constexpr" if is_value else "*fp16", "*fp32", "*fp16", "*fp16", *["i32"] * 8]
     columns = min(config.columns, tile)
     constants = (dim, dim, tile, bits, is_value, config.chunks, columns, config.resident, True)
     runtime = len(types)
