@@ -112,6 +112,7 @@ else:
     def test_encode(preset: str) -> None:
         encode.check(encode.Case(PRESETS[preset], 128, 64), DEVICE)
 
+    @pytest.mark.parametrize("dims", [(128, 64), (64, 128), (128, 128), (256, 256), (80, 96)], ids=str)
     @pytest.mark.parametrize("preset", PRESETS)
-    def test_dequantise(preset: str) -> None:
-        dequantise.check(dequantise.Case(PRESETS[preset]), DEVICE)
+    def test_dequantise(preset: str, dims: tuple[int, int]) -> None:
+        dequantise.check(dequantise.Case(PRESETS[preset], *dims, torch.float16), DEVICE)

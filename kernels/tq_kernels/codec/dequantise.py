@@ -47,8 +47,19 @@ def _load_inverse(
 
 
 @triton.jit
-def _two_planes(even, odd, IS_VALUE: tl.constexpr):
+def _two_planes(even, odd, IS_VALUE: tl.constexpr, ASM: tl.constexpr):
     """Level tiles of two planes (`[32, C]`; of values `[C, 32]`) as the rows of one, `[64, C]`."""
+    if IS_VALUE and ASM:
+        # Words are pairs of tokens, operands pairs of channels. Triton moves the operand's layout above the look-up
+        # where it can, which then takes halves of two words for one; above an impure operation it moves nothing.
+        even, odd = tl.inline_asm_elementwise(
+            "mov.b32 $0, $2; mov.b32 $1, $3;",
+            "=r,=r,r,r",
+            [even, odd],
+            dtype=(tl.float16, tl.float16),
+            is_pure=False,
+            pack=2,
+        )
     pair = tl.join(even, odd)
     pair = tl.permute(pair, [2, 1, 0] if IS_VALUE else [2, 0, 1])
     return tl.reshape(pair, [HALF_TOKENS, pair.shape[2]])
@@ -168,8 +179,8 @@ def dequantise_blocks(
                     p0, p1, p2, p3 = unpack3(w, signs, odd, chunk, False, ASM)
                 else:
                     p0, p1, p2, p3 = unpack2(w, odd, chunk, ASM)
-            x0 = _add_product(_two_planes(p0, p1, IS_VALUE), high, low, x0, SPLIT)
-            x1 = _add_product(_two_planes(p2, p3, IS_VALUE), high, low, x1, SPLIT)
+            x0 = _add_product(_two_planes(p0, p1, IS_VALUE, ASM), high, low, x0, SPLIT)
+            x1 = _add_product(_two_planes(p2, p3, IS_VALUE, ASM), high, low, x1, SPLIT)
             if means is not None:
                 m = tl.load(means + source * DIM + chunk * WIDTH + chunk_channel, mask=chunk_channel < WIDTH, other=0.0)
                 m = tl.broadcast_to(m[None, :], [HALF_TOKENS, CHANNELS])
