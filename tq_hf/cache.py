@@ -228,6 +228,13 @@ class TurboQuantCache(DynamicCache):
                 self._waiting = layer
         return states
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask for `query_length` new tokens covers."""
+        # Masks are made before any layer is updated. A compiled step then never finds a prompt that waits.
+        if self._waiting is not None:
+            self._encode_waiting()
+        return super().get_mask_sizes(query_length, layer_idx)
+
     def _encode_waiting(self) -> None:
         """Encode the prompt of the layer updated last, if its queries were not shown: one layer's is held at most."""
         layer, self._waiting = self._waiting, None
