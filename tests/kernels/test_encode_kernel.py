@@ -121,24 +121,33 @@ def _ordered(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def check_codes(
-    words: torch.Tensor, expected: torch.Tensor, z: torch.Tensor, scale: torch.Tensor, bits: int, *, is_value: bool
+    words: torch.Tensor,
+    expected: torch.Tensor,
+    z: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    *,
+    is_value: bool,
+    balanced: bool,
 ) -> None:
     """Codes are equal but for values within rounding of a boundary, of which there are few and which move by one
-    level."""
+    level. A balanced row no longer has 8 or 11 bits: the product that rotates it rounds it to TF32."""
     got, want = (_ordered(unpack(w, bits, z.shape[-1], is_value=is_value), bits) for w in (words, expected))
     different = got != want
     assert different.double().mean() <= 1e-3
     assert (got - want).abs().max() <= 1
     if bits == 8:
-        x = (z / (scale[..., None] * FP8_LEVEL_SCALE))[different].clamp(-FP8_MAX, FP8_MAX)
+        rows = z / (scale[..., None] * FP8_LEVEL_SCALE)
         levels = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         edges = (levels[1:] + levels[:-1]) / 2
         edges = torch.cat([-edges.flip(0), edges])
     else:
-        x = (z / (z * z).mean(-1, keepdim=True).sqrt())[different]
+        rows = z / (z * z).mean(-1, keepdim=True).sqrt()
         edges = boundaries(bits, CPU)
+    x = rows[different].clamp(-FP8_MAX, FP8_MAX)
+    rounding = 2**-11 * (rows * rows).mean(-1, keepdim=True).sqrt().expand_as(rows)[different] if balanced else 0
     distance = (x[:, None] - edges).abs().amin(-1)
-    assert (distance <= 1e-3 * x.abs().clamp_min(1)).all()
+    assert (distance <= 1e-3 * x.abs().clamp_min(1) + rounding).all()
 
 
 def check(case: Case, device: torch.device) -> None:
@@ -178,7 +187,9 @@ def check(case: Case, device: torch.device) -> None:
         if not is_value and got.key_means is not None and want.key_means is not None:
             torch.testing.assert_close(got.key_means, want.key_means, rtol=1e-3, atol=2e-6)
             z = z - want.key_means.float()[..., None, :]
-        check_codes(got_words, want_words, z, want_scales[..., int(is_value)], bits, is_value=is_value)
+        check_codes(
+            got_words, want_words, z, want_scales[..., int(is_value)], bits, is_value=is_value, balanced=case.balanced
+        )
 
 
 def check_chunks(device: torch.device) -> None:
