@@ -135,6 +135,9 @@ def ablations(config: Any, tokens: int) -> list[Method]:
         "values: projection": {"value_correction": "projection"},
         "first and last layer dense": {"skip_layers": (0, -1)},
         "another seed": {"seed": 1},
+        "no balance": {"balance": False},
+        "packed only, no balance": PACKED | {"balance": False},
+        "another seed, no balance": {"seed": 1, "balance": False},
     }
     return [
         compressed(config, f"{preset}, {what}", Ablation.from_preset(preset, **options), tokens)
