@@ -144,15 +144,16 @@ class TurboQuantLayer(FullAttentionLayer):
                 self._left_alone.add(self._call)
             known = call in self._left_alone
             self._receipt, self._call = Receipt(), call
-        return self._offered(view, (key_states, value_states), reads_store, known)
+        prompt = (key_states, value_states) if view.is_first else None
+        return self._offered(view, prompt, reads_store, known)
 
-    def _offered(self, view: StoreView | StepView, new: KeyValue, reads_store: bool, known: bool) -> KeyValue:
-        """States for `view` with a ticket on them; `new` are those of the call. If attention is expected to read the
-        store they are stand-ins, watched ones unless the model is `known` to leave them alone."""
+    def _offered(self, view: StoreView | StepView, prompt: KeyValue | None, reads_store: bool, known: bool) -> KeyValue:
+        """States for `view` with a ticket on them; `prompt` are those of a first call. If attention is expected to read
+        the store they are stand-ins, watched ones unless the model is `known` to leave them alone."""
         assert self.store is not None
         dense: Callable[[], KeyValue]
-        if view.is_first:
-            dense = partial(self._shown, new)
+        if prompt is not None:
+            dense = partial(self._shown, prompt)
             # An alias: with the ticket on the very tensor its view holds, they would keep each other alive.
             keys, values = dense()
             states = (keys.view_as(keys), values)
