@@ -101,6 +101,7 @@ def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
     cache = TurboQuantCache(llama_config(1))
     monkeypatch.setattr(backend, "chosen", "torch")
     cache.update(*states(0, tokens=300), 0)
+    view = cache.layers[0].store.view()
     monkeypatch.setattr(backend, "chosen", "")
 
     def fail(*args, **kwargs):
@@ -111,4 +112,4 @@ def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
     monkeypatch.setattr(fail, "value_dim", 16, raising=False)
     monkeypatch.setattr(triton_backend, "device_int", lambda value, device: value, raising=False)
     with pytest.raises(RuntimeError, match="TQ_HF_BACKEND=torch"):
-        dispatch.attend(torch.zeros(1, 4, 1, 16), cache.layers[0].store.view(), None, scaling=1.0)
+        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, scaling=1.0)
