@@ -185,7 +185,7 @@ def test_16_bit_models_get_their_dtype_and_float32_arithmetic(dtype):
 
 @pytest.mark.parametrize("queries", [1, 300])
 @pytest.mark.parametrize("name", PRESETS)
-def test_scratch_is_that_of_a_tile_however_long_the_history(name, queries):
+def test_scratch_is_that_of_a_tile_however_long_the_history(name, queries, monkeypatch):
     """4 MiB of levels for keys and as much for values, as much again by token for many queries, indices, scores."""
 
     def scratch(past: int) -> int:
@@ -195,10 +195,8 @@ def test_scratch_is_that_of_a_tile_however_long_the_history(name, queries):
         dispatch.attend(random(24, 1, 2, queries, 16), view, None, scaling=0.25)
         return workspace.workspace_bytes() - before
 
-    monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 4 * 128 * 16)
-    with monkeypatch.context():
-        few, many = scratch(1000), scratch(6000)
+    few, many = scratch(1000), scratch(6000)
     assert 0 < few == many < 6 * 4 * tiled_attention.TILE_NUMBERS
 
 
