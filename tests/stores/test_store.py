@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from helpers import (
     BLOCK,
-    CountedBytes,
     all_packed,
     assert_same,
     assert_unchanged,
@@ -19,9 +16,7 @@ from helpers import (
     dequantised,
     encoded,
     filled,
-    llama_config,
     packed_tensors,
-    prefill_bytes,
     rows,
     snapshot,
     states,
@@ -29,27 +24,15 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_cases import CONFIGS, SIZES, configs, gradients
 
-from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
+from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
-from tq_hf.config import GROWTH
 from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import Fixed
-from tq_hf.stores.ticket import redeem, step_placeholders
-from tq_hf.stores.watched import Watched
-from tq_hf.tensors.layer_tensors import RowKind
 from tq_hf.tensors.window import DenseWindow
-
-CONFIGS = {
-    "all_packed": all_packed(),
-    "sinks": all_packed(sink_tokens=5, key_bits=8),
-    "residual": TurboQuantConfig(residual_length=60, sink_tokens=4, key_bits=3),
-    "default": PRESETS["2.5bit_nc"],
-}
-configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
-gradients = pytest.mark.parametrize("recorded", [False, True], ids=["", "gradients"])
 
 
 class Expected:
@@ -117,7 +100,6 @@ def check(store: GrowingStore, expected: Expected) -> None:
         assert torch.equal(packed_tensors(store)[name], tensor), name
 
 
-SIZES = st.one_of(st.integers(1, 5), st.sampled_from([60, 127, 128, 129, 256]), st.integers(1, 420))
 APPEND = st.tuples(st.just("append"), SIZES)
 STEP = st.tuples(st.just("append"), st.just(1))
 CALLS = st.one_of(
@@ -426,182 +408,3 @@ def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held
     assert_unchanged(store, before)
     store.append(*states(25, tokens=300 - held))
     assert store.length == 300
-
-
-# Sizes and work
-
-
-@pytest.mark.parametrize("tokens", [1, 100, 133, 388, 389, 1000])
-@pytest.mark.parametrize("name", PRESETS)
-def test_bytes_after_a_prefill_follow_config_arithmetic(name, tokens):
-    store = filled(PRESETS[name], states(26, batch=2, tokens=tokens, dim=16, dtype=torch.bfloat16))
-    held = {kind: sum(t.untyped_storage().nbytes() for t in group) for kind, group in store.by_kind().items()}
-    expected = prefill_bytes(PRESETS[name], batch=2, heads=2, dim=16, tokens=tokens, itemsize=2)
-    expected["metadata"] -= 2  # the placeholder's NaN belongs to the layer
-    assert held == expected
-
-
-@configs
-def test_reserves_stay_within_the_growth_factor(config):
-    store = GrowingStore.allocate(config, *states(27, dim=8))
-    for start in range(0, 6000, 75):
-        store.append(*states(start, tokens=75, dim=8))
-        blocks = store.num_blocks + store.num_pending
-        assert blocks <= store.blocks.capacity <= max(1, blocks * GROWTH + 1)
-        assert store.window.count <= store.window.capacity <= config.residual_length + 3 * BLOCK
-
-
-def test_a_window_that_holds_everything_grows_geometrically():
-    config = TurboQuantConfig(residual_length=10**6)
-    store = GrowingStore.allocate(config, *states(28, dim=8))
-    capacities = set()
-    for start in range(0, 6000, 60):
-        store.append(*states(start, tokens=60, dim=8))
-        capacities.add(store.window.capacity)
-        assert store.window.capacity <= GROWTH * store.window.count + 2 * BLOCK
-    assert len(capacities) <= math.log(6000 / BLOCK) / math.log(GROWTH) + 2
-
-
-def test_blocks_are_encoded_once_and_never_again(monkeypatch):
-    encoded_blocks = []
-    encode = dispatch.encode
-
-    def spy(config, keys, values, out, start):
-        assert keys.shape[2] == values.shape[2] and keys.shape[2] % BLOCK == 0
-        encoded_blocks.extend(range(start, start + keys.shape[2] // BLOCK))
-        encode(config, keys, values, out, start)
-
-    monkeypatch.setattr(dispatch, "encode", spy)
-    store = GrowingStore.allocate(PRESETS["4bit_nc"], *states(29, dim=8))
-    for seed, tokens in enumerate([700, 1, 1, 127, 128, 129, 5, 300, 60, 60, 60]):
-        store.append(*states(seed, tokens=tokens, dim=8))
-    assert encoded_blocks == list(range(store.num_blocks + store.num_pending))
-
-
-def test_packed_blocks_stay_in_place_between_growths():
-    store = GrowingStore.allocate(all_packed(), *states(30, dim=8))
-    addresses = []
-    for step in range(60):
-        store.append(*states(step, tokens=BLOCK, dim=8))
-        addresses.append((store.blocks.key_words.data_ptr(), store.blocks.capacity))
-    capacities = [capacity for _, capacity in addresses]
-    assert len(set(capacities)) <= 30  # 8 blocks by ones, then by eighths
-    assert all(a == b for a, b in zip(addresses[:-1], addresses[1:], strict=True) if a[1] == b[1])
-
-
-@configs
-def test_work_of_a_step_does_not_depend_on_the_history(config):
-    def bytes_written(history: int) -> int:
-        store = filled(config, states(31, tokens=history, dim=8))
-        store.append(*states(32, tokens=1, dim=8))
-        with CountedBytes() as counter:
-            store.append(*states(33, tokens=1, dim=8))
-        return counter.written
-
-    # The same phase of a block, so that neither step completes one.
-    assert 0 < bytes_written(40 * BLOCK + 20) <= bytes_written(4 * BLOCK + 20) < 8 * 2 * 2 * 8 * 4
-
-
-@configs
-def test_work_of_a_chunk_does_not_depend_on_the_history(config):
-    """A chunk that completes a block, with room for it: written are its rows, one block, and the window."""
-
-    def bytes_written(history: int) -> int:
-        store = filled(config, states(34, tokens=history, dim=8))
-        while store.blocks.capacity < store.num_blocks + store.num_pending + 2:
-            store.append(*states(35, tokens=BLOCK, dim=8))
-        with CountedBytes() as counter:
-            store.append(*states(36, tokens=BLOCK, dim=8))
-        return counter.written
-
-    assert bytes_written(40 * BLOCK + 20) == bytes_written(12 * BLOCK + 20)
-
-
-# Preallocated
-
-
-@pytest.mark.parametrize("config", [all_packed(), PRESETS["4bit_nc"]], ids=["all_packed", "default"])
-@pytest.mark.parametrize("step", [1, 7, 100], ids=["decode", "assisted", "chunks"])
-def test_a_preallocated_layer_neither_grows_nor_moves(config, step):
-    pair = states(37, tokens=800, dim=8)
-    layer = TurboQuantLayer(config, max_cache_len=800)
-    layer.update(*rows(pair, 0, 500))
-    held = [(t.data_ptr(), t.shape) for group in layer.store.by_kind().values() for t in group]
-    for start in range(500, 800, step):
-        layer.update(*rows(pair, start, start + step))
-        assert [(t.data_ptr(), t.shape) for group in layer.store.by_kind().values() for t in group] == held
-    assert_same((layer.keys, layer.values), dispatch.dense(filled(config, rows(pair, 0, start + step)).view()))
-
-
-@pytest.mark.parametrize("max_cache_len", [1, 50, 200, 1000])
-def test_a_preallocated_layer_has_room_for_its_length_and_little_more(max_cache_len):
-    config = PRESETS["4bit_nc"]
-    layer = TurboQuantLayer(config, max_cache_len=max_cache_len)
-    layer.update(*states(39, tokens=max(1, max_cache_len // 2), dim=8))
-    assert layer.store.blocks.capacity == config.num_blocks(max_cache_len)
-    assert layer.store.tensors.ring[0].shape[2] <= min(max_cache_len, config.residual_length + BLOCK) + BLOCK - 1
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    config=st.sampled_from([all_packed(residual_length=100), TurboQuantConfig(residual_length=90, key_bits=8)]),
-    prompt=SIZES,
-    calls=st.lists(
-        st.one_of(
-            st.tuples(st.just("update"), st.one_of(st.integers(1, 5), st.integers(129, 300))),
-            st.tuples(st.just("decode"), st.sampled_from([10, 40])),
-            st.tuples(st.just("crop"), st.one_of(st.integers(0, 12), SIZES)),
-            st.tuples(st.just("reorder"), st.lists(st.integers(0, 1), min_size=2, max_size=2)),
-        ),
-        min_size=2,
-        max_size=6,
-    ),
-)
-def test_a_preallocated_layer_holds_and_shows_what_a_growing_one_does(config, prompt, calls):
-    growing, fixed = TurboQuantLayer(config), TurboQuantLayer(config, max_cache_len=2000)
-    for seed, (call, argument) in enumerate([("update", prompt), *calls]):
-        if call in ("update", "decode"):
-            sizes = [argument] if call == "update" else [1] * argument
-            new = states(seed, 2, 1, sum(sizes), dim=8)
-            for start in range(0, sum(sizes), sizes[0]):
-                part = rows(new, start, start + sizes[0])
-                shown, padded = growing.update(*part), fixed.update(*part)
-                assert_same(rows(padded, 0, shown[0].shape[2]), shown)
-        elif call == "crop":
-            growing.crop(-argument), fixed.crop(-argument)
-        else:
-            growing.reorder_cache(torch.tensor(argument)), fixed.reorder_cache(torch.tensor(argument))
-        assert int(fixed.get_seq_length()) == growing.get_seq_length()
-        assert_same((fixed.keys, fixed.values), (growing.keys, growing.values))
-
-
-@pytest.mark.parametrize("name", ["turboquant", "sdpa", "eager"])
-def test_a_layer_knows_the_attention_its_model_has_now(name):
-    """By the config of the module that took its ticket, whatever config the cache was made from."""
-    module = SimpleNamespace(config=llama_config(1))
-    layer = TurboQuantLayer(all_packed())
-    for attention in ("turboquant", name, "turboquant"):
-        module.config._attn_implementation = attention
-        keys, values = layer.update(*states(0, tokens=2))
-        assert redeem(keys, values, module)[0] is not None
-        keys, _ = layer.update(*states(1, tokens=2))
-        assert (type(keys) is Watched) == (attention == "turboquant")
-
-
-def test_placeholders_of_a_step_are_those_of_any_call():
-    nan = torch.full((1, 1, 1, 1), torch.nan, dtype=torch.bfloat16)
-    other = nan.float()
-    for heads, tokens, dim, one in [
-        (2, 5, 16, nan),
-        (2, 5, 16, nan),
-        (2, 6, 16, nan),
-        (4, 6, 16, nan),
-        (4, 6, 16, other),
-    ]:
-        kind = RowKind((1, heads, 1, dim), (1, heads, 1, 8), one.dtype, one.device)
-        keys, values = step_placeholders(kind, tokens, one)
-        assert (keys.shape, values.shape) == ((1, heads, tokens, dim), (1, heads, tokens, 8))
-        assert keys.dtype == values.dtype == one.dtype and keys.isnan().all() and values.isnan().all()
-        again, _ = step_placeholders(kind, tokens, one)
-        keys.ticket = 1
-        assert not hasattr(again, "ticket")
