@@ -29,6 +29,7 @@ from .cache import TurboQuantCache
 from .late_flags import LateFlags
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
+from .saving.fingerprint import adapters
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -357,6 +358,7 @@ class _Loop:
         return (
             id(self.model),
             self.model.config._attn_implementation,
+            str(adapters(self.model)),
             str(constants),
             str((chooses, self.sample, self.selects_in_graph, ends, None if self.pad is None else self.pad.tolist())),
             str(shapes),
@@ -368,7 +370,7 @@ class _Loop:
 def _held(layer: Any) -> list[torch.Tensor]:
     """Every tensor a layer holds."""
     if isinstance(layer, TurboQuantLayer):
-        return [] if layer.store is None else [tensor for kind in layer.store.by_kind().values() for tensor in kind]
+        return [tensor for kind in layer.by_kind().values() for tensor in kind]
     return [layer.keys, layer.values] if layer.is_initialized else []
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from tiny_models import VOCAB, build
 from transformers import DynamicCache, StoppingCriteria
 
 from tq_hf import TurboQuantCache, graph_decoding
+
+module = sys.modules[graph_decoding.__module__]
 
 # Of a tiny model compiled by transformers alone.
 pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -154,3 +158,15 @@ def test_what_it_cannot_do_is_a_sentence(model, change, sentence) -> None:
     with pytest.raises(ValueError, match=sentence):
         model.generate(**prompt(model), **GREEDY, past_key_values=cache, custom_generate=graph_decoding, **change)
     assert int(cache.get_seq_length()) == 0
+
+
+def test_another_adapter_makes_another_step(model, monkeypatch) -> None:
+    """Adapters are switched without a change of any parameter, and a captured step would not notice."""
+    cache = TurboQuantCache(model.config, max_cache_len=ROOM)
+    steps = []
+    for active in ("one", "one", "other"):
+        monkeypatch.setattr(module, "adapters", lambda model, active=active: {"active": [active]})
+        model.generate(**prompt(model, tokens=20), past_key_values=cache, **GREEDY, custom_generate=graph_decoding)
+        steps.append(module._kept[cache])
+        cache.reset()
+    assert steps[0] is steps[1] is not steps[2]

@@ -63,7 +63,7 @@ def identify(model: Any) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "shard": _shard(decoder),
         "weights": _hash_weights(decoder),
-        "adapters": _adapters(model, decoder),
+        "adapters": adapters(model),
     }
 
 
@@ -115,12 +115,13 @@ def _decoder(model: Any) -> torch.nn.Module:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def _adapters(model: Any, decoder: torch.nn.Module) -> dict[str, Any] | None:
+def adapters(model: Any) -> dict[str, Any] | None:
     """What PEFT does to this model: names of active and merged adapters, and a hash of what each layer does with them.
     `None` for a model without adapters.
 
     A layer of PEFT is known by its attributes, so that PEFT need not be installed.
     """
+    decoder = _decoder(model)
     active: set[str] = set()
     merged: set[str] = set()
     state = hashlib.blake2b(digest_size=32)
