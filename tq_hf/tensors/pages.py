@@ -15,7 +15,7 @@ rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -96,6 +96,20 @@ class LayerPages:
             means.view(torch.float16) if layout.key_mean else None,
         )
         return cls(config, layout, fields, dense, Factors.ones(1, page.shape[1], head_dim, head_dim, pool.device))
+
+    def with_factors(self, factors: Factors) -> LayerPages:
+        """This view with other factors, `[1, Hkv, D]` on any device.
+
+        Raises:
+            ValueError: They are of heads of another number or size.
+        """
+        for held, given in zip(self.factors, factors, strict=True):
+            if given.shape != held.shape:
+                raise ValueError(
+                    f"`balance` is of {list(given.shape[1:])} heads and channels, and this model has "
+                    f"{list(held.shape[1:])}. Make it anew with `Balance.of(model)`."
+                )
+        return replace(self, factors=factors.map(lambda factor: factor.to(self.rows.device)))
 
     @property
     def rows_per_page(self) -> int:
