@@ -81,7 +81,7 @@ class Oracle:
         self.model.set_attn_implementation("turboquant")
         cache, out, at, logits = self.cache(), [], 0, torch.empty(0)
         with torch.no_grad():
-            for size in (*chunks, len(prompt) - sum(chunks)):
+            for size in filter(None, (*chunks, len(prompt) - sum(chunks))):
                 logits = self.model(torch.tensor([prompt[at : at + size]]), past_key_values=cache).logits[0, -1]
                 at += size
             for _ in range(new):

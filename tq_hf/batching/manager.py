@@ -103,6 +103,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             model.set_attn_implementation(NAME)
             self._original_attn_impl = original
 
+    def start(self) -> None:
+        """Start the background thread that generates."""
+        # `stop` gave the model its own attention back, and a kept manager may be started again.
+        self.switch_to_cb_friendly_attn(self.model)
+        super().start()
+
     # transformers' own, with the classes of cache, scheduler and processor replaced, which it names outright
     # (tests/batching/test_upstream.py tells when it changes).
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
