@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -49,7 +49,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         generation_config: GenerationConfig,
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: WorkloadHints | None = None,
@@ -96,7 +96,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         ring = BLOCK // rows_per_page(self.config.layout(head_dim), self.model.dtype)
         return ring + ceil(longest / BLOCK)
 
-    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Let the model attend to packed pages, whatever it uses elsewhere."""
         original = model.config._attn_implementation
         if original != NAME:
@@ -155,7 +155,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         super()._generation_step()
         self._computing = False
 
-    def _generation_loop_body(self, batch_processor: TurboQuantBatchProcessor, bootstrapping: bool) -> bool:
+    def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
         """One step. If it fails, so do its requests, and the loop goes on with the others."""
         try:
             return super()._generation_loop_body(batch_processor, bootstrapping)
@@ -164,6 +164,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             if isinstance(error, torch.AcceleratorError) or self.distributed_helper.tp_size > 1:
                 raise
             logger.error(f"A step of continuous batching failed, and its requests with it: {error}", exc_info=True)
+            assert isinstance(batch_processor, TurboQuantBatchProcessor)
             batch_processor.fail_step(error, self._computing)
             self._computing = False
             return True

@@ -164,5 +164,5 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 )
         if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
             self._sequences = sequences_of(kwargs, self.allocator.ring_pages)
-        tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-        return paged_step(*tokens, pages, self._sequences, **options)[None]
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return paged_step(query, key, value, pages, self._sequences, **options)[None]

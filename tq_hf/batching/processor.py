@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 
 
-def scheduler_class(name: str) -> type[Scheduler]:
+def scheduler_class(name: str) -> Callable[..., Scheduler]:
     """transformers' scheduler of that name, which refuses requests longer than the cache when they come."""
-    kind = SCHEDULER_MAPPING.get(name, FIFOScheduler)
+    kind: Any = SCHEDULER_MAPPING.get(name, FIFOScheduler)
 
-    class CheckedScheduler(kind):  # type: ignore[valid-type, misc]
+    class CheckedScheduler(kind):
         def add_waiting_request(self, state: RequestState) -> None:
             self.cache.check_room(state)
             super().add_waiting_request(state)
@@ -40,7 +42,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         """
         scheduler, io = self.scheduler, self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
-        if in_step and not self.use_async_batching:
+        if in_step and isinstance(io, ContinuousBatchingIOs):
             computed = {future.state.request_id for future in io.requests_in_batch}
             failed = {name: state for name, state in failed.items() if name in computed}
         for name, state in failed.items():
@@ -50,7 +52,3 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in failed]
         scheduler.block_new_requests = False
         io.reset()
-
-    def requests_held(self) -> dict[str, Any]:
-        """Requests by what they do: "active" ones have pages, "waiting" ones none."""
-        return {"active": len(self.scheduler.active_requests), "waiting": len(self.scheduler.waiting_requests)}

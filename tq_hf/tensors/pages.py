@@ -157,8 +157,8 @@ class LayerPages:
 class Sequences(NamedTuple):
     """The geometry of one step, on the device: B requests, their new tokens one after the other, and their pages.
 
-    A request b has `cu_q[b + 1] - cu_q[b]` new tokens and `cu_k[b + 1] - cu_k[b]` tokens with them. Requests that only
-    pad have 0 of both, and tokens after `cu_q[B]` belong to nobody.
+    A request b has `cu_q[b + 1] - cu_q[b]` new tokens and `cu_k[b + 1] - cu_k[b]` tokens with them. Without new tokens
+    nothing is done for it, whether it has others or only pads the batch. Tokens after `cu_q[B]` belong to nobody.
 
     Args:
         cu_q: `[B + 1]` int32.
