@@ -70,6 +70,16 @@ def test_a_kept_manager_of_the_model_is_not_used_instead() -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
+def test_batches_of_a_caller_in_inference_mode() -> None:
+    """The pool is made in the caller's thread, and written to in another."""
+    (prompt,) = prompts([140])
+    model = model_of()
+    batching = TurboQuantBatching(model)
+    with torch.inference_mode():
+        found = answers(batching.generate_batch([prompt], greedy(4), options()))
+    assert found == [Oracle(model, balance=batching.balance).generate(prompt, 4)]
+
+
 def test_inner_models_are_found() -> None:
     model = model_of()
     assert inner_model(model) is model
