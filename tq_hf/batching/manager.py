@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
@@ -73,7 +75,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             options.use_async_batching = True
         # What transformers knows of block tables is said of names like "flash": it would set 0, and warn if one asks.
         options.max_blocks_per_request = options.decode_compile_config = None
-        super().__init__(model, generation_config, options, workload_hints)
+        with self._giving_back_on_failure(model):
+            super().__init__(model, generation_config, options, workload_hints)
         resolved = self.continuous_batching_config
         resolved.decode_compile_config = given.decode_compile_config
         resolved.max_blocks_per_request = given.max_blocks_per_request
@@ -102,6 +105,22 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if original != NAME:
             model.set_attn_implementation(NAME)
             self._original_attn_impl = original
+
+    @contextmanager
+    def _giving_back_on_failure(self, model: Any) -> Iterator[None]:
+        """Give the model its own attention back on an exception: nobody has a manager then to do it."""
+        try:
+            yield
+        except BaseException:
+            if getattr(self, "_original_attn_impl", None) is not None:
+                model.set_attn_implementation(self._original_attn_impl)
+                self._original_attn_impl = None
+            raise
+
+    def warmup(self) -> None:
+        """Make the pool, and on a GPU capture the graphs of decode steps."""
+        with self._giving_back_on_failure(self.model):
+            super().warmup()
 
     def start(self) -> None:
         """Start the background thread that generates."""
