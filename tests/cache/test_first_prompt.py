@@ -123,3 +123,12 @@ def test_a_prompt_is_looked_at_without_reading_the_device(monkeypatch):
             patch.setattr(torch.Tensor, name, fail)
         first.see(0, torch.randn(1, 2, 300, 32), torch.randn(1, 2, 300, 32))
     assert first.sizes[0][0].shape == (1, 2, 32)
+
+
+def test_states_without_numbers_are_not_looked_at(log):
+    cache = TurboQuantCache(build("llama").config, "auto")
+    states = torch.empty(1, 2, 300, 32, device="meta")
+    for index in range(len(cache.layers)):
+        cache.update(states, states, index)
+    cache.get_mask_sizes(1, 0)
+    assert log == []

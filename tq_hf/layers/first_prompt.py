@@ -39,8 +39,8 @@ class FirstPrompt:
         """RMS of channels `[B, Hkv, D]` float32 of keys, about their mean, and of values, by layer."""
 
     def see(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Look at the states `[B, Hkv, S, D]` of a layer; only at its first ones."""
-        if index not in self.sizes:
+        """Look at the states `[B, Hkv, S, D]` of a layer; only at its first ones, and only at numbers."""
+        if index not in self.sizes and not keys.is_meta:
             k, v = (x[:, :, -SAMPLED_TOKENS:].float() for x in (keys, values))
             self.sizes[index] = k.std(2, correction=0), v.square().mean(2).sqrt()
 
