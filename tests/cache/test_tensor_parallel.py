@@ -97,7 +97,8 @@ def test_ranks_rotate_and_quantise_alike(found):
 def test_a_rank_balances_its_own_heads_as_one_process_does(found):
     for rank in RANKS:
         furthest, touched = found[rank]["factors"]
-        assert furthest < 0.02 and touched > 50
+        # In each of two layers, rows and heads two channels of keys and two of values.
+        assert furthest < 0.02 and touched >= 32
 
 
 def test_compiled_decoding_is_one_graph(found):
