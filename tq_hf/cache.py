@@ -238,7 +238,7 @@ class TurboQuantCache(DynamicCache):
         # Masks are made before any layer is updated. A compiled step then never finds a prompt that waits.
         if self._waiting is not None:
             self._encode_waiting()
-        if self._first is not None and self._first.sizes and not torch.compiler.is_compiling():
+        if self._first is not None and self._first.ready:
             first, self._first = self._first, None
             first.report(self.layers)
         return super().get_mask_sizes(query_length, layer_idx)

@@ -38,6 +38,13 @@ class FirstPrompt:
         self.sizes: dict[int, KeyValue] = {}
         """RMS of channels `[B, Hkv, D]` float32 of keys, about their mean, and of values, by layer."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether something was seen, and the device may be waited for: not while a graph of its work is made."""
+        if not self.sizes or torch.compiler.is_compiling():
+            return False
+        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
     def see(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Look at the states `[B, Hkv, S, D]` of a layer; only at its first ones, and only at numbers."""
         if index not in self.sizes and not keys.is_meta:
