@@ -54,7 +54,6 @@ def turboquant_attention(
         indices: `[B, S, K]` tokens that each query may attend to, of those the mask allows (DeepSeek V3.2). Negative
             ones are none.
         block_indices: The same in blocks, as MiniMax M3's indexer chooses them.
-
         sinks: Not supported: sink logits by query (Inkling 2).
 
     Returns:
@@ -66,7 +65,7 @@ def turboquant_attention(
     show_queries(key, query, attention_mask)
     if sinks is not None:
         raise ValueError(
-            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model with '
+            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
             'with `attn_implementation="eager"`; the cache works with it.'
         )
     held, key, value = redeem(key, value, module)

@@ -137,11 +137,10 @@ class TurboQuantCache(DynamicCache):
             layers = StaticCache(model_config, max_cache_len).layers
         # Looked at later; an encoder-decoder's decoder config is made on the fly.
         watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
-        shared = _read_by_others(decoder_config)
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
-                layers[index] = TurboQuantLayer(self.config, max_cache_len, index in shared, watched)
+                layers[index] = TurboQuantLayer(self.config, max_cache_len, watched)
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
@@ -379,11 +378,3 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
                 layer.shows_room = True
-
-
-def _read_by_others(config: PreTrainedConfig) -> set[int]:
-    """Layers whose keys and values later layers read (Gemma 3n, Gemma 4): before the last `num_kv_shared_layers`, the
-    last of each type."""
-    sharing = getattr(config, "num_kv_shared_layers", None) or 0
-    layer_types = getattr(config, "layer_types", None) or []
-    return set({kind: index for index, kind in enumerate(layer_types[:-sharing])}.values()) if sharing else set()

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import CPU
 from tiny_models import VOCAB, build
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.codec import codebook, rotation
+from tq_hf.ops import tables_cpu
 from tq_hf.stores import graph_ops
 
 OPTIONS = dict(residual_length=0, sink_tokens=2)
@@ -79,6 +82,30 @@ def test_other_families_compile(name):
     assert torch.equal(actual, expected)
     assert counters["stats"]["unique_graphs"] <= 2
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (rotation.signs, (16, 0, CPU)),
+        (rotation.rotation_matrix, (16, 0, CPU, torch.float32)),
+        (codebook.levels, (4, CPU)),
+        (codebook.boundaries, (3, CPU)),
+        (codebook.codes_of_ceilings, (2, CPU)),
+        (tables_cpu.table, (3, CPU)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_tables_are_constants_of_a_graph(make, arguments):
+    """Dynamo warns of `functools.lru_cache`, which is an error here, and traces what it wraps."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return make(*arguments) * x
+
+    x = torch.full((), 3.0)
+    assert torch.equal(torch.compile(function, backend="eager", fullgraph=True)(x), function(x))
+    assert counters["stats"]["calls_captured"] == 1
+    assert make(*arguments) is make(*arguments)
 
 
 @pytest.mark.slow
