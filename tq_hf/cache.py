@@ -149,8 +149,8 @@ class TurboQuantCache(DynamicCache):
                 layers[index] = PreallocatedSlidingLayer.like(layer)
             elif isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and index not in skipped:
                 logger.warning_once(
-                    f"Layers of the class {type(layer).__name__} are left to transformers: this version does not "
-                    "compress them, although they hold all tokens."
+                    f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although "
+                    "they hold all tokens: this version compresses layers that hold keys and values and nothing else."
                 )
         if isinstance(balance, Balance):
             if not self.config.balance:
@@ -159,8 +159,9 @@ class TurboQuantCache(DynamicCache):
         _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
-                f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "
-                "`skip_layers`."
+                f"No layer of this {type(decoder_config).__name__} is compressed. Its layers are of the class "
+                f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; compressed are those of full "
+                "attention outside `skip_layers`."
             )
         # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
