@@ -15,6 +15,7 @@ from kernel_cases import INTERPRETED  # noqa: E402
 from sass import GPUTarget  # noqa: E402
 from tq_kernels.codec.dequantise import dequantise_blocks  # noqa: E402
 from tq_kernels.codec.launch import dequantise_config  # noqa: E402
+from tq_kernels.common.launcher import ALWAYS  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -39,7 +40,7 @@ def compiled_layouts(arch: int, dim: int, bits: int, is_value: bool) -> str:
             if kind.startswith("*") or (kind == "i32" and names[i] not in dequantise_blocks.do_not_specialize)
         },
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": config.warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ALWAYS | {"num_warps": config.warps})
     return compiled.asm["ttgir"]
 
 

@@ -21,6 +21,7 @@ from tq_kernels.codec.dequantise import dequantise_blocks  # noqa: E402
 from tq_kernels.codec.encode import encode_blocks  # noqa: E402
 from tq_kernels.codec.launch import dequantise_config, encode_config  # noqa: E402
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS  # noqa: E402
+from tq_kernels.common.launcher import ALWAYS  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -41,7 +42,7 @@ def build(kernel: Any, constants: dict[str, Any], types: dict[str, str], arch: i
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
-    compiled = triton.compile(source, target=target, options=options)
+    compiled = triton.compile(source, target=target, options=ALWAYS | options)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
     return compiled
 
