@@ -15,7 +15,7 @@ from .ops.tiled_attention import attend_dense
 from .stores import graph_ops
 from .stores.checks import check_room
 from .stores.ticket import redeem, show_queries
-from .tensors.view import StepView
+from .tensors.view import StepView, is_first
 
 NAME = "turboquant"
 
@@ -82,7 +82,7 @@ def turboquant_attention(
     options: dict[str, Any] = dict(
         scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
     )
-    if held is not None and not held.is_first:
+    if held is not None and not is_first(held):
         if dropout:
             raise ValueError(
                 f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."

@@ -21,7 +21,7 @@ from ..stores.preallocated import PreallocatedStore
 from ..stores.ticket import Receipt, Ticket, attach, step_placeholders
 from ..stores.watched import Watch
 from ..tensors.factors import Factors
-from ..tensors.view import StepView, StoreView
+from ..tensors.view import StepView, StoreView, is_first
 from ..tensors.window import KeyValue
 from .base import FullAttentionLayer, check_crop
 
@@ -124,7 +124,7 @@ class TurboQuantLayer(FullAttentionLayer):
         view = self.store.append(
             key_states, value_states, wait=self.awaits_queries and not torch.compiler.is_compiling()
         )
-        call = _FIRST if view.is_first else _ONE if key_states.shape[2] == 1 else _SEVERAL
+        call = _FIRST if is_first(view) else _ONE if key_states.shape[2] == 1 else _SEVERAL
         last = self._receipt
         reader = None if last.reader is None else last.reader()
         reads_store = reader is not None and attention_implementation(reader) == "turboquant"
@@ -140,7 +140,7 @@ class TurboQuantLayer(FullAttentionLayer):
                 self._left_alone.add(self._call)
             known = call in self._left_alone
             self._receipt, self._call = Receipt(), call
-        prompt = (key_states, value_states) if view.is_first else None
+        prompt = (key_states, value_states) if is_first(view) else None
         return self._offered(view, prompt, reads_store, known)
 
     def _offered(self, view: StoreView | StepView, prompt: KeyValue | None, reads_store: bool, known: bool) -> KeyValue:
