@@ -38,6 +38,11 @@ class Target:
         return self.capability == (7, 5)
 
     @property
+    def narrow_products(self) -> bool:
+        """Matrix products of 8 columns (NVIDIA; those of AMD's units have 16, and others are left to the vector ALU)."""
+        return self.small_levels
+
+    @property
     def dependent_launch(self) -> bool:
         """Programmatic dependent launch (compute capability 9.0 and later)."""
         return self.capability[0] >= 9
