@@ -63,9 +63,7 @@ def build_dequantise(
     return build(dequantise_blocks, types, constants, arch, num_warps=config.warps)
 
 
-def build_prefix(
-    arch: Arch, bits: Bits, *, dim: int = 128, value_dim: int | None = None, **options: Any
-) -> Compiled:
+def build_prefix(arch: Arch, bits: Bits, *, dim: int = 128, value_dim: int | None = None, **options: Any) -> Compiled:
     """The kernel of many queries over packed blocks; `options` as `prefix_constants` takes them."""
     on, dims = target_of(arch), (dim, value_dim or dim)
     config = prefix_config(*dims, *bits, on)

@@ -39,7 +39,7 @@ class Target:
 
     @property
     def narrow_products(self) -> bool:
-        """Matrix products of 8 columns (NVIDIA; those of AMD's units have 16, and others are left to the vector ALU)."""
+        """Matrix products of 8 columns (NVIDIA; AMD's have 16 and more, and leave others to the vector ALU)."""
         return self.small_levels
 
     @property
