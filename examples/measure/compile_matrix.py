@@ -2,15 +2,17 @@
 kernel the instructions of an element by pipe.
 
     python examples/measure/compile_matrix.py           # writes examples/results/compile_matrix.json; no GPU needed
-    python examples/measure/compile_matrix.py 75 90     # these targets anew; the others stay as they are
+    python examples/measure/compile_matrix.py 75 90     # these targets; the others stay as they are
+    python examples/measure/compile_matrix.py --missing # what is not in the file yet, after a run that was stopped
 
-A quarter of an hour on one core, or what Triton's own cache leaves of it.
+Half an hour on one core, or what Triton's own cache leaves of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import sass
@@ -27,6 +29,7 @@ PREFIX = "4bit_nc"
 PATH = RESULTS / "compile_matrix.json"
 
 Row = dict[str, Any]
+Rows = dict[tuple[str, int, str], Row]
 
 
 def name_of(arch: int | str) -> str:
@@ -34,18 +37,14 @@ def name_of(arch: int | str) -> str:
     return f"sm_{arch}" if isinstance(arch, int) else arch
 
 
-def row(arch: int | str, preset: str, dim: int) -> Row:
-    """What every kernel takes."""
+def used(kernel: str, arch: int | str, preset: str, dim: int) -> dict[str, Any]:
+    """What a kernel takes; of the decode kernel, by element too."""
     bits = PRESETS[preset].key_bits, PRESETS[preset].value_bits
-    found: Row = {"target": name_of(arch), "preset": preset, "dim": dim}
-    for kernel, build in BUILDERS.items():
-        if not launched(kernel, arch, dim) or (kernel == "prefix" and preset != PREFIX):
-            continue
-        compiled = build(arch, bits, dim)
-        found[kernel] = {**sass.resources(compiled)._asdict(), "instructions": len(sass.code(compiled))}
-        if kernel == "decode":
-            on = sass.plan(arch, *bits, dim=dim)
-            found[kernel]["per_element"] = sass.per_element(compiled, on, dim, sass.target_of(arch).fragments)
+    compiled = BUILDERS[kernel](arch, bits, dim)
+    found = {**sass.resources(compiled)._asdict(), "instructions": len(sass.code(compiled))}
+    if kernel == "decode":
+        on = sass.plan(arch, *bits, dim=dim)
+        found["per_element"] = sass.per_element(compiled, on, dim, sass.target_of(arch).fragments)
     return found
 
 
@@ -54,25 +53,35 @@ def load() -> dict[str, Any]:
     return json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}
 
 
-def save(rows: list[Row]) -> None:
+def save(rows: Rows) -> None:
     """Write the results file, a line for each row."""
-    rows.sort(key=lambda row: (list(map(name_of, TARGETS)).index(row["target"]), row["dim"]))
     head = {"command": "python examples/measure/compile_matrix.py", "triton": triton.__version__}
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    ordered = [rows[key] for key in everything(TARGETS) if key in rows]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in ordered)
     PATH.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def everything(targets: Iterable[int | str]) -> list[tuple[str, int, str]]:
+    """Keys of the rows of these targets, in order."""
+    return [(name_of(arch), dim, preset) for arch in targets for dim in DIMS for preset in PRESETS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=[str(target) for target in TARGETS])
-    chosen = [target for target in TARGETS if str(target) in parser.parse_args().targets]
-    rows = [row for row in load().get("rows", []) if row["target"] not in map(name_of, chosen)]
-    for arch in chosen:
-        for dim in DIMS:
-            for preset in PRESETS:
-                rows.append(row(arch, preset, dim))
-                print(rows[-1]["target"], preset, dim, rows[-1]["decode"], flush=True)
-    save(rows)
+    parser.add_argument("--missing", action="store_true")
+    options = parser.parse_args()
+    chosen = {name_of(target): target for target in TARGETS if str(target) in options.targets}
+    rows: Rows = {(row["target"], row["dim"], row["preset"]): row for row in load().get("rows", [])}
+    for kernel in BUILDERS:
+        for key in everything(chosen.values()):
+            target, dim, preset = key
+            row = rows.setdefault(key, {"target": target, "dim": dim, "preset": preset})
+            due = not options.missing or kernel not in row
+            if due and launched(kernel, chosen[target], dim) and (kernel != "prefix" or preset == PREFIX):
+                row[kernel] = used(kernel, chosen[target], preset, dim)
+                save(rows)
+        print(kernel, flush=True)
 
 
 if __name__ == "__main__":
