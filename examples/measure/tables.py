@@ -331,6 +331,7 @@ def compile_matrix(record: dict[str, Any]) -> str:
         lines = [
             [target, *(f"{cells[target, dim, preset]['decode']['per_element']['total']:.2f}" for preset in presets)]
             for target in targets
+            if (target, dim, presets[0]) in cells
         ]
         return table(["target", *map(cache_name, presets)], lines)
 
@@ -351,7 +352,8 @@ def compile_matrix(record: dict[str, Any]) -> str:
         f"Instructions of the decode kernel per key or value element and thread, heads of 128:\n\n{of_dim(128)}"
         + details("Other heads, and by pipe", f"{others}\n{table([*first, *pipes], by_pipe)}")
         + details("Registers, bytes of stack, KiB of shared memory", table([*first, *kernels], resources))
-        + f"\nCounted by `{record['command']}`, Triton {record['triton']}; nothing of it was run.\n"
+        + f"\nCounted by `{record['command']}`, Triton {record['triton']}; nothing of it was run. "
+        "–: not counted yet, or never launched.\n"
     )
 
 

@@ -69,10 +69,10 @@ def test_what_runs_well_is_not_talked_about(monkeypatch: pytest.MonkeyPatch, sai
     assert said() == []
 
 
-def test_kernels_without_ptx_are_predicted_to_gain_nothing(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+def test_kernels_without_ptx_are_predicted_to_gain_little(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     show(monkeypatch, BF16, "llama", major=9, plain=True)
     (line,) = said()
-    assert "predicted to be no faster than without compression" in line
+    assert "predicted to take about as long as without compression, or longer" in line
 
 
 def test_kernels_are_plain_where_there_is_neither_ptx_nor_a_fragment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def of_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None)
     if triton_backend.serves(states, layout) and triton_backend.spells_plainly(states.device):
         logger.warning_once(
             f"On {card.name} kernels are compiled without inline PTX, and none was ever timed so. By their code "
-            "decode attention is predicted to be no faster than without compression: it saves memory."
+            "decode attention is predicted to take about as long as without compression, or longer: it saves memory."
         )
 
 
