@@ -140,11 +140,10 @@ class TurboQuantCache(DynamicCache):
             layers = StaticCache(model_config, max_cache_len).layers
         # Looked at later; an encoder-decoder's decoder config is made on the fly.
         watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
-        shared = _read_by_others(decoder_config)
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
-                layers[index] = TurboQuantLayer(self.config, max_cache_len, index in shared, watched)
+                layers[index] = TurboQuantLayer(self.config, max_cache_len, watched)
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
@@ -153,8 +152,8 @@ class TurboQuantCache(DynamicCache):
                 layers[index] = PreallocatedSlidingLayer.like(layer)
             elif isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and index not in skipped:
                 logger.warning_once(
-                    f"Layers of the class {type(layer).__name__} are left to transformers: this version does not "
-                    "compress them, although they hold all tokens."
+                    f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although "
+                    "they hold all tokens: this version compresses layers that hold keys and values and nothing else."
                 )
         if isinstance(balance, Balance):
             if not self.config.balance:
@@ -163,8 +162,9 @@ class TurboQuantCache(DynamicCache):
         _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
-                f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "
-                "`skip_layers`."
+                f"No layer of this {type(decoder_config).__name__} is compressed. Its layers are of the class "
+                f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; compressed are those of full "
+                "attention outside `skip_layers`."
             )
         # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
@@ -387,11 +387,3 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
                 layer.shows_room = True
-
-
-def _read_by_others(config: PreTrainedConfig) -> set[int]:
-    """Layers whose keys and values later layers read (Gemma 3n, Gemma 4): before the last `num_kv_shared_layers`, the
-    last of each type."""
-    sharing = getattr(config, "num_kv_shared_layers", None) or 0
-    layer_types = getattr(config, "layer_types", None) or []
-    return set({kind: index for index, kind in enumerate(layer_types[:-sharing])}.values()) if sharing else set()
