@@ -6,7 +6,8 @@ from tq_hf import TurboQuantCache
 model.generate(**inputs, past_key_values=TurboQuantCache(model.config))
 ```
 
-Importing registers the attention function "turboquant" and its mask with transformers, and changes nothing else.
+Importing registers the attention function "turboquant" and its mask with transformers, and changes nothing else. It
+logs a line if torch, transformers or Triton are older or newer than what this version was run with.
 """
 
 from .attention import register
@@ -17,6 +18,7 @@ from .graph_decoding import graph_decoding
 from .layers.compressed import TurboQuantLayer
 from .layout import BlockLayout
 from .memory import MemoryFootprint
+from .versions import report_untested
 
 __version__ = "0.1.0"
 
@@ -32,3 +34,4 @@ __all__ = [
 ]
 
 register()
+report_untested()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import triton
 from tq_kernels.common.device import Target
+from tq_kernels.common.launcher import ALWAYS
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.split import decode_split
 from tq_kernels.decode.split_fragments import decode_split_fragments
@@ -101,7 +102,7 @@ def build(kernel: Any, types: list[str | None], constants: tuple[Any, ...], arch
         if isinstance(arch, int)
         else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     )
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options=ALWAYS | options)
 
 
 def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled:

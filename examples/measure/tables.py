@@ -154,6 +154,45 @@ def by_injection(rows: list[dict[str, Any]]) -> str:
     return table(["KL, facts recalled", *(f"{strength:g} × ‖k‖" for strength in strengths)], lines)
 
 
+def by_stress(rows: list[dict[str, Any]]) -> str:
+    """KL and recall of facts of each cache under the stresses of `stress.py`."""
+    stresses = list(dict.fromkeys(row.get("stress", "none") for row in rows))
+    found = {(row["cache"], row.get("stress", "none")): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["cache"] for row in rows if "stress" in row):
+        cells = [found.get((name, stress)) for stress in stresses]
+        lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
+    return table(["KL, facts recalled", *stresses], lines)
+
+
+def balance(record: dict[str, Any]) -> str:
+    """KL over that of the model as it is and unbalanced, mean of all rotations, and recall of facts: a row for each
+    preset, balanced or not, a column for each stress."""
+    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in record["rows"]:
+        name, _, seed = row["cache"].rpartition(", seed ")
+        if seed.isdigit():
+            cells.setdefault(name, {}).setdefault(row.get("stress", "none"), []).append(row)
+    stresses = list(dict.fromkeys(stress for found in cells.values() for stress in found))
+    rotations = max((len(rows) for found in cells.values() for rows in found.values()), default=0)
+
+    def mean(rows: list[dict[str, Any]], key: str) -> float:
+        return sum(row[key] for row in rows) / len(rows)
+
+    lines = []
+    for name, found in cells.items():
+        plain = mean(cells[f"{name.partition(',')[0]}, not balanced"]["none"], "kl")
+        line = [cache_name(name)]
+        for stress in stresses:
+            rows = found.get(stress)
+            kl = mean(rows, "kl") if rows else math.nan
+            line.append(f"**{kl / plain:.2f}×** {kl:.2g}, {share(mean(rows, 'recall'))}" if rows else "–")
+        lines.append(line)
+    text = f"{documents(record)}; nothing kept dense, mean of {rotations} rotations:\n\n"
+    text += table(["KL over unstressed and unbalanced, KL, facts", *stresses], lines)
+    return text + note(record) + source(record)
+
+
 def against_vllm(pairs: list[dict[str, Any]]) -> str:
     """KL of ours over that of vLLM's recipe."""
     lines = []
@@ -202,9 +241,11 @@ def documents(record: dict[str, Any]) -> str:
 def ablation(record: dict[str, Any]) -> str:
     """Parts of the recipe switched one at a time, folded away."""
     rows = record["rows"]
-    text = quality_rows([row for row in rows if not row["injection"]])
+    text = quality_rows([row for row in rows if not row["injection"] and "stress" not in row])
     if any(row["injection"] for row in rows):
         text += "\nWith a vector added to all keys, as a key bias does:\n\n" + by_injection(rows)
+    if any("stress" in row for row in rows):
+        text += "\nWith padding before each document, or channels rescaled:\n\n" + by_stress(rows)
     return details(documents(record), text + note(record) + source(record)).lstrip()
 
 
@@ -359,6 +400,7 @@ def compile_matrix(record: dict[str, Any]) -> str:
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
+    "balance": balance,
     "cards": cards,
     "compile_matrix": compile_matrix,
     "cpu": cpu,
