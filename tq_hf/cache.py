@@ -26,6 +26,7 @@ from .config import TurboQuantConfig
 from .inference_mode import outside_inference_mode
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
+from .layers.first_prompt import FirstPrompt
 from .layers.rollback import crop, held_lengths
 from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
@@ -60,7 +61,8 @@ class TurboQuantCache(DynamicCache):
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
         balance: Whether channels that are much louder or quieter than others are given factors, from the first prompt
             (see `tq_hf.codec.balance`; by default what the preset says); or the factors themselves: a `Balance`, or a
-            cache of the same model that holds tokens.
+            cache of the same model that holds tokens. A prompt of under 32 tokens has no statistics: hand on
+            `Balance.of(model)` where prompts are short.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -110,6 +112,7 @@ class TurboQuantCache(DynamicCache):
         self.preallocated_for = max_cache_len
         self._choice: AutoChoice | None = None
         self._waiting: TurboQuantLayer | None = None
+        self._first: FirstPrompt | None = FirstPrompt(auto)
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         if isinstance(preset, TurboQuantConfig):
@@ -226,6 +229,8 @@ class TurboQuantCache(DynamicCache):
             layer = self.layers[layer_idx]
             if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.waits:
                 self._waiting = layer
+            if self._first is not None and isinstance(layer, TurboQuantLayer) and not torch.compiler.is_compiling():
+                self._first.see(layer_idx, key_states, value_states)
         return states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -233,6 +238,9 @@ class TurboQuantCache(DynamicCache):
         # Masks are made before any layer is updated. A compiled step then never finds a prompt that waits.
         if self._waiting is not None:
             self._encode_waiting()
+        if self._first is not None and self._first.ready:
+            first, self._first = self._first, None
+            first.report(self.layers)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _encode_waiting(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tq_hf import PRESETS
@@ -154,6 +154,45 @@ def by_injection(rows: list[dict[str, Any]]) -> str:
     return table(["KL, facts recalled", *(f"{strength:g} × ‖k‖" for strength in strengths)], lines)
 
 
+def by_stress(rows: list[dict[str, Any]]) -> str:
+    """KL and recall of facts of each cache under the stresses of `stress.py`."""
+    stresses = list(dict.fromkeys(row.get("stress", "none") for row in rows))
+    found = {(row["cache"], row.get("stress", "none")): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["cache"] for row in rows if "stress" in row):
+        cells = [found.get((name, stress)) for stress in stresses]
+        lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
+    return table(["KL, facts recalled", *stresses], lines)
+
+
+def balance(record: dict[str, Any]) -> str:
+    """KL over that of the model as it is and unbalanced, mean of all rotations, and recall of facts: a row for each
+    preset, balanced or not, a column for each stress."""
+    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in record["rows"]:
+        name, _, seed = row["cache"].rpartition(", seed ")
+        if seed.isdigit():
+            cells.setdefault(name, {}).setdefault(row.get("stress", "none"), []).append(row)
+    stresses = list(dict.fromkeys(stress for found in cells.values() for stress in found))
+    rotations = max((len(rows) for found in cells.values() for rows in found.values()), default=0)
+
+    def mean(rows: list[dict[str, Any]], key: str) -> float:
+        return sum(row[key] for row in rows) / len(rows)
+
+    lines = []
+    for name, found in cells.items():
+        plain = mean(cells[f"{name.partition(',')[0]}, not balanced"]["none"], "kl")
+        line = [cache_name(name)]
+        for stress in stresses:
+            rows = found.get(stress)
+            kl = mean(rows, "kl") if rows else math.nan
+            line.append(f"**{kl / plain:.2f}×** {kl:.2g}, {share(mean(rows, 'recall'))}" if rows else "–")
+        lines.append(line)
+    text = f"{documents(record)}; nothing kept dense, mean of {rotations} rotations:\n\n"
+    text += table(["KL over unstressed and unbalanced, KL, facts", *stresses], lines)
+    return text + note(record) + source(record)
+
+
 def against_vllm(pairs: list[dict[str, Any]]) -> str:
     """KL of ours over that of vLLM's recipe."""
     lines = []
@@ -202,9 +241,11 @@ def documents(record: dict[str, Any]) -> str:
 def ablation(record: dict[str, Any]) -> str:
     """Parts of the recipe switched one at a time, folded away."""
     rows = record["rows"]
-    text = quality_rows([row for row in rows if not row["injection"]])
+    text = quality_rows([row for row in rows if not row["injection"] and "stress" not in row])
     if any(row["injection"] for row in rows):
         text += "\nWith a vector added to all keys, as a key bias does:\n\n" + by_injection(rows)
+    if any("stress" in row for row in rows):
+        text += "\nWith padding before each document, or channels rescaled:\n\n" + by_stress(rows)
     return details(documents(record), text + note(record) + source(record)).lstrip()
 
 
@@ -311,23 +352,57 @@ def cards(record: dict[str, Any]) -> str:
     for card in dict.fromkeys(cell["card"] for cell in cells):
         speeds = [f"{cell['speedup']:.1f}×" for cell in cells if cell["card"] == card]
         rows.append([card, *speeds])
-    error, counted = record["error"], record["counts"]
-    instructions = [
-        [f"sm_{target}", key, f"{found['total']:.2f}", str(found["registers"]), f"{found['stack']} B"]
-        for target, shapes_of in counted.items()
-        for key, found in shapes_of.items()
-    ]
-    note_ = (
+    error = record["error"]
+    return table(headings, rows) + (
         f"\nPredicted, not measured: `{record['command']}`, calibrated on `{record['calibrated_on']}.json`, of "
-        f"whose calls the prediction is {error['median']:.0%} off in the median and {error['worst']:.0%} at most.\n"
+        f"whose calls the prediction is {error['median']:.0%} off in the median and {error['worst']:.0%} at most. "
+        "MI300X: from the count of the kernel without PTX, which has never run there.\n"
     )
-    folded = table(["target", "preset / head_dim", "instructions an element", "registers", "stack"], instructions)
-    return table(headings, rows) + note_ + details("What the compiler makes of the decode kernel", folded)
+
+
+def compile_matrix(record: dict[str, Any]) -> str:
+    """Instructions of the decode kernel by target, preset and head_dim, and everything else that was counted folded
+    away."""
+    rows = record["rows"]
+    presets = list(dict.fromkeys(row["preset"] for row in rows))
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    cells = {(row["target"], row["dim"], row["preset"]): row for row in rows}
+
+    def of_dim(dim: int) -> str:
+        lines = [
+            [target, *(f"{cells[target, dim, preset]['decode']['per_element']['total']:.2f}" for preset in presets)]
+            for target in targets
+            if (target, dim, presets[0]) in cells
+        ]
+        return table(["target", *map(cache_name, presets)], lines)
+
+    def taken(used: dict[str, Any]) -> str:
+        return f"{used['registers']}, {used['stack']}, {used['shared'] / 1024:.1f}"
+
+    def of(row: dict[str, Any], cells: Iterable[str]) -> list[str]:
+        return [row["target"], cache_name(row["preset"]), str(row["dim"]), *cells]
+
+    kernels = list(dict.fromkeys(kernel for row in rows for kernel in row if isinstance(row[kernel], dict)))
+    resources = [of(row, (taken(row[kernel]) if kernel in row else "–" for kernel in kernels)) for row in rows]
+    pipes = list(rows[0]["decode"]["per_element"])
+    by_pipe = [of(row, (f"{row['decode']['per_element'][pipe]:.2f}" for pipe in pipes)) for row in rows]
+    first = ["target", "preset", "head_dim"]
+    dims = list(dict.fromkeys(row["dim"] for row in rows))
+    others = "\n".join(f"Heads of {dim} channels:\n\n{of_dim(dim)}" for dim in dims if dim != 128)
+    return (
+        f"Instructions of the decode kernel per key or value element and thread, heads of 128:\n\n{of_dim(128)}"
+        + details("Other heads, and by pipe", f"{others}\n{table([*first, *pipes], by_pipe)}")
+        + details("Registers, bytes of stack, KiB of shared memory", table([*first, *kernels], resources))
+        + f"\nCounted by `{record['command']}`, Triton {record['triton']}; nothing of it was run. "
+        "–: not counted yet, or never launched.\n"
+    )
 
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
+    "balance": balance,
     "cards": cards,
+    "compile_matrix": compile_matrix,
     "cpu": cpu,
     "generate": generate,
     "kernels": kernels,

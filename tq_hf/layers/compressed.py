@@ -23,6 +23,7 @@ from ..stores.watched import Watch
 from ..tensors.factors import Factors
 from ..tensors.view import StepView, StoreView, is_first
 from ..tensors.window import KeyValue
+from . import advice
 from .base import FullAttentionLayer, check_crop
 
 _FIRST, _SEVERAL, _ONE = "a prompt", "several tokens", "one token"
@@ -103,6 +104,9 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.factors is not None:
             store.hand_on(self.factors)
         self.store = store
+        if not torch.compiler.is_compiling():
+            model_config = None if self._model_config is None else self._model_config()
+            advice.of_states(key_states, store.layout, getattr(model_config, "model_type", None))
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
         self.is_initialized = True
@@ -156,6 +160,8 @@ class TurboQuantLayer(FullAttentionLayer):
             watches = self._may_read_store() and not torch.compiler.is_compiling()
         else:
             dense = partial(self._dense, view)
+            if not reads_store and self._call == _ONE and self._nan.is_cuda and not torch.compiler.is_compiling():
+                advice.of_dequantised_steps(self.store.layout, self._may_read_store())
             states = step_placeholders(view.tensors.row, self._length(view), self._nan) if reads_store else dense()
             watches = reads_store and not known
         if watches:
