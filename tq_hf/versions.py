@@ -17,8 +17,8 @@ TESTED: dict[str, tuple[Number, Number]] = {
     "transformers": ((5, 17), (5, 23)),
     "triton": ((3, 5), (3, 7)),
 }
-"""The oldest and the newest of each that tests have run with. What
-`pyproject.toml` allows is wider: each torch asks for a Triton of its own, and a newer one may well work."""
+"""The oldest and the newest of each that tests have run with. What `pyproject.toml` allows is wider: each torch asks
+for a Triton of its own, and a newer one may well work."""
 
 
 def untested(installed: dict[str, str]) -> list[str]:
