@@ -20,14 +20,16 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import bench_generate
 import torch
 from report import SHIPPED_MODEL, provenance
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, logging
 
 from tq_hf import TurboQuantBatching, TurboQuantCache
@@ -109,6 +111,7 @@ def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cac
         WorkloadHints(longest, most, len(requests)),
     )
     try:
+        manager.flash_room = flash_room(model, manager.continuous_batching_config) if cache_tokens is None else None
         manager.warmup()
         manager.start()
         yield manager
@@ -195,9 +198,30 @@ def latencies(outcome: Outcome) -> dict[str, float | None]:
 
 
 def held(manager: Any) -> dict[str, int]:
-    """The engine's pages: bytes, and tokens they have room for."""
+    """The engine's pages: bytes, and tokens they have room for. Where it takes what there is, also how many that would
+    be under flash attention in bf16."""
     cache = manager.batch_processor.cache
-    return {"cache_bytes": cache.cache_tensor.nbytes, "cache_tokens": cache.num_sectors * cache.tokens_per_sector}
+    found = {"cache_bytes": cache.cache_tensor.nbytes, "cache_tokens": cache.num_sectors * cache.tokens_per_sector}
+    return found | ({} if manager.flash_room is None else {"flash_room_tokens": manager.flash_room})
+
+
+def flash_room(model: PreTrainedModel, options: ContinuousBatchingConfig) -> int:
+    """Tokens that stock pages would have room for under flash attention, by transformers' own arithmetic; that need not
+    be installed.
+
+    Args:
+        model: All that is in memory now.
+        options: A manager's, resolved.
+    """
+    config = deepcopy(model.config.get_text_config())
+    config._attn_implementation = "flash_attention_2"
+    block = 2 * config.num_hidden_layers * find_num_key_value_heads(config) * find_head_dim(config) * STOCK_PAGE
+    block *= model.dtype.itemsize
+    options = replace(options, page_size=STOCK_PAGE, num_blocks=None)
+    handler = PagedAttentionMemoryHandler(
+        config, options, model.dtype, block, STOCK_PAGE, block, ["full_attention"], model_supports_logits_to_keep=True
+    )
+    return handler.infer_max_batch_tokens_and_num_sectors()[1] * STOCK_PAGE
 
 
 def peak(model: PreTrainedModel) -> dict[str, int]:

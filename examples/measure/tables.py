@@ -150,7 +150,10 @@ def trace_row(row: dict[str, Any]) -> list[str]:
     memory = f"{row['cache_bytes'] / GIB:.2f} GiB"
     if "peak_bytes_beyond_weights" in row:
         memory += f" of {row['peak_bytes_beyond_weights'] / GIB:.2f}"
-    return [*begin, speed, *times, flight, f"{row['cache_tokens']:,}", memory]
+    room = f"{row['cache_tokens']:,}"
+    if "flash_room_tokens" in row:
+        room += f" ({row['cache_tokens'] / row['flash_room_tokens']:.2f}×)"
+    return [*begin, speed, *times, flight, room, memory]
 
 
 def serve(record: dict[str, Any]) -> str:
@@ -174,7 +177,7 @@ def serve(record: dict[str, Any]) -> str:
         lengths = (f"{low:,} to {high:,}" for low, high in (asked["prompts"], asked["answers"]))
         text += f"{asked['requests']} requests, prompts of {' tokens, answers of '.join(lengths)}:\n\n"
         headings = ["engine", "arrivals", "tokens/s", "first token, p50 / p99", "per token, p50 / p99"]
-        text += table([*headings, "in flight, most / mean", "room for tokens", "pages"], traces)
+        text += table([*headings, "in flight, most / mean", "room for tokens (stock flash 1×)", "pages"], traces)
     return text + note(record) + source(record)
 
 

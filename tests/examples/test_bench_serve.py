@@ -17,6 +17,7 @@ import pytest
 import tables
 from bench_serve import Engine, Outcome, Request
 from tiny_models import build
+from transformers import ContinuousBatchingConfig
 
 NEVER = "a GPU's read rate is not measured on a CPU"
 
@@ -116,6 +117,18 @@ def test_percentiles_are_values_that_occurred() -> None:
     values = [float(v) for v in random.Random(0).sample(range(200), 200)]
     assert bench_serve.percentile(values, 0.5) == 99 and bench_serve.percentile(values, 0.99) == 197
     assert bench_serve.percentile([4.0], 0.99) == 4.0
+
+
+def test_room_under_flash_attention_is_what_its_pages_take_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = bench_serve.PagedAttentionMemoryHandler
+    monkeypatch.setattr(handler, "get_available_memory", lambda self: 2**30)
+    model = build("llama")
+    options = ContinuousBatchingConfig(max_batch_tokens=256, max_memory_percent=0.9, max_requests_per_batch=8)
+    token = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, channels, bytes
+    room = bench_serve.flash_room(model, options)
+    # Beside its own bytes a token takes a part of what one layer's attention reads.
+    assert 0.75 < room * token / 2**30 < 0.85
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_what_time_runs_out_for_counts_with_the_tokens_it_has(folder: Path) -> None:
