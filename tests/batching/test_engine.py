@@ -122,6 +122,37 @@ def test_a_cancelled_request_gives_its_pages_back(batching: TurboQuantBatching) 
         assert session.pages_in_use() == 0
 
 
+def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuantBatching) -> None:
+    """They take part in a step without a token of their own, and more requests than tokens are in it."""
+    held, *others = prompts([129, *[50] * 9])
+    with Session(batching.model) as session:
+        session.run([held], greedy(2))
+        manager = session.manager
+        manager.generation_config.max_new_tokens = 30
+        manager.start()
+        with manager.pause():
+            for prompt in others[1:]:
+                manager.add_request(prompt, max_new_tokens=1)
+            name = manager.add_request(others[0], streaming=True)
+        for result in manager.request_id_iter(name):
+            if len(result.generated_tokens) == 5:
+                break
+        with manager.pause():
+            manager.num_return_sequences = 3
+            for _ in range(5):
+                manager.add_request(held, max_new_tokens=4)
+            manager.num_return_sequences = 1
+        found = {}
+        while len(found) < 9 + 5 * 3:
+            result = manager.get_result(timeout=30)
+            assert result.error is None
+            if result.is_finished():
+                found[result.request_id] = result.generated_tokens
+        manager.stop(keep_for_next_session=True)
+        assert found.pop(name) == session.oracle.generate(others[0], 30)
+        assert list(found.values())[8:] == [session.oracle.chunked(held, 4, [128])] * 15
+
+
 def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
     (prompt,) = prompts([100])
     with batching.continuous_batching_context_manager(greedy(40), continuous_batching_config=options()) as manager:
@@ -247,7 +278,7 @@ def test_pages_offloaded_to_the_cpu_come_back_as_they_were(monkeypatch: pytest.M
     )
     inputs = prompts([100] * 6, seed=3)
     with Session(model_of(), num_blocks=44, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) as session:
-        found = session.run(inputs, greedy(60))
+        found = session.run(inputs, greedy(36))
         assert any(offloaded)
-        assert found == [session.oracle.generate(prompt, 60) for prompt in inputs]
+        assert found == [session.oracle.generate(prompt, 36) for prompt in inputs]
         assert session.pages_in_use() == 0

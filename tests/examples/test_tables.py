@@ -98,7 +98,9 @@ QUALITY = {
 }
 CPU = {
     "rows": [
-        {"cache": name, "context": 4000, "ms_per_step": ms} for name, ms in (("DynamicCache", 7), ("4bit_nc", 12.5))
+        {"cell": "prefill", "cache": "DynamicCache", "ms": 480.04, "speed": 1.0},
+        {"cell": "decode", "cache": "DynamicCache", "ms": 9.83, "speed": 1.0},
+        {"cell": "decode", "cache": "4bit_nc", "ms": 12.511, "speed": 0.786},
     ]
 }
 TIMES = {"first_token_s_p50": 0.512, "first_token_s_p99": 2.25, "per_token_s_p50": 0.0125, "per_token_s_p99": None}
@@ -148,7 +150,6 @@ EXPECTED = [
         QUALITY,
         ["| `4bit_nc` | 0.00023, – | 0.00029, – |", "| 0.40 (0.37 to 0.43) |", "(hqq is not installed)"],
     ),
-    ("cpu", CPU, ["| cache | context | ms per step |", "| `4bit_nc` | 4000 | 12.5 |"]),
     (
         "serve",
         SERVE,
@@ -165,6 +166,11 @@ EXPECTED = [
             "| 60.00 GiB of 70.00 |",
             "| stock, sdpa | all at once | out of memory | – |",
         ],
+    ),
+    (
+        "cpu",
+        CPU,
+        ["| ms (speed) | prefill | decode |", "| DynamicCache | 480 (1.00×) | 9.83 (1.00×) |", "| – | 12.51 (0.79×) |"],
     ),
     ("ablation", ABLATION, ["10.0M parameters; 36 documents", "| `4bit_nc`, packed only | 158 |", "0.00029, –"]),
 ]

@@ -26,6 +26,15 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' processor, whose requests can fail without it."""
 
+    def prepare_next_batch(self) -> bool:
+        """Choose the requests of the next step and write its inputs."""
+        io = self.inputs_and_outputs
+        written = io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
+        # A request that is to be forked before its last token is in a step without tokens. transformers forgets as many
+        # indices of the step before as there are tokens, and reads as many as there are requests.
+        written.logits_indices.zero_()
+        return super().prepare_next_batch()
+
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         super()._handle_request_error(error, state)
         # Somebody waits for its forks, too, which are not made yet.
