@@ -6,9 +6,9 @@
 
 The task is the needle: a long prompt hides a pass key, and what is sampled after its question is rewarded for every
 digit that is right. TRL asks the model for the answers of a whole batch (`generate_batch`); within
-`continuous_batching(trainer.model, ...)` they are generated from packed pages, which the generations of one prompt share
-as far as its blocks are complete. Gradients are those of the model itself. A rollout is therefore sampled from a policy
-that differs a little from the one that is trained, as with any compressed cache.
+`continuous_batching(trainer.model, ...)` they are generated from packed pages, which the generations of one prompt
+share as far as its blocks are complete. Gradients are those of the model itself. A rollout is therefore sampled from a
+policy that differs a little from the one that is trained, as with any compressed cache.
 """
 
 from __future__ import annotations
