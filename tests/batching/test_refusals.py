@@ -93,8 +93,8 @@ def test_beams_are_refused(batching: TurboQuantBatching) -> None:
 def test_another_page_size_is_refused_and_the_stock_one_rescaled(batching: TurboQuantBatching) -> None:
     with pytest.raises(ValueError, match="`page_size` is 64"):
         batching.init_continuous_batching(greedy(3), ContinuousBatchingConfig(page_size=64))
-    for size, blocks in ((256, 20), (128, 40)):
-        given = ContinuousBatchingConfig(page_size=size, num_blocks=blocks)
+    for name, size, blocks in (("page_size", 256, 20), ("block_size", 256, 20), ("page_size", 128, 40)):
+        given = ContinuousBatchingConfig(**{name: size}, num_blocks=blocks)
         manager = batching.init_continuous_batching(greedy(3), given)
         manager.warmup()
         cache = manager.batch_processor.cache
