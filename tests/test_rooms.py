@@ -10,7 +10,8 @@ from test_packaging import KERNELS, ROOT, imported_modules
 ROOMS = {
     "tq_kernels": [["decode", "prefix", "codec"], ["common"], ["format"]],
     "tq_hf": [
-        ["tools", "batching", "graph_decoding"],
+        ["tools"],
+        ["batching", "graph_decoding"],
         ["cache", "late_flags"],
         ["auto"],
         ["saving"],

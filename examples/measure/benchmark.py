@@ -1,11 +1,12 @@
-"""Measure on a GPU: decode attention alone, decoding, many new tokens on a history, long prompts.
+"""Measure on a GPU: decode attention alone, decoding, many new tokens on a history, long prompts, many requests.
 
-    python examples/measure/benchmark.py kernels     # or generate, prefix, prefill
+    python examples/measure/benchmark.py kernels     # or generate, prefix, prefill, serve
 
-`generate` is described in `bench_generate.py`, `prefix` and `prefill` in `bench_prefix.py`. For `kernels`, every figure
-of a run comes from one process on one GPU: the read ceiling, the best scaled-dot-product attention in bf16, and decode
-attention over packed blocks (rotation, attention, reduction: the whole call). Medians, with the L2 cache overwritten
-before every repetition. Writes JSON and draws the pictures of README.md from it, where matplotlib is installed.
+`generate` is described in `bench_generate.py`, `prefix` and `prefill` in `bench_prefix.py`, and `serve`, which a CPU
+can run, too, in `bench_serve.py`. For `kernels`, every figure of a run comes from one process on one GPU: the read
+ceiling, the best scaled-dot-product attention in bf16, and decode attention over packed blocks (rotation, attention,
+reduction: the whole call). Medians, with the L2 cache overwritten before every repetition. Writes JSON and draws the
+pictures of README.md from it, where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import bench_generate
 import bench_prefix
+import bench_serve
 import plots
 import torch
 from report import RESULTS, provenance, slug
@@ -264,13 +266,17 @@ def main() -> None:
     command.set_defaults(run=lambda arguments: bench_prefix.run())
     command = commands.add_parser("prefill", help="time to the first token, and a prefill of a million tokens")
     command.set_defaults(run=lambda arguments: bench_prefix.run_prefill())
+    command = commands.add_parser("serve", help="many requests, on transformers' pages and on packed ones")
+    bench_serve.add_arguments(command)
+    command.set_defaults(run=lambda arguments: bench_serve.run(arguments, arguments.save, read_gigabytes_per_second))
     for command in commands.choices.values():
         command.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and arguments.command != "serve":
         sys.exit("This needs a GPU, and torch finds none.")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"{arguments.command}-{slug(torch.device('cuda', 0))}.json"
+    path = arguments.output / f"{arguments.command}-{slug(device)}.json"
 
     def save(record: dict[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=1) + "\n")

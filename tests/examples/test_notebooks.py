@@ -16,7 +16,7 @@ import run_notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-NAMES = ["long_context", "quality", "quickstart", "save_and_reuse"]
+NAMES = ["long_context", "quality", "quickstart", "save_and_reuse", "serving"]
 
 
 def cells(path: Path) -> list[dict[str, Any]]:

@@ -117,6 +117,30 @@ BALANCE = {key: value for key, value in QUALITY.items() if key not in ("comparis
 PADDED = {
     "rows": [quality_row("3bit_nc, defaults", 0.5), quality_row("3bit_nc, defaults", 0.25) | {"stress": "9 padding"}]
 }
+TIMES = {"first_token_s_p50": 0.512, "first_token_s_p99": 2.25, "per_token_s_p50": 0.0125, "per_token_s_p99": None}
+SERVED = {
+    "kind": "trace",
+    "arrivals": "all at once",
+    "cache_bytes": 60 * 2**30,
+    "cache_tokens": 1797000,
+    "flash_room_tokens": 455000,
+}
+SERVE = {
+    "trace": {"requests": 64, "prompts": [200, 16384], "answers": [32, 1024]},
+    "rows": [
+        {"kind": "decode", "batch": 32, "context": 2048, "engine": "stock, sdpa", "ms_per_step": 135.0}
+        | {"steps": 64, "prompt_tokens_per_second": 20123.4, "peak_bytes_beyond_weights": 100 * 2**30},
+        {"kind": "decode", "batch": 64, "context": 16384, "engine": "stock, sdpa", "error": "room for 9 tokens"}
+        | {"bf16_floor_ms": 35.0},
+        {"kind": "decode", "batch": 32, "context": 2048, "engine": "4bit_nc, static, compiled", "ms_per_step": 8.3}
+        | {"peak_bytes_beyond_weights": 2**30, "bf16_floor_ms": 5.0},
+        SERVED
+        | TIMES
+        | {"engine": "4bit_nc", "tokens_per_second": 3855.4, "seconds": 9.0, "unfinished": 3}
+        | {"in_flight_most": 64, "in_flight_mean": 40.6, "peak_bytes_beyond_weights": 70 * 2**30},
+        SERVED | {"engine": "stock, sdpa", "error": "out of memory"},
+    ],
+}
 ABLATION = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")}
 
 EXPECTED = [
@@ -139,6 +163,23 @@ EXPECTED = [
         "quality",
         QUALITY,
         ["| `4bit_nc` | 0.00023, – | 0.00029, – |", "| 0.40 (0.37 to 0.43) |", "(hqq is not installed)"],
+    ),
+    (
+        "serve",
+        SERVE,
+        ["| stock, sdpa | **135.0** ms, prompts 20,123/s, 100.0 GiB | room for 9 tokens |", "| 5.0 ms | 35.0 ms |"],
+    ),
+    ("serve", SERVE, ["| `4bit_nc`, static, compiled | **8.3** ms, 1.0 GiB | – |"]),
+    (
+        "serve",
+        SERVE,
+        [
+            "64 requests, prompts of 200 to 16,384 tokens, answers of 32 to 1,024:",
+            "| `4bit_nc` | all at once | **3,855** (3 unfinished) | 0.51 / 2.25 s | 12.5 / – ms | 64 / 41 |",
+            "| 1,797,000 (3.95×) |",
+            "| 60.00 GiB of 70.00 |",
+            "| stock, sdpa | all at once | out of memory | – |",
+        ],
     ),
     (
         "cpu",

@@ -1,4 +1,4 @@
-"""The command `tq-hf`: estimate what a cache will take, chat on a compressed one, run the benchmark."""
+"""The command `tq-hf`: estimate what a cache will take, chat on a compressed one, serve, run the benchmark."""
 
 from __future__ import annotations
 
@@ -182,6 +182,26 @@ def estimate_command(
         print_table(report)
 
 
+Device = Annotated[
+    str | None,
+    typer.Option(help="Where to run, as cpu or cuda:0. By default a GPU if there is one."),
+]
+
+
+def _device(name: str | None) -> str:
+    """The device to run on.
+
+    Raises:
+        ValueError: torch cannot use it.
+    """
+    where = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=where)
+    except (RuntimeError, AssertionError) as error:  # the second of a torch that was built without CUDA
+        raise ValueError(f"Cannot run on {where!r}: {_shortened(error)}") from None
+    return where
+
+
 @app.command("chat")
 @_flowing
 def chat_command(
@@ -189,10 +209,7 @@ def chat_command(
     preset: Preset = "4bit_nc",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
     dtype: Dtype = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Where to run, as cpu or cuda:0. By default a GPU if there is one."),
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Chat with a model; the whole conversation stays in one compressed cache.
 
@@ -203,11 +220,7 @@ def chat_command(
     with _errors_as_sentences():
         preset = "auto" if preset.lower() == "auto" else preset_name(preset)
         name = _model_name(model)
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            torch.empty(1, device=where)
-        except (RuntimeError, AssertionError) as error:  # the second of a torch that was built without CUDA
-            raise ValueError(f"Cannot run on {where!r}: {_shortened(error)}") from None
+        where = _device(device)
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         try:
@@ -229,6 +242,64 @@ def chat_command(
     if name == str(EXAMPLES / "needle"):
         console.print(GREETING, highlight=False, markup=False)
     converse(chat, console)
+
+
+@app.command("serve")
+@_flowing
+def serve_command(
+    model: Model = None,
+    preset: Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}.")] = "4bit_nc",
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen at.")] = 8000,
+    dtype: Dtype = None,
+    device: Device = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of all requests together the cache has room for. By default what fits."),
+    ] = None,
+    memory_share: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Share of the free memory that is used. By default transformers' own."),
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The most tokens of all prompts read in one step.")
+    ] = None,
+    cors: Annotated[bool, typer.Option("--cors", help="Let web pages of other origins call.")] = False,
+) -> None:
+    """Serve a model with the API of OpenAI: transformers' own server, with the tokens of all requests in packed pages.
+
+    Needs the extra `serving` and transformers 5.19. Requests come and go at any time, and share pages where
+    their prompts begin alike. Temperature and top_p are those of the first request for all, as in `transformers serve`.
+    """
+    console = Console()
+    with _errors_as_sentences():
+        preset = preset_name(preset)
+        name = _model_name(model)
+        where = _device(device)
+        _dtype(dtype)
+        try:
+            from .serve import TurboQuantServer
+        except ImportError as error:  # transformers is too old
+            raise ValueError(str(error)) from None
+
+        def started(processor: Any) -> None:
+            console.print(f"{name} on {preset} pages: http://{host}:{port}/v1", highlight=False, soft_wrap=True)
+            if not processor.chat_template:
+                console.print("This model has no chat template: ask /v1/completions to continue a text.")
+
+        TurboQuantServer(
+            name,
+            preset,
+            started,
+            cache_tokens=cache_tokens,
+            host=host,
+            port=port,
+            dtype=dtype or "auto",
+            device=where,
+            cb_max_memory_percent=memory_share,
+            cb_max_batch_tokens=batch_tokens,
+            enable_cors=cors,
+        )
 
 
 @app.command("bench", context_settings=PASS_ON)

@@ -1,0 +1,50 @@
+"""`examples/rollouts.py`: GRPO samples its answers from packed pages, where TRL is installed (it is an extra)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from report import SHIPPED_MODEL
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("trl", reason="trl is an extra")
+pytest.importorskip("datasets", reason="trl is an extra")
+
+import rollouts
+
+from tq_hf.batching import TurboQuantBatchingManager
+
+
+def test_rewards_are_shares_of_digits() -> None:
+    completions = ["123456>>", "123456\n", "123956>>", "", "x23456>>"]
+    rewards = rollouts.digits_right(completions, ["123456"] * 5, prompts=[])
+    assert rewards == pytest.approx([1.1, 1.0, 0.5, 0.0, 0.0])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # TRL's and accelerate's
+def test_a_step_is_trained_on_answers_from_packed_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared: list[int] = []
+    stop = TurboQuantBatchingManager.stop
+
+    def noted(manager: TurboQuantBatchingManager, *args: object, **kwargs: object) -> None:
+        ledger = manager.batch_processor.cache.allocator.ledger
+        shared.append(len(ledger.hash_to_block))
+        stop(manager, *args, **kwargs)
+
+    monkeypatch.setattr(TurboQuantBatchingManager, "stop", noted)
+    asked = dict(model=SHIPPED_MODEL, preset="4bit_nc", steps=1, prompts=2, generations=2, tokens=300, seed=3)
+    with torch.enable_grad():
+        trainer = rollouts.train(
+            argparse.Namespace(**asked, temperature=3.0, learning_rate=1e-3, blocks=40), str(tmp_path)
+        )
+    assert shared == [2 * (300 // 128)]  # of two prompts, each answered twice
+    (entry,) = (entry for entry in trainer.state.log_history if "reward" in entry)
+    assert 0 <= entry["reward"] <= 1 + rollouts.CLOSED
+    before = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32).state_dict()
+    trained = {name for name, weight in trainer.model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert trained or entry["reward_std"] == 0
+    assert "init_continuous_batching" not in vars(trainer.model)
+    assert trainer.model.config._attn_implementation == "sdpa"
