@@ -252,3 +252,13 @@ def test_dequantising_by_tables_gives_the_bits_of_the_reference(name, monkeypatc
     actual = tuple(torch.empty_like(part) for part in expected)
     dispatch.dequantise(config, blocks, *actual)
     assert_same(actual, expected)
+
+
+def test_sink_logits_stay_as_they_are() -> None:
+    """They are a parameter of the model, and one query of one sequence could see it without a copy."""
+    sinks = random(40, 4)
+    before = sinks.clone()
+    attend_dense(
+        random(41, 1, 4, 1, 16), random(42, 1, 2, 5, 16), random(43, 1, 2, 5, 16), None, scaling=0.3, s_aux=sinks
+    )
+    assert torch.equal(sinks, before)

@@ -1,0 +1,154 @@
+"""A step over pages: what requests attend to, what is written where, and what stays untouched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import BLOCK, all_packed, dequantised, encoded, states
+
+from tq_hf import TurboQuantConfig
+from tq_hf.ops.paged import paged_step
+from tq_hf.ops.tiled_attention import attend_dense
+from tq_hf.tensors.factors import Factors
+from tq_hf.tensors.pages import LayerPages, Sequences
+
+HEADS, QUERY_HEADS, PAGES, LAYERS = 2, 6, 96, 3
+
+
+def layer_pages(
+    config: TurboQuantConfig, dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[LayerPages, torch.Tensor]:
+    """The middle layer of a pool of noise, and the pool."""
+    pool = torch.zeros(PAGES, LAYERS, HEADS, config.layout(dim).block_bytes, dtype=torch.uint8)
+    pool.random_(0, 60, generator=torch.Generator().manual_seed(5))
+    pages = LayerPages.of_pool(pool, 1, config, dim, dtype)
+    keys, values = (1 + torch.rand(1, HEADS, dim, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    return replace(pages, factors=Factors(keys.bfloat16().half(), values.bfloat16().half())), pool
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+class Requests:
+    """Requests with tokens of their own and shuffled pages, run step by step."""
+
+    def __init__(
+        self, config: TurboQuantConfig, dim: int, totals: list[int], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.config = config
+        self.pages, self.pool = layer_pages(config, dim, dtype)
+        self.tokens = [states(i, 1, HEADS, n, dim, dtype=dtype) for i, n in enumerate(totals)]
+        self.queries = [states(90 + i, 1, QUERY_HEADS, n, dim, dtype=dtype)[0] for i, n in enumerate(totals)]
+        self.done = [0] * len(totals)
+        free = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)).int()
+        needed = [self.pages.ring_pages + n // BLOCK for n in totals]
+        self.table = torch.full((len(totals), max(needed)), -1, dtype=torch.int32)
+        for row, own in zip(self.table, free[: sum(needed)].split(needed), strict=True):
+            row[: len(own)] = own
+        self.unused = free[sum(needed) :].long()
+
+    def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Outputs of the next tokens of each request, next to those over dequantised states, `[n, Hq, D]`."""
+        spans = [slice(done, done + n) for done, n in zip(self.done, new, strict=True)]
+        packed = [
+            torch.cat([x[0, :, span].transpose(0, 1) for x, span in zip(tensors, spans, strict=True)])
+            for tensors in (self.queries, [k for k, _ in self.tokens], [v for _, v in self.tokens])
+        ]
+        packed = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]) for x in packed]
+        lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
+        sequences = Sequences(cumulative(new), cumulative(lengths), self.table, max(new))
+        out = paged_step(*packed, self.pages, sequences, scaling=0.2, **options)
+        assert (out[sum(new) :] == 0).all()
+        expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
+        self.done = [done + n for done, n in zip(self.done, new, strict=True)]
+        return [pair for pair in zip(out[: sum(new)].split(new), expected, strict=True) if pair[1] is not None]
+
+    def expected(self, i: int, span: slice, **options) -> torch.Tensor | None:
+        if span.start == span.stop:
+            return None
+        keys, values = (x[:, :, : span.stop].clone() for x in self.tokens[i])
+        whole = span.start // BLOCK * BLOCK
+        old = keys[:, :, :whole], values[:, :, :whole]
+        blocks = encoded(self.config, *old, self.pages.factors)
+        for states_, read in zip((keys, values), dequantised(self.config, blocks, old), strict=True):
+            states_[:, :, :whole] = read
+        return attend_dense(self.queries[i][:, :, span], keys, values, None, scaling=0.2, **options)[0]
+
+
+CHUNKS = [[300, 1, 0, 40], [1, 127, 5, 88], [127, 1, 250, 0], [1, 1, 1, 1], [130, 256, 1, 1]]
+"""New tokens of four requests in five steps: prompts, single tokens, blocks completed by one and by many."""
+TOTALS = [sum(column) for column in zip(*CHUNKS, strict=True)]
+
+
+@pytest.mark.parametrize("bits", [(4, 4), (8, 4), (3, 2)], ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 80])
+def test_a_step_attends_to_packed_blocks_ring_rows_and_new_tokens(dim: int, bits: tuple[int, int]) -> None:
+    requests = Requests(all_packed(key_bits=bits[0], value_bits=bits[1]), dim, TOTALS)
+    for new in CHUNKS:
+        for out, expected in requests.step(new, padding=3):
+            torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rings_are_of_the_models_dtype(dtype: torch.dtype) -> None:
+    requests = Requests(all_packed(), 64, TOTALS, dtype)
+    assert requests.pages.rows.dtype == dtype and requests.pages.rows_per_page == 32
+    for new in CHUNKS:
+        for out, expected in requests.step(new):
+            assert out.dtype == dtype
+            torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_softcap_and_sink_logits_reach_every_request() -> None:
+    requests = Requests(all_packed(), 16, TOTALS)
+    for new in CHUNKS:
+        for out, expected in requests.step(new, softcap=2.0, s_aux=torch.linspace(-1, 1, QUERY_HEADS)):
+            torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+
+
+def test_pages_of_a_request_do_not_depend_on_its_company_or_chunks() -> None:
+    """Blocks are shared by what they are the blocks of."""
+    together, alone = Requests(all_packed(), 16, TOTALS), Requests(all_packed(), 16, TOTALS)
+    for new in CHUNKS:
+        together.step(new)
+    for i, total in enumerate(TOTALS):
+        alone.step([total if i == j else 0 for j in range(len(TOTALS))])
+    for i, total in enumerate(TOTALS):
+        own = together.table[i, together.pages.ring_pages :][: total // BLOCK].long()
+        assert torch.equal(together.pool[own, 1], alone.pool[own, 1])
+        ring = together.table[i, : together.pages.ring_pages].long()
+        for a, b in zip(together.pages.ring(ring), alone.pages.ring(ring), strict=True):
+            assert torch.equal(a[:, :, : total % BLOCK], b[:, :, : total % BLOCK])
+
+
+def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
+    requests = Requests(all_packed(), 16, TOTALS)
+    before = requests.pool.clone()
+    for new in CHUNKS:
+        requests.step(new, padding=2)
+    assert torch.equal(requests.pool[:, [0, 2]], before[:, [0, 2]])
+    assert torch.equal(requests.pool[requests.unused], before[requests.unused])
+    assert not torch.equal(requests.pool, before)
+
+
+def test_the_fields_of_a_page_share_their_strides_in_bytes() -> None:
+    pages, pool = layer_pages(all_packed(), 128, torch.bfloat16)
+    assert pages.layout.block_bytes == 17152 and pages.rows.shape == (PAGES, HEADS, 2, 32, 128)
+    assert pages.ring_pages == 4
+    strides = {tuple(n * x.itemsize for n in x.stride()[:2]) for x in (*pages.blocks, pages.rows)}
+    assert strides == {(pool.stride(0), pool.stride(2))}
+    starts = [x.data_ptr() for x in pages.blocks]
+    assert [b - a for a, b in pairwise(starts)] == [8192, 8192, 512] and pages.rows.data_ptr() == starts[0]
+
+
+@pytest.mark.parametrize("bits", [(8, 4), (4, 4), (4, 3), (3, 4), (3, 3), (3, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_blocks_are_aligned_to_128_bytes_and_rings_are_whole_pages(dim: int, bits: tuple[int, int]) -> None:
+    pages, _ = layer_pages(all_packed(key_bits=bits[0], value_bits=bits[1]), dim, torch.float16)
+    assert pages.layout.block_bytes % 128 == 0
+    assert pages.ring_pages * pages.rows_per_page == BLOCK
+    assert 2 * pages.rows_per_page * dim * 2 <= pages.layout.block_bytes

@@ -1,0 +1,43 @@
+"""A layer's step over the pages of many requests."""
+
+from __future__ import annotations
+
+import torch
+
+from ..tensors.pages import LayerPages, Sequences
+from . import paged_reference
+
+
+def paged_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: LayerPages,
+    sequences: Sequences,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of every request's new tokens over its pages and themselves; then those tokens are stored.
+
+    A request's queries attend, causally, to the packed blocks that were complete before this step, to the rows of its
+    ring (the tokens of its open block), and to the new tokens exactly. Then new rows go to the ring, and blocks that
+    became complete are encoded, from ring rows and from `key` and `value`.
+
+    Args:
+        query: `[T, Hq, D]`, T tokens of all requests.
+        key: `[T, Hkv, D]`.
+        value: `[T, Hkv, D]`.
+        pages: The layer's view of the pool, written in place.
+        sequences: Whose tokens they are, and where their pages.
+        scaling: Factor of the logits.
+        softcap: Logits become `softcap * tanh(logits / softcap)`.
+        s_aux: `[Hq]` logits of learned attention sinks.
+
+    Returns:
+        `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
+    """
+    return paged_reference.paged_step(
+        query, key, value, pages, sequences, scaling=scaling, softcap=softcap, s_aux=s_aux
+    )

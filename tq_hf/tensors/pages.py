@@ -1,0 +1,161 @@
+"""The pages of many requests, as one layer sees them: a pool of equal pieces of memory, and who reads which.
+
+A page of a KV head is one packed block of 128 tokens, or some rows of a request's *ring*: the dense keys and values of
+its open block. Equal pages in one pool need no second budget, and a request is wholly described by its table:
+
+    [ring page 0 .. ring_pages - 1][block 0][block 1] ..
+
+Blocks are aligned to 128 tokens, with no sinks before them: a block is a function of the tokens it covers and of those
+before, so requests with the same prefix can share it.
+
+The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head's block lies in one piece, `[key words |
+value words | scalars | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
+rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..config import TurboQuantConfig
+from ..layout import BlockLayout
+from .blocks import PackedBlocks
+from .factors import Factors
+from .window import KeyValue
+
+BLOCK = BlockLayout.tokens
+
+
+def rows_per_page(layout: BlockLayout, dtype: torch.dtype) -> int:
+    """Dense rows that a page holds: the power of two, at most 128, that fits into the bytes of a packed block."""
+    fit = layout.block_bytes // ((layout.key_dim + layout.value_dim) * dtype.itemsize)
+    return min(BLOCK, 1 << fit.bit_length() - 1)
+
+
+class PageFields(NamedTuple):
+    """The fields of `PackedBlocks`, page by page: views of one pool, so all have the same strides in bytes over pages
+    and over heads.
+
+    Args:
+        key_words: `[pages, Hkv, layout.key_words]` int32.
+        value_words: `[pages, Hkv, layout.value_words]` int32.
+        scalars: `[pages, Hkv, 128]` int32.
+        key_means: `[pages, Hkv, layout.key_dim_padded]` fp16, or `None` if the layout has none.
+    """
+
+    key_words: torch.Tensor
+    value_words: torch.Tensor
+    scalars: torch.Tensor
+    key_means: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPages:
+    """One layer's view of the pool.
+
+    Args:
+        config: What blocks are encoded with.
+        layout: Sizes of a block.
+        blocks: The pages as packed blocks.
+        rows: The same bytes as dense rows, `[pages, Hkv, 2, rows_per_page, D]` in the model's dtype; keys at 0, values
+            at 1.
+        factors: What states are multiplied by before they are encoded, `[1, Hkv, D]`; of all requests.
+    """
+
+    config: TurboQuantConfig
+    layout: BlockLayout
+    blocks: PageFields
+    rows: torch.Tensor
+    factors: Factors
+
+    @classmethod
+    def of_pool(
+        cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype
+    ) -> LayerPages:
+        """The view of the `index`-th layer of a pool, with factors of one.
+
+        Args:
+            pool: `[pages, layers, Hkv, layout.block_bytes]` uint8, contiguous.
+            index: Which layer.
+            config: What blocks are encoded with.
+            head_dim: Channels of a key and of a value, D.
+            dtype: The model's.
+        """
+        layout, page = config.layout(head_dim), pool[:, index]
+        sizes = (4 * layout.key_words, 4 * layout.value_words, 4 * layout.tokens, layout.mean_bytes)
+        key_words, value_words, scalars, means = page.split(sizes, -1)
+        rows = rows_per_page(layout, dtype)
+        dense = page[..., : 2 * rows * head_dim * dtype.itemsize].view(dtype).unflatten(-1, (2, rows, head_dim))
+        fields = PageFields(
+            key_words.view(torch.int32),
+            value_words.view(torch.int32),
+            scalars.view(torch.int32),
+            means.view(torch.float16) if layout.key_mean else None,
+        )
+        return cls(config, layout, fields, dense, Factors.ones(1, page.shape[1], head_dim, head_dim, pool.device))
+
+    @property
+    def rows_per_page(self) -> int:
+        """Dense rows that a page holds; a power of two."""
+        return self.rows.shape[3]
+
+    @property
+    def ring_pages(self) -> int:
+        """Pages of a ring, which has 128 rows: row r is row `r % rows_per_page` of page `r // rows_per_page`."""
+        return BLOCK // self.rows_per_page
+
+    @property
+    def kv_heads(self) -> int:
+        """Hkv."""
+        return self.rows.shape[1]
+
+    def packed(self, pages: torch.Tensor) -> PackedBlocks:
+        """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence."""
+        key_words, value_words, scalars, key_means = (
+            None if field is None else field[pages].transpose(0, 1)[None] for field in self.blocks
+        )
+        assert key_words is not None and value_words is not None and scalars is not None
+        return PackedBlocks(self.layout, key_words, value_words, scalars, key_means, self.factors)
+
+    def write_packed(self, pages: torch.Tensor, blocks: PackedBlocks) -> None:
+        """Write n blocks of one sequence to `pages` `[n]`."""
+        held = (blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means)
+        for field, states in zip(self.blocks, held, strict=True):
+            if field is not None and states is not None:
+                field[pages] = states[0].transpose(0, 1)
+
+    def ring(self, pages: torch.Tensor) -> KeyValue:
+        """A copy of the ring in `pages` `[ring_pages]`: keys and values `[1, Hkv, 128, D]`."""
+        held = self.rows[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None]
+        return held[0], held[1]
+
+    def write_ring(self, pages: torch.Tensor, first: int, states: KeyValue) -> None:
+        """Write keys and values `[1, Hkv, n, D]` to rows `first` to `first + n` of the ring in `pages` `[ring_pages]`;
+        they end at row 128 at the latest."""
+        row = torch.arange(first, first + states[0].shape[2], device=self.rows.device)
+        place = (pages[row // self.rows_per_page], slice(None), slice(None), row % self.rows_per_page)
+        self.rows[place] = torch.stack([x[0] for x in states]).permute(2, 1, 0, 3)
+
+
+class Sequences(NamedTuple):
+    """The geometry of one step, on the device: B requests, their new tokens one after the other, and their pages.
+
+    A request b has `cu_q[b + 1] - cu_q[b]` new tokens and `cu_k[b + 1] - cu_k[b]` tokens with them. Requests that only
+    pad have 0 of both, and tokens after `cu_q[B]` belong to nobody.
+
+    Args:
+        cu_q: `[B + 1]` int32.
+        cu_k: `[B + 1]` int32.
+        table: `[B, W]` int32: a request's ring pages, then its blocks, those that this step completes included; -1
+            where it has none. Of a ring whose request has fewer than 128 tokens, pages beyond the last token's may be
+            left out.
+        max_q: At least the most new tokens that a request has; 1 if and only if all have one at most.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    table: torch.Tensor
+    max_q: int
