@@ -106,9 +106,8 @@ class Tokens(NamedTuple):
     value: torch.Tensor
 
 
-def decode_target(device: torch.device) -> Target:
-    """The device, as the heuristic tables of decode see it here: without the kernels of inline matrix products."""
-    on = target(device)
+def portable(on: Target) -> Target:
+    """A device as the heuristic tables see it here, where attention has no kernels of inline matrix products."""
     return replace(on, capability=(0, 0)) if on.fragments else on
 
 
@@ -141,7 +140,7 @@ def attend_single(
     query, key, value = tokens
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
     groups, width, device = query_heads // kv_heads, geometry.table.shape[1], query.device
-    on = decode_target(device)
+    on = portable(target(device))
     plan = plan_decode(
         count,
         query_heads,

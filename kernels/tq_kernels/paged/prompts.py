@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..common.softmax import LOG2E
 from ..prefix.attention import prefix_attention
 from ..prefix.launch import NO_TABLE, block_of, prefix_config, prefix_constants, prefix_splits
 from ..prefix.merge import merge_splits
-from .launch import Geometry, Pages, Tokens
+from .launch import Geometry, Pages, Tokens, portable
 
 
 def attend_many(
@@ -38,9 +37,7 @@ def attend_many(
     """
     query, key, value = tokens
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
-    groups, width, on = query_heads // kv_heads, geometry.table.shape[1], target(query.device)
-    # The kernel of inline matrix products knows no tables.
-    on = replace(on, capability=(0, 0)) if on.fragments else on
+    groups, width, on = query_heads // kv_heads, geometry.table.shape[1], portable(target(query.device))
     config = prefix_config(dim, dim, pages.key_bits, pages.value_bits, on)
     rows = groups * total
     # Each sequence's last tile may be a part of one.
