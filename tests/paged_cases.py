@@ -135,7 +135,7 @@ def make(step: Step, seed: int = 0) -> Inputs:
     made = [torch.exp(0.3 * randn(1, step.Hkv, step.D)).bfloat16().half() for _ in range(2)]
     total = sum(step.new) + step.nobody
     # Heads behind tokens, and of keys and values also heads before them: as models give them.
-    query = 2 * randn(total, step.Hq, step.D)
+    query = 1.5 * randn(total, step.Hq, step.D)
     key, value = randn(step.Hkv, total, step.D).transpose(0, 1), randn(total, step.Hkv, step.D)
     tokens = tuple(x.to(step.dtype) for x in (query, key, value))
     s_aux = randn(step.Hq) if step.s_aux else None

@@ -22,11 +22,11 @@ Bytes do not matter: a block's 17 KB are read once for 128 rows.
 import triton
 import triton.language as tl
 
-from ..common.sequences import dense_rows, lengths, located
+from ..common.sequences import dense_rows, lengths
 from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
-from .rows import add_tile, hidden, logits, masked, normalised_rows, parked, weights
+from .rows import add_tile, hidden, logits, masked, normalised_rows, parked, row_tile, stored_rows, weights
 from .tiles import channel_of, key_tiles, reference_key, value_tiles
 
 TILE = tl.constexpr(64)
@@ -127,10 +127,9 @@ def prefix_attention(
 ):
     """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
 
-    With a table it is attention of many sequences, those with more than one new token, over the pages of
-    `tq_kernels.common.sequences`. Tensors have one batch row, in which new tokens follow one another; `window_keys`
-    are the layer's first page, `blocks_b` blocks before the next; lengths are read on the device, and `rows` are
-    those of all sequences. Tiles of rows that are not needed end at once.
+    With a table: many sequences, those with more than one new token, over the pages of `tq_kernels.common.sequences`.
+    Tensors have one batch row, in which new tokens follow one another; `window_keys` are the layer's first page,
+    `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
     """
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
@@ -140,25 +139,18 @@ def prefix_attention(
     if table is None:
         first_row = (tile_count - 1 - tl.program_id(0)) * BLOCK_R
     else:
-        _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
-        tiles = tl.where(new > 1, (new * groups + BLOCK_R - 1) // BLOCK_R, 0)
-        tile = tl.sum(tiles, 0) - 1 - tl.program_id(0)
-        if tile < 0:
+        exists, sequence, first_row = row_tile(cu_q, cu_k, count, groups, tl.program_id(0), BLOCK_R, BLOCK_B)
+        if not exists:
             return
-        sequence, before = located(tiles, tile)
-        first_row = (tile - before) * BLOCK_R
         token, queries, past = lengths(cu_q, cu_k, sequence, count)
-        new_count = queries
-        rows = queries * groups
-        blocks = past // TOKENS
-        window_count = past % TOKENS
+        new_count, rows = queries, queries * groups
+        blocks, window_count = past // TOKENS, past % TOKENS
         table += sequence.to(tl.int64) * width + TOKENS // ROWS
         query += token.to(tl.int64) * query_s
         out += token.to(tl.int64) * out_s
         new_keys += token.to(tl.int64) * new_t
         new_values += token.to(tl.int64) * new_vt
-        lse += token * groups
-        partial += token.to(tl.int64) * (groups * DV)
+        lse, partial = lse + token * groups, partial + token.to(tl.int64) * (groups * DV)
     r = first_row + tl.arange(0, BLOCK_R)
     row_mask = r < rows
     s = r // groups
@@ -250,28 +242,11 @@ def prefix_attention(
                     tl.load(key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0) - reference
                 )  # [BDK]
             k0, k1 = key_tiles(
-                key_words + at * KEY_SIZE,
-                k_scale0,
-                k_scale1,
-                k_scale2,
-                k_scale3,
-                mean,
-                DKP,
-                BLOCK_DK,
-                KEY_BITS,
-                HAS_MEAN,
-                ASM,
-            )
+                key_words + at * KEY_SIZE, k_scale0, k_scale1, k_scale2, k_scale3, mean,
+                DKP, BLOCK_DK, KEY_BITS, HAS_MEAN, ASM,
+            )  # fmt: skip
             v0, v1 = value_tiles(
-                value_words + at * VALUE_SIZE,
-                v_scale0,
-                v_scale1,
-                v_scale2,
-                v_scale3,
-                DVP,
-                BLOCK_DV,
-                VALUE_BITS,
-                ASM,
+                value_words + at * VALUE_SIZE, v_scale0, v_scale1, v_scale2, v_scale3, DVP, BLOCK_DV, VALUE_BITS, ASM
             )
             t = sink_count + block * TOKENS + tl.arange(0, TILE)
             x0 = logits(rotated, k0, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
@@ -334,13 +309,10 @@ def prefix_attention(
             inside = t < high
             if table is None:
                 sink = t < sink_count
-                slot = window_start + t - sink_count  # the window is a ring
-                slot = tl.where(slot >= window_capacity, slot - window_capacity, slot)
-                fresh = (t - history).to(tl.int64)
-                k_row = tl.where(sink, sink_keys + t * DK, window_keys + slot * DK)
-                k_row = tl.where(t < history, k_row, new_keys + fresh * new_t)  # [64] pointers
-                v_row = tl.where(sink, sink_values + t * DV, window_values + slot * DV)
-                v_row = tl.where(t < history, v_row, new_values + fresh * new_vt)
+                k_row, v_row = stored_rows(
+                    sink_keys, sink_values, window_keys, window_values, new_keys, new_values, t, sink, sink_count,
+                    history, window_start, window_capacity, new_t, new_vt, DK, DV,
+                )  # fmt: skip
             else:
                 k_row, v_row = dense_rows(
                     window_keys, table - TOKENS // ROWS, new_keys, new_values, t, window_count, high, 0, kv_head,
