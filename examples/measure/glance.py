@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from report import BASELINE, LLAMA_8B, RESULTS
-from tables import GIB, cache_name, note, shape, share, source, table
+from tables import GIB, cache_name, cpu_cells, note, shape, share, source, table
 from transformers import LlamaConfig
 
 from tq_hf import PRESETS
 from tq_hf.tools.estimate import Estimator
 
 HEAD_DIM = 128
-GENERATE, QUALITY = "generate-nvidia-h200", "quality-qwen3"
+GENERATE, QUALITY, CPU = "generate-nvidia-h200", "quality-qwen3", "cpu"
 WHICH = {
     "k8v4": "when quality counts more than memory",
     "4bit_nc": "to start with; the default",
@@ -32,6 +32,7 @@ READS = {
     "4bit_nc, compiled": "packed blocks",
 }
 """What attention reads at a decode step, by the name of the cache in the results of `generate()`."""
+ON_CPU = (BASELINE, "quanto int4", "hqq int4", "k8v4", "4bit_nc", "3bit_nc", "2bit_nc")
 COMPARED = ("fp8 scaled", "vLLM k8v4", "k8v4", "vLLM 4bit_nc", "4bit_nc, packed only", "4bit_nc")
 
 
@@ -92,5 +93,19 @@ def quality() -> str:
     return table(headings, lines) + source(record(QUALITY))
 
 
-TABLES: dict[str, Callable[[], str]] = {"presets": presets, "decode": decode, "memory": memory, "quality": quality}
+def cpu() -> str:
+    """What a CPU takes, of a few caches."""
+    found = record(CPU)
+    if not found:
+        return "Not measured yet.\n"
+    return cpu_cells(found["rows"], ON_CPU) + note(found) + source(found)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "presets": presets,
+    "decode": decode,
+    "cpu-glance": cpu,
+    "memory": memory,
+    "quality": quality,
+}
 """By the name in README.md's markers."""

@@ -285,12 +285,21 @@ def multi_gpu(record: dict[str, Any]) -> str:
     return f"{record['model']}:\n\n" + table(headings, lines) + same + note(record) + source(record)
 
 
+def cpu_cells(rows: list[dict[str, Any]], caches: tuple[str, ...] = ()) -> str:
+    """Milliseconds on a CPU and speed against DynamicCache's, of each cache (or of those named) by cell."""
+    found = {(row["cache"], row["cell"]): row for row in rows}
+    cells = dict.fromkeys(row["cell"] for row in rows)
+    lines = []
+    for cache in dict.fromkeys(row["cache"] for row in rows):
+        if cache in caches or not caches:
+            measured = [found.get((cache, cell)) for cell in cells]
+            lines.append([cache_name(cache), *(f"{r['ms']:.4g} ({r['speed']:.2f}×)" if r else "–" for r in measured)])
+    return table(["ms (speed)", *cells], lines)
+
+
 def cpu(record: dict[str, Any]) -> str:
-    """A step of decoding on a CPU: the rows as they are, a column for each of their keys."""
-    rows = record["rows"]
-    lines = [[cache_name(str(row["cache"])), *(str(v) for key, v in row.items() if key != "cache")] for row in rows]
-    headings = ["cache", *(key.replace("_", " ") for key in rows[0] if key != "cache")]
-    return table(headings, lines) + note(record) + source(record)
+    """Prefill, decoding and a second turn on a CPU."""
+    return cpu_cells(record["rows"]) + note(record) + source(record)
 
 
 def cards(record: dict[str, Any]) -> str:

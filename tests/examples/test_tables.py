@@ -98,7 +98,9 @@ QUALITY = {
 }
 CPU = {
     "rows": [
-        {"cache": name, "context": 4000, "ms_per_step": ms} for name, ms in (("DynamicCache", 7), ("4bit_nc", 12.5))
+        {"cell": "prefill", "cache": "DynamicCache", "ms": 480.04, "speed": 1.0},
+        {"cell": "decode", "cache": "DynamicCache", "ms": 9.83, "speed": 1.0},
+        {"cell": "decode", "cache": "4bit_nc", "ms": 12.511, "speed": 0.786},
     ]
 }
 ABLATION = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")}
@@ -124,7 +126,11 @@ EXPECTED = [
         QUALITY,
         ["| `4bit_nc` | 0.00023, – | 0.00029, – |", "| 0.40 (0.37 to 0.43) |", "(hqq is not installed)"],
     ),
-    ("cpu", CPU, ["| cache | context | ms per step |", "| `4bit_nc` | 4000 | 12.5 |"]),
+    (
+        "cpu",
+        CPU,
+        ["| ms (speed) | prefill | decode |", "| DynamicCache | 480 (1.00×) | 9.83 (1.00×) |", "| – | 12.51 (0.79×) |"],
+    ),
     ("ablation", ABLATION, ["10.0M parameters; 36 documents", "| `4bit_nc`, packed only | 158 |", "0.00029, –"]),
 ]
 
