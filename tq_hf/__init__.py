@@ -9,6 +9,8 @@ model.generate(**inputs, past_key_values=TurboQuantCache(model.config))
 Importing registers the attention function "turboquant" and its mask with transformers, and changes nothing else.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .attention import register
 from .balance import Balance
 from .cache import TurboQuantCache
@@ -18,6 +20,9 @@ from .layers.compressed import TurboQuantLayer
 from .layout import BlockLayout
 from .memory import MemoryFootprint
 
+if TYPE_CHECKING:
+    from .batching import TurboQuantBatching, continuous_batching
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -25,10 +30,21 @@ __all__ = [
     "Balance",
     "BlockLayout",
     "MemoryFootprint",
+    "TurboQuantBatching",
     "TurboQuantCache",
     "TurboQuantConfig",
     "TurboQuantLayer",
+    "continuous_batching",
     "graph_decoding",
 ]
 
 register()
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for: it needs a newer transformers than everything else.
+    if name in ("TurboQuantBatching", "continuous_batching"):
+        from . import batching
+
+        return getattr(batching, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

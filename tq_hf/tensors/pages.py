@@ -15,7 +15,7 @@ rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -97,6 +97,20 @@ class LayerPages:
         )
         return cls(config, layout, fields, dense, Factors.ones(1, page.shape[1], head_dim, head_dim, pool.device))
 
+    def with_factors(self, factors: Factors) -> LayerPages:
+        """This view with other factors, `[1, Hkv, D]` on any device.
+
+        Raises:
+            ValueError: They are of heads of another number or size.
+        """
+        for held, given in zip(self.factors, factors, strict=True):
+            if given.shape != held.shape:
+                raise ValueError(
+                    f"`balance` is of {list(given.shape[1:])} heads and channels, and this model has "
+                    f"{list(held.shape[1:])}. Make it anew with `Balance.of(model)`."
+                )
+        return replace(self, factors=factors.map(lambda factor: factor.to(self.rows.device)))
+
     @property
     def rows_per_page(self) -> int:
         """Dense rows that a page holds; a power of two."""
@@ -143,8 +157,8 @@ class LayerPages:
 class Sequences(NamedTuple):
     """The geometry of one step, on the device: B requests, their new tokens one after the other, and their pages.
 
-    A request b has `cu_q[b + 1] - cu_q[b]` new tokens and `cu_k[b + 1] - cu_k[b]` tokens with them. Requests that only
-    pad have 0 of both, and tokens after `cu_q[B]` belong to nobody.
+    A request b has `cu_q[b + 1] - cu_q[b]` new tokens and `cu_k[b + 1] - cu_k[b]` tokens with them. Without new tokens
+    nothing is done for it, whether it has others or only pads the batch. Tokens after `cu_q[B]` belong to nobody.
 
     Args:
         cu_q: `[B + 1]` int32.

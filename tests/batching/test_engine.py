@@ -1,0 +1,284 @@
+"""What transformers' engine does around the cache, with packed pages in it: like its own tests of continuous batching.
+
+Parity with `generate()` is in `test_generate_batch.py`; here are the other features, and the ways of running that need
+a GPU (asynchronous batches, padding for graphs, pages offloaded to the CPU), acted out on a CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from batching_cases import Oracle, Session, Steps, Tokens, answers, greedy, model_of, options, prompts
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching import (
+    continuous_api,
+    input_outputs,
+    model_runner,
+    offloading_manager,
+)
+
+from tq_hf import TurboQuantBatching
+
+
+@pytest.fixture(scope="module")
+def batching() -> TurboQuantBatching:
+    return TurboQuantBatching(model_of(), balance=False)
+
+
+def expected(batching: TurboQuantBatching, prompt: Tokens, new: int) -> Tokens:
+    return Oracle(batching.model).generate(prompt, new)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_streamed_answers_come_token_by_token(batching: TurboQuantBatching, streaming: bool) -> None:
+    (prompt,) = prompts([126])
+    with batching.continuous_batching_context_manager(greedy(4), continuous_batching_config=options()) as manager:
+        name = manager.add_request(prompt, streaming=streaming)
+        chunks = [output.generated_tokens for output in manager.request_id_iter(name)]
+    answer = expected(batching, prompt, 4)
+    assert chunks == ([answer[: i + 1] for i in range(4)] if streaming else [answer])
+
+
+def test_a_result_handler_gets_every_token(batching: TurboQuantBatching) -> None:
+    (prompt,) = prompts([30])
+
+    async def collect() -> list[int]:
+        done, counts = asyncio.get_running_loop().create_future(), []
+
+        def on_result(output: Any) -> None:
+            counts.append(len(output.generated_tokens))
+            if output.is_finished():
+                done.set_result(output.error)
+
+        with manager.pause():
+            name = manager.add_request(prompt, streaming=True)
+            manager.register_result_handler(name, on_result)
+        assert await asyncio.wait_for(done, 30) is None
+        return counts
+
+    with batching.continuous_batching_context_manager(greedy(3), continuous_batching_config=options()) as manager:
+        assert asyncio.run(collect()) == [1, 2, 3]
+        assert manager.output_router.output_queue.empty()
+
+
+def test_log_probabilities_are_those_of_the_logits(batching: TurboQuantBatching) -> None:
+    (prompt,) = prompts([140])
+    results = batching.generate_batch([prompt], greedy(5), options(return_logprobs=True))
+    (result,) = results.values()
+    text, oracle = prompt + result.generated_tokens, Oracle(batching.model)
+    batching.model.set_attn_implementation("turboquant")
+    cache, at, found = oracle.cache(), 0, []
+    with torch.no_grad():
+        for end in range(len(prompt), len(text)):
+            logits = batching.model(torch.tensor([text[at:end]]), past_key_values=cache).logits[0, -1]
+            found.append(logits.log_softmax(-1)[text[end]].item())
+            at = end
+    batching.model.set_attn_implementation("sdpa")
+    assert result.logprobs == pytest.approx(found, abs=1e-4)
+
+
+def test_processors_take_the_options_of_each_request(batching: TurboQuantBatching) -> None:
+    """With `top_k=1` a request is greedy, whatever the temperature; with many, at a high one, it is not."""
+    (prompt,) = prompts([40])
+    generation = GenerationConfig(max_new_tokens=8, do_sample=True, temperature=5.0, top_k=100, eos_token_id=-1)
+    config = options(per_request_processors=True, seed=1)
+    with batching.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
+        names = [manager.add_request(prompt, top_k=1), manager.add_request(prompt, top_k=100, temperature=9.0)]
+        found = {}
+        while len(found) < 2:
+            result = manager.get_result(timeout=30)
+            found[result.request_id] = result.generated_tokens
+    assert found[names[0]] == expected(batching, prompt, 8) != found[names[1]]
+
+
+def test_an_answer_ends_with_its_token(batching: TurboQuantBatching) -> None:
+    (prompt,) = prompts([50])
+    answer = expected(batching, prompt, 10)
+    generation = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=answer[4])
+    results = batching.generate_batch([prompt], generation, options())
+    assert answers(results) == [answer[: answer.index(answer[4]) + 1]]
+
+
+def test_a_cancelled_request_gives_its_pages_back(batching: TurboQuantBatching) -> None:
+    with Session(batching.model) as session:
+        session.run(prompts([5]), greedy(1))
+        manager = session.manager
+        manager.start()
+        name = manager.add_request(prompts([300])[0], max_new_tokens=400, streaming=True)
+        seen = 0
+        for _ in manager.request_id_iter(name):
+            seen += 1
+            if seen == 3:
+                manager.cancel_request(name)
+                break
+        while manager.batch_processor.has_pending_requests():
+            manager.get_result(timeout=0.01)
+        manager.stop(keep_for_next_session=True)
+        assert session.pages_in_use() == 0
+
+
+def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuantBatching) -> None:
+    """They take part in a step without a token of their own, and more requests than tokens are in it."""
+    held, *others = prompts([129, *[50] * 9])
+    with Session(batching.model) as session:
+        session.run([held], greedy(2))
+        manager = session.manager
+        manager.generation_config.max_new_tokens = 30
+        manager.start()
+        with manager.pause():
+            for prompt in others[1:]:
+                manager.add_request(prompt, max_new_tokens=1)
+            name = manager.add_request(others[0], streaming=True)
+        for result in manager.request_id_iter(name):
+            if len(result.generated_tokens) == 5:
+                break
+        with manager.pause():
+            manager.num_return_sequences = 3
+            for _ in range(5):
+                manager.add_request(held, max_new_tokens=4)
+            manager.num_return_sequences = 1
+        found = {}
+        while len(found) < 9 + 5 * 3:
+            result = manager.get_result(timeout=30)
+            assert result.error is None
+            if result.is_finished():
+                found[result.request_id] = result.generated_tokens
+        manager.stop(keep_for_next_session=True)
+        assert found.pop(name) == session.oracle.generate(others[0], 30)
+        assert list(found.values())[8:] == [session.oracle.chunked(held, 4, [128])] * 15
+
+
+def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
+    (prompt,) = prompts([100])
+    with batching.continuous_batching_context_manager(greedy(40), continuous_batching_config=options()) as manager:
+        name = manager.add_request(prompt, streaming=True)
+        outputs = manager.request_id_iter(name)
+        next(outputs)
+        with manager.pause():
+            before = manager.current_batch
+            assert not manager._generation_thread.join(0.2) and manager.current_batch == before
+        *_, last = outputs
+    assert last.generated_tokens == expected(batching, prompt, 40)
+
+
+@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
+def test_either_scheduler(batching: TurboQuantBatching, scheduler: str) -> None:
+    inputs = prompts([40, 140])
+    results = batching.generate_batch(inputs, greedy(6), options(scheduler_type=scheduler))
+    assert answers(results) == [expected(batching, prompt, 6) for prompt in inputs]
+
+
+@pytest.fixture
+def padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pad batches as for CUDA graphs: queries, histories and requests that are none."""
+    real = model_runner.ModelRunner.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", init)
+    # Nothing is captured on a CPU.
+    monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda *args: None)
+
+
+@pytest.mark.usefixtures("padded")
+def test_padding_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, steps = prompts([5, 127, 128, 300, 47]), Steps(monkeypatch)
+    with Session(model_of(), max_requests_per_batch=8, q_padding_interval_size=64) as session:
+        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
+        assert session.pages_in_use() == 0
+    assert all(len(new) == 8 for kind, _, new in steps.seen if kind == "lists")
+    assert any(0 in new for kind, _, new in steps.seen if kind == "table")
+
+
+class Stream:
+    """A stream of a device that is never behind."""
+
+    def record_event(self, event: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of asynchronous batches, and a CPU that runs them: work is done when it is asked for, in that order."""
+    monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
+    monkeypatch.setattr(input_outputs, "create_device_stream", lambda device: Stream())
+    monkeypatch.setattr(torch, "Event", lambda *args, **kwargs: SimpleNamespace(synchronize=lambda: None))
+    for module in (input_outputs, model_runner, offloading_manager, continuous_api):
+        monkeypatch.setattr(module, "stream_context", lambda stream: contextlib.nullcontext())
+    return dict(use_async_batching=True)
+
+
+def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> None:
+    inputs = prompts([5, 127, 128, 300, 47])
+    with Session(model_of(), **asynchronous) as session:
+        found = session.run(inputs, greedy(10))
+        assert session.manager.batch_processor.use_async_batching
+        assert found == [session.oracle.generate(prompt, 10) for prompt in inputs]
+        assert session.pages_in_use() == 0
+
+
+@pytest.mark.usefixtures("padded")
+def test_asynchronous_forks_and_shared_prefixes(asynchronous: dict[str, Any]) -> None:
+    (prompt,) = prompts([300])
+    generation = greedy(12)
+    generation.num_return_sequences = 3
+    with Session(model_of(), **asynchronous) as session:
+        assert session.run([prompt], generation) == [session.oracle.chunked(prompt, 12, [299])] * 3
+        assert session.run([prompt], generation) == [session.oracle.chunked(prompt, 12, [256, 43])] * 3
+        assert session.pages_in_use() == 0
+
+
+def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = prompts([130, 40])
+    with Session(model_of(), allow_block_sharing=False, **asynchronous) as session:
+        expected = session.run(inputs, greedy(12))
+        real, left = continuous_api.ContinuousBatchProcessor._generation_step, iter([False] * 5 + [True])
+
+        def step(*args: Any) -> None:
+            if next(left, False):
+                raise RuntimeError("a bit fell over")
+            real(*args)
+
+        monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "_generation_step", step)
+        results = session.batching.generate_batch(inputs, greedy(12), session.options, persistent_manager=True)
+        assert "a bit fell over" in [result.error for result in results.values()]
+        assert session.pages_in_use() == 0
+        assert session.run(inputs, greedy(12)) == expected
+
+
+def test_pages_offloaded_to_the_cpu_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five requests of a ring of 8 pages, and a block when they have 128 tokens, in 44 pages: all answers are those of
+    undisturbed requests, since nothing is read again."""
+
+    class WithoutPinning:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            return torch.empty(*args, **kwargs)
+
+    monkeypatch.setattr(offloading_manager, "torch", WithoutPinning())
+    offloaded = []
+    real = offloading_manager.OffloadingManager._offload_to_cpu
+    monkeypatch.setattr(
+        offloading_manager.OffloadingManager,
+        "_offload_to_cpu",
+        lambda *args: offloaded.append(real(*args)) or offloaded[-1],
+    )
+    inputs = prompts([100] * 6, seed=3)
+    with Session(model_of(), num_blocks=44, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) as session:
+        found = session.run(inputs, greedy(60))
+        assert any(offloaded)
+        assert found == [session.oracle.generate(prompt, 60) for prompt in inputs]
+        assert session.pages_in_use() == 0

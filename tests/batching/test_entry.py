@@ -1,0 +1,150 @@
+"""Two ways in: an adapter, and a context for code that calls the model's own `generate_batch`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batching_cases import Oracle, Session, answers, greedy, model_of, options, prompts
+from tiny_models import build
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from tq_hf import Balance, TurboQuantBatching, continuous_batching
+from tq_hf.batching import TurboQuantBatchingManager
+from tq_hf.batching.entry import inner_model
+
+
+def test_the_attention_function_has_no_mask() -> None:
+    """With one the model would make a mask of all tokens by all tokens at every step."""
+    assert "turboquant_paged" in AttentionInterface().valid_keys()
+    assert "turboquant_paged" not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+
+
+class Peft(torch.nn.Module):
+    """What PEFT puts around a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> torch.nn.Module:
+        return self.base_model
+
+
+def test_a_models_own_generate_batch_uses_packed_pages_within_the_context() -> None:
+    model, inputs = model_of(), prompts([20, 140])
+    model.train()  # as a trainer's is
+    held = dict(vars(model))
+    with continuous_batching(torch.nn.DataParallel(Peft(model)), "4bit_nc") as batching:
+        for _ in range(2):
+            found = answers(
+                model.generate_batch(inputs, generation_config=greedy(8), continuous_batching_config=options())
+            )
+            assert model.config._attn_implementation == "sdpa"
+        manager = model.init_continuous_batching(greedy(2))
+        assert isinstance(manager, TurboQuantBatchingManager)
+        model.set_attn_implementation("sdpa")
+    assert vars(model).keys() == held.keys()
+    oracle = Oracle(model.eval(), balance=batching.balance)
+    assert found == [oracle.generate(prompt, 8) for prompt in inputs]
+
+
+def test_the_context_ends_with_an_exception_too_and_is_not_entered_twice() -> None:
+    model = model_of()
+    with pytest.raises(KeyError), continuous_batching(model, balance=False):
+        with pytest.raises(ValueError, match="within a `with continuous_batching"):
+            with continuous_batching(model):
+                pass
+        raise KeyError
+    assert "init_continuous_batching" not in vars(model)
+    stock = model.init_continuous_batching(greedy(2), options())
+    assert not isinstance(stock, TurboQuantBatchingManager)
+
+
+def test_a_kept_manager_of_the_model_is_not_used_instead() -> None:
+    model = model_of()
+    model.generate_batch(prompts([5]), greedy(2), options(), persistent_manager=True)
+    with pytest.raises(ValueError, match="destroy_cached_continuous_batching_manager"):
+        with continuous_batching(model, balance=False):
+            pass
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_inner_models_are_found() -> None:
+    model = model_of()
+    assert inner_model(model) is model
+    assert inner_model(Peft(torch.nn.DataParallel(model))) is model
+    assert inner_model(torch.compile(model)) is model
+
+
+def test_a_kept_manager_is_used_again_only_if_it_generates_as_asked_for() -> None:
+    """transformers' would ignore the new generation config, and wait forever for forks it does not make."""
+    inputs = prompts([20, 30])
+    with Session(model_of()) as session:
+        session.run(inputs, greedy(4))
+        first = session.manager
+        assert [len(out) for out in session.run(inputs, greedy(6))] == [6, 6]
+        assert session.manager is first
+        twice = greedy(4)
+        twice.num_return_sequences = 2
+        assert len(session.run(inputs, twice)) == 4
+        assert session.manager is not first and not first.is_running()
+
+
+def test_the_generation_config_stays_as_it_was() -> None:
+    model = model_of()
+    assert model.generation_config.eos_token_id is None
+    TurboQuantBatching(model, balance=False).generate_batch(
+        prompts([5]), continuous_batching_config=options(), max_new_tokens=2
+    )
+    assert model.generation_config.eos_token_id is None
+
+
+class TestBalance:
+    """Channels are balanced by factors of the model, which all pages share."""
+
+    @staticmethod
+    def loud() -> torch.nn.Module:
+        """A model with a loud key channel, and a loud value channel, in each layer."""
+        model = model_of()
+        for layer in model.model.layers:
+            for rows in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight):
+                rows.data[::8] *= 20
+        return model
+
+    def test_factors_are_found_once_and_given_to_every_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, probes = self.loud(), []
+        real = Balance.of
+        monkeypatch.setattr(Balance, "of", lambda model: probes.append(model) or real(model))
+        with Session(model) as session:
+            for _ in range(2):
+                session.run(prompts([150]), greedy(4))
+                session.batching.destroy_cached_continuous_batching_manager()
+            session.run(prompts([150]), greedy(4))
+            assert probes == [model]
+            for index, pages in session.cache.allocator.pages.items():
+                for held, found in zip(pages.factors, session.oracle.balance.layers[index], strict=True):
+                    assert torch.equal(held, found) and (held != 1).any()
+
+    def test_answers_are_those_of_generate_with_the_same_factors(self) -> None:
+        model, inputs = self.loud(), prompts([150, 260])
+        with Session(model) as session:
+            balanced = session.run(inputs, greedy(12))
+            assert balanced == [session.oracle.generate(prompt, 12) for prompt in inputs]
+        plain = TurboQuantBatching(model, balance=False)
+        assert plain.balance is None
+        found = answers(plain.generate_batch(inputs, greedy(12), options()))
+        assert found == [Oracle(model).generate(prompt, 12) for prompt in inputs]
+        assert found != balanced
+
+    def test_factors_can_be_given(self) -> None:
+        model = self.loud()
+        balance = Balance.of(model)
+        assert TurboQuantBatching(model, balance=balance).balance is balance
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gpt2"])
+def test_other_families_of_full_attention(family: str) -> None:
+    model, inputs = build(family, num_hidden_layers=2), prompts([140, 30])
+    with Session(model) as session:
+        assert session.run(inputs, greedy(8)) == [session.oracle.generate(prompt, 8) for prompt in inputs]

@@ -1,0 +1,118 @@
+"""The geometry of a step, made on the device from the engine's lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batching_cases import paged
+from transformers import LlamaConfig
+
+from tq_hf.batching.allocator import TurboQuantAllocator
+from tq_hf.batching.geometry import listed_pages, sequences_of
+from tq_hf.tensors.pages import BLOCK
+
+RINGS = {"4bit_nc": 8, "2bit_nc": 16}
+"""Pages of a ring of float32 rows at head_dim 64."""
+
+
+def allocator(preset: str, tables: dict[str, list[int]]) -> TurboQuantAllocator:
+    config = LlamaConfig(head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    made = TurboQuantAllocator(
+        paged(preset),
+        {},
+        index=0,
+        layer_indices=[0, 1],
+        num_key_value_heads=2,
+        config=config,
+        cache_dtype=torch.float32,
+        page_size=BLOCK,
+        allow_block_sharing=True,
+    )
+    made.block_table = tables
+    return made
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def step(preset: str, past: list[int], new: list[int], padding: int) -> tuple[torch.Tensor, dict[str, list[int]], int]:
+    """The table of a step of such requests beside the tables it was made from."""
+    ring = RINGS[preset]
+    lengths = [p + n for p, n in zip(past, new, strict=True)]
+    numbers = iter(torch.randperm(500, generator=torch.Generator().manual_seed(1)).tolist())
+    tables = {str(i): [next(numbers) for _ in range(ring + n // BLOCK)] for i, n in enumerate(lengths)}
+    made = allocator(preset, tables)
+    assert made.ring_pages == ring
+    read: list[int] = []
+    write: list[int] = []
+    for i, (p, n) in enumerate(zip(past, new, strict=True)):
+        read += made.get_read_indices(str(i), p, n) if any(past) else []
+        write += made.get_write_indices(str(i), p, n)
+    nobody = [0] * padding
+    assert len(read) <= sum(lengths) and len(write) == sum(new)
+    kwargs = dict(
+        cu_seq_lens_q=cumulative(new + nobody),
+        cu_seq_lens_k={"full_attention": cumulative(lengths + nobody)},
+        max_length_q=max(new) + padding,
+        max_length_k={"full_attention": max(lengths)},
+        read_index=[torch.tensor(read + nobody if any(past) else [], dtype=torch.int64)],
+        write_index=[torch.tensor(write + nobody, dtype=torch.int64)],
+        block_table=None,
+    )
+    sequences = sequences_of(kwargs, ring)
+    assert sequences.max_q == max(new) + padding
+    assert sequences.table.dtype == torch.int32
+    return sequences.table, tables, ring
+
+
+@pytest.mark.parametrize("preset", RINGS)
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(
+    ("past", "new"),
+    [
+        ([0, 130, 255, 0, 127], [1, 1, 1, 400, 1]),
+        ([7, 128, 384], [1, 1, 1]),
+        ([300, 1], [500, 2]),
+        ([0, 0, 0, 0], [1, 128, 127, 300]),
+        ([0], [17]),
+    ],
+    ids=str,
+)
+def test_the_table_of_a_step_is_made_of_listed_pages(
+    preset: str, padding: int, past: list[int], new: list[int]
+) -> None:
+    made, tables, ring = step(preset, past, new, padding)
+    assert made.shape[0] == len(past) + padding
+    rows = BLOCK // ring
+    for i, (p, n) in enumerate(zip(past, new, strict=True)):
+        length, own = p + n, made[i].tolist()
+        assert own[ring : ring + length // BLOCK] == tables[str(i)][ring:]
+        assert set(own[ring + length // BLOCK :]) <= {-1}
+        # Of the ring: every page that holds a row before this step, or gets one.
+        needed = {t % BLOCK // rows for t in (*range(p // BLOCK * BLOCK, p), *range(length // BLOCK * BLOCK, length))}
+        assert all(own[page] == tables[str(i)][page] for page in needed)
+        assert all(own[page] in (-1, tables[str(i)][page]) for page in range(ring))
+    assert (made[len(past) :] == -1).all()
+
+
+@pytest.mark.parametrize("ring", [4, 8, 16])
+def test_a_request_lists_no_more_pages_than_it_has_tokens(ring: int) -> None:
+    """The engine makes room for as many numbers as there are tokens."""
+    assert all(sum(listed_pages(n, ring)) <= n for n in range(2000))
+
+
+def test_block_tables_are_taken_as_they_are() -> None:
+    table = torch.arange(12, dtype=torch.int32).view(1, 3, 4)
+    cu_q, cu_k = cumulative([1, 1, 0]), cumulative([300, 4, 0])
+    kwargs = dict(block_table=table, cu_seq_lens_q=cu_q, cu_seq_lens_k={"full_attention": cu_k}, max_length_q=8)
+    sequences = sequences_of(kwargs, 4)
+    assert sequences.table.data_ptr() == table.data_ptr() and sequences.max_q == 1
+    assert sequences.cu_q is cu_q and sequences.cu_k is cu_k
+
+
+def test_a_row_of_the_block_table_ends_with_what_the_step_reads() -> None:
+    made = allocator("4bit_nc", {"a": list(range(20, 31))})
+    row = torch.full((16,), -1, dtype=torch.int32)
+    made.fill_block_table("a", 255, 1, row)
+    assert row.tolist() == [*range(20, 30), *[-1] * 6]

@@ -1,0 +1,73 @@
+"""As many pages as the handler's arithmetic says, and as many bytes as they need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batching_cases import Session, greedy, model_of, options, paged, prompts
+from transformers import ContinuousBatchingConfig, LlamaConfig
+
+from tq_hf import TurboQuantBatching
+from tq_hf.batching.memory_handler import TurboQuantMemory
+
+
+def tensors_held(session: Session) -> int:
+    """Bytes of the pool and of the engine's inputs and outputs."""
+    io = session.manager.batch_processor.inputs_and_outputs
+    tensors = [session.cache.cache_tensor, io._bulk_input_tensor, io.output_ids, io.block_table]
+    return sum(t.nbytes for t in [*tensors, io.write_index_storage, io.read_index_storage])
+
+
+def test_the_pool_takes_what_the_arithmetic_leaves_it() -> None:
+    budget = 64 << 20
+    with Session(model_of(), num_blocks=20, max_batch_tokens=256) as session:
+        session.run(prompts([5]), greedy(1))
+        memory = session.cache.memory
+        memory.available_memory, memory.cb_config.num_blocks = budget, None
+        tokens, sectors = memory.infer_max_batch_tokens_and_num_sectors()
+        predicted = memory.compute_memory_footprint(tokens, sectors)
+        # Another sector would not fit.
+        assert predicted <= budget < predicted + 2 * memory.bytes_per_cache_sector
+
+
+def test_pages_are_as_many_as_asked_for_and_tensors_within_the_prediction() -> None:
+    with Session(model_of(), num_blocks=300, max_batch_tokens=512) as session:
+        session.run(prompts([5]), greedy(1))
+        cache, memory = session.cache, session.cache.memory
+        assert cache.num_blocks == 300
+        page = cache.allocator.tq_config.layout(32).block_bytes
+        assert cache.allocator.bytes_per_block == 2 * 2 * page  # layers, heads
+        assert cache.cache_tensor.nbytes == 300 * 2 * 2 * page + 2 * cache.bytes_per_sector
+        predicted = memory.compute_memory_footprint(cache.max_batch_tokens, cache.num_sectors)
+        assert tensors_held(session) <= predicted
+        # What is predicted beyond tensors held is room for a batch's activations.
+        assert predicted - tensors_held(session) <= memory.fixed_overhead_bytes + 512 * memory.bytes_per_batch_token
+
+
+@pytest.mark.parametrize(("preset", "times"), [("k8v4", 2.6), ("4bit_nc", 3.8), ("3bit_nc", 5.0), ("2bit_nc", 7.2)])
+def test_an_8b_shape_holds_several_times_the_tokens_of_16_bit_pages(preset: str, times: float) -> None:
+    """By the handlers' own arithmetic on a card of 80 GB; stock pages are read by flash attention."""
+    config = LlamaConfig(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
+    )
+
+    def tokens(handler: type, page: int, **attention: int) -> int:
+        sizes = dict(bytes_per_sector=32 * page, tokens_per_sector=128, bytes_per_block=32 * page)
+        options = ContinuousBatchingConfig(max_memory_percent=0.9, max_blocks_per_request=0, use_async_batching=True)
+        made = handler(
+            config, options, torch.bfloat16, attn_types=["full_attention"], model_supports_logits_to_keep=True, **sizes
+        )
+        made.available_memory = int(0.9 * (80e9 - 16e9))
+        vars(made).update(attention)
+        return made.infer_max_batch_tokens_and_num_sectors()[1] * 128
+
+    ours = tokens(TurboQuantMemory, 8 * paged(preset).layout(128).block_bytes)
+    stock = tokens(TurboQuantMemory.__base__, 8 * 128 * 2 * 128 * 2, num_attention_masks=0, kv_heads_at_peak=16)
+    assert ours > times * stock
+
+
+def test_a_pool_that_does_not_fit_is_refused_before_it_is_made() -> None:
+    batching = TurboQuantBatching(model_of(), balance=False)
+    manager = batching.init_continuous_batching(greedy(1), options(num_blocks=10**9))
+    with pytest.raises(MemoryError, match="more than available memory"):
+        manager.warmup()

@@ -1,0 +1,38 @@
+"""Continuous batching of a model sharded over two processes: each rank has pages of its own heads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from batching_cases import Session, greedy, prompts
+from batching_worker import LENGTHS, NEW
+from tiny_models import build
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+def test_ranks_answer_as_one_process_and_hold_half_of_the_heads_each(tmp_path: Path) -> None:
+    model = build("llama", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+    model.save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    run = subprocess.run(
+        [*command, str(TESTS / "batching_worker.py"), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-8000:]
+    with Session(model) as session:
+        expected = session.run(prompts(LENGTHS), greedy(NEW))
+        again = session.run(prompts(LENGTHS), greedy(NEW))
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"found-{rank}.json").read_text(encoding="utf-8"))
+        assert found == {"tokens": expected, "again": again, "heads": [2, 2], "pages_in_use": 0}

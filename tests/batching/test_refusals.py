@@ -1,0 +1,243 @@
+"""What continuous batching on packed pages refuses, in sentences, and steps that fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from batching_cases import Session, greedy, model_of, options, prompts
+from tiny_models import CONFIGS, build
+from transformers import ContinuousBatchingConfig, T5Config, T5ForConditionalGeneration
+
+from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
+from tq_hf.batching import paged_cache
+
+
+@pytest.fixture
+def batching() -> TurboQuantBatching:
+    return TurboQuantBatching(model_of(), balance=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gemma3", "layers of the kind sliding_attention"),
+        ("gpt_oss", "layers of the kind sliding_attention"),
+        ("qwen3_next", "layers of the kind linear_attention"),
+        ("deepseek_v3", "latent attention"),
+    ],
+)
+def test_models_with_other_layers_are_refused(family: str, words: str) -> None:
+    assert family in CONFIGS
+    with pytest.raises(ValueError, match=f"{words}.*TurboQuantCache"):
+        TurboQuantBatching(build(family))
+
+
+def test_sliding_windows_without_layer_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="not full attention"):
+        TurboQuantBatching(build("mistral", sliding_window=64))
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        TurboQuantBatching(T5ForConditionalGeneration(config))
+
+
+def test_models_over_several_devices_are_refused() -> None:
+    model = model_of()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ValueError, match="spread over 0, 1"):
+        TurboQuantBatching(model)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="model of transformers, or around one, not Linear"):
+        TurboQuantBatching(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(preset="auto"), "Name a preset"),
+        (dict(preset="5bit"), "Unknown preset"),
+        (dict(skip_layers=(0,)), "`skip_layers` is \\(0,\\)"),
+        (dict(preset=TurboQuantConfig(skip_layers=(0,))), "`skip_layers` is \\(0,\\)"),
+        (dict(sink_tokens=4), "`sink_tokens` is 4"),
+        (dict(residual_length=128), "`residual_length` is 128"),
+        (dict(preset=TurboQuantConfig(), seed=3), "TurboQuantConfig and also seed"),
+        (dict(balance="yes"), "`balance` is 'yes'"),
+        (dict(preset=TurboQuantConfig(balance=False), balance=Balance({})), "leave out either"),
+    ],
+    ids=str,
+)
+def test_options_that_pages_do_not_have_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TurboQuantBatching(model_of(), **arguments)
+
+
+def test_a_config_keeps_what_pages_have() -> None:
+    config = TurboQuantBatching(model_of(), TurboQuantConfig(key_bits=3, value_bits=2, seed=7, balance=False)).config
+    assert config == TurboQuantConfig(key_bits=3, value_bits=2, seed=7, balance=False, sink_tokens=0, residual_length=0)
+    assert TurboQuantBatching(model_of(), "k8v4").config.preset == "k8v4"
+
+
+def test_beams_are_refused(batching: TurboQuantBatching) -> None:
+    with pytest.raises(ValueError, match="`num_beams` is 2"):
+        batching.generate_batch(prompts([5]), generation_config=greedy(3, num_beams=2))
+
+
+def test_another_page_size_is_refused_and_the_stock_one_rescaled(batching: TurboQuantBatching) -> None:
+    with pytest.raises(ValueError, match="`page_size` is 64"):
+        batching.init_continuous_batching(greedy(3), ContinuousBatchingConfig(page_size=64))
+    for size, blocks in ((256, 20), (128, 40)):
+        given = ContinuousBatchingConfig(page_size=size, num_blocks=blocks)
+        manager = batching.init_continuous_batching(greedy(3), given)
+        manager.warmup()
+        cache = manager.batch_processor.cache
+        assert (cache.num_blocks, manager.continuous_batching_config.page_size) == (40, 128)
+        assert (given.page_size, given.num_blocks) == (size, blocks)
+        manager.stop()
+        batching.model.set_attn_implementation("sdpa")
+
+
+def test_balance_of_another_model_is_refused() -> None:
+    other = Balance.of(model_of(head_dim=64))
+    with pytest.raises(ValueError, match="`balance` is of \\[2, 64\\]"):
+        TurboQuantBatching(model_of(), balance=other).init_continuous_batching(greedy(2), options()).warmup()
+
+
+def test_an_ordinary_call_of_a_held_model_is_refused(batching: TurboQuantBatching) -> None:
+    model, ids = batching.model, torch.tensor(prompts([5]))
+    before = model(ids).logits
+    with batching.continuous_batching_context_manager(greedy(2), continuous_batching_config=options()):
+        with pytest.raises(ValueError, match="held by a continuous batching manager.*Stop the manager"):
+            model(ids)
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize("children", [1, 3])
+def test_a_request_longer_than_the_pool_is_refused_at_once(children: int) -> None:
+    longest, short = prompts([620, 20])
+    # 8 of 12 pages are a ring: with 4 blocks there is room for 639 tokens. The last answered is not stored.
+    with Session(model_of(), num_blocks=12, max_batch_tokens=256) as session:
+        assert [len(out) for out in session.run([longest], greedy(20))] == [20]
+        assert session.cache.max_request_tokens == 639
+        generation = greedy(21)
+        generation.num_return_sequences = children
+        results = session.batching.generate_batch(
+            [longest, short], generation_config=generation, continuous_batching_config=session.options
+        )
+        refused, served = list(results.values())[:children], list(results.values())[children:]
+        assert len(served) == children
+        for result in refused:
+            assert "620 tokens and up to 21 new ones is longer than the cache, which has room for 639" in result.error
+        assert [len(result.generated_tokens) for result in served] == [21] * children
+
+
+def test_a_request_without_a_limit_that_outgrows_the_pool_fails_and_others_go_on() -> None:
+    growing, short = prompts([600, 20])
+    with Session(model_of(), num_blocks=12, max_batch_tokens=256) as session:
+        expected = session.run([short], greedy(5))
+        session.manager.generation_config.max_new_tokens = None
+        session.manager.start()
+        first, second = session.manager.add_request(growing), session.manager.add_request(short, max_new_tokens=5)
+        found = finished(session, 2)
+        assert "No requests can be scheduled" in found[first].error
+        assert len(found[first].generated_tokens) == 40
+        assert [found[second].generated_tokens] == expected
+        assert session.pages_in_use() == 0
+        session.manager.stop(keep_for_next_session=True)
+
+
+def finished(session: Session, count: int) -> dict[str, Any]:
+    """So many finished requests."""
+    found: dict[str, Any] = {}
+    while len(found) < count:
+        result = session.manager.get_result(timeout=30)
+        assert result is not None
+        if result.is_finished():
+            found[result.request_id] = result
+    return found
+
+
+class Broken:
+    """Lets a layer's step fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        real = paged_cache.paged_step
+
+        def step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.left is not None:
+                self.left -= 1
+                if self.left < 0:
+                    self.left = None
+                    raise RuntimeError("a bit fell over")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(paged_cache, "paged_step", step)
+
+    def after(self, layers: int) -> None:
+        """Fail once, after so many layers have done theirs."""
+        self.left = layers
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Broken:
+    return Broken(monkeypatch)
+
+
+def test_a_step_that_fails_fails_its_requests_and_leaves_the_manager_usable(broken: Broken) -> None:
+    inputs = prompts([130, 40])
+    with Session(model_of()) as session:
+        broken.after(2 * 7 + 1)  # in the second layer of the eighth step
+        results = session.batching.generate_batch(inputs, greedy(20), session.options, persistent_manager=True)
+        assert "a bit fell over" in [result.error for result in results.values()]
+        assert session.pages_in_use() == 0
+        # A block that was complete before is shared.
+        expected = [session.oracle.chunked(prompt, 20, [len(prompt) // 128 * 128]) for prompt in inputs]
+        assert session.run(inputs, greedy(20)) == expected
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_requests_that_were_not_in_the_step_go_on(broken: Broken, sharing: bool) -> None:
+    """The second of two prompts waits for room in the batch."""
+    first, second = prompts([64, 64])
+    with Session(model_of(), max_requests_per_batch=1, allow_block_sharing=sharing) as session:
+        expected = session.run([second], greedy(3))
+        broken.after(2 * 2)  # the third step
+        results = session.batching.generate_batch([first, second], greedy(3), session.options, persistent_manager=True)
+        failed, served = sorted(results.values(), key=lambda result: result.error is None)
+        assert failed.error == "a bit fell over" and served.error is None
+        assert served.prompt_ids == first or [served.generated_tokens] == expected
+        assert session.pages_in_use() == 0
+
+
+def test_forks_fail_with_their_parent(broken: Broken) -> None:
+    broken.after(0)
+    generation = greedy(3)
+    generation.num_return_sequences = 3
+    with Session(model_of()) as session:
+        results = session.batching.generate_batch(prompts([200]), generation, session.options)
+        assert [result.error for result in results.values()] == ["a bit fell over"] * 3
+
+
+def test_importing_works_with_older_versions_of_transformers_and_using_says_one_sentence() -> None:
+    code = """
+        import transformers
+        transformers.__version__ = "5.18.1"
+        import tq_hf
+        try:
+            tq_hf.TurboQuantBatching
+        except ImportError as error:
+            print(error)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("Continuous batching on packed pages needs transformers 5.19.0 or newer, and 5.18.1 is")
+    assert len(said.splitlines()) == 1

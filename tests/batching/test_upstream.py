@@ -1,0 +1,84 @@
+"""What of transformers' continuous batching is copied, replaced or relied upon, as it was read in 5.19.0 to 5.23.0.
+
+A failure says that transformers has changed a method. Read the change (`git log -p` of its file), do what it asks for
+in the file named beside it, and put the new hash here, after the old one if both releases are supported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+    ContinuousMixin,
+)
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+
+READ: dict[Any, dict[str, tuple[str, str]]] = {
+    PagedAttentionCache: {
+        "__init__": ("7846b73eca22", "copied: batching/paged_cache.py"),
+        "search_prefix_match": ("cc74bff7058f", "extended: batching/paged_cache.py"),
+        "count_new_complete_blocks": ("17dfa11a642a", "relied upon: batching/allocator.py"),
+    },
+    PagedAttentionMemoryHandler: {
+        "__init__": ("26595d2cfbe5", "extended: batching/memory_handler.py"),
+        "bytes_per_cache_token": ("94a5f81fd8af", "replaced: batching/memory_handler.py"),
+    },
+    FullAttentionCacheAllocator: {
+        "__init__": ("06ce8c87d7e0", "extended: batching/allocator.py"),
+        "_after_cache_tensor_init": ("2bf4cdb6888b", "relied upon: TurboQuantAllocator.register_cache_tensor"),
+        "register_cache_tensor": ("0c9818c5ca3c", "replaced: batching/allocator.py"),
+        "_compute_blocks_needed": ("71fbbf2203c4", "replaced: batching/allocator.py"),
+        "count_shareable_blocks": ("46700d88d003", "replaced: batching/allocator.py"),
+        "fork_blocks": ("c73f27cabd47", "replaced: batching/allocator.py"),
+        "acquire_prefix_blocks": ("3cb199bffc4b", "extended: batching/allocator.py"),
+        "mark_complete_blocks": ("dc3b753e0caa", "replaced: batching/allocator.py"),
+        "get_read_indices": ("90349db7f5f4", "replaced: batching/allocator.py"),
+        "get_write_indices": ("f58a441a571c", "replaced: batching/allocator.py"),
+        "fill_block_table": ("0d3765b80b69", "replaced: batching/allocator.py"),
+    },
+    ContinuousBatchingManager: {
+        "_create_batch_processor": ("cc0fca82818d", "copied: batching/manager.py"),
+        "switch_to_cb_friendly_attn": (
+            "dbb1a528a718",
+            "replaced: batching/manager.py",
+        ),
+        "_generation_loop_body": ("b138833254b2", "wrapped: batching/manager.py"),
+    },
+    ContinuousBatchProcessor: {
+        "_handle_request_error": ("61bcda761e41", "extended: batching/processor.py"),
+        "update_batch": (
+            "cbad955852af",
+            "relied upon: batching/processor.py, allocator.py",
+        ),
+    },
+    ContinuousMixin: {"init_continuous_batching": ("864a244a2534", "replaced: batching/entry.py")},
+    ContinuousBatchingIOs: {
+        "get_model_kwargs": ("ad765ba1a8e0", "relied upon: batching/geometry.py"),
+        "prepare_batch_tensors": ("2d979073bbd4", "relied upon: batching/geometry.py"),
+    },
+}
+
+
+def source_hash(method: Callable | property) -> str:
+    function = method.fget if isinstance(method, property) else method
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(owner, name) for owner, names in READ.items() for name in names],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_methods_of_transformers_are_as_they_were_read(owner: Any, name: str) -> None:
+    known, ours = READ[owner][name]
+    assert source_hash(inspect.getattr_static(owner, name)) in known.split(), (
+        f"transformers has changed {owner.__name__}.{name}, which is {ours}."
+    )

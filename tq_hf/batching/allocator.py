@@ -1,0 +1,138 @@
+"""Who owns which pages: transformers' allocator for packed pages (`tq_hf.tensors.pages` has their layout).
+
+A request's table begins with the pages of its ring, which nobody shares, and goes on with one page a complete block. A
+block is encoded in the step that completes it and not written again, so it can be hashed, shared and de-duplicated as
+soon as that step is over. All of a request is in the pages of its table, in an order that growth keeps: forks and the
+offloading of pages copy whole pages and need know nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
+
+from ..config import TurboQuantConfig
+from ..tensors.factors import Factors
+from ..tensors.pages import BLOCK, LayerPages, rows_per_page
+from .geometry import listed_pages
+
+
+class TurboQuantAllocator(FullAttentionCacheAllocator):
+    """The pages of all layers of a model.
+
+    Args:
+        tq_config: What blocks are encoded with.
+        factors: Factors of channels by layer, `[1, Hkv, D]`; layers without have factors of one.
+        **options: Arguments of transformers' allocator.
+    """
+
+    def __init__(self, tq_config: TurboQuantConfig, factors: dict[int, Factors], **options: Any) -> None:
+        self.tq_config = tq_config
+        self.factors = factors
+        super().__init__(**options)
+        layout = tq_config.layout(self.head_dim)
+        self.ring_pages = BLOCK // rows_per_page(layout, self.cache_dtype)
+        """Pages at the start of every table."""
+        self.pages: dict[int, LayerPages] = {}
+        """What each layer sees of the pool."""
+
+    def get_bytes_per_page(  # type: ignore[override]
+        self, num_key_value_heads: int, head_dim: int, cache_dtype: torch.dtype, page_size: int
+    ) -> int:
+        """Bytes of the packed blocks of all heads of a layer."""
+        return num_key_value_heads * self.tq_config.layout(head_dim).block_bytes
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: CachePool
+    ) -> None:
+        """Lay pages over the cache's bytes."""
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        self.write_trash_index = self.blocks_per_sector  # the first page of the second sector
+        pages = cache_tensor.view(len(self._copy_view), self.pages_per_block, self.num_key_value_heads, -1)
+        for i, layer in enumerate(self.layer_indices):
+            view = LayerPages.of_pool(pages, i, self.tq_config, self.head_dim, self.cache_dtype)
+            self.pages[layer] = view.with_factors(self.factors[layer]) if layer in self.factors else view
+
+    def pages_of(self, length: int) -> int:
+        """Pages of a request of `length` tokens."""
+        return self.ring_pages + length // BLOCK
+
+    def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
+        return max(0, self.pages_of(past_length + query_length) - allocated_blocks)
+
+    def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
+        """Blocks that a fork of this request shares with it: those that are complete."""
+        return past_length // BLOCK if self.use_block_sharing else 0
+
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
+        """Make the table of a fork. Returns the pages to copy, and where to: the ring, and blocks not shared."""
+        source = self.block_table[source_request_id]
+        shared_end = self.ring_pages + self.count_shareable_blocks(source_request_id, past_length)
+        shared, copied = source[self.ring_pages : shared_end], source[: self.ring_pages] + source[shared_end:]
+        for block in shared:
+            self.ledger.acquire(block)
+        fresh = self.pool.get_free_blocks(self.index, len(copied))
+        self.block_table[dest_request_id] = fresh[: self.ring_pages] + shared + fresh[self.ring_pages :]
+        return copied, fresh
+
+    def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
+        """Begin a table with blocks that match the prompt, after a ring, for which there must be pages."""
+        super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
+        self.block_table[request_id][:0] = self.pool.get_free_blocks(self.index, self.ring_pages)
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        """Register the hashes of blocks that the last step completed. Of a block that exists already, the request
+        takes the existing one."""
+        table = self.block_table.get(request_id)
+        if table is None:  # cancelled while its step was under way
+            return
+        parent = None
+        for i, block in enumerate(table[self.ring_pages :]):
+            block_hash = self.ledger.block_to_hash.get(block)
+            if block_hash is None:
+                tokens = token_ids[i * BLOCK : (i + 1) * BLOCK]
+                if new_new_blocks == 0 or len(tokens) < BLOCK:
+                    return
+                block_hash = compute_block_hash(parent, tokens)
+                new_new_blocks -= 1
+                identical = self.ledger.register_new_hash(block, block_hash)
+                if identical is not None:
+                    self.ledger.acquire(identical)
+                    table[self.ring_pages + i] = identical
+                    if self.ledger.release(block):
+                        self.pool.free_blocks(self.index, [block])
+            parent = block_hash
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """The pages of a request, as `tq_hf.batching.geometry` lists them."""
+        ring, blocks = listed_pages(past_length + query_length, self.ring_pages)
+        table = self.block_table[request_id]
+        return table[:ring] + table[self.ring_pages : self.ring_pages + blocks]
+
+    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """The page of every new token: its block's, if that is complete after the step, or one of the ring."""
+        table, length = self.block_table[request_id], past_length + query_length
+        blocks, rows = table[self.ring_pages : self.pages_of(length)], BLOCK // self.ring_pages
+        open_from = len(blocks) * BLOCK
+        pages = [blocks[t // BLOCK] for t in range(past_length, min(open_from, length))]
+        return pages + [table[t % BLOCK // rows] for t in range(max(past_length, open_from), length)]
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
+        """Write a request's table to its row `[max_blocks_per_request]` of the step's."""
+        table = self.block_table[request_id][: self.pages_of(past_length + query_length)]
+        block_table[: len(table)].copy_(torch.tensor(table, dtype=block_table.dtype), non_blocking=True)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Not here: packed pages are read and written by `tq_hf.ops.paged.paged_step`."""
+        raise RuntimeError("Packed pages are read by the attention `turboquant_paged` only; another one is set.")
+
+    def get_cache_for_block_table(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Not here, as `update`."""
+        return self.update()

@@ -1,0 +1,98 @@
+"""What continuous batching on packed pages refuses, in a sentence each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from ..cache import TurboQuantCache
+from ..compat import takes_attention_functions
+from ..config import TurboQuantConfig
+from ..layers.compressed import TurboQuantLayer
+from ..tensors.pages import BLOCK
+
+STOCK_PAGE_SIZE = ContinuousBatchingConfig.page_size
+_INSTEAD = "Use `generate()` with a `TurboQuantCache`."
+
+
+def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
+    """What pages are encoded with: a preset without sinks and window, since shared blocks are aligned to 128 tokens
+    and encoded as soon as they are complete.
+
+    Raises:
+        ValueError: The preset does not exist, or an option is none that pages have.
+    """
+    if isinstance(preset, TurboQuantConfig):
+        if overrides:
+            raise ValueError(
+                f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
+                "(`dataclasses.replace`), or pass a preset's name."
+            )
+        given = {"key_bits": preset.key_bits, "value_bits": preset.value_bits, "seed": preset.seed}
+        overrides = given | {"balance": preset.balance, "skip_layers": preset.skip_layers}
+        preset = preset.preset or "4bit_nc"
+    elif preset == "auto":
+        raise ValueError(
+            "`preset='auto'` chooses when it sees the first keys, and pages are made before. Name a preset ('4bit_nc')."
+        )
+    for name in ("sink_tokens", "residual_length"):
+        if overrides.get(name, 0):
+            raise ValueError(
+                f"`{name}` is {overrides[name]!r}: pages have no sinks and no window, so that they can be shared. "
+                "Leave it out. Dense are the tokens of a request's open block, up to 127 of the newest."
+            )
+    if overrides.get("skip_layers"):
+        raise ValueError(
+            f"`skip_layers` is {overrides['skip_layers']!r}: pages hold all layers of a model alike. Leave it out."
+        )
+    return TurboQuantConfig.from_preset(preset, **(overrides | dict(sink_tokens=0, residual_length=0)))
+
+
+def check_model(model: Any, config: TurboQuantConfig) -> None:
+    """Raise a `ValueError` if not all layers of a model can be held in packed pages."""
+    name, decoder = type(model).__name__, model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {_INSTEAD}")
+    if getattr(decoder, "kv_lora_rank", None):
+        raise ValueError(f"{name} has latent attention (MLA), which pages cannot hold yet. {_INSTEAD}")
+    kinds = sorted(set(getattr(decoder, "layer_types", None) or []) - {"full_attention"})
+    if kinds:
+        raise ValueError(
+            f"{name} has layers of the kind {', '.join(kinds)}, and pages hold full attention only. {_INSTEAD}"
+        )
+    if not takes_attention_functions(type(decoder)):
+        raise ValueError(f"{name} computes attention itself, so it cannot read pages. {_INSTEAD}")
+    layers = TurboQuantCache(model.config, config).layers
+    other = [type(layer).__name__ for layer in layers if type(layer) is not TurboQuantLayer]
+    if other or len(layers) != decoder.num_hidden_layers:
+        what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
+        raise ValueError(f"{name} has layers that are not full attention ({what}), which pages cannot hold. {_INSTEAD}")
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device. Load it on "
+            "one, or with tensor parallelism (`tp_plan='auto'`)."
+        )
+
+
+def check_generation(config: GenerationConfig) -> None:
+    """Raise a `ValueError` if answers are asked for in a way that continuous batching does not generate them."""
+    if (config.num_beams or 1) > 1:
+        raise ValueError(
+            f"`num_beams` is {config.num_beams}: continuous batching samples or decodes greedily, without beams. "
+            f"{_INSTEAD}"
+        )
+
+
+def paged_options(given: ContinuousBatchingConfig) -> dict[str, Any]:
+    """`page_size` and `num_blocks` for packed pages, which have 128 tokens: of the stock size of pages there are as
+    many more.
+
+    Raises:
+        ValueError: Another page size was chosen.
+    """
+    if given.page_size not in (BLOCK, STOCK_PAGE_SIZE):
+        raise ValueError(f"`page_size` is {given.page_size}; packed pages have {BLOCK} tokens. Leave it out.")
+    blocks = given.num_blocks
+    return {"page_size": BLOCK, "num_blocks": None if blocks is None else blocks * given.page_size // BLOCK}

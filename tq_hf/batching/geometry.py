@@ -1,0 +1,73 @@
+"""From what the engine passes to attention to the geometry of a step, on the device.
+
+The engine moves lists of numbers for us: `read_index`, the cached tokens of all requests one after the other, and
+`write_index`, a place for each new token; or, if every request has one new token, a table of blocks. Here the first
+carries page numbers, of which a request of n tokens has
+
+    min(ring_pages, ceil(n / rows_per_page)) ring pages, then n // 128 blocks
+
+(never more than n, for which the engine makes room), and the second the page of each new token. The engine leaves out
+`read_index` in a step where no request has a history; the pages are found in `write_index` then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..tensors.pages import BLOCK, Sequences
+
+
+def listed_pages(length: int, ring_pages: int) -> tuple[int, int]:
+    """Ring pages and blocks that are listed for a request of `length` tokens."""
+    rows = BLOCK // ring_pages
+    return min(ring_pages, -(-length // rows)), length // BLOCK
+
+
+def sequences_of(kwargs: dict[str, Any], ring_pages: int) -> Sequences:
+    """The geometry of a step. No value is read from the device, so that graphs can replay it.
+
+    Args:
+        kwargs: What continuous batching passes to attention functions.
+        ring_pages: Pages of a ring.
+    """
+    cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
+    if kwargs["block_table"] is not None:
+        return Sequences(cu_q, cu_k, kwargs["block_table"][0], 1)
+    width = ring_pages + kwargs["max_length_k"]["full_attention"] // BLOCK
+    read, write = kwargs["read_index"][0], kwargs["write_index"][0]
+    table = (
+        _of_new_tokens(cu_q, write, ring_pages, width) if read.numel() == 0 else _listed(cu_k, read, ring_pages, width)
+    )
+    return Sequences(cu_q, cu_k, table, kwargs["max_length_q"])
+
+
+def _lengths(cumulative: torch.Tensor, ring_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ring pages and blocks listed for each request, `[B, 1]`."""
+    length, rows = cumulative.diff()[:, None], BLOCK // ring_pages
+    return ((length + rows - 1) // rows).clamp(max=ring_pages), length // BLOCK
+
+
+def _picked(numbers: torch.Tensor, place: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
+    """`numbers[place]` where `listed`, else -1."""
+    return torch.where(listed, numbers[place.clamp(0, len(numbers) - 1)], -1).int()
+
+
+def _listed(cu_k: torch.Tensor, read: torch.Tensor, ring_pages: int, width: int) -> torch.Tensor:
+    """The table `[B, width]` of requests whose pages are listed one after the other."""
+    ring, blocks = _lengths(cu_k, ring_pages)
+    column = torch.arange(width, device=read.device)
+    of_ring, block = column < ring_pages, column - ring_pages
+    place = (ring + blocks).cumsum(0) - (ring + blocks) + torch.where(of_ring, column, ring + block)
+    return _picked(read, place, torch.where(of_ring, column < ring, block < blocks))
+
+
+def _of_new_tokens(cu_q: torch.Tensor, write: torch.Tensor, ring_pages: int, width: int) -> torch.Tensor:
+    """The table `[B, width]` of requests without a history, from the page of every token. Of their rings there is as
+    much as is written now."""
+    _, blocks = _lengths(cu_q, ring_pages)
+    column = torch.arange(width, device=write.device)
+    of_ring, block = column < ring_pages, column - ring_pages
+    token = torch.where(of_ring, blocks * BLOCK + column * (BLOCK // ring_pages), block * BLOCK)
+    return _picked(write, cu_q[:-1, None] + token, torch.where(of_ring, token < cu_q.diff()[:, None], block < blocks))

@@ -1,0 +1,170 @@
+"""transformers' continuous batching manager, on packed pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils import logging
+
+from ..balance import Balance
+from ..config import TurboQuantConfig
+from ..ops.backend import check_choice
+from ..tensors.pages import BLOCK, rows_per_page
+from .attention import NAME
+from .checks import check_generation, check_model, paged_options
+from .paged_cache import TurboQuantPagedCache
+from .processor import TurboQuantBatchProcessor, scheduler_class
+
+logger = logging.get_logger(__name__)
+
+UNKNOWN_LENGTH = 32_768
+"""Tokens that block tables have room for where nobody says how long requests are. Longer ones are served by lists."""
+
+
+class TurboQuantBatchingManager(ContinuousBatchingManager):
+    """Generates for many requests, whose tokens it holds in packed pages.
+
+    It is used as transformers' (`start`, `add_request`, `get_result`, `stop`, ...), and made by `TurboQuantBatching` or
+    `continuous_batching`. While it holds the model, that takes no other calls.
+
+    Args:
+        model: A decoder whose layers are all full attention.
+        generation_config: How answers are generated.
+        continuous_batching_config: The engine's options. CUDA graphs of decode steps, asynchronous batching and the
+            decode path by block tables are on where they are not set and the device has them.
+        workload_hints: What is known of the requests.
+        config: What pages are encoded with (see `tq_hf.batching.checks.pages_config`).
+        balance: Factors of the model's channels; without, channels are not balanced.
+
+    Raises:
+        ValueError: The model, the options or the way of generating are none that packed pages serve.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: WorkloadHints | None = None,
+        *,
+        config: TurboQuantConfig,
+        balance: Balance | None = None,
+    ) -> None:
+        check_choice()
+        check_model(model, config)
+        check_generation(generation_config)
+        self.config = config
+        self.balance = balance
+        self._computing = False
+        given = continuous_batching_config
+        on_cuda = model.device.type == "cuda"
+        options: dict[str, Any] = paged_options(given)
+        if on_cuda and given.use_cuda_graph is None:
+            # Steps with prompts come in all sizes, and each would be a graph of its own.
+            options["use_cuda_graph"] = (False, True)
+        if on_cuda and given.use_async_batching is None:
+            options["use_async_batching"] = True
+        # What transformers knows of block tables is said of names like "flash": it would set 0, and warn if one asks.
+        options["max_blocks_per_request"] = options["decode_compile_config"] = None
+        super().__init__(model, generation_config, replace(given, **options), workload_hints)
+        resolved = self.continuous_batching_config
+        resolved.decode_compile_config = given.decode_compile_config
+        resolved.max_blocks_per_request = given.max_blocks_per_request
+        if resolved.max_blocks_per_request is None:
+            resolved.max_blocks_per_request = self._table_width(workload_hints)
+
+    def generates_as(self, generation_config: GenerationConfig) -> bool:
+        """Whether this manager answers as asked for. New tokens, which come with each request, may be fewer or more."""
+        mine, asked = self.generation_config.to_dict(), generation_config.to_dict()
+        return mine | {"max_new_tokens": None} == asked | {"max_new_tokens": None}
+
+    def _table_width(self, hints: WorkloadHints | None) -> int:
+        """Pages of the longest request: as the hints say, at most what the model was made for."""
+        decoder = self.model.config.get_text_config()
+        longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
+        hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
+        if hinted:
+            longest = min(longest, hinted)
+        head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+        ring = BLOCK // rows_per_page(self.config.layout(head_dim), self.model.dtype)
+        return ring + ceil(longest / BLOCK)
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Let the model attend to packed pages, whatever it uses elsewhere."""
+        original = model.config._attn_implementation
+        if original != NAME:
+            model.set_attn_implementation(NAME)
+            self._original_attn_impl = original
+
+    def start(self) -> None:
+        """Start the background thread that generates."""
+        # `stop` gave the model its own attention back, and a kept manager may be started again.
+        self.switch_to_cb_friendly_attn(self.model)
+        super().start()
+
+    # transformers' own, with the classes of cache, scheduler and processor replaced, which it names outright
+    # (tests/batching/test_upstream.py tells when it changes).
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        if self.batch_processor is not None:
+            self.batch_processor.reset()
+            return self.batch_processor
+        options, keeps = self.continuous_batching_config, getattr(self.model, "_supports_logits_to_keep", None)
+        decoder = self.model.config.get_text_config()
+        cache = TurboQuantPagedCache(
+            self.config,
+            {} if self.balance is None else self.balance.layers,
+            config=decoder,
+            continuous_batching_config=options,
+            device=self.model.device,
+            distributed_helper=self.distributed_helper,
+            dtype=self.model.dtype,
+            model_supports_logits_to_keep=callable(keeps) and keeps(),
+        )
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        update_cb_config_after_cache_creation(
+            cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
+        )
+        scheduler = scheduler_class(options.scheduler_type)(
+            cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
+        )
+        return TurboQuantBatchProcessor(
+            cache=cache,
+            config=decoder,
+            generation_config=self.generation_config,
+            continuous_batching_config=options,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+
+    def _generation_step(self) -> None:
+        self._computing = True
+        super()._generation_step()
+        self._computing = False
+
+    def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
+        """One step. If it fails, so do its requests, and the loop goes on with the others."""
+        try:
+            return super()._generation_loop_body(batch_processor, bootstrapping)
+        except Exception as error:
+            # A broken device computes nothing any more, and other ranks wait for this one: the loop must end.
+            if isinstance(error, torch.AcceleratorError) or self.distributed_helper.tp_size > 1:
+                raise
+            logger.error(f"A step of continuous batching failed, and its requests with it: {error}", exc_info=True)
+            assert isinstance(batch_processor, TurboQuantBatchProcessor)
+            batch_processor.fail_step(error, self._computing)
+            self._computing = False
+            return True

@@ -1,0 +1,168 @@
+"""The cache of continuous batching in packed pages."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, PreTrainedConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators import CachePool
+from transformers.generation.continuous_batching.distributed import DistributedHelper
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.utils import find_num_key_value_heads
+
+from ..config import TurboQuantConfig
+from ..ops.paged import paged_step
+from ..tensors.factors import Factors
+from ..tensors.pages import BLOCK, Sequences
+from .allocator import TurboQuantAllocator
+from .geometry import sequences_of
+from .memory_handler import TurboQuantMemory
+
+FULL = "full_attention"
+
+
+class TurboQuantPagedCache(PagedAttentionCache):
+    """A pool of pages, and one allocator for all layers.
+
+    Args:
+        tq_config: What blocks are encoded with.
+        factors: Factors of channels by layer.
+        config: The text decoder's config; all its layers are full attention.
+        continuous_batching_config: The engine's options, with a `page_size` of 128.
+        device: Where the pool is.
+        distributed_helper: The engine's, which knows tensor parallelism.
+        dtype: The model's.
+        model_supports_logits_to_keep: Whether logits are computed for the last tokens only.
+    """
+
+    # transformers' own, with the allocator, the bytes of a block and the memory handler replaced, which it names
+    # outright, and without layers of other kinds (tests/batching/test_upstream.py tells when it changes).
+    def __init__(
+        self,
+        tq_config: TurboQuantConfig,
+        factors: dict[int, Factors],
+        config: PreTrainedConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        device: torch.device,
+        distributed_helper: DistributedHelper,
+        dtype: torch.dtype,
+        model_supports_logits_to_keep: bool = False,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
+        heads = find_num_key_value_heads(config)
+        if distributed_helper.tp_size > 1 and distributed_helper.are_kv_heads_tp_ed():
+            if heads % distributed_helper.tp_size:
+                raise ValueError(f"{heads} KV heads cannot be divided among {distributed_helper.tp_size} GPUs.")
+            heads //= distributed_helper.tp_size
+        allocator = TurboQuantAllocator(
+            tq_config,
+            factors,
+            index=0,
+            layer_indices=list(range(config.num_hidden_layers)),
+            num_key_value_heads=heads,
+            config=config,
+            cache_dtype=dtype,
+            page_size=BLOCK,
+            allow_block_sharing=continuous_batching_config.allow_block_sharing,
+        )
+        self.allocator = allocator
+        self.cache_allocators = {FULL: allocator}
+        self.layer_to_allocator = dict.fromkeys(allocator.layer_indices, allocator)
+        self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
+        self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK
+        self.memory = TurboQuantMemory(
+            config=config,
+            cb_config=continuous_batching_config,
+            dtype=dtype,
+            bytes_per_sector=self.bytes_per_sector,
+            tokens_per_sector=self.tokens_per_sector,
+            bytes_per_block=allocator.bytes_per_block,
+            attn_types=[FULL],
+            model_supports_logits_to_keep=model_supports_logits_to_keep,
+        )
+        sizes = self.memory.infer_max_batch_tokens_and_num_sectors()
+        if distributed_helper.tp_size > 1:
+            least = torch.tensor(sizes, device=device, dtype=torch.int64)
+            distributed_helper.tp_all_reduce_min(least)
+            sizes = tuple(least.tolist())
+        self.max_batch_tokens, self.num_sectors = sizes
+        data_bytes = self.num_sectors * self.bytes_per_sector
+        # Two leading sectors are never given out: the engine lets tokens that pad a batch point there.
+        self.cache_tensor = torch.zeros(data_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
+        self.pool = CachePool(self.num_sectors, 1)
+        allocator.register_cache_tensor(self.bytes_per_sector, data_bytes, self.cache_tensor, self.pool)
+        self.allow_block_sharing = continuous_batching_config.allow_block_sharing
+        self.use_prefix_sharing = allocator.use_block_sharing
+        self.num_blocks = data_bytes // allocator.bytes_per_block
+        self.read_cache_limit = None
+        self.max_decode_fast_path_length = BLOCK * max(0, self.max_blocks_per_request - allocator.ring_pages)
+        self.max_tokens_read = BLOCK * self.num_blocks
+        self._sequences: Sequences | None = None
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens that a request can have if it has the whole pool."""
+        return BLOCK * (self.num_blocks - self.allocator.ring_pages + 1) - 1
+
+    def check_room(self, state: RequestState) -> None:
+        """Raise a `ValueError` if a request is longer than the whole pool."""
+        new = state.max_new_tokens or 0
+        # The last token is returned and not stored.
+        if len(state.initial_tokens) + max(0, new - 1) > self.max_request_tokens:
+            raise ValueError(
+                f"A request of {len(state.initial_tokens):,} tokens and up to {new:,} new ones is longer than the "
+                f"cache, which has room for {self.max_request_tokens:,}. Ask for fewer, or make the cache larger "
+                "(`num_blocks`, `max_memory_percent` of the ContinuousBatchingConfig)."
+            )
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Take blocks of other requests that match the prompt; returns how many tokens they hold."""
+        # With its first block a request needs a ring: without, its table would not begin as others do.
+        while self.pool.count_free_blocks(0) < self.allocator.ring_pages:
+            if not self.pool.num_free_sectors:
+                return 0
+            self.pool.allocate_sector(0)
+        return super().search_prefix_match(request_id, prompt_ids)
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kwargs: dict[str, Any],
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attention of a layer's new tokens, which are stored.
+
+        Args:
+            layer_idx: Which layer.
+            query: `[1, Hq, T, D]`: the new tokens of all requests, one after the other.
+            key: `[1, Hkv, T, D]`.
+            value: `[1, Hkv, T, D]`.
+            kwargs: What the engine passes to attention functions.
+            **options: `scaling`, `softcap` and `s_aux` of `tq_hf.ops.paged.paged_step`.
+
+        Returns:
+            `[1, T, Hq, D]`.
+
+        Raises:
+            ValueError: The states are not those of the model that the cache was made for.
+        """
+        pages = self.allocator.pages[layer_idx]
+        expected = (pages.kv_heads, pages.layout.key_dim)
+        for states in (key, value):
+            if (states.shape[1], states.shape[3]) != expected or states.dtype != pages.rows.dtype:
+                raise ValueError(
+                    f"Layer {layer_idx} caches {list(states.shape)} {states.dtype}; pages were made for {expected[0]} "
+                    f"heads of {expected[1]} channels in {pages.rows.dtype}. Keys and values must be alike in all "
+                    "layers and in the model's dtype."
+                )
+        if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
+            self._sequences = sequences_of(kwargs, self.allocator.ring_pages)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return paged_step(query, key, value, pages, self._sequences, **options)[None]

@@ -1,0 +1,63 @@
+"""The engine's loop around packed pages: what it refuses, and how it goes on after a step that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
+
+
+def scheduler_class(name: str) -> Callable[..., Scheduler]:
+    """transformers' scheduler of that name, which refuses requests longer than the cache when they come."""
+    kind: Any = SCHEDULER_MAPPING.get(name, FIFOScheduler)
+
+    class CheckedScheduler(kind):
+        def add_waiting_request(self, state: RequestState) -> None:
+            self.cache.check_room(state)
+            super().add_waiting_request(state)
+
+    return CheckedScheduler
+
+
+class TurboQuantBatchProcessor(ContinuousBatchProcessor):
+    """transformers' processor, whose requests can fail without it."""
+
+    def prepare_next_batch(self) -> bool:
+        """Choose the requests of the next step and write its inputs."""
+        io = self.inputs_and_outputs
+        written = io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
+        # A request that is to be forked before its last token is in a step without tokens. transformers forgets as many
+        # indices of the step before as there are tokens, and reads as many as there are requests.
+        written.logits_indices.zero_()
+        return super().prepare_next_batch()
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        super()._handle_request_error(error, state)
+        # Somebody waits for its forks, too, which are not made yet.
+        for i in range(state.num_children):
+            child = RequestState(f"{state.request_id}__child#{i}", initial_tokens=state.initial_tokens)
+            self.output_router.fail_and_deliver(child, error)
+
+    def fail_step(self, error: Exception, in_step: bool) -> None:
+        """Fail the requests of a step that raised `error` and forget the step.
+
+        Args:
+            error: What they are told.
+            in_step: Whether the model was computing. If not, or if another step is under way, all active requests fail.
+        """
+        scheduler, io = self.scheduler, self.inputs_and_outputs
+        failed: dict[str, RequestState] = dict(scheduler.active_requests)
+        if in_step and isinstance(io, ContinuousBatchingIOs):
+            computed = {future.state.request_id for future in io.requests_in_batch}
+            failed = {name: state for name, state in failed.items() if name in computed}
+        for name, state in failed.items():
+            self._handle_request_error(error, state)
+            self.offloading_manager.free_request_cpu_cache(state)
+            scheduler.finish_request(name)
+        scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in failed]
+        scheduler.block_new_requests = False
+        io.reset()
