@@ -15,8 +15,7 @@ from .workspace import allocator
 
 if HAS_TRITON:
     from tq_kernels.paged.launch import Geometry, Pages, Tokens, append_new_rows, attend_single, encode_new_blocks
-    from tq_kernels.paged.prompts import attend_many
-    from tq_kernels.prefix.launch import prefix_takes
+    from tq_kernels.paged.prompts import attend_many, takes_prompts
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
@@ -27,7 +26,7 @@ def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: 
         and triton_backend.serves(key, pages.layout)
         and dim % 8 == 0
         and key.dtype == pages.rows.dtype
-        and (sequences.max_q == 1 or prefix_takes(dim, dim, query.device))
+        and (sequences.max_q == 1 or takes_prompts(dim, query.device))
     )
 
 

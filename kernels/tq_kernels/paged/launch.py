@@ -7,7 +7,6 @@ graph can be replayed while sequences grow, begin and end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 
 from ..codec.launch import MATRIX_TYPES, encode_config
 from ..codec.quantise import CORRECTIONS, LEVELS
-from ..common.device import Target, target
+from ..common.device import target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E
 from ..decode.plan import plan_decode
@@ -25,8 +24,10 @@ from .append import TAIL_ROWS, append_tails, rotate_and_append_single
 from .encode import encode_completed
 from .reduce import reduce_splits_paged
 from .split import decode_split_paged
+from .split_fragments import decode_split_paged_fragments
 
-ROTATE, SPLIT, REDUCE = Kernel(rotate_and_append_single), Kernel(decode_split_paged), Kernel(reduce_splits_paged)
+ROTATE, REDUCE = Kernel(rotate_and_append_single), Kernel(reduce_splits_paged)
+SPLIT, SPLIT_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_fragments)
 ENCODE, APPEND = Kernel(encode_completed), Kernel(append_tails)
 
 
@@ -106,11 +107,6 @@ class Tokens(NamedTuple):
     value: torch.Tensor
 
 
-def portable(on: Target) -> Target:
-    """A device as the heuristic tables see it here, where attention has no kernels of inline matrix products."""
-    return replace(on, capability=(0, 0)) if on.fragments else on
-
-
 def _strides(*states: torch.Tensor) -> tuple[int, ...]:
     """Strides of tokens and heads in units of 8 elements."""
     return tuple(stride // 8 for x in states for stride in x.stride()[:2])
@@ -140,7 +136,7 @@ def attend_single(
     query, key, value = tokens
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
     groups, width, device = query_heads // kv_heads, geometry.table.shape[1], query.device
-    on = portable(target(device))
+    on = target(device)
     plan = plan_decode(
         count,
         query_heads,
@@ -179,7 +175,7 @@ def attend_single(
     )  # fmt: skip
     bits = (pages.key_bits, pages.value_bits, pages.key_means is not None)
     constants = (dim, rotations[0].shape[0], *bits, softcap is not None, *place, block_b, *plan.tile_constants)
-    SPLIT(
+    (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
         (plan.workers, 1, 1),
         (scratch, pages.key_words, pages.value_words, pages.scalars, pages.means, pages.rows, key, value,
          geometry.table, geometry.cu_q, geometry.cu_k),

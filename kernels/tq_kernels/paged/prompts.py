@@ -11,9 +11,14 @@ import triton
 from ..common.device import target
 from ..common.softmax import LOG2E
 from ..prefix.attention import prefix_attention
-from ..prefix.launch import NO_TABLE, block_of, prefix_config, prefix_constants, prefix_splits
+from ..prefix.launch import NO_TABLE, block_of, prefix_config, prefix_constants, prefix_splits, prefix_takes
 from ..prefix.merge import merge_splits
-from .launch import Geometry, Pages, Tokens, portable
+from .launch import Geometry, Pages, Tokens
+
+
+def takes_prompts(dim: int, device: torch.device) -> bool:
+    """Whether the kernel runs for heads of this size on this device; that of inline matrix products knows no tables."""
+    return prefix_takes(dim, dim, device) and not target(device).fragments
 
 
 def attend_many(
@@ -37,7 +42,7 @@ def attend_many(
     """
     query, key, value = tokens
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
-    groups, width, on = query_heads // kv_heads, geometry.table.shape[1], portable(target(query.device))
+    groups, width, on = query_heads // kv_heads, geometry.table.shape[1], target(query.device)
     config = prefix_config(dim, dim, pages.key_bits, pages.value_bits, on)
     rows = groups * total
     # Each sequence's last tile may be a part of one.

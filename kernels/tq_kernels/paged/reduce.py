@@ -7,8 +7,7 @@ from triton.language.extra import cuda
 from ..common.sequences import lengths
 from ..decode.reduce import merge_stream
 from ..format import TOKENS
-from .schedule import dense_jobs_of, holder, stream_items
-from .split import DENSE_SLOTS
+from .schedule import DENSE_SLOTS, dense_jobs_of, holder, stream_items
 
 
 @triton.jit(do_not_specialize="tokens count kv_heads groups row_tiles tile_rows workers lse_at partial_at".split())

@@ -9,8 +9,12 @@ parts. Sequences that do not have exactly one new token have no items.
 import triton
 import triton.language as tl
 
+from ..common.sequences import lengths, located
 from ..decode.schedule import DENSE_TOKENS
 from ..format import TOKENS
+
+DENSE_SLOTS = tl.constexpr(TOKENS.value // DENSE_TOKENS.value)
+"""Most dense jobs of a stream."""
 
 
 @triton.jit
@@ -35,3 +39,18 @@ def share_start(worker, workers, total):
 def holder(item, workers, total):
     """The worker whose share holds `item`: the last one that starts at or before it."""
     return (((item + 1).to(tl.int64) * workers - 1) // tl.maximum(total, 1)).to(tl.int32)
+
+
+@triton.jit
+def share(worker, workers, cu_q, cu_k, count, heads, BLOCK_B: tl.constexpr):
+    """A worker's first item and the one after its last, the first one's stream, and that stream's first item; `heads`
+    are streams of a sequence."""
+    _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    items = stream_items(new, past) * heads
+    total = tl.sum(items, 0)
+    start = share_start(worker, workers, total)
+    sequence, before = located(items, start)
+    _, its_new, its_past = lengths(cu_q, cu_k, sequence, count)
+    per_stream = tl.maximum(stream_items(its_new, its_past), 1)
+    stream = sequence * heads + (start - before) // per_stream
+    return start, share_start(worker + 1, workers, total), stream, start - (start - before) % per_stream

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.sequences import dense_rows, lengths, located
+from ..common.sequences import dense_rows, lengths
 from ..common.softmax import log2_sum
 from ..decode.dense import dense_logits, dense_sums
 from ..decode.rotate import LINE
@@ -16,10 +16,7 @@ from ..decode.schedule import DENSE_TOKENS
 from ..decode.share import attend_share
 from ..decode.tiles import per_lane, prefetch
 from ..format import TOKENS
-from .schedule import share_start, stream_items
-
-DENSE_SLOTS = tl.constexpr(TOKENS.value // DENSE_TOKENS.value)
-"""Most dense jobs of a stream."""
+from .schedule import DENSE_SLOTS, share, stream_items
 
 
 @triton.jit(
@@ -92,18 +89,11 @@ def decode_split_paged(
     store_rows = local < tile_rows
     heads = kv_heads * row_tiles
 
-    _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
-    items = stream_items(new, past) * heads
-    all_items = tl.sum(items, 0)
-    start = share_start(worker, workers, all_items)
-    end = share_start(worker + 1, workers, all_items)
-    sequence, before = located(items, start)
-    _, new, past = lengths(cu_q, cu_k, sequence, count)
-    per_stream = tl.maximum(stream_items(new, past), 1)
-    stream = sequence * heads + (start - before) // per_stream
-    at = start - (start - before) % per_stream  # the stream's first item
+    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, BLOCK_B)
     if ASM:
         # The share's first block is on its way while queries are read.
+        sequence = stream // heads
+        _, _, past = lengths(cu_q, cu_k, sequence, count)
         starts_packed = (start < end) & (start - at < past // TOKENS)
         page = tl.load(table + sequence.to(tl.int64) * width + RING_PAGES + (start - at), mask=starts_packed, other=0)
         first_block = page.to(tl.int64) * page_blocks + stream % heads // row_tiles
