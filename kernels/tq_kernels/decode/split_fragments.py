@@ -50,7 +50,7 @@ def operands(
     QUARTERS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """`load_rows` of each row tile of a stream whose rows start at `first` of `rows`, row r at `row0 + row_step * r`."""
+    """`load_rows` of each row tile of a stream whose rows start at `first` of `rows`, r at `row0 + row_step * r`."""
     q = ()
     for tile in tl.static_range(TILES):
         r = first + 8 * tile + g
