@@ -72,7 +72,7 @@ def test_the_table_costs_the_inner_loop_little_on_sm_90(preset: str) -> None:
     loop, found = inner_loop(compiled), per_element(compiled, p, 128, False)["total"]
     plain = per_element(build_split(90, key_bits=key_bits, value_bits=value_bits), p, 128, False)["total"]
     assert found <= 1.1 * plain
-    # 2 bits: two numbers that stay are read back from the stack, which the other kernel has, too.
+    # 2 bits: two numbers that do not change are read back from the stack.
     assert loop["STL"] == 0 and loop["LDL"] <= (2 if preset == "2bit_nc" else 0)
     assert loop["I2F"] == loop["F2F"] == 0 and loop["STS"] <= 8 and loop["LDG"] <= 9
 

@@ -11,10 +11,14 @@ import torch
 from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, relative_rms
 from paged_cases import Inputs, Step, cumulative, make, sequences_of
 
-from tq_hf.config import PRESETS
-from tq_hf.ops import paged_triton
-from tq_hf.ops.paged import paged_step
-from tq_hf.tensors.pages import Sequences
+pytest.importorskip("triton")
+
+from tq_kernels.paged import launch as paged_launch  # noqa: E402
+
+from tq_hf.config import PRESETS  # noqa: E402
+from tq_hf.ops import paged_triton  # noqa: E402
+from tq_hf.ops.paged import paged_step  # noqa: E402
+from tq_hf.tensors.pages import Sequences  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DECODE = Step(past=(0, 5, 127, 300), new=(1, 1, 1, 1))
@@ -106,6 +110,12 @@ if INTERPRETED:
     @pytest.mark.parametrize("step", [*DECODING, *PREFILLING], ids=str)
     def test_agrees_with_the_reference(step: Step) -> None:
         check(step, torch.device("cpu"))
+
+    def test_shares_span_blocks_and_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+        """A device so small that every program has several blocks to read, and some several sequences."""
+        small = replace(paged_launch.target(torch.device("cpu")), multiprocessors=1)
+        monkeypatch.setattr(paged_launch, "target", lambda device: small)
+        check(Step(past=(1500, 20, 900, 128), new=(1, 1, 1, 1), Hq=2), torch.device("cpu"))
 
     def test_blocks_do_not_depend_on_chunks_or_company() -> None:
         check_chunks(torch.device("cpu"))
