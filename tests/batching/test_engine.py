@@ -153,6 +153,19 @@ def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuan
         assert list(found.values())[8:] == [session.oracle.chunked(held, 4, [128])] * 15
 
 
+@pytest.mark.parametrize("length", [1, 129])
+def test_forks_of_a_prompt_of_which_one_token_is_left(batching: TurboQuantBatching, length: int) -> None:
+    """There is a step without any token then."""
+    (prompt,) = prompts([length])
+    generation = greedy(4)
+    generation.num_return_sequences = 3
+    with Session(batching.model) as session:
+        session.run([prompt], generation)  # whose block is held then
+        expected = session.oracle.chunked(prompt, 4, [length // 128 * 128])
+        assert session.run([prompt], generation) == [expected] * 3
+        assert session.pages_in_use() == 0
+
+
 def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
     (prompt,) = prompts([100])
     with batching.continuous_batching_context_manager(greedy(40), continuous_batching_config=options()) as manager:
@@ -227,7 +240,6 @@ def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> 
         assert session.pages_in_use() == 0
 
 
-@pytest.mark.usefixtures("padded")
 def test_asynchronous_forks_and_shared_prefixes(asynchronous: dict[str, Any]) -> None:
     (prompt,) = prompts([300])
     generation = greedy(12)
@@ -278,7 +290,7 @@ def test_pages_offloaded_to_the_cpu_come_back_as_they_were(monkeypatch: pytest.M
     )
     inputs = prompts([100] * 6, seed=3)
     with Session(model_of(), num_blocks=44, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) as session:
-        found = session.run(inputs, greedy(60))
+        found = session.run(inputs, greedy(36))
         assert any(offloaded)
-        assert found == [session.oracle.generate(prompt, 60) for prompt in inputs]
+        assert found == [session.oracle.generate(prompt, 36) for prompt in inputs]
         assert session.pages_in_use() == 0

@@ -70,11 +70,23 @@ def test_a_kept_manager_of_the_model_is_not_used_instead() -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
+def test_batches_of_a_caller_in_inference_mode() -> None:
+    """The pool is made in the caller's thread, and written to in another."""
+    (prompt,) = prompts([140])
+    model = model_of()
+    batching = TurboQuantBatching(model)
+    with torch.inference_mode():
+        found = answers(batching.generate_batch([prompt], greedy(4), options()))
+    assert found == [Oracle(model, balance=batching.balance).generate(prompt, 4)]
+
+
 def test_inner_models_are_found() -> None:
     model = model_of()
     assert inner_model(model) is model
     assert inner_model(Peft(torch.nn.DataParallel(model))) is model
-    assert inner_model(torch.compile(model)) is model
+    compiled = torch.nn.Module()
+    compiled._orig_mod = model  # as `torch.compile` holds it
+    assert inner_model(compiled) is model
 
 
 def test_a_kept_manager_is_used_again_only_if_it_generates_as_asked_for() -> None:
@@ -117,10 +129,9 @@ class TestBalance:
         real = Balance.of
         monkeypatch.setattr(Balance, "of", lambda model: probes.append(model) or real(model))
         with Session(model) as session:
-            for _ in range(2):
-                session.run(prompts([150]), greedy(4))
-                session.batching.destroy_cached_continuous_batching_manager()
-            session.run(prompts([150]), greedy(4))
+            session.run(prompts([50]), greedy(2))
+            session.batching.destroy_cached_continuous_batching_manager()
+            session.run(prompts([50]), greedy(2))
             assert probes == [model]
             for index, pages in session.cache.allocator.pages.items():
                 for held, found in zip(pages.factors, session.oracle.balance.layers[index], strict=True):

@@ -150,19 +150,11 @@ def soak(count: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     }
 
 
-def check(happened: dict[str, int]) -> None:
-    print(happened)
-    assert happened["not the very first choice"] <= 1 + happened["tokens"] // 1000, happened
-
-
-def test_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(soak(30, monkeypatch))
-
-
 @pytest.mark.slow
 def test_two_thousand_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     happened = soak(2000, monkeypatch)
-    check(happened)
+    print(happened)
     kinds = ("cancelled", "forks", "preempted", "shared a prefix", "read in chunks")
     assert all(happened[kind] > 0 for kind in kinds), happened
+    assert happened["not the very first choice"] <= happened["tokens"] // 1000, happened
     assert happened["bytes grown"] < 32 << 20, happened

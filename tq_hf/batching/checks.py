@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -85,14 +86,18 @@ def check_generation(config: GenerationConfig) -> None:
         )
 
 
-def paged_options(given: ContinuousBatchingConfig) -> dict[str, Any]:
-    """`page_size` and `num_blocks` for packed pages, which have 128 tokens: of the stock size of pages there are as
-    many more.
+def paged_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """A copy with `page_size` and `num_blocks` for packed pages, which have 128 tokens: of pages of the stock size
+    there are twice as many.
 
     Raises:
         ValueError: Another page size was chosen.
     """
     if given.page_size not in (BLOCK, STOCK_PAGE_SIZE):
         raise ValueError(f"`page_size` is {given.page_size}; packed pages have {BLOCK} tokens. Leave it out.")
-    blocks = given.num_blocks
-    return {"page_size": BLOCK, "num_blocks": None if blocks is None else blocks * given.page_size // BLOCK}
+    # Not made anew, which would apply options that are deprecated once more.
+    options = copy(given)
+    options.page_size = BLOCK
+    if given.num_blocks is not None:
+        options.num_blocks = given.num_blocks * given.page_size // BLOCK
+    return options

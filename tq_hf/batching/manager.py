@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.utils import logging
 
 from ..balance import Balance
 from ..config import TurboQuantConfig
+from ..inference_mode import outside_inference_mode
 from ..ops.backend import check_choice
 from ..tensors.pages import BLOCK, rows_per_page
 from .attention import NAME
@@ -65,15 +67,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._computing = False
         given = continuous_batching_config
         on_cuda = model.device.type == "cuda"
-        options: dict[str, Any] = paged_options(given)
+        options = paged_options(given)
         if on_cuda and given.use_cuda_graph is None:
             # Steps with prompts come in all sizes, and each would be a graph of its own.
-            options["use_cuda_graph"] = (False, True)
+            options.use_cuda_graph = (False, True)
         if on_cuda and given.use_async_batching is None:
-            options["use_async_batching"] = True
+            options.use_async_batching = True
         # What transformers knows of block tables is said of names like "flash": it would set 0, and warn if one asks.
-        options["max_blocks_per_request"] = options["decode_compile_config"] = None
-        super().__init__(model, generation_config, replace(given, **options), workload_hints)
+        options.max_blocks_per_request = options.decode_compile_config = None
+        with self._giving_back_on_failure(model):
+            super().__init__(model, generation_config, options, workload_hints)
         resolved = self.continuous_batching_config
         resolved.decode_compile_config = given.decode_compile_config
         resolved.max_blocks_per_request = given.max_blocks_per_request
@@ -103,6 +106,22 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             model.set_attn_implementation(NAME)
             self._original_attn_impl = original
 
+    @contextmanager
+    def _giving_back_on_failure(self, model: Any) -> Iterator[None]:
+        """Give the model its own attention back on an exception: nobody has a manager then to do it."""
+        try:
+            yield
+        except BaseException:
+            if getattr(self, "_original_attn_impl", None) is not None:
+                model.set_attn_implementation(self._original_attn_impl)
+                self._original_attn_impl = None
+            raise
+
+    def warmup(self) -> None:
+        """Make the pool, and on a GPU capture the graphs of decode steps."""
+        with self._giving_back_on_failure(self.model):
+            super().warmup()
+
     def start(self) -> None:
         """Start the background thread that generates."""
         # `stop` gave the model its own attention back, and a kept manager may be started again.
@@ -111,6 +130,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     # transformers' own, with the classes of cache, scheduler and processor replaced, which it names outright
     # (tests/batching/test_upstream.py tells when it changes).
+    @outside_inference_mode
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if self.batch_processor is not None:
             self.batch_processor.reset()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
-from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
 
 class TurboQuantMemory(PagedAttentionMemoryHandler):
@@ -14,8 +13,8 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_attention_masks = 0
-        # For each token of a batch, once more its own keys and values: scratch of kernels that read prompts.
-        self.kv_heads_at_peak = 2 * find_num_key_value_heads(self.config)
+        # For each token of a batch, its queries twice more: rotated, and as partial outputs.
+        self.kv_heads_at_peak = 2 * self.config.num_attention_heads
 
     @property
     def bytes_per_cache_token(self) -> int:

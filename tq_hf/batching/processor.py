@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import RequestState
@@ -26,14 +27,26 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' processor, whose requests can fail without it."""
 
+    @property
+    def _inputs(self) -> ContinuousBatchingIOs:
+        """What the next step is written to."""
+        io = self.inputs_and_outputs
+        return io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
+
+    # A request of which only the last token is left is in a step without tokens before it is forked. transformers does
+    # not reckon with that: it forgets as many indices of the step before as there are tokens and reads as many as there
+    # are requests, and models cannot compute nothing.
+
     def prepare_next_batch(self) -> bool:
         """Choose the requests of the next step and write its inputs."""
-        io = self.inputs_and_outputs
-        written = io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
-        # A request that is to be forked before its last token is in a step without tokens. transformers forgets as many
-        # indices of the step before as there are tokens, and reads as many as there are requests.
-        written.logits_indices.zero_()
+        self._inputs.logits_indices.zero_()
         return super().prepare_next_batch()
+
+    def _generation_step(self, model: torch.nn.Module) -> None:
+        if self._inputs.num_q_tokens:
+            super()._generation_step(model)
+        else:
+            self.inputs_and_outputs.retrieve_device_outputs()
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         super()._handle_request_error(error, state)
