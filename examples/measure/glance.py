@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from page import cache_name, shape, table
 from report import BASELINE, LLAMA_8B, RESULTS
-from tables import GIB, cache_name, cpu_cells, note, shape, share, source, table
+from tables import GIB, cpu_cells, note, share, source
 from transformers import LlamaConfig
 
 from tq_hf import PRESETS

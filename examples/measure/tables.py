@@ -6,16 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from card_tables import cards, compile_matrix
+from page import cache_name, details, shape, table
+
 from tq_hf import PRESETS
 
 MIB = 2**20
 GIB = 2**30
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is left-aligned, the others right."""
-    lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def source(record: dict[str, Any]) -> str:
@@ -24,16 +21,6 @@ def source(record: dict[str, Any]) -> str:
     made_by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
     place = ", ".join(filter(None, (record["device"], record.get("dtype"))))
     return f"\n`{record['command']}` on {place}, {made_by}, {record['date']}.\n"
-
-
-def shape(batch: int, context: int) -> str:
-    """Sequences and tokens, e.g. 8 × 32k."""
-    return f"{batch} × {context // 1024}k" if context % 1024 == 0 else f"{batch} × {context:,}"
-
-
-def details(summary: str, content: str) -> str:
-    """Markdown that is folded away."""
-    return f"\n<details><summary>{summary}</summary>\n\n{content}\n</details>\n"
 
 
 def passkey(record: dict[str, Any]) -> str:
@@ -121,12 +108,6 @@ def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def cache_name(name: str) -> str:
-    """The name of a cache with a preset's name in it as code."""
-    preset, comma, rest = name.partition(",")
-    return f"`{preset}`{comma}{rest}" if preset in PRESETS else name
-
-
 def quality_rows(rows: list[dict[str, Any]]) -> str:
     """A row for each cache: bytes, and differences from the uncompressed float32 cache."""
     headings = ["cache", "bytes, all in", "packed", "KL, nats (95%)", "KL, p99", "ΔPPL", "top-1", "pass keys", "facts"]
@@ -152,6 +133,45 @@ def by_injection(rows: list[dict[str, Any]]) -> str:
         cells = [found.get((name, strength)) for strength in strengths]
         lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
     return table(["KL, facts recalled", *(f"{strength:g} × ‖k‖" for strength in strengths)], lines)
+
+
+def by_stress(rows: list[dict[str, Any]]) -> str:
+    """KL and recall of facts of each cache under the stresses of `stress.py`."""
+    stresses = list(dict.fromkeys(row.get("stress", "none") for row in rows))
+    found = {(row["cache"], row.get("stress", "none")): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["cache"] for row in rows if "stress" in row):
+        cells = [found.get((name, stress)) for stress in stresses]
+        lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
+    return table(["KL, facts recalled", *stresses], lines)
+
+
+def balance(record: dict[str, Any]) -> str:
+    """KL over that of the model as it is and unbalanced, mean of all rotations, and recall of facts: a row for each
+    preset, balanced or not, a column for each stress."""
+    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in record["rows"]:
+        name, _, seed = row["cache"].rpartition(", seed ")
+        if seed.isdigit():
+            cells.setdefault(name, {}).setdefault(row.get("stress", "none"), []).append(row)
+    stresses = list(dict.fromkeys(stress for found in cells.values() for stress in found))
+    rotations = max((len(rows) for found in cells.values() for rows in found.values()), default=0)
+
+    def mean(rows: list[dict[str, Any]], key: str) -> float:
+        return sum(row[key] for row in rows) / len(rows)
+
+    lines = []
+    for name, found in cells.items():
+        plain = mean(cells[f"{name.partition(',')[0]}, not balanced"]["none"], "kl")
+        line = [cache_name(name)]
+        for stress in stresses:
+            rows = found.get(stress)
+            kl = mean(rows, "kl") if rows else math.nan
+            line.append(f"**{kl / plain:.2f}×** {kl:.2g}, {share(mean(rows, 'recall'))}" if rows else "–")
+        lines.append(line)
+    text = f"{documents(record)}; nothing kept dense, mean of {rotations} rotations:\n\n"
+    text += table(["KL over unstressed and unbalanced, KL, facts", *stresses], lines)
+    return text + note(record) + source(record)
 
 
 def against_vllm(pairs: list[dict[str, Any]]) -> str:
@@ -202,9 +222,11 @@ def documents(record: dict[str, Any]) -> str:
 def ablation(record: dict[str, Any]) -> str:
     """Parts of the recipe switched one at a time, folded away."""
     rows = record["rows"]
-    text = quality_rows([row for row in rows if not row["injection"]])
+    text = quality_rows([row for row in rows if not row["injection"] and "stress" not in row])
     if any(row["injection"] for row in rows):
         text += "\nWith a vector added to all keys, as a key bias does:\n\n" + by_injection(rows)
+    if any("stress" in row for row in rows):
+        text += "\nWith padding before each document, or channels rescaled:\n\n" + by_stress(rows)
     return details(documents(record), text + note(record) + source(record)).lstrip()
 
 
@@ -302,32 +324,11 @@ def cpu(record: dict[str, Any]) -> str:
     return cpu_cells(record["rows"]) + note(record) + source(record)
 
 
-def cards(record: dict[str, Any]) -> str:
-    """Predicted decode attention against reading fp16, by card, and how far predictions are off where it is known."""
-    cells = record["predictions"]
-    shapes = dict.fromkeys((cell["preset"], cell["batch"], cell["length"]) for cell in cells)
-    headings = ["card", *(f"{preset}, {shape(batch, length)}" for preset, batch, length in shapes)]
-    rows = []
-    for card in dict.fromkeys(cell["card"] for cell in cells):
-        speeds = [f"{cell['speedup']:.1f}×" for cell in cells if cell["card"] == card]
-        rows.append([card, *speeds])
-    error, counted = record["error"], record["counts"]
-    instructions = [
-        [f"sm_{target}", key, f"{found['total']:.2f}", str(found["registers"]), f"{found['stack']} B"]
-        for target, shapes_of in counted.items()
-        for key, found in shapes_of.items()
-    ]
-    note_ = (
-        f"\nPredicted, not measured: `{record['command']}`, calibrated on `{record['calibrated_on']}.json`, of "
-        f"whose calls the prediction is {error['median']:.0%} off in the median and {error['worst']:.0%} at most.\n"
-    )
-    folded = table(["target", "preset / head_dim", "instructions an element", "registers", "stack"], instructions)
-    return table(headings, rows) + note_ + details("What the compiler makes of the decode kernel", folded)
-
-
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
+    "balance": balance,
     "cards": cards,
+    "compile_matrix": compile_matrix,
     "cpu": cpu,
     "generate": generate,
     "kernels": kernels,
