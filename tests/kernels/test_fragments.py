@@ -19,10 +19,15 @@ from kernel_cases import (
 
 pytest.importorskip("triton")
 
+from paged_cases import Step, make  # noqa: E402
 from prefix_cases import make_prefix_inputs, run_prefix  # noqa: E402
 from ptx import run_inline_asm  # noqa: E402
 from tq_kernels.decode import decoder  # noqa: E402
+from tq_kernels.paged import launch as paged_launch  # noqa: E402
+from tq_kernels.paged import prompts  # noqa: E402
 from tq_kernels.prefix import launch  # noqa: E402
+
+from tq_hf.ops import paged_triton  # noqa: E402
 
 BASE = Case(blocks=1, capacity=2)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -55,8 +60,28 @@ if INTERPRETED:
     @pytest.fixture(autouse=True)
     def on_turing(monkeypatch: pytest.MonkeyPatch) -> None:
         turing = dataclasses.replace(decoder.target(torch.device("cpu")), capability=(7, 5))
-        for module in (decoder, launch):
+        for module in (decoder, launch, paged_launch, prompts):
             monkeypatch.setattr(module, "target", lambda device: turing)
+
+    @pytest.mark.parametrize(
+        "step",
+        [
+            Step(past=(140, 0, 3), new=(1, 0, 1)),
+            Step(past=(257,), new=(1,), Hq=12, preset="3bit_nc", softcap=15.0, s_aux=True),
+            Step(past=(130,), new=(1,), Hq=2, Hkv=2, preset="k8v4", D=80, dtype=BF16),
+        ],
+        ids=str,
+    )
+    def test_decode_over_pages_agrees_with_the_reference(step: Step) -> None:
+        inputs = make(step)
+        other = inputs.to(torch.device("cpu"))
+        assert paged_triton.takes(other.tokens[0], other.tokens[1], other.pages, other.sequences)
+        out = paged_triton.paged_step(*other.tokens, other.pages, other.sequences, **other.options)
+        assert relative_rms(out, inputs.expected().double()) <= (5e-3 if step.dtype == BF16 else 1.5e-3)
+
+    def test_prompts_over_pages_are_not_for_these_cards() -> None:
+        inputs = make(Step(past=(140,), new=(3,)))
+        assert not paged_triton.takes(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_decode_agrees_with_fp64(case: Case) -> None:

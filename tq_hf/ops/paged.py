@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..tensors.pages import LayerPages, Sequences
-from . import paged_reference
+from . import paged_reference, paged_triton
 
 
 def paged_step(
@@ -38,6 +38,5 @@ def paged_step(
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
     """
-    return paged_reference.paged_step(
-        query, key, value, pages, sequences, scaling=scaling, softcap=softcap, s_aux=s_aux
-    )
+    backend = paged_triton if paged_triton.takes(query, key, pages, sequences) else paged_reference
+    return backend.paged_step(query, key, value, pages, sequences, scaling=scaling, softcap=softcap, s_aux=s_aux)

@@ -67,7 +67,7 @@ def _packed(blocks: PackedBlocks) -> Packed:
     return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, *blocks.factors)
 
 
-def _launching_on(device: torch.device) -> AbstractContextManager:
+def launching_on(device: torch.device) -> AbstractContextManager:
     """Triton launches on the current device; layers of a model spread over several GPUs are not on it."""
     away = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if away else nullcontext()
@@ -110,7 +110,7 @@ def can_attend_many(
 
 @lru_cache
 @outside_inference_mode
-def _rotations(
+def rotations(
     config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value rotations `[D, D]`: R in float32, sqrt(D) R (+-1 for powers of two) in float16."""
@@ -125,7 +125,7 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
     """Make the tables that kernels on `like.device` read: made inside a captured graph, they would live in it."""
     if serves(like, layout):
         for dtype in (torch.float32, torch.float16):
-            _rotations(config, layout, like.device, dtype)
+            rotations(config, layout, like.device, dtype)
 
 
 @explains_failures
@@ -142,8 +142,8 @@ def _encode(
     start: int,
     due: torch.Tensor | None = None,
 ) -> None:
-    key_rotation, value_rotation = _rotations(config, out.layout, keys.device, torch.float32)
-    with _launching_on(keys.device):
+    key_rotation, value_rotation = rotations(config, out.layout, keys.device, torch.float32)
+    with launching_on(keys.device):
         encode_blocks(
             _rows(keys),
             _rows(values),
@@ -162,8 +162,8 @@ def _encode(
 @explains_failures
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`tq_hf.codec.reference.dequantise` on the GPU."""
-    key_rotation, value_rotation = _rotations(config, blocks.layout, keys.device, torch.float32)
-    with _launching_on(keys.device):
+    key_rotation, value_rotation = rotations(config, blocks.layout, keys.device, torch.float32)
+    with launching_on(keys.device):
         dequantise_blocks(
             _packed(blocks),
             0,
@@ -185,7 +185,7 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
             _packed(tensors.blocks),
             tensors.sinks,
             tensors.ring,
-            *_rotations(tensors.config, layout, tensors.row.device, torch.float16),
+            *rotations(tensors.config, layout, tensors.row.device, torch.float16),
             key_bits=layout.key_bits,
             value_bits=layout.value_bits,
         )
@@ -241,7 +241,7 @@ def attend(
 def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `can_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
-    key_rotation, value_rotation = _rotations(view.config, layout, query.device, torch.float16)
+    key_rotation, value_rotation = rotations(view.config, layout, query.device, torch.float16)
     return attend_prefix(
         _rows(query),
         _packed(blocks),
@@ -271,7 +271,7 @@ def append_token(
 ) -> None:
     """`tq_hf.stores.graph_ops.append_row` on the GPU; `counts` are the store's `state`, `step_counts` and `length`."""
     state, step_counts, length = counts
-    with _launching_on(tensors.row.device):
+    with launching_on(tensors.row.device):
         append_rows(
             _rows(keys),
             _rows(values),

@@ -26,7 +26,7 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 
 @triton.jit
-def _load_rotation(
+def load_rotation(
     rotation,
     factors,
     first,
@@ -69,6 +69,29 @@ def _load_rotation(
     return high, low
 
 
+@triton.constexpr_function
+def _takes_two(matrix, dim):
+    """Entries other than +-1 take two 16-bit matrices."""
+    return matrix != tl.float32 and dim & (dim - 1) != 0
+
+
+@triton.jit
+def resident_rotation(
+    rotation,
+    factors,
+    K_STEP: tl.constexpr,
+    MATRIX: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """All of `load_rotation` for `encode_block`, if it takes all channels in one step."""
+    if K_STEP == TILE:
+        return load_rotation(rotation, factors, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, _takes_two(MATRIX, DIM))
+    else:
+        return None, None
+
+
 @triton.jit
 def _add_product(x, high, low, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     """y + x @ (high + low), fp32."""
@@ -109,6 +132,84 @@ def _load_rows(pointers, channel, HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=channel[None, :] < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def block_rows():
+    """Tokens [64] of half a block in the order in which `encode_block` takes its rows."""
+    row = tl.arange(0, HALF_TOKENS)
+    return 32 * ((row >> 3) & 1) + 8 * (row >> 4) + (row & 7)
+
+
+@triton.jit
+def encode_block(
+    early,
+    late,
+    early_offsets,
+    late_offsets,
+    words,
+    scales,
+    means,
+    home,
+    rotation,
+    factors,
+    high,
+    low,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    MATRIX: tl.constexpr,
+    K_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """Encode one block's keys or values as block `home`.
+
+    Args:
+        early, early_offsets: A pointer and offsets [64, K_STEP] to the first K_STEP channels of the block's first 64
+            rows, in the order of `block_rows`.
+        late, late_offsets: The same for the other 64.
+        high, low: All of `load_rotation` where K_STEP is TILE, else anything.
+        BLOCK_WORDS: int32 words from a block to the next; 0 where words, scales and means are arrays of their own.
+    """
+    UNIT: tl.constexpr = DIM**-0.5
+    QUARTER: tl.constexpr = TILE // 4
+    WORDS_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else TOKENS * DIM * BITS // 32
+    SCALES_SIZE: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else 2 * TOKENS
+    MEAN_SIZE: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else DIM
+    SPLIT: tl.constexpr = _takes_two(MATRIX, DIM)
+    k = tl.arange(0, K_STEP)
+    y0 = tl.zeros([HALF_TOKENS, TILE], tl.float32)
+    y1 = tl.zeros([HALF_TOKENS, TILE], tl.float32)
+    if K_STEP == TILE:
+        x0 = _load_rows(early + early_offsets, k, HEAD_DIM, TILE)  # [64, TILE]
+        x1 = _load_rows(late + late_offsets, k, HEAD_DIM, TILE)
+        y0 = _add_product(x0, high, low, y0, SPLIT, PRECISION)
+        y1 = _add_product(x1, high, low, y1, SPLIT, PRECISION)
+    else:
+        for first in tl.range(0, TILE, K_STEP):
+            x0 = _load_rows(early + first + early_offsets, first + k, HEAD_DIM, TILE)  # [64, K_STEP]
+            x1 = _load_rows(late + first + late_offsets, first + k, HEAD_DIM, TILE)
+            step_high, step_low = load_rotation(rotation, factors, first, K_STEP, MATRIX, HEAD_DIM, DIM, TILE, SPLIT)
+            y0 = _add_product(x0, step_high, step_low, y0, SPLIT, PRECISION)
+            y1 = _add_product(x1, step_high, step_low, y1, SPLIT, PRECISION)
+    if means is not None:
+        mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), ASM)  # [TILE]
+        n = tl.arange(0, TILE)
+        channel = n // QUARTER * (DIM // 4) + n % QUARTER
+        tl.store(means + home * MEAN_SIZE + channel, mean, mask=n % QUARTER < DIM // 4)
+        stored = mean.to(tl.float32) * (1 / UNIT)
+        y0 -= stored[None, :]
+        y1 -= stored[None, :]
+    store_codes(
+        y0, y1, words + home * WORDS_SIZE, scales + home * SCALES_SIZE + IS_VALUE,
+        IS_VALUE, BITS, LEVELS, CORRECTION, DIM, TILE, ASM,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -164,19 +265,12 @@ def encode_blocks(
         states += tl.load(due + 3 * 4) * stride_token
         if blocks == 0:
             return
-    UNIT: tl.constexpr = DIM**-0.5
-    QUARTER: tl.constexpr = TILE // 4
-    # Entries other than +-1 take two 16-bit matrices.
-    SPLIT: tl.constexpr = MATRIX != tl.float32 and DIM & (DIM - 1) != 0
-    row = tl.arange(0, HALF_TOKENS)
-    token = 32 * ((row >> 3) & 1) + 8 * (row >> 4) + (row & 7)  # [64], within a half of the block
     k = tl.arange(0, K_STEP)
-    offsets = token[:, None] * stride_token + k[None, :]  # [64, K_STEP]
+    offsets = block_rows()[:, None] * stride_token + k[None, :]  # [64, K_STEP]
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     factors += tl.program_id(1) * HEAD_DIM
-    if K_STEP == TILE:
-        high, low = _load_rotation(rotation, factors, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, SPLIT)
+    high, low = resident_rotation(rotation, factors, K_STEP, MATRIX, HEAD_DIM, DIM, TILE)
 
     states += batch * stride_batch + head * stride_head
     first_home = batch * blocks_batch + head * blocks_head + start
@@ -186,31 +280,9 @@ def encode_blocks(
         home = first_home + block
         if ASM and STAGES > 1:
             _prefetch_rows(states, tl.minimum(block + tl.num_programs(0), blocks - 1), stride_token, TILE)
-        y0 = tl.zeros([HALF_TOKENS, TILE], tl.float32)
-        y1 = tl.zeros([HALF_TOKENS, TILE], tl.float32)
-        if K_STEP == TILE:
-            x0 = _load_rows(source + offsets, k, HEAD_DIM, TILE)  # [64, TILE]
-            x1 = _load_rows(late + offsets, k, HEAD_DIM, TILE)
-            y0 = _add_product(x0, high, low, y0, SPLIT, PRECISION)
-            y1 = _add_product(x1, high, low, y1, SPLIT, PRECISION)
-        else:
-            for first in tl.range(0, TILE, K_STEP):
-                x0 = _load_rows(source + first + offsets, first + k, HEAD_DIM, TILE)  # [64, K_STEP]
-                x1 = _load_rows(late + first + offsets, first + k, HEAD_DIM, TILE)
-                high, low = _load_rotation(rotation, factors, first, K_STEP, MATRIX, HEAD_DIM, DIM, TILE, SPLIT)
-                y0 = _add_product(x0, high, low, y0, SPLIT, PRECISION)
-                y1 = _add_product(x1, high, low, y1, SPLIT, PRECISION)
-        if means is not None:
-            mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), ASM)  # [TILE]
-            n = tl.arange(0, TILE)
-            channel = n // QUARTER * (DIM // 4) + n % QUARTER
-            tl.store(means + home * DIM + channel, mean, mask=n % QUARTER < DIM // 4)
-            stored = mean.to(tl.float32) * (1 / UNIT)
-            y0 -= stored[None, :]
-            y1 -= stored[None, :]
-        store_codes(
-            y0, y1, words + home * (TOKENS * DIM * BITS // 32), scales + home * (2 * TOKENS) + IS_VALUE,
-            IS_VALUE, BITS, LEVELS, CORRECTION, DIM, TILE, ASM,
+        encode_block(
+            source, late, offsets, offsets, words, scales, means, home, rotation, factors, high, low,
+            HEAD_DIM, DIM, TILE, BITS, LEVELS, CORRECTION, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, 0,
         )  # fmt: skip
     if PDL and IS_VALUE:
         cuda.gdc_wait()

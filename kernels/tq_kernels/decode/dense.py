@@ -14,6 +14,44 @@ def allowed_tile(mask, t, r_offset, stride_t, valid):
 
 
 @triton.jit
+def dense_logits(
+    k_row,
+    v_row,
+    inside,
+    q,
+    factor,
+    cap_log2,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Logits [32, BR] and values [BDM, 32] of the dense tokens whose rows `k_row` and `v_row` [32] point to; those not
+    `inside` [32] read 0."""
+    dk = tl.arange(0, BLOCK_DK)
+    dv = tl.arange(0, BLOCK_DM)
+    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0).to(
+        tl.float16
+    )  # [32, BDK]
+    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0).to(
+        tl.float16
+    )  # [BDM, 32]
+    x = tl.dot(k, q) * factor[None, :]  # [32, BR]
+    if SOFTCAP:
+        x = soft_capped(x, cap_log2)
+    return x, v
+
+
+@triton.jit
+def dense_sums(x, v):
+    """What logits x [32, BR] and values v [BDM, 32] sum up to: (sum [BDM, BR], total [BR], maximum [BR])."""
+    maximum = tl.max(x, 0)
+    p = tl.exp2(x - finite(maximum)[None, :])
+    return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum
+
+
+@triton.jit
 def dense_job(
     low,
     sink_count,
@@ -45,23 +83,13 @@ def dense_job(
     """Attention over dense tokens `low` to `low + 32`, counting sinks, then window: (sum [BDM, BR], total [BR],
     maximum [BR])."""
     t = low + tl.arange(0, DENSE_TOKENS)
-    dk = tl.arange(0, BLOCK_DK)
-    dv = tl.arange(0, BLOCK_DM)
     inside = t < sink_count + window_count
     sink = t < sink_count
     row = window_start + t - sink_count  # the window is a ring
     row = tl.where(row >= window_capacity, row - window_capacity, row)
     k_row = tl.where(sink, sink_keys + t * DK, window_keys + row * DK)  # [32] pointers
     v_row = tl.where(sink, sink_values + t * DV, window_values + row * DV)
-    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0).to(
-        tl.float16
-    )  # [32, BDK]
-    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0).to(
-        tl.float16
-    )  # [BDM, 32]
-    x = tl.dot(k, q) * factor[None, :]  # [32, BR]
-    if SOFTCAP:
-        x = soft_capped(x, cap_log2)
+    x, v = dense_logits(k_row, v_row, inside, q, factor, cap_log2, DK, DV, BLOCK_DK, BLOCK_DM, SOFTCAP)
     allowed = inside[:, None] & (r < rows)[None, :]
     if CAUSAL:
         allowed = allowed & ((t - sink_count)[:, None] <= (window_count - queries + r % queries)[None, :])
@@ -69,6 +97,4 @@ def dense_job(
         position = tl.where(sink, t, t + packed_count)
         allowed = allowed & allowed_tile(mask, position, mask_offset, mask_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
-    maximum = tl.max(x, 0)
-    p = tl.exp2(x - finite(maximum)[None, :])
-    return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum
+    return dense_sums(x, v)

@@ -143,6 +143,7 @@ class Plan:
     reduce_grid: tuple[int, int, int]
     reduce_warps: int
     rotate_constants: tuple[Any, ...]
+    tile_constants: tuple[Any, ...]
     split_constants: tuple[Any, ...]
     reduce_constants: tuple[Any, ...]
 
@@ -187,6 +188,7 @@ def plan_decode(
     # Without matrix units the rotation is held in shared memory as float32.
     block_columns = 128 if on.asm else 32
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
+    tile_constants = _tile_constants(config, dkp, dvp, value_dim, on)
     return Plan(
         config=config,
         workers=workers,
@@ -199,6 +201,7 @@ def plan_decode(
         reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
         reduce_warps=8 if reduce_rows == 1 and reduce_slots * block_dv > 4096 else 4,
         rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),
+        tile_constants=tile_constants,
         split_constants=(
             key_dim,
             value_dim,
@@ -210,7 +213,7 @@ def plan_decode(
             causal and queries > 1 and not mask_rows,
             mask_rows,
             has_softcap,
-            *_tile_constants(config, dkp, dvp, value_dim, on),
+            *tile_constants,
         ),
         reduce_constants=(
             value_dim,

@@ -75,6 +75,94 @@ def _merge_rows(
     return out, total, maximum
 
 
+@triton.jit
+def merge_stream(
+    scratch,
+    matrix,
+    factor,
+    s_aux,
+    first,
+    last,
+    dense_first,
+    dense_last,
+    head_q,
+    local,
+    row_mask,
+    d,
+    c,
+    tile_rows,
+    lse_at,
+    partial_at,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_DENSE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT_R: tl.constexpr,
+    HAS_AUX: tl.constexpr,
+):
+    """Channels `c` [BC] of the output of rows `local` [BR] of a stream, [BR, BC], from slots `first` to `last` and
+    `dense_first` to `dense_last`.
+
+    Args:
+        matrix: Rows `c` and columns `d` of sqrt(DVP) R^T, [BC, BD].
+        factor: The factors of channels `c`.
+    """
+    DM: tl.constexpr = DV if DV > DVP else DVP
+    lse = scratch + LINE * lse_at
+    partial = scratch + LINE * partial_at
+    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    if HAS_AUX:
+        maximum = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    if BLOCK_R == 1:
+        row = tl.program_id(1)
+        out_d = tl.zeros([BLOCK_D], tl.float32)
+        out_c = tl.zeros([BLOCK_C], tl.float32)
+        largest = tl.max(maximum, 0)
+        out_d, weights, largest = _merge_row(
+            lse, partial, first, last, tile_rows, row, out_d, tl.sum(total, 0), largest, d, DVP, DM, BLOCK_S
+        )
+        before = largest + tl.zeros([1], tl.float32)
+        out_c, weights, largest = _merge_row(
+            lse, partial, dense_first, dense_last, tile_rows, row, out_c, weights, largest, c, DV, DM, BLOCK_DENSE
+        )
+        rotated = out_d[None, :]  # [1, BD]
+        plain = out_c[None, :]  # [1, BC]
+        total = weights + tl.zeros([1], tl.float32)
+        maximum = largest + tl.zeros([1], tl.float32)
+    else:
+        rotated = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+        plain = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+        valid = local < tile_rows
+        rotated, total, maximum = _merge_rows(
+            lse, partial, first, last, tile_rows, local, valid, rotated, total, maximum, d, DVP, DM
+        )
+        before = maximum
+        plain, total, maximum = _merge_rows(
+            lse, partial, dense_first, dense_last, tile_rows, local, valid, plain, total, maximum, c, DV, DM
+        )
+    decay = tl.exp2(before - finite(maximum))  # [BR]
+    # Normalised rows: fp16 then holds any output to 11 bits.
+    peak = tl.max(tl.abs(rotated), 1)
+    peak = tl.where(peak > 0, peak, 1.0)
+    operand = tl.trans((rotated / peak[:, None]).to(tl.float16))  # [BD in, BR]
+    if DOT_R == 1:  # no product for matrix units
+        back = tl.sum(matrix.to(tl.float32) * tl.trans(operand).to(tl.float32), 1, keep_dims=True)  # [BC out, 1]
+    else:
+        if BLOCK_R != DOT_R:
+            operand = tl.broadcast_to(operand, [BLOCK_D, DOT_R])
+        back = tl.dot(matrix, operand)  # [BC out, DOT_R]
+        if BLOCK_R != DOT_R:
+            back = tl.sum(tl.where(tl.arange(0, DOT_R)[None, :] == 0, back, 0.0), 1, keep_dims=True)  # [BC out, 1]
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)  # [BR]
+    packed = tl.trans(back) * (peak * decay * (DVP**-0.5))[:, None] / factor[None, :]
+    return (plain + packed) * inverse[:, None]  # [BR, BC]
+
+
 @triton.jit(
     do_not_specialize=(
         "rows queries kv_heads row_tiles streams tile_rows workers lse_at partial_at dense_splits out_b out_s out_h"
@@ -126,7 +214,6 @@ def reduce_splits(
     row_mask = (local < tile_rows) & (r < rows)
     d = tl.arange(0, BLOCK_D)
     c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-    DM: tl.constexpr = DV if DV > DVP else DVP
     # Before the wait: the matrix and the counts do not depend on the kernel in front.
     matrix = tl.load(
         rotation + d[None, :] * DVP + c[:, None], mask=(d < DVP)[None, :] & (c < DVP)[:, None], other=0.0
@@ -144,56 +231,33 @@ def reduce_splits(
         cuda.gdc_wait()
 
     head_q = (head % kv_heads) * (rows // queries) + r // queries  # [BR]
-    lse = scratch + LINE * lse_at
-    partial = scratch + LINE * partial_at
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    if HAS_AUX:
-        maximum = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
-        total += 1.0
-    if BLOCK_R == 1:
-        row = tl.program_id(1)
-        out_d = tl.zeros([BLOCK_D], tl.float32)
-        out_c = tl.zeros([BLOCK_C], tl.float32)
-        largest = tl.max(maximum, 0)
-        out_d, weights, largest = _merge_row(
-            lse, partial, first, last, tile_rows, row, out_d, tl.sum(total, 0), largest, d, DVP, DM, BLOCK_S
-        )
-        before = largest + tl.zeros([1], tl.float32)
-        out_c, weights, largest = _merge_row(
-            lse, partial, dense_first, dense_last, tile_rows, row, out_c, weights, largest, c, DV, DM, BLOCK_DENSE
-        )
-        rotated = out_d[None, :]  # [1, BD]
-        plain = out_c[None, :]  # [1, BC]
-        total = weights + tl.zeros([1], tl.float32)
-        maximum = largest + tl.zeros([1], tl.float32)
-    else:
-        rotated = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-        plain = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-        valid = local < tile_rows
-        rotated, total, maximum = _merge_rows(
-            lse, partial, first, last, tile_rows, local, valid, rotated, total, maximum, d, DVP, DM
-        )
-        before = maximum
-        plain, total, maximum = _merge_rows(
-            lse, partial, dense_first, dense_last, tile_rows, local, valid, plain, total, maximum, c, DV, DM
-        )
-    decay = tl.exp2(before - finite(maximum))  # [BR]
-    # Normalised rows: fp16 then holds any output to 11 bits.
-    peak = tl.max(tl.abs(rotated), 1)
-    peak = tl.where(peak > 0, peak, 1.0)
-    operand = tl.trans((rotated / peak[:, None]).to(tl.float16))  # [BD in, BR]
-    if DOT_R == 1:  # no product for matrix units
-        back = tl.sum(matrix.to(tl.float32) * tl.trans(operand).to(tl.float32), 1, keep_dims=True)  # [BC out, 1]
-    else:
-        if BLOCK_R != DOT_R:
-            operand = tl.broadcast_to(operand, [BLOCK_D, DOT_R])
-        back = tl.dot(matrix, operand)  # [BC out, DOT_R]
-        if BLOCK_R != DOT_R:
-            back = tl.sum(tl.where(tl.arange(0, DOT_R)[None, :] == 0, back, 0.0), 1, keep_dims=True)  # [BC out, 1]
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)  # [BR]
-    packed = tl.trans(back) * (peak * decay * (DVP**-0.5))[:, None] / factor[None, :]
-    result = (plain + packed) * inverse[:, None]  # [BR, BC]
+    result = merge_stream(
+        scratch,
+        matrix,
+        factor,
+        s_aux,
+        first,
+        last,
+        dense_first,
+        dense_last,
+        head_q,
+        local,
+        row_mask,
+        d,
+        c,
+        tile_rows,
+        lse_at,
+        partial_at,
+        DV,
+        DVP,
+        BLOCK_D,
+        BLOCK_C,
+        BLOCK_S,
+        BLOCK_DENSE,
+        BLOCK_R,
+        DOT_R,
+        HAS_AUX,
+    )
     at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h  # [BR]
     tl.store(
         out + at[:, None] + c[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & (c < DV)[None, :]

@@ -13,14 +13,15 @@ LINE = tl.constexpr(32)
 """Offsets into the scratch tensor count lines of 32 float32, so that the compiler knows them to be aligned."""
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "kv_heads", "query_b", "query_h", "query_s", "plain_at", "scale_at"])
-def rotate_query(
-    query,  # [B, Hq, S, DK], last dimension contiguous
-    rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
-    factors,  # [P, DK] fp16
+@triton.jit
+def rotate_rows(
+    query,
+    rotation,
+    factors,
     scratch,
-    rows,  # G * S
-    queries,  # S
+    tokens,  # [S + 1] int32, or None
+    rows,
+    queries,
     kv_heads,
     query_b,
     query_h,
@@ -31,11 +32,9 @@ def rotate_query(
     DKP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R, DKP / 32)."""
-    if PDL:
-        cuda.gdc_launch_dependents()
+    """What a program of `rotate_query` does. With `tokens`, where the new tokens of S sequences start, query s is that
+    of sequence s if it has one token, else 0."""
     head = tl.program_id(0)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     tile = tl.program_id(2)
@@ -43,8 +42,14 @@ def rotate_query(
     column = tile * 32 + tl.arange(0, 32)
     batch = (head // kv_heads).to(tl.int64)
     head_q = (head % kv_heads) * (rows // queries) + r // queries
-    offset = batch * query_b + head_q.to(tl.int64) * query_h + (r % queries) * query_s  # [BR]
-    inside = (r < rows)[None, :] & (d < DK)[:, None]
+    if tokens is None:
+        offset = batch * query_b + head_q.to(tl.int64) * query_h + (r % queries) * query_s  # [BR]
+        inside = (r < rows)[None, :] & (d < DK)[:, None]
+    else:
+        token = tl.load(tokens + r % queries)
+        single = tl.load(tokens + r % queries + 1) == token + 1
+        offset = head_q.to(tl.int64) * query_h + token.to(tl.int64) * query_s  # [BR]
+        inside = ((r < rows) & single)[None, :] & (d < DK)[:, None]
     q = tl.load(query + offset[None, :] + d[:, None], mask=inside, other=0.0).to(tl.float32)  # [BD, BR]
     # Power of two at least as large as the row's largest element: exponent of the float, plus one.
     exponent = (tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23) + 1  # [BR]
@@ -72,3 +77,47 @@ def rotate_query(
         rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [32, BR]
     out = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (head * rows + r)[None, :] * DKP + column[:, None]
     tl.store(out, rotated.to(tl.float16), mask=(column < DKP)[:, None] & (r < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "kv_heads", "query_b", "query_h", "query_s", "plain_at", "scale_at"])
+def rotate_query(
+    query,  # [B, Hq, S, DK], last dimension contiguous
+    rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
+    factors,  # [P, DK] fp16
+    scratch,
+    rows,  # G * S
+    queries,  # S
+    kv_heads,
+    query_b,
+    query_h,
+    query_s,
+    plain_at,
+    scale_at,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R, DKP / 32)."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+    rotate_rows(
+        query,
+        rotation,
+        factors,
+        scratch,
+        None,
+        rows,
+        queries,
+        kv_heads,
+        query_b,
+        query_h,
+        query_s,
+        plain_at,
+        scale_at,
+        DK,
+        DKP,
+        BLOCK_D,
+        BLOCK_R,
+    )

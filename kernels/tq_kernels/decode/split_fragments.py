@@ -37,9 +37,10 @@ from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
 
 
 @triton.jit
-def _operands(
+def operands(
     halves,
     row0,
+    row_step,
     first,
     rows,
     g,
@@ -49,28 +50,28 @@ def _operands(
     QUARTERS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """`load_rows` of each row tile of a stream whose rows start at `first` of `rows`."""
+    """`load_rows` of each row tile of a stream whose rows start at `first` of `rows`, r at `row0 + row_step * r`."""
     q = ()
     for tile in tl.static_range(TILES):
         r = first + 8 * tile + g
-        q += (load_rows(halves + (row0 + r) * STRIDE, t, r < rows, WIDTH, QUARTERS),)
+        q += (load_rows(halves + (row0 + r * row_step) * STRIDE, t, r < rows, WIDTH, QUARTERS),)
     return q
 
 
 @triton.jit
-def _factors(scale, row0, first, rows, t, unit, TILES: tl.constexpr):
+def factors_of(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
     """Factors to base-2 logits of columns 2t and 2t + 1 of each row tile."""
     factors = ()
     for tile in tl.static_range(TILES):
         for e in tl.static_range(2):
             r = first + 8 * tile + 2 * t + e
-            factor = load32(scale + row0 + r, r < rows).to(tl.float32, bitcast=True)
+            factor = load32(scale + row0 + r * row_step, r < rows).to(tl.float32, bitcast=True)
             factors += (tl.where(r < rows, factor, 1.0) * unit,)
     return factors
 
 
 @triton.jit
-def _store(
+def store_partial(
     lse,
     partial,
     slot,
@@ -199,7 +200,7 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        gain = _factors(scale, head * rows, first_row, rows, t, scaling_log2, TILES)
+        gain = factors_of(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
         plain = halves + (2 * LINE) * plain_at + head * rows * DK
         q = ()
         for tile in tl.static_range(TILES):
@@ -245,7 +246,7 @@ def decode_split_fragments(
         if SOFTCAP:
             gain = ones(TILES)
         slot = workers + streams + stream * dense_splits + part
-        _store(lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DV, DM, 1, TILES, True)
+        store_partial(lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DV, DM, 1, TILES, True)
 
     start = share_start(worker, workers, work, extra, cost)
     end = share_start(worker + 1, workers, work, extra, cost)
@@ -260,9 +261,9 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        factor = _factors(scale, head * rows, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
+        factor = factors_of(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
         gain = ones(TILES) if SOFTCAP else factor
-        q = _operands(halves, head * rows, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
+        q = operands(halves, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
         sums, maximum = initial(TILES)
         acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
         block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
@@ -288,7 +289,7 @@ def decode_split_fragments(
                 key_means + at * DKP if HAS_MEAN else key_means,
                 allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
             )  # fmt: skip
-        _store(
+        store_partial(
             lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, small_unit(VALUE_BITS),
             tile_rows, g, t, DVP, DM, VALUE_QUARTERS, TILES, False,
         )  # fmt: skip

@@ -22,10 +22,11 @@ Bytes do not matter: a block's 17 KB are read once for 128 rows.
 import triton
 import triton.language as tl
 
+from ..common.sequences import dense_rows, lengths
 from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
-from .rows import add_tile, hidden, logits, masked, normalised_rows, parked, weights
+from .rows import add_tile, hidden, logits, masked, normalised_rows, parked, row_tile, stored_rows, weights
 from .tiles import channel_of, key_tiles, reference_key, value_tiles
 
 TILE = tl.constexpr(64)
@@ -34,7 +35,7 @@ TILE = tl.constexpr(64)
 @triton.jit(
     do_not_specialize=(
         "blocks_b blocks_h rows groups kv_heads blocks sink_count window_count window_start window_capacity "
-        "new_count queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count"
+        "new_count queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count count width"
     ).split()
 )
 def prefix_attention(
@@ -115,13 +116,41 @@ def prefix_attention(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
+    cu_q=None,  # with a table: [B + 1] int32
+    cu_k=None,  # [B + 1] int32
+    table=None,  # [B, W] int32
+    count=None,  # B
+    width=None,  # W
+    ROWS: tl.constexpr = 0,
+    BLOCK_WORDS: tl.constexpr = 0,
+    BLOCK_B: tl.constexpr = 0,
 ):
-    """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum."""
+    """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
+
+    With a table: many sequences, those with more than one new token, over the pages of `tq_kernels.common.sequences`.
+    Tensors have one batch row, in which new tokens follow one another; `window_keys` are the layer's first page,
+    `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
+    """
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
+    all_rows = rows
     # The last rows see the most tokens: start them first.
-    first_row = (tile_count - 1 - tl.program_id(0)) * BLOCK_R
+    if table is None:
+        first_row = (tile_count - 1 - tl.program_id(0)) * BLOCK_R
+    else:
+        exists, sequence, first_row = row_tile(cu_q, cu_k, count, groups, tl.program_id(0), BLOCK_R, BLOCK_B)
+        if not exists:
+            return
+        token, queries, past = lengths(cu_q, cu_k, sequence, count)
+        new_count, rows = queries, queries * groups
+        blocks, window_count = past // TOKENS, past % TOKENS
+        table += sequence.to(tl.int64) * width + TOKENS // ROWS
+        query += token.to(tl.int64) * query_s
+        out += token.to(tl.int64) * out_s
+        new_keys += token.to(tl.int64) * new_t
+        new_values += token.to(tl.int64) * new_vt
+        lse, partial = lse + token * groups, partial + token.to(tl.int64) * (groups * DV)
     r = first_row + tl.arange(0, BLOCK_R)
     row_mask = r < rows
     s = r // groups
@@ -154,6 +183,11 @@ def prefix_attention(
     if MASK > 0:
         mask += batch * mask_b
     mask_offset = s * mask_s  # [BR]
+    # Fields of blocks are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
+    KEY_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else 4 * DKP * KEY_BITS
+    VALUE_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else 4 * DVP * VALUE_BITS
+    SCALARS_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else TOKENS
+    MEAN_SIZE: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else DKP
     if first < last_block:
         key_channel, key_exists = channel_of(dk, DKP, BLOCK_DK, KEY_BITS)
         value_channel, value_exists = channel_of(dv, DVP, BLOCK_DV, VALUE_BITS)
@@ -164,56 +198,55 @@ def prefix_attention(
         )  # [BDK in, BDK column]
         key_factor = tl.load(key_factors + head * DK + dk, mask=dk < DK, other=1.0).to(tl.float32)
         matrix = (matrix.to(tl.float32) * (1.0 / key_factor)[:, None]).to(tl.float16)
-        block0 = batch * blocks_b + kv_head * blocks_h
-        scalar_at = scalars + block0 * TOKENS + tl.arange(0, 32)
+        if table is None:
+            block0 = batch * blocks_b + kv_head * blocks_h
+            scalar_at = scalars + block0 * TOKENS + tl.arange(0, 32)
+            first_at = block0 + first
+        else:
+            block0 = kv_head * blocks_h
+            page = tl.load(table + first).to(tl.int64)
+            first_at = block0 + page * blocks_b
         rotated = tl.dot(plain, matrix) * (DKP**-0.5)
         reference = 0.0
         common = tl.zeros([BLOCK_R], tl.float32)
         if HAS_MEAN:
-            scale0, _ = unpack_scales(tl.load(scalars + (block0 + first) * TOKENS))
-            reference = reference_key(key_means + (block0 + first) * DKP + key_channel, scale0, dk, key_exists)  # [BDK]
+            scale0, _ = unpack_scales(tl.load(scalars + first_at * SCALARS_SIZE))
+            reference = reference_key(key_means + first_at * MEAN_SIZE + key_channel, scale0, dk, key_exists)  # [BDK]
             common = tl.sum(rotated * reference[None, :], 1)
             if not SOFTCAP:
                 # Kept in memory: for sm_80 there are no registers left.
                 tl.store(
-                    lse + (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r, common, mask=row_mask
+                    lse + (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * all_rows + r,
+                    common,
+                    mask=row_mask,
                 )
             reference = tl.reshape(
                 parked(reference[None, :], operand_rows, tile_count, BLOCK_R, BLOCK_DK), reference.shape
             )
         rotated = parked(rotated.to(tl.float16), operand_rows, tile_count, BLOCK_R, BLOCK_DK)
         for block in tl.range(first, last_block, num_stages=STAGES):
-            at = block0 + block
-            k_scale0, v_scale0 = unpack_scales(tl.load(scalar_at + block * TOKENS))
-            k_scale1, v_scale1 = unpack_scales(tl.load(scalar_at + block * TOKENS + 32))
-            k_scale2, v_scale2 = unpack_scales(tl.load(scalar_at + block * TOKENS + 64))
-            k_scale3, v_scale3 = unpack_scales(tl.load(scalar_at + block * TOKENS + 96))
+            if table is None:
+                at = block0 + block
+                scalars_of = scalar_at + block * TOKENS
+            else:
+                at = block0 + page * blocks_b
+                page = tl.load(table + block + 1, mask=block + 1 < last_block, other=0).to(tl.int64)
+                scalars_of = scalars + at * BLOCK_WORDS + tl.arange(0, 32)
+            k_scale0, v_scale0 = unpack_scales(tl.load(scalars_of))
+            k_scale1, v_scale1 = unpack_scales(tl.load(scalars_of + 32))
+            k_scale2, v_scale2 = unpack_scales(tl.load(scalars_of + 64))
+            k_scale3, v_scale3 = unpack_scales(tl.load(scalars_of + 96))
             mean = 0.0
             if HAS_MEAN:
-                mean = tl.load(key_means + at * DKP + key_channel, mask=key_exists, other=0.0) - reference  # [BDK]
+                mean = (
+                    tl.load(key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0) - reference
+                )  # [BDK]
             k0, k1 = key_tiles(
-                key_words + at * (4 * DKP * KEY_BITS),
-                k_scale0,
-                k_scale1,
-                k_scale2,
-                k_scale3,
-                mean,
-                DKP,
-                BLOCK_DK,
-                KEY_BITS,
-                HAS_MEAN,
-                ASM,
-            )
+                key_words + at * KEY_SIZE, k_scale0, k_scale1, k_scale2, k_scale3, mean,
+                DKP, BLOCK_DK, KEY_BITS, HAS_MEAN, ASM,
+            )  # fmt: skip
             v0, v1 = value_tiles(
-                value_words + at * (4 * DVP * VALUE_BITS),
-                v_scale0,
-                v_scale1,
-                v_scale2,
-                v_scale3,
-                DVP,
-                BLOCK_DV,
-                VALUE_BITS,
-                ASM,
+                value_words + at * VALUE_SIZE, v_scale0, v_scale1, v_scale2, v_scale3, DVP, BLOCK_DV, VALUE_BITS, ASM
             )
             t = sink_count + block * TOKENS + tl.arange(0, TILE)
             x0 = logits(rotated, k0, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
@@ -236,7 +269,7 @@ def prefix_attention(
 
         if HAS_MEAN and not SOFTCAP:
             r = hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
-            row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
+            row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * all_rows + r
             tl.debug_barrier()
             maximum += tl.load(lse + row, mask=r < rows, other=0.0)
             tl.debug_barrier()
@@ -274,14 +307,17 @@ def prefix_attention(
         for start in tl.range(low, high, TILE, num_stages=1):
             t = start + tl.arange(0, TILE)
             inside = t < high
-            sink = t < sink_count
-            slot = window_start + t - sink_count  # the window is a ring
-            slot = tl.where(slot >= window_capacity, slot - window_capacity, slot)
-            fresh = (t - history).to(tl.int64)
-            k_row = tl.where(sink, sink_keys + t * DK, window_keys + slot * DK)
-            k_row = tl.where(t < history, k_row, new_keys + fresh * new_t)  # [64] pointers
-            v_row = tl.where(sink, sink_values + t * DV, window_values + slot * DV)
-            v_row = tl.where(t < history, v_row, new_values + fresh * new_vt)
+            if table is None:
+                sink = t < sink_count
+                k_row, v_row = stored_rows(
+                    sink_keys, sink_values, window_keys, window_values, new_keys, new_values, t, sink, sink_count,
+                    history, window_start, window_capacity, new_t, new_vt, DK, DV,
+                )  # fmt: skip
+            else:
+                k_row, v_row = dense_rows(
+                    window_keys, table - TOKENS // ROWS, new_keys, new_values, t, window_count, high, 0, kv_head,
+                    blocks_b, new_t, 0, new_vt, 0, DK, ROWS, BLOCK_WORDS,
+                )  # fmt: skip
             k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0)
             v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
             x = tl.dot(plain, tl.trans(k.to(tl.float16)))  # [BR, 64]
@@ -303,7 +339,7 @@ def prefix_attention(
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     inside = row_mask[:, None] & (dv < DV)[None, :]
     if SPLIT:
-        row = (split * tl.num_programs(1) + head).to(tl.int64) * rows + r
+        row = (split * tl.num_programs(1) + head).to(tl.int64) * all_rows + r
         tl.store(lse + row, log2_sum(finite(maximum) * gain, total), mask=row_mask)
         tl.store(partial + row[:, None] * DV + dv[None, :], acc * inverse[:, None], mask=inside)
     else:

@@ -22,7 +22,16 @@ from .attention import prefix_attention
 from .attention_fragments import prefix_attention_fragments
 from .merge import merge_splits
 
-__all__ = ["PrefixConfig", "attend_prefix", "prefix_config", "prefix_constants", "prefix_splits", "prefix_takes"]
+__all__ = [
+    "NO_TABLE",
+    "PrefixConfig",
+    "attend_prefix",
+    "block_of",
+    "prefix_config",
+    "prefix_constants",
+    "prefix_splits",
+    "prefix_takes",
+]
 
 
 @dataclass(frozen=True)
@@ -46,14 +55,19 @@ class PrefixConfig:
     programs_per_multiprocessor: int
 
 
-def _block(dim: int) -> int:
+NO_TABLE = (None, None, None, None, None, 0, 0, 0)
+"""The arguments of `prefix_attention` that come with a table of pages, without one."""
+
+
+def block_of(dim: int) -> int:
+    """Channels of a tile for heads of `dim`."""
     return max(32, triton.next_power_of_2(padded_dim(dim)))
 
 
 @lru_cache
 def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, on: Target) -> PrefixConfig:
     """The heuristic table."""
-    largest = max(_block(key_dim), _block(value_dim))
+    largest = max(block_of(key_dim), block_of(value_dim))
     if on.fragments:
         return PrefixConfig(16 if largest <= 128 else 8, 64, 1, 1, None, 8)
     if not on.asm:
@@ -72,7 +86,7 @@ def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
     or registers."""
     on = target(device)
     wide = on.fragments or (on.asm and on.shared_bytes > 160 * 1024)
-    return max(_block(key_dim), _block(value_dim)) <= (256 if wide else 128)
+    return max(block_of(key_dim), block_of(value_dim)) <= (256 if wide else 128)
 
 
 @lru_cache(maxsize=4096)
@@ -108,7 +122,8 @@ def prefix_constants(
     flags = (key_bits, value_bits, has_mean, causal, mask, has_softcap, has_aux, split)
     if on.fragments:
         return (*dims, *flags, config.block_rows // 8)
-    return (*dims, _block(key_dim), _block(value_dim), *flags, config.block_rows, config.step, config.stages, on.asm)
+    tiles = (config.block_rows, config.step, config.stages, on.asm)
+    return (*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *NO_TABLE)
 
 
 def attend_prefix(
@@ -178,7 +193,7 @@ def attend_prefix(
         splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // BLOCK_TOKENS), resident)
     sums = splits * heads * rows
     outputs = sums if splits > 1 else 0
-    operands = splits * heads * row_tiles * config.block_rows * _block(key_dim) // 2
+    operands = splits * heads * row_tiles * config.block_rows * block_of(key_dim) // 2
     sizes = [operands, outputs * value_dim, sums]
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
     capacity = max(window[0].shape[2], 1)
@@ -246,7 +261,7 @@ def attend_prefix(
         **options,
     )
     if splits > 1:
-        block_dv = _block(value_dim)
+        block_dv = block_of(value_dim)
         block_rows = max(1, 2048 // block_dv)
         merge_splits[(-(-heads * rows // block_rows),)](
             partial,

@@ -24,12 +24,15 @@ def merge_splits(
     BLOCK_DV: tl.constexpr,
     BLOCK_R: tl.constexpr,
     HAS_AUX: tl.constexpr,
+    tokens=None,  # [] int32 on the device: no more queries than so many are written
 ):
     """Weigh the splits of each row by their share of the softmax. Grid: (count / BLOCK_R,)."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = row < count
     dv = tl.arange(0, BLOCK_DV)
     head, r = row // rows, row % rows
+    if tokens is not None:
+        valid = valid & (r // groups < tl.load(tokens))
     head_q = head % kv_heads * groups + r % groups
     inside = valid[:, None] & (dv < DV)[None, :]
     maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)

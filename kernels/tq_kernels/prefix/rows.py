@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..common.sequences import lengths, located
 from ..common.softmax import finite, soft_capped
 
 
@@ -81,3 +82,43 @@ def add_tile(acc, total, maximum, x, v, gain, MASKED: tl.constexpr):
     p = weights(x, shift, gain)
     acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
     return acc, total * alpha + tl.sum(p, 1), new_maximum
+
+
+@triton.jit
+def row_tile(cu_q, cu_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Of the tiles of rows of all sequences with more than one new token, from the last on: whether there is an
+    `index`-th, its sequence and its first row."""
+    first, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    tiles = tl.where(new > 1, (new * groups + BLOCK_R - 1) // BLOCK_R, 0)
+    tile = tl.sum(tiles, 0) - 1 - index
+    sequence, before = located(tiles, tile)
+    return tile >= 0, sequence, (tile - before) * BLOCK_R
+
+
+@triton.jit
+def stored_rows(
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
+    new_keys,
+    new_values,
+    t,
+    sink,
+    sink_count,
+    history,
+    window_start,
+    window_capacity,
+    new_t,
+    new_vt,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """Pointers [64] to keys and to values of dense tokens `t`: sinks, window, new."""
+    slot = window_start + t - sink_count  # the window is a ring
+    slot = tl.where(slot >= window_capacity, slot - window_capacity, slot)
+    fresh = (t - history).to(tl.int64)
+    k_row = tl.where(sink, sink_keys + t * DK, window_keys + slot * DK)
+    k_row = tl.where(t < history, k_row, new_keys + fresh * new_t)
+    v_row = tl.where(sink, sink_values + t * DV, window_values + slot * DV)
+    return k_row, tl.where(t < history, v_row, new_values + fresh * new_vt)

@@ -1,0 +1,87 @@
+"""Who a token belongs to and where its sequence's rows lie, found on the device: a launch is right for any lengths.
+
+A sequence's pages are `table[b]`: the pages of its ring, then those of its blocks. A page is `page_blocks` blocks of
+BLOCK_WORDS int32 words from the next, one block for every layer and KV head. A ring's page holds ROWS rows of keys,
+then as many of values.
+"""
+
+import triton
+import triton.language as tl
+
+from ..format import TOKENS
+
+
+@triton.jit
+def lengths(cu_q, cu_k, sequence, count):
+    """First new token, new tokens, and tokens cached before, of sequences: int32. From `count` on they have none."""
+    exists = sequence < count
+    first = tl.load(cu_q + sequence, mask=exists, other=0)
+    new = tl.load(cu_q + sequence + 1, mask=exists, other=0) - first
+    before = tl.load(cu_k + sequence, mask=exists, other=0)
+    return first, new, tl.load(cu_k + sequence + 1, mask=exists, other=0) - before - new
+
+
+@triton.jit
+def located(amounts, index):
+    """Of `amounts` [n] items that follow one another, whose item `index` is, and how many come before his."""
+    ends = tl.cumsum(amounts, 0)
+    return tl.sum((ends <= index).to(tl.int32), 0), tl.max(tl.where(ends <= index, ends, 0), 0)
+
+
+@triton.jit
+def ring_rows(
+    rows,
+    pages,
+    row,
+    valid,
+    kv_head,
+    page_blocks,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """Pointers to keys of rows `row` [n] of a ring; their values are ROWS * DIM elements further.
+
+    Args:
+        rows: Pointer to the layer's first page, of the model's dtype.
+        pages: Pointer to the sequence's pages.
+        valid: [n], rows that exist; pages of others are not read.
+    """
+    SIZE: tl.constexpr = BLOCK_WORDS * 32 // rows.dtype.element_ty.primitive_bitwidth
+    page = tl.load(pages + row // ROWS, mask=valid, other=0).to(tl.int64)
+    return rows + (page * page_blocks + kv_head) * SIZE + row % ROWS * DIM
+
+
+@triton.jit
+def dense_rows(
+    rows,
+    pages,
+    key,
+    value,
+    t,
+    held,
+    length,
+    first,
+    kv_head,
+    page_blocks,
+    key_t,
+    key_h,
+    value_t,
+    value_h,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """Pointers [n] to keys and to values of a sequence's dense tokens `t` [n]: `held` rows of its ring, then the new
+    tokens from `first` on in `key` and `value`. Those from `length` on do not exist."""
+    in_ring = ring_rows(rows, pages, t, t < held, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+    token = (first + tl.minimum(t, length - 1) - held).to(tl.int64)
+    k_row = tl.where(t < held, in_ring, key + token * key_t + kv_head * key_h)
+    v_row = tl.where(t < held, in_ring + ROWS * DIM, value + token * value_t + kv_head * value_h)
+    return k_row, v_row
+
+
+@triton.jit
+def completed(new, past):
+    """Blocks that new tokens complete."""
+    return (past + new) // TOKENS - past // TOKENS

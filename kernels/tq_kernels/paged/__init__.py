@@ -1,0 +1,1 @@
+"""Kernels over the pages of many sequences."""

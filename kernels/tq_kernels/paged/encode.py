@@ -1,0 +1,158 @@
+"""Encode the blocks that a step's new tokens complete: `tq_kernels.codec.encode` from rings and new rows to pages.
+
+Where nothing became complete, which in decoding is nearly always so, programs end after they have read the lengths.
+"""
+
+import triton
+import triton.language as tl
+
+from ..codec.encode import HALF_TOKENS, block_rows, encode_block, resident_rotation
+from ..common.sequences import completed, lengths, located, ring_rows
+from ..format import TOKENS
+
+
+@triton.jit
+def _rows_of(
+    states,
+    rows,
+    pages,
+    token,
+    position,
+    first,
+    past,
+    kv_head,
+    page_blocks,
+    stride_t,
+    stride_h,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Pointers [64, 1] to rows `token` of the block at `position` of a sequence: ring rows before `past`, then new."""
+    t = position + token
+    in_ring = ring_rows(rows, pages, token, t < past, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+    fresh = (first + tl.maximum(t - past, 0)).to(tl.int64)
+    at = tl.where(t < past, in_ring + IS_VALUE * ROWS * DIM, states + fresh * stride_t + kv_head * stride_h)
+    return at[:, None]
+
+
+@triton.jit
+def _encode_all(
+    states,
+    rows,
+    table,
+    cu_q,
+    cu_k,
+    words,
+    scales,
+    means,
+    rotation,
+    factors,
+    amounts,
+    total,
+    count,
+    stride_t,
+    stride_h,
+    width,
+    page_blocks,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    MATRIX: tl.constexpr,
+    K_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Every `programs`-th of all keys' or values' blocks."""
+    kv_head = tl.program_id(1)
+    factors += kv_head * HEAD_DIM
+    token = block_rows()  # [64]
+    k = tl.arange(0, K_STEP)[None, :]
+    high, low = resident_rotation(rotation, factors, K_STEP, MATRIX, HEAD_DIM, DIM, TILE)
+    for task in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
+        sequence, before = located(amounts, task)
+        first, _, past = lengths(cu_q, cu_k, sequence, count)
+        block = past // TOKENS + task - before
+        pages = table + sequence.to(tl.int64) * width
+        page = tl.load(pages + TOKENS // ROWS + block).to(tl.int64)
+        position = block * TOKENS
+        early = _rows_of(
+            states, rows, pages, token, position, first, past, kv_head, page_blocks, stride_t, stride_h,
+            HEAD_DIM, ROWS, BLOCK_WORDS, IS_VALUE,
+        )  # fmt: skip
+        late = _rows_of(
+            states, rows, pages, token + HALF_TOKENS, position, first, past, kv_head, page_blocks, stride_t, stride_h,
+            HEAD_DIM, ROWS, BLOCK_WORDS, IS_VALUE,
+        )  # fmt: skip
+        encode_block(
+            early, late, k, k, words, scales, means, page * page_blocks + kv_head, rotation, factors, high, low,
+            HEAD_DIM, DIM, TILE, BITS, LEVELS, CORRECTION, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
+def encode_completed(
+    key,  # [T, Hkv, HEAD_DIM], strides in units of 8 elements
+    value,  # [T, Hkv, HEAD_DIM]
+    rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype
+    table,  # [B, W] int32
+    cu_q,  # [B + 1] int32
+    cu_k,  # [B + 1] int32
+    key_words,  # [pages, Hkv, 128 * DIM * KEY_BITS / 32] int32
+    value_words,  # [pages, Hkv, 128 * DIM * VALUE_BITS / 32] int32
+    scales,  # [pages, Hkv, 128, 2] float16
+    means,  # [pages, Hkv, DIM] float16
+    key_rotation,  # [DIM, DIM] float32
+    value_rotation,  # [DIM, DIM] float32
+    key_factors,  # [Hkv, HEAD_DIM] float16
+    value_factors,  # [Hkv, HEAD_DIM] float16
+    count,  # B
+    key_t,
+    key_h,
+    value_t,
+    value_h,
+    width,  # W
+    page_blocks,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    KEY_LEVELS: tl.constexpr,
+    VALUE_LEVELS: tl.constexpr,
+    KEY_CORRECTION: tl.constexpr,
+    VALUE_CORRECTION: tl.constexpr,
+    MATRIX: tl.constexpr,
+    K_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Grid: (programs, Hkv, 2), keys and values."""
+    _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    amounts = completed(new, past)  # [BB]
+    total = tl.sum(amounts, 0)
+    if tl.program_id(0) >= total:
+        return
+    if tl.program_id(2) == 0:
+        _encode_all(
+            key, rows, table, cu_q, cu_k, key_words, scales, means if HAS_MEAN else None, key_rotation, key_factors,
+            amounts, total, count, key_t * 8, key_h * 8, width, page_blocks, HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS,
+            KEY_CORRECTION, False, MATRIX, K_STEP, PRECISION, ROWS, BLOCK_WORDS, ASM,
+        )  # fmt: skip
+    else:
+        _encode_all(
+            value, rows, table, cu_q, cu_k, value_words, scales, None, value_rotation, value_factors,
+            amounts, total, count, value_t * 8, value_h * 8, width, page_blocks, HEAD_DIM, DIM, TILE, VALUE_BITS,
+            VALUE_LEVELS, VALUE_CORRECTION, True, MATRIX, K_STEP, PRECISION, ROWS, BLOCK_WORDS, ASM,
+        )  # fmt: skip

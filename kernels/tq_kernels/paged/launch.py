@@ -1,0 +1,271 @@
+"""Launch a layer's step over the pages of many sequences.
+
+Nothing here knows a length, only shapes: what is launched is right for whatever lengths the device finds, so a captured
+graph can be replayed while sequences grow, begin and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..codec.launch import MATRIX_TYPES, encode_config
+from ..codec.quantise import CORRECTIONS, LEVELS
+from ..common.device import target
+from ..common.launcher import Kernel
+from ..common.softmax import LOG2E
+from ..decode.plan import plan_decode
+from ..format import BLOCK_TOKENS
+from .append import TAIL_ROWS, append_tails, rotate_and_append_single
+from .encode import encode_completed
+from .reduce import reduce_splits_paged
+from .split import decode_split_paged
+from .split_fragments import decode_split_paged_fragments
+
+ROTATE, REDUCE = Kernel(rotate_and_append_single), Kernel(reduce_splits_paged)
+SPLIT, SPLIT_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_fragments)
+ENCODE, APPEND = Kernel(encode_completed), Kernel(append_tails)
+
+
+class Pages(NamedTuple):
+    """One layer's pages of a pool, and what its blocks are encoded with.
+
+    All fields but factors are views of one tensor: a head's page begins `block_words` int32 words after the one before,
+    and its dense rows where its key words begin.
+
+    Args:
+        key_words: `[pages, Hkv, 128 * D padded * key bits / 32]` int32.
+        value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
+        scalars: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
+        key_means: `[pages, Hkv, D padded]` fp16, or `None`.
+        rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
+        key_factors: `[Hkv, D]` fp16 contiguous.
+        value_factors: `[Hkv, D]`, likewise.
+        key_bits, value_bits: 2, 3, 4 or 8.
+    """
+
+    key_words: torch.Tensor
+    value_words: torch.Tensor
+    scalars: torch.Tensor
+    key_means: torch.Tensor | None
+    rows: torch.Tensor
+    key_factors: torch.Tensor
+    value_factors: torch.Tensor
+    key_bits: int
+    value_bits: int
+
+    @property
+    def block_words(self) -> int:
+        """int32 words from a head's block to the next head's."""
+        return self.scalars.stride(1)
+
+    @property
+    def page_blocks(self) -> int:
+        """Blocks from a page to the next."""
+        return self.scalars.stride(0) // self.scalars.stride(1)
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a ring that a page holds."""
+        return self.rows.shape[3]
+
+    @property
+    def means(self) -> torch.Tensor:
+        """The key means, or what stands for them."""
+        return self.scalars if self.key_means is None else self.key_means
+
+
+class Geometry(NamedTuple):
+    """Whose the new tokens are, and where their sequences' pages: B sequences of any lengths.
+
+    Args:
+        cu_q: `[B + 1]` int32, first new token of each sequence.
+        cu_k: `[B + 1]` int32, the same of all tokens, cached and new.
+        table: `[B, W]` int32: pages of the ring, then of the blocks, those included that the new tokens complete.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    table: torch.Tensor
+
+
+class Tokens(NamedTuple):
+    """New tokens of all sequences, one after the other; strides are multiples of 8.
+
+    Args:
+        query: `[T, Hq, D]`.
+        key: `[T, Hkv, D]` in the dtype of the rows.
+        value: `[T, Hkv, D]`, likewise.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def _strides(*states: torch.Tensor) -> tuple[int, ...]:
+    """Strides of tokens and heads in units of 8 elements."""
+    return tuple(stride // 8 for x in states for stride in x.stride()[:2])
+
+
+def attend_single(
+    tokens: Tokens,
+    pages: Pages,
+    geometry: Geometry,
+    rotations: tuple[torch.Tensor, torch.Tensor],
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    allocate: Callable[[int], torch.Tensor],
+    out: torch.Tensor,
+    fill: bool,
+) -> None:
+    """Attention of sequences with one new token, whose rows also go to the rings unless they complete a block.
+
+    Args:
+        rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
+        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+        out: `[T, Hq, D]` contiguous; rows of other sequences stay as they are.
+        fill: No sequence has more than one new token, and T >= B: tokens of nobody get 0.
+    """
+    query, key, value = tokens
+    (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
+    groups, width, device = query_heads // kv_heads, geometry.table.shape[1], query.device
+    on = target(device)
+    plan = plan_decode(
+        count,
+        query_heads,
+        kv_heads,
+        1,
+        dim,
+        dim,
+        pages.key_bits,
+        pages.value_bits,
+        pages.key_means is not None,
+        max(width - BLOCK_TOKENS // pages.page_rows, 0),
+        BLOCK_TOKENS,
+        False,
+        0,
+        softcap is not None,
+        s_aux is not None,
+        on,
+    )
+    at = plan.scratch
+    scratch = allocate(at.size)
+    place = (pages.page_rows, pages.block_words)
+    block_b = triton.next_power_of_2(count)
+    dependent: dict[str, Any] = {"launch_pdl": True} if on.dependent_launch else {}
+    limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
+
+    block_rows = plan.rotate_constants[3]
+    constants: tuple[Any, ...] = (dim, triton.next_power_of_2(dim), *place, *plan.rotate_constants[1:])
+    ROTATE(
+        (kv_heads, -(-groups * count // block_rows), plan.rotate_grid[2]),
+        (query, key, value, pages.rows, geometry.table, geometry.cu_q, geometry.cu_k, rotations[0], pages.key_factors,
+         scratch),
+        (count, kv_heads, groups * count, *_strides(query, key, value), width, pages.page_blocks, at.plain, at.scale),
+        constants,
+        (constants, query.dtype, pages.rows.dtype, device.index),
+        num_warps=2,
+    )  # fmt: skip
+    bits = (pages.key_bits, pages.value_bits, pages.key_means is not None)
+    constants = (dim, rotations[0].shape[0], *bits, softcap is not None, *place, block_b, *plan.tile_constants)
+    (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
+        (plan.workers, 1, 1),
+        (scratch, pages.key_words, pages.value_words, pages.scalars, pages.means, pages.rows, key, value,
+         geometry.table, geometry.cu_q, geometry.cu_k),
+        (count, kv_heads, groups, *_strides(key, value), width, pages.page_blocks, scaling * LOG2E.value,
+         (softcap or 1.0) * LOG2E.value, plan.row_tiles, plan.tile_rows, at.plain, at.scale, at.lse, at.partial),
+        constants,
+        (constants, plan.config, pages.rows.dtype, device.index),
+        num_warps=plan.config.warps,
+        num_stages=plan.config.stages,
+        **limit,
+        **dependent,
+    )  # fmt: skip
+    aux = scratch if s_aux is None else s_aux
+    constants = (fill, block_b, *plan.reduce_constants)
+    REDUCE(
+        plan.reduce_grid,
+        (scratch, rotations[1], pages.value_factors, aux, geometry.cu_q, geometry.cu_k, out),
+        (total, count, kv_heads, groups, plan.row_tiles, plan.tile_rows, plan.workers, at.lse, at.partial),
+        constants,
+        (constants, out.dtype, aux.dtype, device.index),
+        num_warps=plan.reduce_warps,
+        **dependent,
+    )
+
+
+def encode_new_blocks(
+    tokens: Tokens,
+    pages: Pages,
+    geometry: Geometry,
+    rotations: tuple[torch.Tensor, torch.Tensor],
+    *,
+    key_correction: str,
+    value_correction: str,
+) -> None:
+    """Encode the blocks that new tokens complete, from the rings and the new tokens.
+
+    Args:
+        rotations: R of keys and of values as `tq_kernels.codec.launch.encode` takes them.
+        key_correction, value_correction: Likewise.
+    """
+    _, key, value = tokens
+    (total, kv_heads, dim), count = key.shape, geometry.cu_q.shape[0] - 1
+    on, device = target(key.device), key.device
+    padded = rotations[0].shape[0]
+    tile = max(16, triton.next_power_of_2(padded))
+    config = encode_config(tile, padded, (pages.key_bits, pages.value_bits), key.element_size(), on.capability)
+    most = total // BLOCK_TOKENS + min(count, total)
+    programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
+    # The interpreter cannot multiply bf16.
+    matrix = tl.float32 if device.type == "cpu" else MATRIX_TYPES[key.dtype]
+    constants = (
+        dim,
+        padded,
+        tile,
+        pages.key_bits,
+        pages.value_bits,
+        pages.key_means is not None,
+        LEVELS[pages.key_bits],
+        LEVELS[pages.value_bits],
+        CORRECTIONS[key_correction],
+        CORRECTIONS[value_correction],
+        matrix,
+        config.k_step,
+        "tf32x3" if on.asm else "ieee",
+        pages.page_rows,
+        pages.block_words,
+        triton.next_power_of_2(count),
+        on.asm,
+    )
+    ENCODE(
+        (min(most, programs), kv_heads, 2),
+        (key, value, pages.rows, geometry.table, geometry.cu_q, geometry.cu_k, pages.key_words, pages.value_words,
+         pages.scalars.view(torch.float16), pages.means, *rotations, pages.key_factors, pages.value_factors),
+        (count, *_strides(key, value), geometry.table.shape[1], pages.page_blocks),
+        constants,
+        (constants, key.dtype, pages.means.dtype, rotations[0].dtype, device.index),
+        num_warps=config.warps,
+    )  # fmt: skip
+
+
+def append_new_rows(tokens: Tokens, pages: Pages, geometry: Geometry) -> None:
+    """Write the rows that no block took to the rings of sequences with more than one new token."""
+    _, key, value = tokens
+    count, dim = geometry.cu_q.shape[0] - 1, key.shape[2]
+    constants = (dim, triton.next_power_of_2(dim), pages.page_rows, pages.block_words)
+    APPEND(
+        (count, key.shape[1], BLOCK_TOKENS // TAIL_ROWS.value),
+        (key, value, pages.rows, geometry.table, geometry.cu_q, geometry.cu_k),
+        (count, *_strides(key, value), geometry.table.shape[1], pages.page_blocks),
+        constants,
+        (constants, key.dtype, key.device.index),
+        num_warps=4,
+    )

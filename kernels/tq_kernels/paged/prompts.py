@@ -1,0 +1,138 @@
+"""Launch attention of sequences with many new tokens over their pages: `tq_kernels.prefix.attention` with a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from ..common.device import target
+from ..common.softmax import LOG2E
+from ..prefix.attention import prefix_attention
+from ..prefix.launch import NO_TABLE, block_of, prefix_config, prefix_constants, prefix_splits, prefix_takes
+from ..prefix.merge import merge_splits
+from .launch import Geometry, Pages, Tokens
+
+
+def takes_prompts(dim: int, device: torch.device) -> bool:
+    """Whether the kernel runs for heads of this size on this device; that of inline matrix products knows no tables."""
+    return prefix_takes(dim, dim, device) and not target(device).fragments
+
+
+def attend_many(
+    tokens: Tokens,
+    pages: Pages,
+    geometry: Geometry,
+    rotations: tuple[torch.Tensor, torch.Tensor],
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    allocate: Callable[[int], torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """Causal attention of sequences with more than one new token. Nothing is stored.
+
+    Args:
+        rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
+        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+        out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined.
+    """
+    query, key, value = tokens
+    (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
+    groups, width, on = query_heads // kv_heads, geometry.table.shape[1], target(query.device)
+    config = prefix_config(dim, dim, pages.key_bits, pages.value_bits, on)
+    rows = groups * total
+    # Each sequence's last tile may be a part of one.
+    row_tiles = -(-rows // config.block_rows) + min(count, total // 2)
+    resident = on.multiprocessors * config.programs_per_multiprocessor
+    splits = prefix_splits(row_tiles * kv_heads, width, resident)
+    sums = splits * kv_heads * rows
+    outputs = sums * dim if splits > 1 else 0
+    operands = splits * kv_heads * row_tiles * config.block_rows * block_of(dim) // 2
+    sizes = [operands, outputs, sums]
+    operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
+    aux = query if s_aux is None else s_aux
+    constants = prefix_constants(
+        dim,
+        dim,
+        pages.key_bits,
+        pages.value_bits,
+        pages.key_means is not None,
+        True,
+        0,
+        softcap is not None,
+        s_aux is not None,
+        splits > 1,
+        config,
+        on,
+    )
+    options: dict[str, Any] = {"num_warps": config.warps}
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
+    (query_s, query_h), (new_t, new_h), (new_vt, new_vh) = (x.stride()[:2] for x in tokens)
+    prefix_attention[(row_tiles, kv_heads, splits)](
+        query,
+        pages.key_words,
+        pages.value_words,
+        pages.scalars,
+        pages.means,
+        *rotations,
+        pages.key_factors,
+        pages.value_factors,
+        *[pages.rows] * 4,
+        key,
+        value,
+        query,
+        aux,
+        out,
+        partial,
+        lse,
+        operand_rows.view(torch.float16),
+        *(0, query_h, query_s),
+        *(pages.page_blocks, 1),
+        *[0] * 8,
+        *(0, new_h, new_t),
+        *(0, new_vh, new_vt),
+        *(0, *out.stride()[:2]),
+        rows,
+        groups,
+        kv_heads,
+        *[0] * 7,
+        *(0, 0, 0),
+        scaling * LOG2E.value,
+        (softcap or 1.0) * LOG2E.value,
+        row_tiles,
+        *constants[: -len(NO_TABLE)],
+        geometry.cu_q,
+        geometry.cu_k,
+        geometry.table,
+        count,
+        width,
+        pages.page_rows,
+        pages.block_words,
+        triton.next_power_of_2(count),
+        **options,
+    )
+    if splits > 1:
+        block_rows = max(1, 2048 // block_of(dim))
+        merge_splits[(-(-kv_heads * rows // block_rows),)](
+            partial,
+            lse,
+            aux,
+            out,
+            rows,
+            groups,
+            kv_heads,
+            kv_heads * rows,
+            splits,
+            *(0, *out.stride()[:2]),
+            dim,
+            block_of(dim),
+            block_rows,
+            s_aux is not None,
+            geometry.cu_q[count:],
+            num_warps=4,
+        )

@@ -1,0 +1,56 @@
+"""Who works on what in a decode step over many sequences: an equal share of everything for every program.
+
+A stream is one KV head of one sequence and one tile of its query rows, as in `tq_kernels.decode.schedule`, but streams
+differ in length. An *item* is a packed block or a job of 32 dense tokens, which are about as many bytes. A stream's
+items are its blocks, then its dense jobs; those of all streams, one after the other, are shared out in contiguous equal
+parts. Sequences that do not have exactly one new token have no items.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.sequences import lengths, located
+from ..decode.schedule import DENSE_TOKENS
+from ..format import TOKENS
+
+DENSE_SLOTS = tl.constexpr(TOKENS.value // DENSE_TOKENS.value)
+"""Most dense jobs of a stream."""
+
+
+@triton.jit
+def dense_jobs_of(past):
+    """Jobs for the dense tokens of a sequence: the rows of its ring and its new token."""
+    return (past % TOKENS + DENSE_TOKENS) // DENSE_TOKENS
+
+
+@triton.jit
+def stream_items(new, past):
+    """Items of each stream of a sequence."""
+    return tl.where(new == 1, past // TOKENS + dense_jobs_of(past), 0)
+
+
+@triton.jit
+def share_start(worker, workers, total):
+    """First item of a worker's share of `total` (of the next worker: its end)."""
+    return (total.to(tl.int64) * worker // workers).to(tl.int32)
+
+
+@triton.jit
+def holder(item, workers, total):
+    """The worker whose share holds `item`: the last one that starts at or before it."""
+    return (((item + 1).to(tl.int64) * workers - 1) // tl.maximum(total, 1)).to(tl.int32)
+
+
+@triton.jit
+def share(worker, workers, cu_q, cu_k, count, heads, BLOCK_B: tl.constexpr):
+    """A worker's first item and the one after its last, the first one's stream, and that stream's first item; `heads`
+    are streams of a sequence."""
+    _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    items = stream_items(new, past) * heads
+    total = tl.sum(items, 0)
+    start = share_start(worker, workers, total)
+    sequence, before = located(items, start)
+    _, its_new, its_past = lengths(cu_q, cu_k, sequence, count)
+    per_stream = tl.maximum(stream_items(its_new, its_past), 1)
+    stream = sequence * heads + (start - before) // per_stream
+    return start, share_start(worker + 1, workers, total), stream, start - (start - before) % per_stream

@@ -1,0 +1,192 @@
+"""Decode attention over the pages of many sequences: `tq_kernels.decode.split`, block by block from a table.
+
+Shares are of `tq_kernels.paged.schedule`. Scratch is that of `decode_split` for one batch row: row g B + b of a KV head
+is query g of sequence b; every stream has slots for four dense jobs.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from ..common.sequences import dense_rows, lengths
+from ..common.softmax import log2_sum
+from ..decode.dense import dense_logits, dense_sums
+from ..decode.rotate import LINE
+from ..decode.schedule import DENSE_TOKENS
+from ..decode.share import attend_share
+from ..decode.tiles import per_lane, prefetch
+from ..format import TOKENS
+from .schedule import DENSE_SLOTS, share, stream_items
+
+
+@triton.jit(
+    do_not_specialize=(
+        "count kv_heads groups key_t key_h value_t value_h width page_blocks scaling_log2 cap_log2 row_tiles tile_rows "
+        "plain_at scale_at lse_at partial_at"
+    ).split()
+)
+def decode_split_paged(
+    scratch,
+    key_words,  # [pages, Hkv, 128 * DIMP * KEY_BITS / 32] int32
+    value_words,  # [pages, Hkv, 128 * DIMP * VALUE_BITS / 32] int32
+    scalars,  # [pages, Hkv, 128] int32
+    key_means,  # [pages, Hkv, DIMP] fp16
+    rows,  # [pages, Hkv, 2, ROWS, DIM] in the model's dtype
+    key,  # [T, Hkv, DIM], strides in units of 8 elements
+    value,  # [T, Hkv, DIM]
+    table,  # [B, W] int32
+    cu_q,  # [B + 1] int32
+    cu_k,  # [B + 1] int32
+    count,  # B
+    kv_heads,
+    groups,  # G
+    key_t,
+    key_h,
+    value_t,
+    value_h,
+    width,  # W
+    page_blocks,
+    scaling_log2,  # scaling * log2(e)
+    cap_log2,  # softcap * log2(e)
+    row_tiles,
+    tile_rows,  # min(G, BLOCK_R)
+    plain_at,
+    scale_at,
+    lse_at,
+    partial_at,
+    DIM: tl.constexpr,
+    DIMP: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    KEY_CHUNKS: tl.constexpr,
+    VALUE_CHUNKS: tl.constexpr,
+    BLOCK_KC: tl.constexpr,
+    BLOCK_VC: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DM: tl.constexpr,
+    BLOCK_MEAN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SMALL: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every worker's share: `partial` and `lse`. Grid: (workers,)."""
+    worker = tl.program_id(0)
+    workers = tl.num_programs(0)
+    DM: tl.constexpr = DIM if DIM > DIMP else DIMP
+    RING_PAGES: tl.constexpr = TOKENS // ROWS
+    if PDL:
+        cuda.gdc_launch_dependents()
+    # Before the wait: nothing that the kernel in front writes, which is queries and rows of tokens that are read here
+    # from `key` and `value`.
+    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    local = tl.arange(0, BLOCK_R)
+    store_rows = local < tile_rows
+    heads = kv_heads * row_tiles
+
+    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, BLOCK_B)
+    if ASM:
+        # The share's first block is on its way while queries are read.
+        sequence = stream // heads
+        _, _, past = lengths(cu_q, cu_k, sequence, count)
+        starts_packed = (start < end) & (start - at < past // TOKENS)
+        page = tl.load(table + sequence.to(tl.int64) * width + RING_PAGES + (start - at), mask=starts_packed, other=0)
+        first_block = page.to(tl.int64) * page_blocks + stream % heads // row_tiles
+        prefetch(key_words + first_block * BLOCK_WORDS, DIMP * KEY_BITS // 8, starts_packed)
+        prefetch(value_words + first_block * BLOCK_WORDS, DIMP * VALUE_BITS // 8, starts_packed)
+    if PDL:
+        cuda.gdc_wait()
+
+    while at < end:
+        sequence = stream // heads
+        kv_head = stream % heads // row_tiles
+        g = stream % row_tiles * BLOCK_R + local
+        row_mask = g < groups
+        head_row = kv_head * (groups * count)
+        r = g * count + sequence  # [BR], of the head's rows
+        token, new, past = lengths(cu_q, cu_k, sequence, count)
+        pages = table + sequence.to(tl.int64) * width
+        blocks = tl.where(new == 1, past // TOKENS, 0)
+        first = tl.maximum(start - at, 0)
+        last = tl.minimum(end - at, stream_items(new, past))
+
+        # Unpipelined: its buffers would cost the packed part occupancy.
+        for job in tl.range(tl.maximum(first - blocks, 0), last - blocks, num_stages=1):
+            factor = tl.load(scratch + LINE * scale_at + head_row + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
+            dk = tl.arange(0, BLOCK_DK)
+            plain = halves + (2 * LINE) * plain_at + (head_row + r)[None, :] * DIM + dk[:, None]
+            q = tl.load(plain, mask=(dk < DIM)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
+            t = job * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
+            held = past % TOKENS
+            k_row, v_row = dense_rows(
+                rows, pages, key, value, t, held, held + 1, token, kv_head, page_blocks,
+                key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, ROWS, BLOCK_WORDS,
+            )  # fmt: skip
+            inside = t <= held
+            x, v = dense_logits(k_row, v_row, inside, q, factor, cap_log2, DIM, DIM, BLOCK_DK, BLOCK_DM, SOFTCAP)
+            x = tl.where(inside[:, None] & row_mask[None, :], x, -float("inf"))
+            out, total, maximum = dense_sums(x, v)
+            slot = workers + heads * count + stream * DENSE_SLOTS + job
+            tl.store(scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(maximum, total), mask=store_rows)
+            d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(total > 0, total, 1.0)
+            to = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
+            out_mask = store_rows[None, :] & (d < DIM)[:, None]
+            tl.store(scratch + LINE * partial_at + to, out * inverse[None, :], mask=out_mask)
+
+        if first < blocks:
+            attend_share(
+                scratch,
+                key_words,
+                value_words,
+                scalars,
+                key_means,
+                pages + RING_PAGES,
+                scratch,
+                first,
+                per_lane(tl.minimum(last, blocks), ASM),
+                0,
+                kv_head,
+                page_blocks,
+                1,
+                head_row,
+                r,
+                row_mask,
+                local,
+                store_rows,
+                worker,
+                stream,
+                1,
+                0,
+                0,
+                0,
+                scaling_log2,
+                cap_log2,
+                tile_rows,
+                scale_at,
+                lse_at,
+                partial_at,
+                DIMP,
+                DIMP,
+                DM,
+                KEY_BITS,
+                VALUE_BITS,
+                HAS_MEAN,
+                0,
+                SOFTCAP,
+                KEY_CHUNKS,
+                VALUE_CHUNKS,
+                BLOCK_KC,
+                BLOCK_VC,
+                BLOCK_MEAN,
+                BLOCK_R,
+                BLOCK_WORDS,
+                SMALL,
+                ASM,
+            )
+        at += stream_items(new, past)
+        stream += 1

@@ -1,0 +1,184 @@
+"""Every kernel over pages compiles for every GPU we name, without spilling; the table costs the inner loop of decode
+next to nothing. Needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from kernel_cases import INTERPRETED  # noqa: E402
+from sass import SHARED, build, build_split, inner_loop, per_element, resources, target_of  # noqa: E402
+from test_decode_compile import BITS  # noqa: E402
+from tq_kernels.codec.launch import encode_config  # noqa: E402
+from tq_kernels.codec.quantise import CORRECTIONS, LEVELS  # noqa: E402
+from tq_kernels.decode.plan import Plan, plan_decode  # noqa: E402
+from tq_kernels.paged.append import append_tails, rotate_and_append_single  # noqa: E402
+from tq_kernels.paged.encode import encode_completed  # noqa: E402
+from tq_kernels.paged.reduce import reduce_splits_paged  # noqa: E402
+from tq_kernels.paged.split import decode_split_paged  # noqa: E402
+from tq_kernels.paged.split_fragments import decode_split_paged_fragments  # noqa: E402
+from tq_kernels.prefix.attention import prefix_attention  # noqa: E402
+from tq_kernels.prefix.launch import NO_TABLE, prefix_config, prefix_constants  # noqa: E402
+
+from tq_hf.config import TurboQuantConfig  # noqa: E402
+from tq_hf.tensors.pages import rows_per_page  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+CARDS = [75, 80, 86, 89, 90, 100]
+SEQUENCES = 64
+STACK = {75: 80, 100: 80}
+"""Bytes of stack the encoder is allowed where it is not 0; alone, keys take 64 and 72."""
+
+
+def place(preset: str, dim: int) -> tuple[int, int]:
+    """Rows of a ring's page, and words of a block."""
+    torch = pytest.importorskip("torch")
+    layout = TurboQuantConfig.from_preset(preset).layout(dim)
+    return rows_per_page(layout, torch.float16), layout.block_bytes // 4
+
+
+def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
+    bits = BITS[preset]
+    return plan_decode(SEQUENCES, 32, 8, 1, dim, dim, *bits, True, 256, 128, False, 0, softcap, False, target_of(arch))
+
+
+def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False) -> tuple[Any, Plan]:
+    p, bits = plan_for(arch, preset, dim, softcap), BITS[preset]
+    constants = (dim, dim, *bits, True, softcap, *place(preset, dim), SEQUENCES, *p.tile_constants)
+    limit = {"maxnreg": p.config.registers} if p.config.registers else {}
+    compiled = build(
+        decode_split_paged_fragments if arch == 75 else decode_split_paged,
+        ["*fp32", "*i32", "*i32", "*i32", "*fp16", *["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 9, "fp32", "fp32",
+         *["i32"] * 6],
+        constants,
+        arch,
+        num_warps=p.config.warps,
+        num_stages=p.config.stages,
+        **limit,
+        **({"launch_pdl": True} if arch >= 90 else {}),
+    )  # fmt: skip
+    return compiled, p
+
+
+@pytest.mark.parametrize("preset", BITS)
+def test_the_table_costs_the_inner_loop_little_on_sm_90(preset: str) -> None:
+    key_bits, value_bits = BITS[preset]
+    compiled, p = build_paged_split(90, preset)
+    loop, found = inner_loop(compiled), per_element(compiled, p, 128, False)["total"]
+    plain = per_element(build_split(90, key_bits=key_bits, value_bits=value_bits), p, 128, False)["total"]
+    assert found <= 1.1 * plain
+    # 2 bits: two numbers that do not change are read back from the stack.
+    assert loop["STL"] == 0 and loop["LDL"] <= (2 if preset == "2bit_nc" else 0)
+    assert loop["I2F"] == loop["F2F"] == 0 and loop["STS"] <= 8 and loop["LDG"] <= 9
+
+
+@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("preset", ["4bit_nc", "3bit_nc"])
+def test_decode_compiles_for(arch: int, preset: str) -> None:
+    compiled, _ = build_paged_split(arch, preset)
+    assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
+    if arch < 100:
+        assert inner_loop(compiled)["STL"] == 0
+    if arch == 75:
+        assert resources(compiled).stack <= 8 and resources(compiled).shared == 0
+
+
+@pytest.mark.parametrize("shape", [dict(dim=64), dict(dim=80), dict(dim=256), dict(softcap=True)], ids=str)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_decode_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
+    compiled, _ = build_paged_split(arch, **shape)
+    assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
+
+
+@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("dim", [128, 256])
+def test_small_kernels_compile_for(arch: int, dim: int) -> None:
+    p = plan_for(arch, "4bit_nc", dim)
+    rotate = build(
+        rotate_and_append_single,
+        [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
+        (dim, dim, *place("4bit_nc", dim), *p.rotate_constants[1:]),
+        arch,
+        num_warps=2,
+    )
+    reduce = build(
+        reduce_splits_paged,
+        ["*fp32", "*fp16", "*fp16", "*fp32", "*i32", "*i32", "*fp16", *["i32"] * 9],
+        (True, SEQUENCES, *p.reduce_constants),
+        arch,
+        num_warps=p.reduce_warps,
+    )
+    append = build(
+        append_tails,
+        [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7],
+        (dim, dim, *place("4bit_nc", dim)),
+        arch,
+        num_warps=4,
+    )
+    for compiled in (rotate, reduce, append):
+        assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != 75 else 0)
+        assert resources(compiled).stack == 0
+
+
+@pytest.mark.parametrize("arch", CARDS)
+def test_encode_compiles_for(arch: int) -> None:
+    on = target_of(arch)
+    config = encode_config(128, 128, (4, 4), 2, on.capability)
+    constants = (
+        *(128, 128, 128, 4, 4, True, LEVELS[4], LEVELS[4], CORRECTIONS["norm"], CORRECTIONS["projection"]),
+        *(tl.bfloat16 if arch > 75 else tl.float16, config.k_step, "tf32x3" if on.asm else "ieee"),
+        *(*place("4bit_nc", 128), SEQUENCES, on.asm),
+    )
+    states = "*bf16" if arch > 75 else "*fp16"
+    types = [*[states] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
+    compiled = build(encode_completed, types, constants, arch, num_warps=config.warps)
+    assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
+    assert resources(compiled).stack <= STACK.get(arch, 0)
+
+
+def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False) -> Any:
+    on, bits = target_of(arch), BITS[preset]
+    config = prefix_config(128, 128, *bits, on)
+    flags = (True, True, 0, softcap, False, split)
+    constants = prefix_constants(128, 128, *bits, *flags, config, on)[: -len(NO_TABLE)]
+    # Arguments after the constants are given by name to every launch but in this order to the compiler.
+    names = prefix_attention.arg_names
+    first, after = names.index("DK"), names.index("cu_q")
+    types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
+    types += ["i32"] * (first - len(types) - 3) + ["fp32", "fp32", "i32"]
+    tail = dict(zip(names[after:], ["*i32", "*i32", "*i32", "i32", "i32", *["constexpr"] * 3], strict=True))
+    signature = dict(zip(names[:first], types, strict=True)) | dict.fromkeys(names[first:after], "constexpr") | tail
+    values = dict(zip(names[first:after], constants, strict=True))
+    values |= dict(zip(names[-3:], (*place(preset, 128), SEQUENCES), strict=True))
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    aligned = [n for n, kind in signature.items() if kind[0] == "*" or n not in prefix_attention.do_not_specialize]
+    source = ASTSource(
+        prefix_attention,
+        signature,
+        {(names.index(n),): x for n, x in values.items()},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in values},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=config.warps))
+    return compiled
+
+
+@pytest.mark.parametrize("arch", CARDS[1:])
+def test_prompts_compile_for(arch: int) -> None:
+    compiled = build_prompts(arch, "4bit_nc")
+    assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
+    if 80 <= arch < 100:
+        assert resources(compiled).stack == 0
+
+
+def test_no_length_decides_what_is_compiled() -> None:
+    for kernel in (rotate_and_append_single, decode_split_paged, reduce_splits_paged, encode_completed, append_tails):
+        numbers = [p for p in kernel.params if not p.is_constexpr and p.name in kernel.do_not_specialize]
+        assert {"count"} <= {p.name for p in numbers}
+        assert not any(p.name in ("tokens", "width", "workers") and not p.do_not_specialize for p in kernel.params)

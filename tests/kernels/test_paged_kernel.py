@@ -1,0 +1,203 @@
+"""Kernels over the pages of many sequences against the reference in torch, in the interpreter and on a GPU if there is
+one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, relative_rms
+from paged_cases import Inputs, Step, cumulative, make, sequences_of
+
+pytest.importorskip("triton")
+
+from tq_kernels.paged import launch as paged_launch  # noqa: E402
+
+from tq_hf.config import PRESETS  # noqa: E402
+from tq_hf.ops import paged_triton  # noqa: E402
+from tq_hf.ops.paged import paged_step  # noqa: E402
+from tq_hf.tensors.pages import Sequences  # noqa: E402
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DECODE = Step(past=(0, 5, 127, 300), new=(1, 1, 1, 1))
+PROMPTS = Step(past=(0, 100, 127, 0, 257), new=(30, 1, 130, 0, 9), nobody=2)
+
+DECODING = [
+    *[Step(past=(255,), new=(1,), preset=preset) for preset in PRESETS],
+    DECODE,
+    Step(past=(255, 140), new=(1, 1), D=128, Hq=8, Hkv=1),
+    Step(past=(130,), new=(1,), D=256, Hq=2, Hkv=2),
+    Step(past=(200, 3), new=(1, 1), D=80, Hq=6, Hkv=2, preset="3bit_nc", dtype=BF16),
+    Step(past=(128, 383), new=(1, 1), Hq=20, Hkv=1, dtype=FP32, softcap=15.0, s_aux=True),
+    # Sequences that pad, in the middle and at the end, and tokens of nobody.
+    Step(past=(140, 0, 12, 0, 0), new=(1, 0, 1, 0, 0), nobody=3),
+    Step(past=(140, 0, 12), new=(1, 0, 1), nobody=4),
+    Step(past=(0, 0), new=(0, 0), nobody=2),
+]
+PREFILLING = [
+    PROMPTS,
+    Step(past=(0,), new=(150,), preset="k8v4", Hq=3, D=128),
+    Step(past=(0, 250), new=(2, 20), preset="3bit_nc", Hq=8, Hkv=2, dtype=BF16),
+    Step(past=(64, 500), new=(64, 3), preset="2bit_nc", softcap=15.0, s_aux=True),
+    # So few rows that several programs share the tokens of one tile.
+    Step(past=(20, 700), new=(1, 3), s_aux=True, nobody=2),
+]
+TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
+"""Relative RMS; 1.1e-3 is what `Decoder` has on the same tokens. The reference rounds to the dtype too."""
+
+
+def gpu(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs a GPU."""
+    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.cuda(skip(function))
+
+
+def run(inputs: Inputs) -> torch.Tensor:
+    """The kernels' output."""
+    assert paged_triton.takes(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
+    return paged_step(*inputs.tokens, inputs.pages, inputs.sequences, **inputs.options)
+
+
+def assert_same_pool(inputs: Inputs, expected: Inputs) -> None:
+    """Rings, other pages and other layers are bit for bit what the reference leaves; of the bytes of encoded blocks few
+    differ, where a sum rounded the other way."""
+    found, other = inputs.pool.cpu().clone(), expected.pool.clone()
+    encoded = expected.encoded()
+    blocks, others = found[encoded, 1], other[encoded, 1]
+    assert (blocks != others).sum() <= 2e-3 * blocks.numel()
+    found[encoded, 1] = other[encoded, 1] = 0
+    assert torch.equal(found, other)
+
+
+def check(step: Step, device: torch.device) -> None:
+    expected = make(step)
+    inputs = expected.to(device)
+    out, reference = run(inputs).cpu(), expected.expected()
+    own = sum(step.new)
+    assert (out[own:] == 0).all()
+    if own:
+        assert relative_rms(out[:own], reference[:own].double()) <= TOLERANCE[step.dtype]
+    assert_same_pool(inputs, expected)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_all_steps_in_the_interpreter() -> None:
+    """Runs this file again with the interpreter switched on before Triton is imported."""
+    assert_passes_in_the_interpreter(__file__)
+
+
+def check_chunks(device: torch.device) -> None:
+    """The bits of a block, whoever completes it: a prompt, a chunk, one token, alone or in company."""
+    whole = make(Step(past=(0, 40), new=(150, 1))).to(device)
+    parts = make(Step(past=(0, 40), new=(150, 1))).to(device)
+    run(whole)
+    table = parts.sequences.table[:1]
+    done = 0
+    for n in (100, 27, 1, 22):
+        tokens = tuple(x[done : done + n] for x in parts.tokens)
+        paged_step(*tokens, parts.pages, sequences_of((done,), (n,), table), **parts.options)
+        done += n
+    for pages in (table[0, : whole.pages.ring_pages], whole.encoded()):
+        kept = 22 if len(pages) > 1 else None
+        mine, other = (x.pages.rows[pages.long()] if kept else x.pool[pages.long(), 1] for x in (whole, parts))
+        if kept:  # rows after the last block; older ones stand where the tokens of a chunk were
+            mine, other = mine[0, :, :, :kept], other[0, :, :, :kept]
+        assert torch.equal(mine, other)
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("step", [*DECODING, *PREFILLING], ids=str)
+    def test_agrees_with_the_reference(step: Step) -> None:
+        check(step, torch.device("cpu"))
+
+    def test_shares_span_blocks_and_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+        """A device so small that every program has several blocks to read, and some several sequences."""
+        small = replace(paged_launch.target(torch.device("cpu")), multiprocessors=1)
+        monkeypatch.setattr(paged_launch, "target", lambda device: small)
+        check(Step(past=(1500, 20, 900, 128), new=(1, 1, 1, 1), Hq=2), torch.device("cpu"))
+
+    def test_blocks_do_not_depend_on_chunks_or_company() -> None:
+        check_chunks(torch.device("cpu"))
+
+    def test_pages_of_nobody_are_never_read() -> None:
+        clean, other = make(DECODE), make(DECODE)
+        unowned = torch.ones(len(other.pool), dtype=torch.bool)
+        table = other.sequences.table
+        unowned[table[table >= 0].long()] = False
+        assert unowned.any()
+        other.pool[unowned] = 255
+        other.pool[:, 0] = 255
+        assert torch.equal(run(clean), run(other))
+
+    def test_an_empty_step_returns_nothing() -> None:
+        inputs = make(Step(past=(0,), new=(0,)))
+        assert run(inputs).shape == (0, 4, 64)
+
+
+@gpu
+@pytest.mark.parametrize("step", [*DECODING, *PREFILLING], ids=str)
+def test_agrees_with_the_reference_on_a_gpu(step: Step) -> None:
+    check(step, torch.device("cuda"))
+
+
+@gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_many_sequences_on_a_gpu(dim: int, preset: str) -> None:
+    past = tuple((257 * i * i + 31 * i) % 3000 for i in range(37))
+    check(Step(past=past, new=(1,) * 37, Hq=16, Hkv=4, D=dim, preset=preset, dtype=BF16), torch.device("cuda"))
+    new = tuple(1 if i % 3 else 40 * i for i in range(12))
+    check(Step(past=past[:12], new=new, Hq=16, Hkv=4, D=dim, preset=preset, dtype=BF16), torch.device("cuda"))
+
+
+@gpu
+def test_blocks_do_not_depend_on_chunks_or_company_on_a_gpu() -> None:
+    check_chunks(torch.device("cuda"))
+
+
+@gpu
+def test_a_captured_step_is_right_for_sequences_that_grew() -> None:
+    """One graph of a step of eight sequences; what it is replayed with are other lengths, tables, tokens and pages."""
+    device = torch.device("cuda")
+    steps = [
+        Step(past=(5, 0, 127, 300, 1, 2, 3, 4), new=(1,) * 8, Hq=8, Hkv=2, D=128, spare=30),
+        Step(past=(1500, 127, 2047, 0, 12, 255), new=(1, 1, 1, 1, 1, 1, 0, 0)[:6], Hq=8, Hkv=2, D=128),
+        Step(past=(0,), new=(1,), Hq=8, Hkv=2, D=128),
+    ]
+    pages, width = 160, 40
+    pool = torch.zeros(pages, *make(steps[0]).pool.shape[1:], dtype=torch.uint8, device=device)
+    table = torch.full((8, width), -1, dtype=torch.int32, device=device)
+    cu_q, cu_k = (torch.zeros(9, dtype=torch.int32, device=device) for _ in range(2))
+    static = replace(make(steps[0]).to(device), pool=pool, sequences=Sequences(cu_q, cu_k, table, 1))
+
+    def load(inputs: Inputs) -> None:
+        count = len(inputs.step.past)
+        pool[: len(inputs.pool)].copy_(inputs.pool)
+        table.fill_(-1)
+        table[:count, : inputs.sequences.table.shape[1]].copy_(inputs.sequences.table)
+        for held, given in ((cu_q, inputs.sequences.cu_q), (cu_k, inputs.sequences.cu_k)):
+            held.copy_(torch.cat([given, given[-1:].expand(8 - count)]))
+        for held, given in zip(static.tokens, inputs.tokens, strict=True):
+            held[: len(given)].copy_(given)
+
+    load(make(steps[0]))
+    run(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(static)
+    for seed, step in enumerate([*steps, steps[0]]):
+        expected = make(step, seed)
+        load(expected)
+        graph.replay()
+        own = sum(step.new)
+        assert relative_rms(out[:own], expected.expected()[:own].double()) <= 1e-3
+        assert (out[own:] == 0).all()
+        left = replace(static, pool=pool[: len(expected.pool)])
+        assert_same_pool(left, expected)
+
+
+def test_cumulative_lengths_begin_with_0() -> None:
+    assert cumulative((3, 0, 2)).tolist() == [0, 3, 3, 5]

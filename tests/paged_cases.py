@@ -1,0 +1,151 @@
+"""Steps over the pages of many sequences, for kernels and the torch reference alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from tq_hf.config import TurboQuantConfig
+from tq_hf.ops import backend, paged_reference
+from tq_hf.tensors.factors import Factors
+from tq_hf.tensors.pages import BLOCK, LayerPages, Sequences
+
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one layer.
+
+    Args:
+        past: Tokens cached before, of every sequence.
+        new: Its new tokens; sequences without any only pad.
+        nobody: Tokens after the last sequence's.
+        spare: Columns of the table, and pages, beyond what is needed.
+    """
+
+    past: tuple[int, ...] = (0, 5, 127, 300)
+    new: tuple[int, ...] = (1, 1, 1, 1)
+    Hq: int = 4
+    Hkv: int = 1
+    D: int = 64
+    preset: str = "4bit_nc"
+    dtype: torch.dtype = torch.float16
+    softcap: float | None = None
+    s_aux: bool = False
+    nobody: int = 0
+    spare: int = 2
+
+    def __str__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        text = "-".join(f"{f.name}{getattr(self, f.name)}" for f in changed).replace("torch.", "")
+        return text.replace("(", "").replace(")", "").replace(", ", "+") or "default"
+
+    @property
+    def config(self) -> TurboQuantConfig:
+        return TurboQuantConfig.from_preset(self.preset, residual_length=0, sink_tokens=0)
+
+
+def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def sequences_of(past: tuple[int, ...], new: tuple[int, ...], table: torch.Tensor) -> Sequences:
+    lengths = tuple(p + n if n else 0 for p, n in zip(past, new, strict=True))
+    cu_q, cu_k = (cumulative(x).to(table.device) for x in (new, lengths))
+    return Sequences(cu_q, cu_k, table, max(1, *new))
+
+
+@contextmanager
+def in_torch() -> Iterator[None]:
+    """The reference computes without kernels, even where Triton's interpreter could run them."""
+    before, backend.chosen = backend.chosen, "torch"
+    try:
+        yield
+    finally:
+        backend.chosen = before
+
+
+@dataclass
+class Inputs:
+    """A step's tensors, all on one device. Pages that nobody owns, and other layers, hold noise."""
+
+    step: Step
+    pool: torch.Tensor
+    factors: Factors
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    sequences: Sequences
+    s_aux: torch.Tensor | None
+
+    @property
+    def pages(self) -> LayerPages:
+        pages = LayerPages.of_pool(self.pool, 1, self.step.config, self.step.D, self.step.dtype)
+        return replace(pages, factors=self.factors)
+
+    def to(self, device: torch.device) -> Inputs:
+        """A copy on `device`."""
+        tokens = tuple(x.to(device, copy=True) for x in self.tokens)
+        cu_q, cu_k, table, max_q = self.sequences
+        sequences = Sequences(*(x.to(device, copy=True) for x in (cu_q, cu_k, table)), max_q)
+        s_aux = None if self.s_aux is None else self.s_aux.to(device)
+        factors = self.factors.map(lambda x: x.to(device))
+        return Inputs(self.step, self.pool.to(device, copy=True), factors, tokens, sequences, s_aux)
+
+    @property
+    def options(self) -> dict[str, object]:
+        return dict(scaling=self.step.D**-0.5, softcap=self.step.softcap, s_aux=self.s_aux)
+
+    def expected(self) -> torch.Tensor:
+        """The reference's output; the pool is then as it leaves it."""
+        with in_torch():
+            return paged_reference.paged_step(*self.tokens, self.pages, self.sequences, **self.options)
+
+    def encoded(self) -> torch.Tensor:
+        """Pages that the step encodes blocks into."""
+        first = self.pages.ring_pages
+        found = [
+            self.sequences.table[i, first + past // BLOCK : first + (past + new) // BLOCK]
+            for i, (past, new) in enumerate(zip(self.step.past, self.step.new, strict=True))
+        ]
+        return torch.cat(found).long()
+
+
+def make(step: Step, seed: int = 0) -> Inputs:
+    """Random inputs on the CPU. Sequences own shuffled pages and what they need of the table, and the rest is -1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    layout = step.config.layout(step.D)
+    ring = LayerPages.of_pool(
+        torch.zeros(1, 2, step.Hkv, layout.block_bytes, dtype=torch.uint8), 1, step.config, step.D, step.dtype
+    ).ring_pages
+    needed = [ring + (p + n) // BLOCK if n else 0 for p, n in zip(step.past, step.new, strict=True)]
+    count = sum(needed) + step.spare
+    pool = torch.zeros(count, LAYERS, step.Hkv, layout.block_bytes, dtype=torch.uint8)
+    pool.random_(0, 256, generator=generator)
+    table = torch.full((len(step.past), max(needed) + step.spare), -1, dtype=torch.int32)
+    owned = torch.randperm(count, generator=generator).int()[: sum(needed)].split(needed)
+    for row, own in zip(table, owned, strict=True):
+        row[: len(own)] = own
+    made = [torch.exp(0.3 * randn(1, step.Hkv, step.D)).bfloat16().half() for _ in range(2)]
+    total = sum(step.new) + step.nobody
+    # Heads behind tokens, and of keys and values also heads before them: as models give them.
+    query = 1.5 * randn(total, step.Hq, step.D)
+    key, value = randn(step.Hkv, total, step.D).transpose(0, 1), randn(total, step.Hkv, step.D)
+    tokens = tuple(x.to(step.dtype) for x in (query, key, value))
+    s_aux = randn(step.Hq) if step.s_aux else None
+    inputs = Inputs(step, pool, Factors(*made), tokens, sequences_of(step.past, step.new, table), s_aux)
+    for i, (past, new) in enumerate(zip(step.past, step.new, strict=True)):
+        if past and new:
+            query, key, value = (randn(past, heads, step.D).to(step.dtype) for heads in (step.Hq, step.Hkv, step.Hkv))
+            with in_torch():
+                paged_reference.paged_step(
+                    query, key + 2 * randn(1, step.Hkv, step.D).to(step.dtype), value,
+                    inputs.pages, sequences_of((0,), (past,), table[i : i + 1]), **inputs.options,
+                )  # fmt: skip
+    return inputs

@@ -1,0 +1,100 @@
+"""`tq_hf.ops.paged.paged_step` on the GPU: kernels that read lengths and tables on the device.
+
+The host knows shapes only, so a step can be captured as a CUDA graph and replayed. Scratch is allocated per call: in a
+graph it comes from the graph's own memory, where one layer's is free again for the next.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..tensors.pages import LayerPages, Sequences
+from . import triton_backend
+from .backend import HAS_TRITON, explains_failures
+from .workspace import allocator
+
+if HAS_TRITON:
+    from tq_kernels.paged.launch import Geometry, Pages, Tokens, append_new_rows, attend_single, encode_new_blocks
+    from tq_kernels.paged.prompts import attend_many, takes_prompts
+
+
+def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
+    """Whether kernels compute this step: heads, dtype and device that they serve, and rows of whole 16 bytes."""
+    dim = pages.layout.key_dim
+    return (
+        triton_backend.serves(query, pages.layout)
+        and triton_backend.serves(key, pages.layout)
+        and dim % 8 == 0
+        and key.dtype == pages.rows.dtype
+        and (sequences.max_q == 1 or takes_prompts(dim, query.device))
+    )
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """`states` with rows at multiples of 8 elements, as models make them."""
+    tokens, heads, channels = states.stride()
+    return states if channels == 1 and tokens % 8 == heads % 8 == 0 else states.contiguous()
+
+
+@torch.compiler.disable
+@explains_failures
+def paged_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: LayerPages,
+    sequences: Sequences,
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `tq_hf.ops.paged.paged_step`, for steps that `takes`."""
+    config, layout, device = pages.config, pages.layout, query.device
+    total, count = query.shape[0], sequences.cu_q.shape[0] - 1
+    single = sequences.max_q == 1
+    # The kernels of decode write every row if they can tell which belongs to nobody.
+    fill = single and total >= count
+    out = query.new_empty(query.shape) if fill and total == count else query.new_zeros(query.shape)
+    if total == 0:
+        return out
+    tokens = Tokens(_rows(query), _rows(key), _rows(value))
+    held = Pages(
+        *pages.blocks,
+        pages.rows,
+        pages.factors.keys[0],
+        pages.factors.values[0],
+        layout.key_bits,
+        layout.value_bits,
+    )
+    geometry = Geometry(sequences.cu_q, sequences.cu_k, sequences.table)
+    halves = triton_backend.rotations(config, layout, device, torch.float16)
+    scratch = allocator(None, "attention over pages", device)
+    with triton_backend.launching_on(device):
+        if not single:
+            attend_many(
+                tokens, held, geometry, halves, scaling=scaling, softcap=softcap, s_aux=s_aux, allocate=scratch, out=out
+            )
+        attend_single(
+            tokens,
+            held,
+            geometry,
+            halves,
+            scaling=scaling,
+            softcap=softcap,
+            s_aux=s_aux,
+            allocate=scratch,
+            out=out,
+            fill=fill,
+        )
+        encode_new_blocks(
+            tokens,
+            held,
+            geometry,
+            triton_backend.rotations(config, layout, device, torch.float32),
+            key_correction=config.key_correction,
+            value_correction=config.value_correction,
+        )
+        if not single:
+            append_new_rows(tokens, held, geometry)
+    return out
