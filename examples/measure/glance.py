@@ -33,7 +33,7 @@ READS = {
     "4bit_nc, compiled": "packed blocks",
 }
 """What attention reads at a decode step, by the name of the cache in the results of `generate()`."""
-ON_CPU = (BASELINE, "quanto int4", "hqq int4", "k8v4", "4bit_nc", "3bit_nc", "2bit_nc")
+ON_CPU = (BASELINE, "quanto int4", "hqq int4", "k8v4", "4bit_nc", "2bit_nc")
 COMPARED = ("fp8 scaled", "vLLM k8v4", "k8v4", "vLLM 4bit_nc", "4bit_nc, packed only", "4bit_nc")
 
 
