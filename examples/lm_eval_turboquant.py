@@ -1,6 +1,7 @@
 """Run generation tasks of lm-evaluation-harness with compressed caches, next to a plain one.
 
     pip install -e ".[lm-eval]"    # in a clone
+    python examples/lm_eval_turboquant.py --model examples/needle --include-path examples/tasks --tasks needle_recall
     python examples/lm_eval_turboquant.py --model Qwen/Qwen3-4B --tasks gsm8k --limit 200
     python examples/lm_eval_turboquant.py --model Qwen/Qwen3-4B --tasks gsm8k --caches plain 4bit_nc auto --batch 16
 

@@ -104,7 +104,14 @@ class Outcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What was found out about a family."""
+    """What was found out about a family.
+
+    Args:
+        model_type: The family.
+        layers: Layers compressed, of how many.
+        read: How these are read; where there are none, the classes of the layers.
+        outcomes: By mode.
+    """
 
     model_type: str
     layers: str
@@ -260,6 +267,8 @@ def _modes(
                 compressed = [layer for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
                 layers = f"{len(compressed)}/{len(cache.layers)}"
                 read = "packed" if all(layer._receipt.signed for layer in compressed) else "dequantised"
+                if not compressed:
+                    read = ", ".join(dict.fromkeys(type(layer).__name__ for layer in cache.layers))
             if outcome.kind != "right" and room is not None:
                 outcome = _excused(outcome, preallocated, own)
             outcomes[f"{attention}, {growth}, {window}"] = outcome

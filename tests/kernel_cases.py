@@ -41,8 +41,16 @@ def _patch_interpreter() -> None:
             handle = interpreter.TensorHandle(handle.data, interpreter.tl.int1)
         return splat(self, shape, handle)
 
+    def create_clampf(self: object, x: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
+        """NaN is one of the bounds unless it is to be kept, as in a GPU's min and max; NumPy's clip always keeps it."""
+        data = np.fmin(np.fmax(x.data, low.data), high.data)
+        if propagate_nan == interpreter.tl.PropagateNan.ALL:
+            data = np.where(np.isnan(x.data), x.data, data)
+        return interpreter.TensorHandle(data, x.dtype.scalar)
+
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_splat = create_splat
+    interpreter.InterpreterBuilder.create_clampf = create_clampf
 
 
 if INTERPRETED:

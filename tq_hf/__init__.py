@@ -6,7 +6,8 @@ from tq_hf import TurboQuantCache
 model.generate(**inputs, past_key_values=TurboQuantCache(model.config))
 ```
 
-Importing registers the attention function "turboquant" and its mask with transformers, and changes nothing else.
+Importing registers the attention function "turboquant" and its mask with transformers, and changes nothing else. It
+logs a line if torch, transformers or Triton are older or newer than what this version was run with.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from .graph_decoding import graph_decoding
 from .layers.compressed import TurboQuantLayer
 from .layout import BlockLayout
 from .memory import MemoryFootprint
+from .versions import report_untested
 
 if TYPE_CHECKING:
     from .batching import TurboQuantBatching, continuous_batching
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 register()
+report_untested()
 
 
 def __getattr__(name: str) -> Any:

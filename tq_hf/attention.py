@@ -15,7 +15,7 @@ from .ops.tiled_attention import attend_dense
 from .stores import graph_ops
 from .stores.checks import check_room
 from .stores.ticket import redeem, show_queries
-from .tensors.view import StepView
+from .tensors.view import StepView, is_first
 
 NAME = "turboquant"
 
@@ -54,7 +54,6 @@ def turboquant_attention(
         indices: `[B, S, K]` tokens that each query may attend to, of those the mask allows (DeepSeek V3.2). Negative
             ones are none.
         block_indices: The same in blocks, as MiniMax M3's indexer chooses them.
-
         sinks: Not supported: sink logits by query (Inkling 2).
 
     Returns:
@@ -66,7 +65,7 @@ def turboquant_attention(
     show_queries(key, query, attention_mask)
     if sinks is not None:
         raise ValueError(
-            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model with '
+            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
             'with `attn_implementation="eager"`; the cache works with it.'
         )
     held, key, value = redeem(key, value, module)
@@ -83,7 +82,7 @@ def turboquant_attention(
     options: dict[str, Any] = dict(
         scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
     )
-    if held is not None and not held.is_first:
+    if held is not None and not is_first(held):
         if dropout:
             raise ValueError(
                 f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."

@@ -1,7 +1,8 @@
 """Factors of a model's channels, handed on from one cache to another.
 
 They belong to the model more than to a text: another document's serve as well as a prompt's own. So prompts too short
-for statistics, and caches that share pages, can use those of an earlier cache or of a probe.
+for statistics (under 32 tokens: a chat that begins with a word stays unbalanced else), and caches that share pages, can
+use those of an earlier cache or of a probe.
 """
 
 from __future__ import annotations

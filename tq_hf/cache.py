@@ -26,6 +26,7 @@ from .config import TurboQuantConfig
 from .inference_mode import outside_inference_mode
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
+from .layers.first_prompt import FirstPrompt
 from .layers.rollback import crop, held_lengths
 from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
@@ -60,7 +61,8 @@ class TurboQuantCache(DynamicCache):
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
         balance: Whether channels that are much louder or quieter than others are given factors, from the first prompt
             (see `tq_hf.codec.balance`; by default what the preset says); or the factors themselves: a `Balance`, or a
-            cache of the same model that holds tokens.
+            cache of the same model that holds tokens. A prompt of under 32 tokens has no statistics: hand on
+            `Balance.of(model)` where prompts are short.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -110,6 +112,7 @@ class TurboQuantCache(DynamicCache):
         self.preallocated_for = max_cache_len
         self._choice: AutoChoice | None = None
         self._waiting: TurboQuantLayer | None = None
+        self._first: FirstPrompt | None = FirstPrompt(auto)
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         if isinstance(preset, TurboQuantConfig):
@@ -137,11 +140,10 @@ class TurboQuantCache(DynamicCache):
             layers = StaticCache(model_config, max_cache_len).layers
         # Looked at later; an encoder-decoder's decoder config is made on the fly.
         watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
-        shared = _read_by_others(decoder_config)
         skipped = _skipped(self.config.skip_layers, len(layers))
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
-                layers[index] = TurboQuantLayer(self.config, max_cache_len, index in shared, watched)
+                layers[index] = TurboQuantLayer(self.config, max_cache_len, watched)
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
@@ -150,8 +152,8 @@ class TurboQuantCache(DynamicCache):
                 layers[index] = PreallocatedSlidingLayer.like(layer)
             elif isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and index not in skipped:
                 logger.warning_once(
-                    f"Layers of the class {type(layer).__name__} are left to transformers: this version does not "
-                    "compress them, although they hold all tokens."
+                    f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although "
+                    "they hold all tokens: this version compresses layers that hold keys and values and nothing else."
                 )
         if isinstance(balance, Balance):
             if not self.config.balance:
@@ -160,8 +162,9 @@ class TurboQuantCache(DynamicCache):
         _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
             logger.warning(
-                f"No layer of this {type(decoder_config).__name__} is compressed: none is full attention and outside "
-                "`skip_layers`."
+                f"No layer of this {type(decoder_config).__name__} is compressed. Its layers are of the class "
+                f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; compressed are those of full "
+                "attention outside `skip_layers`."
             )
         # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
@@ -226,6 +229,8 @@ class TurboQuantCache(DynamicCache):
             layer = self.layers[layer_idx]
             if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.waits:
                 self._waiting = layer
+            if self._first is not None and isinstance(layer, TurboQuantLayer) and not torch.compiler.is_compiling():
+                self._first.see(layer_idx, key_states, value_states)
         return states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -233,6 +238,9 @@ class TurboQuantCache(DynamicCache):
         # Masks are made before any layer is updated. A compiled step then never finds a prompt that waits.
         if self._waiting is not None:
             self._encode_waiting()
+        if self._first is not None and self._first.ready:
+            first, self._first = self._first, None
+            first.report(self.layers)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _encode_waiting(self) -> None:
@@ -379,11 +387,3 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
                 layer.shows_room = True
-
-
-def _read_by_others(config: PreTrainedConfig) -> set[int]:
-    """Layers whose keys and values later layers read (Gemma 3n, Gemma 4): before the last `num_kv_shared_layers`, the
-    last of each type."""
-    sharing = getattr(config, "num_kv_shared_layers", None) or 0
-    layer_types = getattr(config, "layer_types", None) or []
-    return set({kind: index for index, kind in enumerate(layer_types[:-sharing])}.values()) if sharing else set()

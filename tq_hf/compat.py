@@ -4,6 +4,7 @@ kernels' host side uses."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
 __all__ = [
+    "as_plain_tensors",
     "attention_implementation",
     "current_raw_stream",
     "has_attention_heads",
@@ -30,6 +32,11 @@ def current_raw_stream(device: int) -> int:
 def mark_static_address(tensor: torch.Tensor) -> None:
     """Promise `torch.compile` that `tensor` stays where it is, so that graphs do not copy it (torch 2.9 to 2.13)."""
     torch._dynamo.mark_static_address(tensor)
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Let operations on tensors of a subclass be those of `torch.Tensor` (torch 2.9 to 2.15)."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -1,11 +1,12 @@
 """What the kernels cost on cards that are not here: counted from compiled code, and predicted by what was measured.
 
-    python examples/measure/cards.py              # count, calibrate, write examples/results/cards.json; no GPU needed
+    python examples/measure/cards.py              # calibrate, write examples/results/cards.json; no GPU needed
 
 A decode call takes as long as the slowest of what it does at once: reading bytes, and instructions on each pipe of the
 multiprocessors; then come launches and the merging of partial results. The rates are the cards' data sheets, the shares
 of them that kernels reach and the fixed costs are fitted to the calls measured on one card (`CALIBRATION`), and every
-prediction for that card stands beside its measurement. Reading fp16 is what a kernel without compression must do.
+prediction for that card stands beside its measurement. Instructions are those of `compile_matrix.py`; on AMD they are
+of the spelling without PTX, which has never run there. Reading fp16 is what a kernel without compression must do.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from typing import Any
 from tq_hf import PRESETS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+MATRIX = RESULTS / "compile_matrix.json"
 CALIBRATION = "kernels-nvidia-h200"
 TOKENS = 128
 WARP_CLOCKS = {"ALU": 0.5, "FMA": 0.25, "heavy": 0.5, "memory": 1.0, "special": 2.0, "other": 0.25}
 """Clocks of a multiprocessor that a warp's instruction takes on its pipe, four quarters of it working side by side: ALU
 and IMAD run 16 lanes in a quarter, FMA 32 (16 on sm_75 and sm_80), loads and stores 32 in all, special functions 16."""
+AMD_CLOCKS = {"ALU": 1.0, "memory": 2.0, "other": 0.25}
+"""The same of a wave of 64: a quarter has 16 lanes, and 128 bytes a clock come from shared memory."""
 ISSUE_CLOCKS = 0.25
 """A quarter issues one warp instruction a clock."""
 
@@ -34,15 +38,16 @@ class Card:
     """A card's data sheet.
 
     Args:
-        target: Compute capability that kernels are compiled for.
+        target: What kernels are compiled for, as `compile_matrix.py` names it.
         multiprocessors: Of the whole card.
         gigahertz: Boost clock.
         gigabytes_a_second: Of its memory.
         gigabytes: Of memory.
-        product_clocks: Clocks of a multiprocessor that an HMMA takes: m16n8k16 of fp16 into fp32, m16n8k8 on sm_75.
+        product_clocks: Clocks of a multiprocessor that a product of fp16 into fp32 takes: m16n8k16, m16n8k8 on sm_75,
+            16x16x16 on AMD.
     """
 
-    target: int
+    target: str
     multiprocessors: int
     gigahertz: float
     gigabytes_a_second: float
@@ -51,13 +56,14 @@ class Card:
 
 
 CARDS = {
-    "T4": Card(75, 40, 1.59, 320, 16, 2.0),
-    "A100": Card(80, 108, 1.41, 2039, 80, 2.0),
-    "A10": Card(86, 72, 1.695, 600, 24, 4.0),
-    "L4": Card(89, 58, 2.04, 300, 24, 4.0),
-    "RTX 4090": Card(89, 128, 2.52, 1008, 24, 8.0),
-    "H100": Card(90, 132, 1.755, 3350, 80, 1.0),
-    "H200": Card(90, 132, 1.755, 4800, 141, 1.0),
+    "T4": Card("sm_75", 40, 1.59, 320, 16, 2.0),
+    "A100": Card("sm_80", 108, 1.41, 2039, 80, 2.0),
+    "A10": Card("sm_86", 72, 1.695, 600, 24, 4.0),
+    "L4": Card("sm_89", 58, 2.04, 300, 24, 4.0),
+    "RTX 4090": Card("sm_89", 128, 2.52, 1008, 24, 8.0),
+    "H100": Card("sm_90", 132, 1.755, 3350, 80, 1.0),
+    "H200": Card("sm_90", 132, 1.755, 4800, 141, 1.0),
+    "MI300X": Card("gfx942", 304, 2.1, 5300, 192, 4.0),
 }
 
 
@@ -93,9 +99,11 @@ def dense_bytes(batch: int, length: int, heads: tuple[int, int, int]) -> float:
 
 def pipe_us(card: Card, counts: dict[str, float], elements: float) -> float:
     """Microseconds of the busiest pipe, or of issuing, for so many key and value elements."""
-    clocks = WARP_CLOCKS | {"tensor": card.product_clocks} | ({"FMA": 0.5} if card.target <= 80 else {})
+    amd = not card.target.startswith("sm_")
+    clocks = AMD_CLOCKS if amd else WARP_CLOCKS | ({"FMA": 0.5} if card.target in ("sm_75", "sm_80") else {})
+    clocks = clocks | {"tensor": card.product_clocks}
     busiest = max(max(counts[pipe] * clocks[pipe] for pipe in clocks), counts["total"] * ISSUE_CLOCKS)
-    return elements / 32 * busiest / (card.multiprocessors * card.gigahertz * 1e3)
+    return elements / (64 if amd else 32) * busiest / (card.multiprocessors * card.gigahertz * 1e3)
 
 
 def predicted_us(
@@ -190,37 +198,30 @@ def prediction(device_name: str) -> str:
             if cell["preset"] == preset
         ]
         lines.append(f"  {preset.ljust(8)} " + "   ".join(speeds))
+    if not CARDS[str(card)].target.startswith("sm_"):
+        lines.append("  (from the count of instructions of kernels that have never run on such a card)")
     return "\n".join(lines)
 
 
 PREDICTED_FOR = ((1, 8192), (1, 32768), (8, 8192))
+PRESETS_SHOWN = ("k8v4", "4bit_nc", "3bit_nc", "2bit_nc")
 HEADS = (32, 8, 128)
 
 
-def count(shapes: Iterable[tuple[int, str, int]]) -> dict[int, dict[str, dict[str, float]]]:
-    """Instructions per element by pipe, registers and stack of the decode kernel, by target and "preset/head_dim"."""
-    import sass
-
-    found: dict[int, dict[str, dict[str, float]]] = {}
-    for target, preset, dim in shapes:
-        bits = PRESETS[preset].key_bits, PRESETS[preset].value_bits
-        compiled = sass.build_split(target, key_bits=bits[0], value_bits=bits[1], dim=dim)
-        fragments = sass.target_of(target).fragments
-        counts = sass.per_element(compiled, sass.plan(target, *bits, dim=dim), dim, fragments)
-        used = sass.resources(compiled)._asdict()
-        found.setdefault(target, {})[f"{preset}/{dim}"] = counts | used
-        print(target, preset, dim, counts["total"], used, flush=True)
+def counted() -> dict[str, dict[str, dict[str, float]]]:
+    """Instructions per element of the decode kernel by pipe, by target and "preset/head_dim"."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in json.loads(MATRIX.read_text(encoding="utf-8"))["rows"]:
+        found.setdefault(row["target"], {})[f"{row['preset']}/{row['dim']}"] = row["decode"]["per_element"]
     return found
 
 
-def predictions(fit: Fit, counts: dict[int, dict[str, dict[str, float]]]) -> list[Cell]:
+def predictions(fit: Fit, counts: dict[str, dict[str, dict[str, float]]]) -> list[Cell]:
     """Decode calls on every card, against reading fp16."""
     cells = []
     for name, card in CARDS.items():
-        for key, found in counts[card.target].items():
-            preset, dim = key.split("/")
-            if int(dim) != HEADS[2]:
-                continue
+        for preset in PRESETS_SHOWN:
+            found = counts[card.target][f"{preset}/{HEADS[2]}"]
             for batch, length in PREDICTED_FOR:
                 us = predicted_us(card, fit, found, batch, length, HEADS, preset)
                 dense = dense_us(card, fit, batch, length, HEADS)
@@ -240,17 +241,13 @@ def predictions(fit: Fit, counts: dict[int, dict[str, dict[str, float]]]) -> lis
 
 
 def main() -> None:
-    presets = ("k8v4", "4bit_nc", "3bit_nc", "2bit_nc")
-    shapes = [(90, preset, dim) for dim in (64, 128, 256) for preset in presets]
-    shapes += [(75, preset, dim) for dim in (64, 128, 256) for preset in presets]
-    shapes += [(target, preset, 128) for target in (80, 86, 89) for preset in presets]
-    counts = count(shapes)
+    counts = counted()
     results = json.loads((RESULTS / f"{CALIBRATION}.json").read_text(encoding="utf-8"))
     cells, card = measured_cells(results), CARDS["H200"]
-    fit = calibrate(cells, card, counts[90])
+    fit = calibrate(cells, card, counts["sm_90"])
     errors = [
         {k: cell[k] for k in ("batch", "length", "heads", "preset", "graph_us")}
-        | {"error": error(cell, card, fit, counts[90])}
+        | {"error": error(cell, card, fit, counts["sm_90"])}
         for cell in cells
     ]
     sizes = sorted(abs(e["error"]) for e in errors)
@@ -259,7 +256,6 @@ def main() -> None:
         "calibrated_on": CALIBRATION,
         "fit": vars(fit),
         "error": {"median": statistics.median(sizes), "worst": sizes[-1], "within_10%": sum(e <= 0.1 for e in sizes)},
-        "counts": counts,
         "errors": errors,
         "predictions": predictions(fit, counts),
     }

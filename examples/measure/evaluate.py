@@ -12,6 +12,10 @@ are stresses that leave the model's function unchanged, too (see `stress.py`); w
 
     python examples/measure/evaluate.py --rescale 4 10 --rescale 2 30 --rescale 0 10 8 --bias slow 40
 
+With `--balance N` presets of 4 and 3 bits are read with and without balanced channels, nothing kept dense, under N
+rotations each (KL moves by half with the rotation alone); rows go to balance-NAME.json. `--pad` puts padding before
+every document, as the shorter prompts of a batch have it.
+
 quanto and HQQ are among the others where they are installed (`pip install ".[peers]"`).
 
 Writes examples/results/quality-NAME.json after each row: a run that is cut short keeps what it measured.
@@ -133,16 +137,37 @@ def ablations(config: Any, tokens: int) -> list[Method]:
         "values: none": {"value_correction": "none"},
         "values: norm": {"value_correction": "norm"},
         "values: projection": {"value_correction": "projection"},
+        "window of 256": {"residual_length": 256},
         "first and last layer dense": {"skip_layers": (0, -1)},
         "another seed": {"seed": 1},
         "no balance": {"balance": False},
         "packed only, no balance": PACKED | {"balance": False},
         "another seed, no balance": {"seed": 1, "balance": False},
     }
-    return [
+    made = [
         compressed(config, f"{preset}, {what}", Ablation.from_preset(preset, **options), tokens)
         for preset in ("4bit_nc", "3bit_nc")
         for what, options in switches.items()
+    ]
+    return made + [
+        compressed(config, f"{preset}, {what}", Ablation.from_preset(preset, **switches[what]), tokens)
+        for preset in ("3.5bit_nc", "2.5bit_nc", "2bit_nc")
+        for what in ("defaults", "packed only", "no window")
+    ]
+
+
+def balances(config: Any, tokens: int, rotations: int) -> list[Method]:
+    """Presets of 4 and 3 bits with nothing kept dense, balanced or not, under several rotations."""
+    return [
+        compressed(
+            config,
+            f"{preset}, {'balanced' if balance else 'not balanced'}, seed {seed}",
+            TurboQuantConfig.from_preset(preset, balance=balance, seed=seed, **PACKED),
+            tokens,
+        )
+        for preset in ("4bit_nc", "3bit_nc")
+        for balance in (True, False)
+        for seed in range(rotations)
     ]
 
 
@@ -185,8 +210,8 @@ class Evaluation:
         ]
         self.written: Path | None = None
 
-    def _outcome(self, cache: Cache, attention: str, model: Any = None) -> Outcome:
-        options = dict(chunk=self.arguments.chunk, first=self.arguments.first)
+    def _outcome(self, cache: Cache, attention: str, model: Any = None, padding: int = 0) -> Outcome:
+        options = dict(chunk=self.arguments.chunk, first=self.arguments.first, padding=padding)
         return read_documents(model or self.model, self.read, self.ids, self.known, cache, attention, **options)
 
     def _row(self, name: str, all_in: float, packed: float, applied: Stress, outcome: Outcome) -> dict[str, Any]:
@@ -209,6 +234,8 @@ class Evaluation:
 
     def _stressed(self, method: Method, applied: Stress) -> tuple[Outcome, Cache]:
         cache, model = method.make(), self.model
+        if applied.padding:
+            return self._outcome(cache, method.attention, padding=applied.padding), cache
         if applied.injection:
             cache = injected(cache, injection(self.known.keys, self.read, applied.injection))
         if applied.rescale:
@@ -295,7 +322,9 @@ class Evaluation:
             "rows": self.rows,
         }
         record["versions"] |= peers.versions()
-        kind = "ablation" if arguments.ablate else "stress" if arguments.rescale or arguments.bias else "quality"
+        kind = "balance" if arguments.balance else "ablation" if arguments.ablate else "quality"
+        if kind == "quality" and (arguments.rescale or arguments.bias or arguments.pad):
+            kind = "stress"
         output = arguments.output or RESULTS / f"{kind}-{arguments.name}.json"
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record | more, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -307,6 +336,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=SHIPPED_MODEL, help="folder of a byte-level model of full-attention layers")
     parser.add_argument("--name", default="needle", help="what to call it in the results")
     parser.add_argument("--ablate", action="store_true", help="measure switched parts of the recipe instead of peers")
+    parser.add_argument("--balance", type=int, default=0, help="measure balance, under so many rotations")
     parser.add_argument("--only", nargs="+", help="measure only the caches of these names")
     stress.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=4096, help="length of a document")
@@ -333,7 +363,9 @@ def main() -> None:
     evaluation = Evaluation(arguments)
     config = evaluation.config
     skipped: dict[str, str] = {}
-    if arguments.ablate:
+    if arguments.balance:
+        methods = balances(config, arguments.tokens, arguments.balance)
+    elif arguments.ablate:
         methods = ablations(config, arguments.tokens)
     else:
         others, skipped = peer_methods(config)
@@ -347,7 +379,7 @@ def main() -> None:
                 skipped[f"{method.name} {applied}"] = f"no time left after {arguments.minutes} minutes"
             elif (applied == stress.UNSTRESSED or method.stressed) and (reason := evaluation.measure(method, applied)):
                 skipped[f"{method.name} {applied}"] = reason
-    if arguments.generate and not arguments.ablate and not arguments.rescale and not arguments.bias:
+    if arguments.generate and not arguments.balance and not arguments.ablate and not applied.name:
         evaluation.generate([method for method in methods if method.generates], started + 60 * arguments.minutes)
     comparisons = evaluation.comparisons()
     evaluation.write({"comparisons": comparisons, "skipped": skipped, "seconds": round(time.monotonic() - started)})

@@ -77,7 +77,7 @@ def table(findings: list[Finding]) -> str:
         f"| not testable here | {len(NOT_TESTABLE)} |",
         "",
         '"Read" is how "turboquant" reads the compressed layers: packed, or dequantised where keys do not reach '
-        "attention as they were cached.",
+        "attention as they were cached; where none is compressed, what layers there are.",
         "",
         "| family | layers compressed | read | | |",
         "| --- | ---: | --- | --- | --- |",
@@ -85,8 +85,9 @@ def table(findings: list[Finding]) -> str:
     for finding in findings:
         worst = next((o.detail for o in finding.outcomes.values() if o.kind == finding.verdict), "")
         detail = "" if finding.verdict == "right" else worst.split("\n")[0].replace("|", "\\|")[:140]
-        read = finding.read if not finding.layers.startswith("0/") else ""
-        lines.append(f"| {finding.model_type} | {finding.layers} | {read} | {VERDICTS[finding.verdict]} | {detail} |")
+        lines.append(
+            f"| {finding.model_type} | {finding.layers} | {finding.read} | {VERDICTS[finding.verdict]} | {detail} |"
+        )
     lines += ["", "## Not testable here", "", "| family | why |", "| --- | --- |"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(NOT_TESTABLE.items())]
     return "\n".join(lines) + "\n"

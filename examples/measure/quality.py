@@ -75,13 +75,21 @@ def token_ids(read: Sequence[Document], device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def forced_logits(
-    model: Any, ids: torch.Tensor, cache: Cache, attention: str, chunk: int
+    model: Any, ids: torch.Tensor, cache: Cache, attention: str, chunk: int, padding: int = 0
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Positions, and the float32 logits `[N, <= chunk, V]` there, chunk by chunk through `cache`."""
+    """Positions, and the float32 logits `[N, <= chunk, V]` there, chunk by chunk through `cache`; so many tokens of
+    padding come first and are masked."""
     model.set_attn_implementation(attention)
     for start in range(0, ids.shape[1], chunk):
         place = slice(start, min(start + chunk, ids.shape[1]))
-        yield place, model(ids[:, place], past_key_values=cache).logits.float()
+        fed, options = ids[:, place], {}
+        if padding:
+            mask = torch.nn.functional.pad(torch.ones_like(ids[:, : place.stop]), (padding, 0))
+            positions = torch.arange(-padding if start == 0 else start, place.stop, device=ids.device).clamp_min(0)
+            options = {"attention_mask": mask, "position_ids": positions[None]}
+            fed = torch.nn.functional.pad(fed, (padding, 0)) if start == 0 else fed
+        logits = model(fed, past_key_values=cache, **options).logits[:, start - place.stop :]
+        yield place, logits.float()
 
 
 @dataclass(frozen=True)
@@ -178,10 +186,12 @@ def read_documents(
     *,
     chunk: int,
     first: int,
+    padding: int = 0,
 ) -> Outcome:
-    """Read all documents through `cache` and compare with the reference from position `first` on."""
+    """Read all documents, after `padding` tokens of padding, through `cache` and compare with the reference from
+    position `first` on."""
     kls, agrees, losses, guesses = [], [], [], []
-    for place, logits in forced_logits(model, ids, cache, attention, chunk):
+    for place, logits in forced_logits(model, ids, cache, attention, chunk, padding):
         log_probs, exact = logits.log_softmax(-1), known.log_probs[:, place]
         guess = logits.argmax(-1)
         kls.append((exact.exp() * (exact - log_probs)).sum(-1))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import triton
 from tq_kernels.common.device import Target
+from tq_kernels.common.launcher import ALWAYS
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.split import decode_split
 from tq_kernels.decode.split_fragments import decode_split_fragments
@@ -35,6 +36,8 @@ PIPES = {
     "special": "MUFU F2F I2F F2I I2FP F2FP FRND I2I",
 }
 """Opcodes by the pipe of a multiprocessor they run on; IMAD on half of the FMA pipe since sm_80. Others are "other"."""
+Compiled = Any
+"""What `triton.compile` returns."""
 PIPE_OF = {opcode: pipe for pipe, names in PIPES.items() for opcode in names.split()}
 
 
@@ -77,20 +80,21 @@ def plan(
     )
 
 
-def build(kernel: Any, types: list[str], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:
+def build(kernel: Any, types: list[str | None], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:
     """Compile `kernel` with pointers, and specialised numbers (strides), that are multiples of 16, as launches find
-    them."""
+    them. A type of `None` is that of an argument that is `None`."""
     names = kernel.arg_names
     runtime = len(names) - len(constants)
     assert len(types) == runtime
+    absent = {(i,): None for i, kind in enumerate(types) if kind is None}
     source = ASTSource(
         fn=kernel,
-        signature={name: types[i] if i < runtime else "constexpr" for i, name in enumerate(names)},
-        constexprs={(i + runtime,): value for i, value in enumerate(constants)},
+        signature={name: (types[i] if i < runtime else None) or "constexpr" for i, name in enumerate(names)},
+        constexprs={(i + runtime,): value for i, value in enumerate(constants)} | absent,
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, kind in enumerate(types)
-            if kind.startswith("*") or names[i] not in kernel.do_not_specialize
+            if kind is not None and (kind.startswith("*") or names[i] not in kernel.do_not_specialize)
         },
     )
     target = (
@@ -98,10 +102,10 @@ def build(kernel: Any, types: list[str], constants: tuple[Any, ...], arch: int |
         if isinstance(arch, int)
         else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     )
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options=ALWAYS | options)
 
 
-def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Any:
+def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Compiled:
     p = plan(arch, **shape)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     pdl = {"launch_pdl": True} if isinstance(arch, int) and arch >= 90 else {}
@@ -121,7 +125,7 @@ def build_split(arch: int | str, dtype: str = "*fp16", **shape: Any) -> Any:
     )
 
 
-def disassemble(compiled: Any, option: str) -> str:
+def disassemble(compiled: Compiled, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(compiled.asm["cubin"])
     try:
@@ -139,7 +143,7 @@ class Resources(NamedTuple):
     shared: int
 
 
-def resources(compiled: Any) -> Resources:
+def resources(compiled: Compiled) -> Resources:
     """Read from the cubin, or from AMD's assembly."""
     if "cubin" not in compiled.asm:
         text = compiled.asm["amdgcn"]
@@ -150,38 +154,72 @@ def resources(compiled: Any) -> Resources:
     return Resources(registers, stack, compiled.metadata.shared)
 
 
-def loops(compiled: Any) -> list[Counter[str]]:
+def code(compiled: Compiled) -> list[tuple[int, str, int | None]]:
+    """Every instruction: its address, itself without guard, and where it branches to if it does."""
+    if "cubin" in compiled.asm:
+        pattern = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?\S+\s+)?(.*?);")
+        lines = [match for line in disassemble(compiled, "-sass").splitlines() if (match := pattern.match(line))]
+        jumps = [re.search(r"^BRA\S*\s.*?0x([0-9a-f]+)", line[2]) for line in lines]
+        return [
+            (int(line[1], 16), line[2], int(jump[1], 16) if jump else None)
+            for line, jump in zip(lines, jumps, strict=True)
+        ]
+    found: list[tuple[int, str, str | None]] = []
+    labels: dict[str, int] = {}
+    for line in compiled.asm["amdgcn"].splitlines():
+        if match := re.match(r"(\.LBB\w+):", line):
+            labels[match[1]] = len(found)
+        elif match := re.match(r"\t([a-z]\w+)(.*)", line):
+            jump = re.search(r"\.LBB\w+", match[2]) if match[1].startswith(("s_cbranch", "s_branch")) else None
+            found.append((len(found), match[1] + match[2], jump[0] if jump else None))
+    return [(address, text, labels.get(label) if label else None) for address, text, label in found]
+
+
+def pipe_of(opcode: str) -> str:
+    """The pipe that an instruction runs on; of AMD's, vector instructions count as ALU, matrix products as tensor."""
+    if not opcode.islower():
+        return PIPE_OF.get(opcode.split(".")[0], "other")
+    if opcode.startswith(("v_mfma", "v_wmma")):
+        return "tensor"
+    prefixes = {"v_": "ALU", "ds_": "memory", "global_": "memory", "buffer_": "memory", "scratch_": "memory"}
+    return next((pipe for prefix, pipe in prefixes.items() if opcode.startswith(prefix)), "other")
+
+
+def loops(compiled: Compiled) -> list[Counter[str]]:
     """Opcodes of every loop, from its target to its branch back."""
-    code = []
-    for line in disassemble(compiled, "-sass").splitlines():
-        if match := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line):
-            code.append((int(match[1], 16), match[2]))
+    instructions = code(compiled)
     found = []
-    for address, text in code:
-        if (match := re.search(r"BRA\S*\s.*?0x([0-9a-f]+)", text)) and (start := int(match[1], 16)) < address:
-            body = [t for a, t in code if start <= a <= address]
-            found.append(Counter(re.sub(r"^@!?\S+\s+", "", t).split()[0].split(".")[0] for t in body))
+    for address, _, target in instructions:
+        if target is not None and target <= address:
+            body = [text for at, text, _ in instructions if target <= at <= address]
+            found.append(Counter(text.split()[0].split(".")[0] for text in body))
     return found
 
 
-def inner_loop(compiled: Any) -> Counter[str]:
+def inner_loop(compiled: Compiled) -> Counter[str]:
     """Opcodes of the smallest loop with products and exponentials that loads by itself: that over a share's blocks."""
-    packed = [x for x in loops(compiled) if x["HMMA"] > 20 and x["MUFU"] > 4 and x["STG"] == 0]
+    amd = "cubin" not in compiled.asm
+    exponential, store = ("v_exp_f32_e32", "global_store_dword") if amd else ("MUFU", "STG")
+
+    def products(loop: Counter[str]) -> int:
+        return sum(count for opcode, count in loop.items() if pipe_of(opcode) == "tensor")
+
+    packed = [x for x in loops(compiled) if products(x) > 20 and x[exponential] > 4 and x[store] == 0]
     return min(packed, key=Counter.total)
 
 
-def elements_a_thread(on: Plan, dim: int, fragments: bool) -> float:
+def elements_a_thread(compiled: Compiled, on: Plan, dim: int, fragments: bool) -> float:
     """Key and value elements that a thread takes in a turn of the inner loop."""
-    return 2 * dim * (64 if fragments else 128) / (32 * on.config.warps)
+    return 2 * dim * (64 if fragments else 128) / (compiled.metadata.target.warp_size * on.config.warps)
 
 
-def per_element(compiled: Any, on: Plan, dim: int, fragments: bool) -> dict[str, float]:
+def per_element(compiled: Compiled, on: Plan, dim: int, fragments: bool) -> dict[str, float]:
     """Instructions of the inner loop per element and thread: by pipe, and `total`."""
     loop = inner_loop(compiled)
     counts: Counter[str] = Counter()
     for opcode, count in loop.items():
-        counts[PIPE_OF.get(opcode, "other")] += count
-    scale = 1 / elements_a_thread(on, dim, fragments)
+        counts[pipe_of(opcode)] += count
+    scale = 1 / elements_a_thread(compiled, on, dim, fragments)
     return {pipe: round(counts[pipe] * scale, 3) for pipe in (*PIPES, "other")} | {
         "total": round(loop.total() * scale, 3)
     }

@@ -6,6 +6,7 @@ Real models sit anywhere on the orbit of such changes, the small ones that are m
                 a value channel is multiplied and its column of the output projection divided
     key bias    a vector is added to all keys of a head before the rotary embedding, so that it turns with the position,
                 and what it adds to the logits is taken off again where the keys are read
+    padding     masked tokens come first, as in the shorter rows of a batch; sinks are then padding
 """
 
 from __future__ import annotations
@@ -193,11 +194,13 @@ class Stress:
         injection: Length of a vector added to all keys of a head, times a key's (`quality.injection`).
         rescale: Rotary pairs, factor and value channels (`rescaled`).
         bias: Profile and strength (`key_bias`).
+        padding: Tokens of padding before every document.
     """
 
     injection: float = 0.0
     rescale: tuple[float, float, float] | None = None
     bias: tuple[str, float] | None = None
+    padding: int = 0
 
     @property
     def name(self) -> str:
@@ -206,6 +209,8 @@ class Stress:
             pairs, factor, values = self.rescale
             parts = [f"{pairs:g} pairs"] if pairs else []
             return " + ".join([*parts, *([f"{values:g} values"] if values else [])]) + f" x{factor:g}"
+        if self.padding:
+            return f"{self.padding} padding"
         return f"{self.bias[0]} bias x{self.bias[1]:g}" if self.bias else ""
 
     def __str__(self) -> str:
@@ -235,6 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("PROFILE", "STRENGTH"),
         help=f"add a bias before the rotary embedding: {' or '.join(PROFILES)}, times a key's length",
     )
+    parser.add_argument("--pad", nargs="*", type=int, default=[], help="tokens of padding before every document")
 
 
 def chosen(arguments: argparse.Namespace) -> list[Stress]:
@@ -250,7 +256,8 @@ def chosen(arguments: argparse.Namespace) -> list[Stress]:
     made = [UNSTRESSED]
     injections = arguments.inject
     if injections is None:
-        injections = [] if arguments.rescale or arguments.bias else [1.0, 3.0, 10.0]
+        injections = [] if arguments.rescale or arguments.bias or arguments.pad else [1.0, 3.0, 10.0]
     made += [Stress(injection=strength) for strength in injections]
     made += [Stress(rescale=(given[0], given[1], given[2] if given[2:] else 0)) for given in arguments.rescale]
-    return made + [Stress(bias=(spread, float(strength))) for spread, strength in arguments.bias]
+    made += [Stress(bias=(spread, float(strength))) for spread, strength in arguments.bias]
+    return made + [Stress(padding=tokens) for tokens in arguments.pad]

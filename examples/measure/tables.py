@@ -6,34 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from card_tables import cards, compile_matrix
+from page import cache_name, details, note, shape, source, table
+from serve_tables import serve
+
 from tq_hf import PRESETS
 
 MIB = 2**20
 GIB = 2**30
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is left-aligned, the others right."""
-    lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def source(record: dict[str, Any]) -> str:
-    """Where a table's numbers come from."""
-    versions = record["versions"]
-    made_by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
-    place = ", ".join(filter(None, (record["device"], record.get("dtype"))))
-    return f"\n`{record['command']}` on {place}, {made_by}, {record['date']}.\n"
-
-
-def shape(batch: int, context: int) -> str:
-    """Sequences and tokens, e.g. 8 × 32k."""
-    return f"{batch} × {context // 1024}k" if context % 1024 == 0 else f"{batch} × {context:,}"
-
-
-def details(summary: str, content: str) -> str:
-    """Markdown that is folded away."""
-    return f"\n<details><summary>{summary}</summary>\n\n{content}\n</details>\n"
 
 
 def passkey(record: dict[str, Any]) -> str:
@@ -116,80 +96,9 @@ def generate(record: dict[str, Any]) -> str:
     return f"{record['model']}:\n\n{steps}{note(record)}{source(record)}"
 
 
-def decode_step(row: dict[str, Any] | None) -> str:
-    """A step of many requests, how fast their prompts were read and memory, or why there is none."""
-    if row is None or "error" in row:
-        return row["error"] if row else "–"
-    parts = [f"**{row['ms_per_step']:.1f}** ms"]
-    if "prompt_tokens_per_second" in row:
-        parts.append(f"prompts {row['prompt_tokens_per_second']:,.0f}/s")
-    if "peak_bytes_beyond_weights" in row:
-        parts.append(f"{row['peak_bytes_beyond_weights'] / GIB:.1f} GiB")
-    return ", ".join(parts)
-
-
-def milliseconds(row: dict[str, Any], key: str, factor: float, form: str) -> str:
-    """The two quantiles of a time."""
-    quantiles = (row[f"{key}_{quantile}"] for quantile in ("p50", "p99"))
-    return " / ".join("–" if value is None else format(factor * value, form) for value in quantiles)
-
-
-def trace_row(row: dict[str, Any]) -> list[str]:
-    """What an engine made of a trace."""
-    begin = [cache_name(row["engine"]), row["arrivals"]]
-    if "error" in row:
-        return [*begin, row["error"], *["–"] * 5]
-    speed = f"**{row['tokens_per_second']:,.0f}**"
-    if row.get("unfinished"):
-        speed += f" ({row['unfinished']} unfinished)"
-    flight = f"{row['in_flight_most']} / {row['in_flight_mean']:.0f}" if "in_flight_most" in row else "–"
-    times = [
-        milliseconds(row, "first_token_s", 1, ".2f") + " s",
-        milliseconds(row, "per_token_s", 1e3, ".1f") + " ms",
-    ]
-    memory = f"{row['cache_bytes'] / GIB:.2f} GiB"
-    if "peak_bytes_beyond_weights" in row:
-        memory += f" of {row['peak_bytes_beyond_weights'] / GIB:.2f}"
-    room = f"{row['cache_tokens']:,}"
-    if "flash_room_tokens" in row:
-        room += f" ({row['cache_tokens'] / row['flash_room_tokens']:.2f}×)"
-    return [*begin, speed, *times, flight, room, memory]
-
-
-def serve(record: dict[str, Any]) -> str:
-    """Steps of requests of one length, then the traces."""
-    rows = record["rows"]
-    cells = {(row["engine"], row["batch"], row["context"]): row for row in rows if row["kind"] == "decode"}
-    text = f"{record['model']}:\n\n"
-    if cells:
-        shapes = list(dict.fromkeys(key[1:] for key in cells))
-        lines = [
-            [cache_name(engine), *(decode_step(cells.get((engine, *one))) for one in shapes)]
-            for engine in dict.fromkeys(key[0] for key in cells)
-        ]
-        floors = {key[1:]: row["bf16_floor_ms"] for key, row in cells.items() if "bf16_floor_ms" in row}
-        if floors:
-            lines.append(["what bf16 pages must read", *(f"{floors[one]:.1f} ms" for one in shapes)])
-        text += table(["a decode step of", *(shape(*one) for one in shapes)], lines) + "\n"
-    traces = [trace_row(row) for row in rows if row["kind"] == "trace"]
-    if traces:
-        asked = record["trace"]
-        lengths = (f"{low:,} to {high:,}" for low, high in (asked["prompts"], asked["answers"]))
-        text += f"{asked['requests']} requests, prompts of {' tokens, answers of '.join(lengths)}:\n\n"
-        headings = ["engine", "arrivals", "tokens/s", "first token, p50 / p99", "per token, p50 / p99"]
-        text += table([*headings, "in flight, most / mean", "room for tokens (stock flash 1×)", "pages"], traces)
-    return text + note(record) + source(record)
-
-
 def share(value: float | None) -> str:
     """A share in percent, or a dash if nothing was asked."""
     return "–" if value is None else f"{value:.1%}"
-
-
-def cache_name(name: str) -> str:
-    """The name of a cache with a preset's name in it as code."""
-    preset, comma, rest = name.partition(",")
-    return f"`{preset}`{comma}{rest}" if preset in PRESETS else name
 
 
 def quality_rows(rows: list[dict[str, Any]]) -> str:
@@ -217,6 +126,45 @@ def by_injection(rows: list[dict[str, Any]]) -> str:
         cells = [found.get((name, strength)) for strength in strengths]
         lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
     return table(["KL, facts recalled", *(f"{strength:g} × ‖k‖" for strength in strengths)], lines)
+
+
+def by_stress(rows: list[dict[str, Any]]) -> str:
+    """KL and recall of facts of each cache under the stresses of `stress.py`."""
+    stresses = list(dict.fromkeys(row.get("stress", "none") for row in rows))
+    found = {(row["cache"], row.get("stress", "none")): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["cache"] for row in rows if "stress" in row):
+        cells = [found.get((name, stress)) for stress in stresses]
+        lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
+    return table(["KL, facts recalled", *stresses], lines)
+
+
+def balance(record: dict[str, Any]) -> str:
+    """KL over that of the model as it is and unbalanced, mean of all rotations, and recall of facts: a row for each
+    preset, balanced or not, a column for each stress."""
+    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in record["rows"]:
+        name, _, seed = row["cache"].rpartition(", seed ")
+        if seed.isdigit():
+            cells.setdefault(name, {}).setdefault(row.get("stress", "none"), []).append(row)
+    stresses = list(dict.fromkeys(stress for found in cells.values() for stress in found))
+    rotations = max((len(rows) for found in cells.values() for rows in found.values()), default=0)
+
+    def mean(rows: list[dict[str, Any]], key: str) -> float:
+        return sum(row[key] for row in rows) / len(rows)
+
+    lines = []
+    for name, found in cells.items():
+        plain = mean(cells[f"{name.partition(',')[0]}, not balanced"]["none"], "kl")
+        line = [cache_name(name)]
+        for stress in stresses:
+            rows = found.get(stress)
+            kl = mean(rows, "kl") if rows else math.nan
+            line.append(f"**{kl / plain:.2f}×** {kl:.2g}, {share(mean(rows, 'recall'))}" if rows else "–")
+        lines.append(line)
+    text = f"{documents(record)}; nothing kept dense, mean of {rotations} rotations:\n\n"
+    text += table(["KL over unstressed and unbalanced, KL, facts", *stresses], lines)
+    return text + note(record) + source(record)
 
 
 def against_vllm(pairs: list[dict[str, Any]]) -> str:
@@ -252,11 +200,6 @@ def quality(record: dict[str, Any]) -> str:
     return f"{documents(record)}:\n\n{text}{note(record)}{source(record)}"
 
 
-def note(record: dict[str, Any]) -> str:
-    """What has to be known to read a table, where there is such a thing."""
-    return f"\n{record['note']}\n" if "note" in record else ""
-
-
 def documents(record: dict[str, Any]) -> str:
     """What read what."""
     model = f"{record['model']}, {record['parameters'] / 1e6:.1f}M parameters"
@@ -267,9 +210,11 @@ def documents(record: dict[str, Any]) -> str:
 def ablation(record: dict[str, Any]) -> str:
     """Parts of the recipe switched one at a time, folded away."""
     rows = record["rows"]
-    text = quality_rows([row for row in rows if not row["injection"]])
+    text = quality_rows([row for row in rows if not row["injection"] and "stress" not in row])
     if any(row["injection"] for row in rows):
         text += "\nWith a vector added to all keys, as a key bias does:\n\n" + by_injection(rows)
+    if any("stress" in row for row in rows):
+        text += "\nWith padding before each document, or channels rescaled:\n\n" + by_stress(rows)
     return details(documents(record), text + note(record) + source(record)).lstrip()
 
 
@@ -367,32 +312,11 @@ def cpu(record: dict[str, Any]) -> str:
     return cpu_cells(record["rows"]) + note(record) + source(record)
 
 
-def cards(record: dict[str, Any]) -> str:
-    """Predicted decode attention against reading fp16, by card, and how far predictions are off where it is known."""
-    cells = record["predictions"]
-    shapes = dict.fromkeys((cell["preset"], cell["batch"], cell["length"]) for cell in cells)
-    headings = ["card", *(f"{preset}, {shape(batch, length)}" for preset, batch, length in shapes)]
-    rows = []
-    for card in dict.fromkeys(cell["card"] for cell in cells):
-        speeds = [f"{cell['speedup']:.1f}×" for cell in cells if cell["card"] == card]
-        rows.append([card, *speeds])
-    error, counted = record["error"], record["counts"]
-    instructions = [
-        [f"sm_{target}", key, f"{found['total']:.2f}", str(found["registers"]), f"{found['stack']} B"]
-        for target, shapes_of in counted.items()
-        for key, found in shapes_of.items()
-    ]
-    note_ = (
-        f"\nPredicted, not measured: `{record['command']}`, calibrated on `{record['calibrated_on']}.json`, of "
-        f"whose calls the prediction is {error['median']:.0%} off in the median and {error['worst']:.0%} at most.\n"
-    )
-    folded = table(["target", "preset / head_dim", "instructions an element", "registers", "stack"], instructions)
-    return table(headings, rows) + note_ + details("What the compiler makes of the decode kernel", folded)
-
-
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablation": ablation,
+    "balance": balance,
     "cards": cards,
+    "compile_matrix": compile_matrix,
     "cpu": cpu,
     "generate": generate,
     "kernels": kernels,

@@ -116,7 +116,7 @@ def test_position_biases_of_a_preallocated_cache_are_added():
 
 def test_what_attention_cannot_compute_is_refused():
     model = tiny_model("inkling2_text", "turboquant")
-    with pytest.raises(ValueError, match='sink logits by query.*attn_implementation="eager"'):
+    with pytest.raises(ValueError, match='sink logits by query.*Load the model with `attn_implementation="eager"'):
         model(ids(1, 9))
 
 

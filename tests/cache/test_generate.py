@@ -128,14 +128,15 @@ def test_with_everything_dense_tokens_are_those_of_dynamic_cache(name, scenario)
     if name == "qwen3_next" and scenario in (assisted, prompt_lookup):
         pytest.skip("transformers refuses assisted generation on models with linear attention")
     model = model_named(name)
+    model.set_attn_implementation(dense_attention(name))
+    expected = scenario(model, lambda: DynamicCache(config=model.config))
+    assert expected[:, -NEW_TOKENS:].unique().numel() > 3, "a model that repeats itself shows nothing"
+    weights = copy.deepcopy(model.state_dict())
     for attention in ("turboquant", dense_attention(name)):
-        # Anew each time: assisted tokens of gpt-oss with DynamicCache are not the greedy ones, and not always the same.
-        model.set_attn_implementation(dense_attention(name))
-        expected = scenario(model, lambda: DynamicCache(config=model.config))
-        assert expected[:, -NEW_TOKENS:].unique().numel() > 3, "a model that repeats itself shows nothing"
         model.set_attn_implementation(attention)
         actual = scenario(model, lambda: TurboQuantCache(model.config, **EVERYTHING_DENSE))
         assert torch.equal(actual, expected), attention
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
 
 
 def decode_logits(

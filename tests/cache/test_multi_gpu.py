@@ -12,10 +12,11 @@ import needle_data as needle
 import pytest
 import torch
 from accelerate import dispatch_model
+from family_configs import tiny_model
 from tiny_models import VOCAB, build
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tq_hf import TurboQuantCache
+from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.ops import workspace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -70,6 +71,34 @@ def test_layers_offloaded_to_disk_give_the_same_tokens_and_files(tmp_path, optio
     with torch.no_grad():
         expected, actual = (m(step, past_key_values=c).logits for m, c in ((plain, cache), (offloaded, loaded)))
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "doge"])
+def test_hooks_of_an_offloaded_model_leave_states_to_the_model(name, tmp_path, monkeypatch):
+    """accelerate's hooks move what layers are given: of Gemma 3n also the keys that layers share, which are read by
+    that. Doge computes with its values. Nobody reads the states of Llama."""
+    plain, offloaded = (tiny_model(name) if name == "doge" else build(name) for _ in range(2))
+    layers = {f"model.layers.{index}": "cpu" for index in range(len(offloaded.model.layers))} | {
+        "model.layers.1": "disk"
+    }
+    others = {f"model.{part}": "cpu" for part, _ in offloaded.model.named_children() if part != "layers"}
+    places = layers | others | {"lm_head": "cpu"}
+    dispatch_model(offloaded, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    assert offloaded.model.layers[1].self_attn.k_proj.weight.is_meta
+    given, update = [], TurboQuantLayer.update
+    monkeypatch.setattr(TurboQuantLayer, "update", lambda *args: given.append(update(*args)) or given[-1])
+    found = []
+    for model, attention in ((plain, "sdpa"), (plain, "turboquant"), (offloaded, "turboquant")):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model.config, residual_length=10**6)
+        given.clear()
+        ids = prompt(batch=1, length=40)["input_ids"]
+        found.append([model(part, past_key_values=cache).logits for part in (ids, *ids[:, :3].split(1, dim=1))])
+        assert all(layer.reads_store == (attention == "turboquant") for layer in cache.layers[1:2])
+    for dense, expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(expected, dense, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(actual, dense, atol=1e-4, rtol=1e-4)
+    assert bool(given[-1][0].isnan().all()) == (name == "llama")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from stress import rescaled
 from tiny_models import build
 from transformers import PreTrainedModel
 
@@ -48,6 +49,7 @@ def folder(tmp_path_factory, model, request) -> Path:
 def leave_results(folder: Path, model: PreTrainedModel) -> Path:
     """Run the worker processes."""
     model.save_pretrained(folder / "model")
+    rescaled(model, 1, 20.0, 2).save_pretrained(folder / "loud")
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
         model(torch.full((2, 150), 5), past_key_values=cache)
@@ -90,6 +92,13 @@ def test_ranks_rotate_and_quantise_alike(found):
     """The packed bits of all ranks together are those of one process: no seed depends on the rank."""
     for rank in RANKS:
         assert found[rank]["same_packed"] == dict.fromkeys(PRESETS, True)
+
+
+def test_a_rank_balances_its_own_heads_as_one_process_does(found):
+    for rank in RANKS:
+        furthest, touched = found[rank]["factors"]
+        # In each of two layers, rows and heads two channels of keys and two of values.
+        assert furthest < 0.02 and touched >= 32
 
 
 def test_compiled_decoding_is_one_graph(found):

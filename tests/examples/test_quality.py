@@ -14,6 +14,7 @@ from typing import Any
 
 import needle_data as needle
 import pytest
+import quality
 import torch
 from evaluate_passkey import compress
 from report import SHIPPED_MODEL
@@ -205,3 +206,17 @@ def test_a_broken_part_breaks_the_limits(
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "k8v4"])
 def test_scales_without_norm_correction_break_the_limits(preset: str) -> None:
     assert "kl" in missed(preset, measured(preset, key_correction="none", value_correction="none"))
+
+
+def test_padding_before_a_document_changes_nothing_that_is_exact() -> None:
+    """With a cache that keeps everything, `--pad` gives the logits of the document alone."""
+    ids = reading().questions[:, :300]
+    outputs = []
+    for padding in (0, 200):
+        cache = DynamicCache(config=model().config)
+        parts = quality.forced_logits(model(), ids, cache, "sdpa", 128, padding)
+        places, logits = zip(*parts, strict=True)
+        assert [place.stop - place.start for place in places] == [part.shape[1] for part in logits]
+        outputs.append(torch.cat(logits, dim=1))
+    assert cache.get_seq_length() == ids.shape[1] + 200
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-3, atol=1e-3)

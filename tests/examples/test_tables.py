@@ -127,6 +127,20 @@ SERVE = {
         SERVED | {"engine": "stock, sdpa", "error": "out of memory"},
     ],
 }
+BALANCE = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")} | {
+    "rows": [
+        quality_row("float32 cache", 0.0),
+        *(
+            quality_row(f"4bit_nc, {balanced}, seed {seed}", kl * (seed + 1)) | {"recall": 0.5} | stressed
+            for stressed, kls in (({}, (0.001, 0.002)), ({"stress": "2 pairs x30"}, (0.003, 0.04)))
+            for balanced, kl in zip(("balanced", "not balanced"), kls, strict=True)
+            for seed in range(2)
+        ),
+    ]
+}
+PADDED = {
+    "rows": [quality_row("3bit_nc, defaults", 0.5), quality_row("3bit_nc, defaults", 0.25) | {"stress": "9 padding"}]
+}
 ABLATION = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")}
 
 EXPECTED = [
@@ -173,6 +187,10 @@ EXPECTED = [
         ["| ms (speed) | prefill | decode |", "| DynamicCache | 480 (1.00×) | 9.83 (1.00×) |", "| – | 12.51 (0.79×) |"],
     ),
     ("ablation", ABLATION, ["10.0M parameters; 36 documents", "| `4bit_nc`, packed only | 158 |", "0.00029, –"]),
+    ("ablation", ABLATION | PADDED, ["| KL, facts recalled | none | 9 padding |", "| 0.5, – | 0.25, – |"]),
+    ("balance", BALANCE, ["mean of 2 rotations", "unbalanced, KL, facts | none | 2 pairs x30 |"]),
+    ("balance", BALANCE, ["| `4bit_nc`, balanced | **0.50×** 0.0015, 50.0% | **1.50×** 0.0045, 50.0% |"]),
+    ("balance", BALANCE, ["| `4bit_nc`, not balanced | **1.00×** 0.003, 50.0% | **20.00×** 0.06, 50.0% |"]),
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
+from tq_kernels.common.launcher import ALWAYS  # noqa: E402
 from tq_kernels.decode.append import append_row, write_counts  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -20,7 +21,7 @@ def compiled(kernel, arch: int, constants: dict[str, int], **options):
     types = dict.fromkeys(STATES, "*bf16") | {"state": "*i32", "step_counts": "*i32", "length": "*i64"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=1, **options))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ALWAYS | dict(num_warps=1, **options))
 
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100])

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+from builds import build_append, build_reduce, build_rotate  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from sass import SHARED, build, build_split, inner_loop, per_element, plan, resources  # noqa: E402
-from tq_kernels.decode.append import rotate_and_append  # noqa: E402
-from tq_kernels.decode.reduce import reduce_splits  # noqa: E402
-from tq_kernels.decode.rotate import rotate_query  # noqa: E402
+from sass import SHARED, build_split, inner_loop, per_element, plan, resources  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -88,25 +86,8 @@ def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
 @pytest.mark.parametrize("arch", SHARED, ids=str)
 @pytest.mark.parametrize("dim", [128, 256])
 def test_small_kernels_compile_for(arch: int | str, dim: int) -> None:
-    p = plan(arch, 4, 4, dim=dim)
-    rotate = build(
-        rotate_query, ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8], p.rotate_constants, arch, num_warps=2
-    )
-    append = build(
-        rotate_and_append,
-        [*["*fp16"] * 7, "*fp32", *["i32"] * 14],
-        (dim, dim, *p.rotate_constants),
-        arch,
-        num_warps=2,
-    )
-    reduce = build(
-        reduce_splits,
-        ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp16", *["i32"] * 13],
-        p.reduce_constants,
-        arch,
-        num_warps=p.reduce_warps,
-    )
-    for compiled in (rotate, append, reduce):
+    for build in (build_rotate, build_append, build_reduce):
+        compiled = build(arch, (4, 4), dim=dim)
         assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" and arch != 75 else 0)
         if isinstance(arch, int):
             assert resources(compiled).stack == 0

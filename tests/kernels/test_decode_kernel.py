@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -100,10 +101,18 @@ def test_all_cases_in_the_interpreter() -> None:
 
 
 if INTERPRETED:
+    from tq_kernels.decode import decoder
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_agrees_with_fp64(case: Case) -> None:
         check(case, torch.device("cpu"))
+
+    @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])
+    def test_agrees_with_fp64_as_on_amd(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        amd = replace(decoder.target(torch.device("cpu")), small_levels=False)
+        monkeypatch.setattr(decoder, "target", lambda device: amd)
+        assert not amd.narrow_products
+        check(BASE.with_(preset=preset, Hq=8, Hkv=2), torch.device("cpu"))
 
     def test_rows_that_attend_to_nothing_are_zero() -> None:
         inputs = make_inputs(BASE.with_(mask="full", B=2), torch.device("cpu"))

@@ -9,38 +9,12 @@ import re
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+from builds import build_dequantise  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from sass import GPUTarget  # noqa: E402
-from tq_kernels.codec.dequantise import dequantise_blocks  # noqa: E402
-from tq_kernels.codec.launch import dequantise_config  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-
-
-def compiled_layouts(arch: int, dim: int, bits: int, is_value: bool) -> str:
-    """The kernel as Triton lays it out, for fp16 states of aligned strides."""
-    config = dequantise_config(dim, bits, divmod(arch, 10))
-    tile = max(16 * config.chunks, triton.next_power_of_2(dim))
-    names = dequantise_blocks.arg_names
-    types = ["*i32", "*fp16", "constexpr" if is_value else "*fp16", "*fp32", "*fp16", "*fp16", *["i32"] * 8]
-    columns = min(config.columns, tile)
-    constants = (dim, dim, tile, bits, is_value, config.chunks, columns, config.resident, True)
-    runtime = len(types)
-    source = ASTSource(
-        fn=dequantise_blocks,
-        signature={name: types[i] if i < runtime else "constexpr" for i, name in enumerate(names)},
-        constexprs={(i + runtime,): value for i, value in enumerate(constants)} | ({(2,): None} if is_value else {}),
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, kind in enumerate(types)
-            if kind.startswith("*") or (kind == "i32" and names[i] not in dequantise_blocks.do_not_specialize)
-        },
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": config.warps})
-    return compiled.asm["ttgir"]
 
 
 def look_up_layouts(ttgir: str) -> list[str]:
@@ -64,6 +38,7 @@ def keeps_words_whole(layout: str) -> bool:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("arch", [80, 89, 90])
 def test_a_look_up_gets_whole_words(arch: int, dim: int, bits: int, is_value: bool) -> None:
-    layouts = look_up_layouts(compiled_layouts(arch, dim, bits, is_value))
+    compiled = build_dequantise(arch, (bits, bits), is_value=is_value, dim=dim)
+    layouts = look_up_layouts(compiled.asm["ttgir"])
     assert layouts
     assert [layout for layout in layouts if not keeps_words_whole(layout)] == []

@@ -12,6 +12,7 @@ from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_o
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
+from tq_hf.codec.reference import dequantise as reference_dequantise
 from tq_hf.codec.reference import encode as reference_encode
 from tq_hf.codec.rotation import rotate, rotation_matrix
 from tq_hf.config import PRESETS, TurboQuantConfig
@@ -76,6 +77,8 @@ CASES = [
     Case(PRESETS["2.5bit_nc"], 96, 100, FP16, balanced=True),
     Case(PRESETS["k8v4"], 256, 24, BF16, balanced=True),
 ]
+
+SPOILT = ("k8v4", "4bit_nc", "2.5bit_nc", "2bit_nc")
 
 
 def make_states(case: Case, device: torch.device, blocks: int = BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,6 +195,28 @@ def check(case: Case, device: torch.device) -> None:
         )
 
 
+def check_spoilt(case: Case, device: torch.device) -> None:
+    """One token of each head is not finite: it is lost, and all others are as near as from the reference."""
+    keys, values = make_states(case, device)
+    token, bits = 128 + 70, case.config.key_bits
+    sound = keys.cpu().float(), values.cpu().float()
+    keys[:, :, token, 3], values[:, :, token, 5] = torch.nan, torch.nan
+    if bits < 8:  # FP8 codes of infinity are the largest
+        keys[:, 0, token, 3] = torch.inf
+    got = run_encode(case, keys, values).map(torch.Tensor.cpu).slice(START, START + BLOCKS)
+    want = PackedBlocks.allocate(got.layout, case.batch, case.heads, BLOCKS, CPU)
+    reference_encode(case.config, keys.cpu(), values.cpu(), want, 0)
+    rest = torch.arange(128 * BLOCKS) != token
+    for which in (0, 1):
+        restored = [torch.empty_like(x) for x in sound], [torch.empty_like(x) for x in sound]
+        reference_dequantise(case.config, got, *restored[0])
+        reference_dequantise(case.config, want, *restored[1])
+        assert all(pair[which][:, :, token].isnan().all() for pair in restored)
+        ours, theirs = ((pair[which] - sound[which])[:, :, rest].square().mean().sqrt() for pair in restored)
+        assert ours <= 1.01 * theirs
+    assert got.key_means is not None and (got.key_means[:, :, 1] == 0).all() and (got.key_means[:, :, 0] != 0).any()
+
+
 def check_chunks(device: torch.device) -> None:
     case = Case(PRESETS["k3v4_nc"], 64, 64)
     keys, values = make_states(case, device, blocks=3)
@@ -245,6 +270,11 @@ if INTERPRETED:
     def test_agrees_with_the_reference(case: Case) -> None:
         check(case, CPU)
 
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of what is not finite
+    @pytest.mark.parametrize("preset", SPOILT)
+    def test_a_token_that_is_not_finite_spoils_no_other(preset: str) -> None:
+        check_spoilt(Case(PRESETS[preset]), CPU)
+
     def test_a_block_does_not_depend_on_its_neighbours() -> None:
         check_chunks(CPU)
 
@@ -262,6 +292,12 @@ if INTERPRETED:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_the_reference_on_a_gpu(case: Case) -> None:
     check(case, torch.device("cuda", 0))
+
+
+@gpu
+@pytest.mark.parametrize("preset", SPOILT)
+def test_a_token_that_is_not_finite_spoils_no_other_on_a_gpu(preset: str) -> None:
+    check_spoilt(Case(PRESETS[preset]), torch.device("cuda", 0))
 
 
 @gpu

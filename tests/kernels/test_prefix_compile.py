@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+from builds import build_prefix  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
 from sass import SHARED, build, disassemble, target_of  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
-from tq_kernels.prefix.attention import prefix_attention  # noqa: E402
-from tq_kernels.prefix.attention_fragments import prefix_attention_fragments  # noqa: E402
-from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_constants, prefix_splits  # noqa: E402
+from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits  # noqa: E402
 from tq_kernels.prefix.merge import merge_splits  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -25,19 +24,8 @@ Compiled = tuple[Any, PrefixConfig]
 def compiled_for(
     arch: int | str, preset: str = "4bit_nc", dim: int = 128, value_dim: int | None = None, **options: Any
 ) -> Compiled:
-    key_bits, value_bits = BITS[preset]
-    on = target_of(arch)
-    config = prefix_config(dim, value_dim or dim, key_bits, value_bits, on)
-    flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
-    constants = prefix_constants(
-        dim, value_dim or dim, key_bits, value_bits, has_mean=True, config=config, on=on, **flags
-    )
-    kernel = prefix_attention_fragments if on.fragments else prefix_attention
-    numbers = len(kernel.arg_names) - len(constants) - 21
-    types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
-    types += ["i32"] * (numbers - 3) + ["fp32", "fp32", "i32"]
-    limit = {"maxnreg": config.registers} if config.registers else {}
-    return build(kernel, types, constants, arch, num_warps=config.warps, **limit), config
+    compiled = build_prefix(arch, BITS[preset], dim=dim, value_dim=value_dim, **options)
+    return compiled, prefix_config(dim, value_dim or dim, *BITS[preset], target_of(arch))
 
 
 def spills(compiled: Any) -> bool:

@@ -113,3 +113,14 @@ def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
     monkeypatch.setattr(triton_backend, "device_int", lambda value, device: value, raising=False)
     with pytest.raises(RuntimeError, match="TQ_HF_BACKEND=torch"):
         dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, scaling=1.0)
+
+
+@pytest.mark.parametrize("said", ["out of memory", "device-side assert triggered"])
+def test_what_triton_passes_on_about_other_work_blames_no_kernel(said):
+    error = RuntimeError(f"Triton Error [CUDA]: {said}")
+    assert backend.explained(error, torch.device("cpu")) is error
+
+
+def test_of_a_compilation_error_the_end_is_told():
+    error = OutOfResources("at 12:8:\n    x = tl.dot(a, b)\n        ^\nno such product")
+    assert "(OutOfResources: no such product)" in str(backend.explained(error, torch.device("cpu")))

@@ -15,6 +15,9 @@ from transformers import (
     DynamicCache,
     Gemma3Config,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MambaConfig,
@@ -108,13 +111,17 @@ FULL_SIZE = {
     "gpt_oss": GptOssConfig(dtype="bfloat16"),
     "qwen3_next": Qwen3NextConfig(dtype="bfloat16"),
     "deepseek_v3": DeepseekV3Config(dtype="bfloat16"),
+    # GLM-4-9B, GLM-4.6 and GLM-4.7-Flash.
+    "glm4": Glm4Config(dtype="bfloat16"),
+    "glm4_moe": Glm4MoeConfig(num_hidden_layers=92, head_dim=128, dtype="bfloat16"),
+    "glm4_moe_lite": Glm4MoeLiteConfig(dtype="bfloat16"),
 }
 
 
 def documented(config: PreTrainedConfig, context: int) -> dict[str, int]:
     """KV bytes of one sequence in a 4bit_nc cache, counted from papers and documentation."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    mla = config.model_type == "deepseek_v3"
+    mla = hasattr(config, "kv_lora_rank")
     heads = 1 if mla else config.num_key_value_heads
     dims = (config.kv_lora_rank, config.qk_rope_head_dim) if mla else (config.head_dim, config.head_dim)
     blocks = (context - 4 - 128) // 128
@@ -149,6 +156,10 @@ FEW_EXPERTS = {
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8
     ),
     "deepseek_v3": dict(n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, moe_intermediate_size=8),
+    "glm4_moe": dict(n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=8),
+    "glm4_moe_lite": dict(
+        n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, mlp_layer_types=["dense", "sparse"]
+    ),
 }
 
 

@@ -26,7 +26,8 @@ from ..layout import BlockLayout
 from ..tensors.factors import Factors
 
 LEAST_TOKENS = 32
-"""Of fewer tokens nothing is concluded: factors stay one."""
+"""Of fewer tokens nothing is concluded: factors stay one. A later call of more than 128 tokens decides if it comes
+before the first block is encoded. Shorter ones do not: their rows are in the window when queries are known."""
 SAMPLED_BLOCKS = 8
 """Blocks of the prompt that are looked at, evenly spread."""
 NEAR, FAR = 1.6, 2.5

@@ -7,12 +7,10 @@ that every backend multiplies the same numbers.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, POSITIVE_CENTROIDS
 
-from ..inference_mode import outside_inference_mode
+from ..inference_mode import made_once
 
 __all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "GAUSSIAN_MSE", "POSITIVE_CENTROIDS", "boundaries", "levels"]
 
@@ -20,8 +18,7 @@ GAUSSIAN_MSE = {2: 0.117588, 3: 0.0345627, 4: 0.00950624}
 """Mean squared error of each codebook on N(0, 1)."""
 
 
-@lru_cache
-@outside_inference_mode
+@made_once
 def _levels(bits: int) -> torch.Tensor:
     if bits == 8:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -30,8 +27,7 @@ def _levels(bits: int) -> torch.Tensor:
     return torch.cat([-positive.flip(0), positive])
 
 
-@lru_cache
-@outside_inference_mode
+@made_once
 def levels(bits: int, device: torch.device) -> torch.Tensor:
     """What each code stands for, in units of its vector's scale.
 
@@ -41,8 +37,7 @@ def levels(bits: int, device: torch.device) -> torch.Tensor:
     return _levels(bits).to(device)
 
 
-@lru_cache
-@outside_inference_mode
+@made_once
 def boundaries(bits: int, device: torch.device) -> torch.Tensor:
     """Midpoints between neighbouring centroids, `[2**bits - 1]` float32, ascending."""
     centroids = _levels(bits)
@@ -53,8 +48,7 @@ CEILINGS = 310
 """More than 128 times the largest boundary (307 / 128 at 4 bits)."""
 
 
-@lru_cache
-@outside_inference_mode
+@made_once
 def codes_of_ceilings(bits: int, device: torch.device) -> torch.Tensor:
     """The code of each u, by the whole number ceil(128 u) from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
 

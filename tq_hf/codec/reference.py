@@ -2,7 +2,8 @@
 
 With R the rotation, x a key or value, f its head's factors (see `tq_hf.codec.balance`) and b its block:
 
-    encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block, rounded to fp16);  sigma = |z| / sqrt(D)
+    encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block in fp16, 0 where that is not finite)
+                sigma = |z| / sqrt(D)
                 c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
     dequantise  x' = R^-1 (scale c + m_b) / f
 
@@ -57,6 +58,12 @@ def _half(x: torch.Tensor) -> torch.Tensor:
     """float16, saturated: what is too large for it must not become infinite."""
     limit = torch.finfo(torch.float16).max
     return x.clamp(-limit, limit).half()
+
+
+def _finite_or_zero(x: torch.Tensor) -> torch.Tensor:
+    """0 for what is infinite or NaN: a key that is not finite leaves its block without a mean, not the other keys
+    without sense."""
+    return torch.where(x.isfinite(), x, 0)
 
 
 def _looked_up(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -125,7 +132,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         target = out.slice(start + first, start + last)
         z = rotate(_padded(k * factors.keys, layout.key_dim_padded), config.rotation_seed)
         if target.key_means is not None:
-            target.key_means.copy_(_half(_sum(z.transpose(-1, -2)) / layout.tokens))
+            target.key_means.copy_(_finite_or_zero((_sum(z.transpose(-1, -2)) / layout.tokens).half()))
             z = z - target.key_means.float()[..., None, :]
         codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))

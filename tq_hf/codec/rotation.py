@@ -12,15 +12,13 @@ others are rotated with it.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 
-from ..inference_mode import outside_inference_mode
+from ..inference_mode import made_once
 
 
-@lru_cache
-@outside_inference_mode
+@made_once
 def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
     """Random signs, `[dim]` float32 of +1 and -1, equal on every device; all +1 for a seed of `None`."""
     if seed is None:
@@ -74,8 +72,7 @@ def rotate_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
     return hadamard(x) * signs(x.shape[-1], seed, x.device)
 
 
-@lru_cache
-@outside_inference_mode
+@made_once
 def rotation_matrix(dim: int, seed: int | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """R as a dense matrix, `[dim, dim]`: `rotate(x) = x @ R.T`. For kernels that rotate with tensor cores."""
     return rotate(torch.eye(dim), seed).T.contiguous().to(device=device, dtype=dtype)

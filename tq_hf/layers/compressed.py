@@ -21,8 +21,9 @@ from ..stores.preallocated import PreallocatedStore
 from ..stores.ticket import Receipt, Ticket, attach, step_placeholders
 from ..stores.watched import Watch
 from ..tensors.factors import Factors
-from ..tensors.view import StepView, StoreView
+from ..tensors.view import StepView, StoreView, is_first
 from ..tensors.window import KeyValue
+from . import advice
 from .base import FullAttentionLayer, check_crop
 
 _FIRST, _SEVERAL, _ONE = "a prompt", "several tokens", "one token"
@@ -43,8 +44,6 @@ class TurboQuantLayer(FullAttentionLayer):
     Args:
         config: What to compress to.
         max_cache_len: Tokens to preallocate for and never exceed, or `None`.
-        read_by_others: Whether other layers of the model read these keys too. They may be on another device, where
-            tickets do not get: they are given real states always.
         model_config: The config of the model, held weakly. While it names another attention than "turboquant" the
             states of a prompt are not watched: other attention functions may be compiled.
     """
@@ -56,14 +55,12 @@ class TurboQuantLayer(FullAttentionLayer):
         self,
         config: TurboQuantConfig,
         max_cache_len: int | None = None,
-        read_by_others: bool = False,
         model_config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
         self.config = config
         self.max_cache_len = max_cache_len
-        self.read_by_others = read_by_others
         # An attribute of the layer, not of the class: transformers compiles decoding if all layers have it.
         self.is_compileable = max_cache_len is not None
         self.store: LayerStore | None = None
@@ -107,6 +104,9 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.factors is not None:
             store.hand_on(self.factors)
         self.store = store
+        if not torch.compiler.is_compiling():
+            model_config = None if self._model_config is None else self._model_config()
+            advice.of_states(key_states, store.layout, getattr(model_config, "model_type", None))
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
         self.is_initialized = True
@@ -128,9 +128,9 @@ class TurboQuantLayer(FullAttentionLayer):
         view = self.store.append(
             key_states, value_states, wait=self.awaits_queries and not torch.compiler.is_compiling()
         )
-        call = _FIRST if view.is_first else _ONE if key_states.shape[2] == 1 else _SEVERAL
+        call = _FIRST if is_first(view) else _ONE if key_states.shape[2] == 1 else _SEVERAL
         last = self._receipt
-        reader = None if self.read_by_others or last.reader is None else last.reader()
+        reader = None if last.reader is None else last.reader()
         reads_store = reader is not None and attention_implementation(reader) == "turboquant"
         if torch.compiler.is_compiling():  # compiled steps go on as the prefill before them did
             known = last.left_alone or self._call in self._left_alone or call in self._left_alone
@@ -144,7 +144,7 @@ class TurboQuantLayer(FullAttentionLayer):
                 self._left_alone.add(self._call)
             known = call in self._left_alone
             self._receipt, self._call = Receipt(), call
-        prompt = (key_states, value_states) if view.is_first else None
+        prompt = (key_states, value_states) if is_first(view) else None
         return self._offered(view, prompt, reads_store, known)
 
     def _offered(self, view: StoreView | StepView, prompt: KeyValue | None, reads_store: bool, known: bool) -> KeyValue:
@@ -160,6 +160,8 @@ class TurboQuantLayer(FullAttentionLayer):
             watches = self._may_read_store() and not torch.compiler.is_compiling()
         else:
             dense = partial(self._dense, view)
+            if not reads_store and self._call == _ONE and self._nan.is_cuda and not torch.compiler.is_compiling():
+                advice.of_dequantised_steps(self.store.layout, self._may_read_store())
             states = step_placeholders(view.tensors.row, self._length(view), self._nan) if reads_store else dense()
             watches = reads_store and not known
         if watches:

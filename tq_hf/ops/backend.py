@@ -9,17 +9,25 @@ The variable is read once, when this module is imported.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
+from traceback import walk_tb
+from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 VARIABLE = "TQ_HF_BACKEND"
 CHOICES = ("torch", "triton")
 HAS_TRITON = find_spec("triton") is not None
+NOT_ABOUT_A_KERNEL = ("out of memory", "device-side assert")
+"""In messages of errors that Triton passes on."""
 chosen = os.environ.get(VARIABLE, "").strip().lower()
 
 P = ParamSpec("P")
@@ -35,21 +43,47 @@ def check_choice() -> None:
 
 
 def explained(error: Exception, device: torch.device) -> Exception:
-    """The error to raise for one that came out of a kernel's launch: if it is Triton's, one that names the way out."""
+    """The error to raise for one that came out of a kernel's launch: if it is Triton's, one that names the way out.
+
+    Raise it from the other, which has lost its stack: that is logged for debugging.
+    """
     if not _is_tritons(error):
         return error
+    logger.debug("A Triton kernel failed.", exc_info=error)
+    error.__traceback__ = error.__cause__ = error.__context__ = None
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     return RuntimeError(
-        f"A Triton kernel does not compile or launch on {card} ({type(error).__name__}: {reason}). Set the environment "
-        f"variable {VARIABLE}=torch to compute without kernels, slowly, and please report this."
+        f"A Triton kernel does not compile or launch on {card} ({type(error).__name__}: {_reason(error)}). Set the "
+        f"environment variable {VARIABLE}=torch to compute without kernels, slowly (it is read at the start), and "
+        "please report this."
     )
 
 
 def _is_tritons(error: Exception) -> bool:
-    """Whether Triton raised it: in compiling, in loading what it compiled, or in launching that."""
-    ours = type(error).__module__.split(".")[0] == "triton"
-    return ours or str(error).startswith(("Triton Error", "Failed to find C compiler"))
+    """Whether Triton raised it: in compiling, in loading what it compiled, or in launching that.
+
+    What CUDA says of kernels that were launched before, or of memory that is gone, is about no kernel that fails now.
+    """
+    if isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in NOT_ABOUT_A_KERNEL):
+        return False
+    own = type(error).__module__.split(".")[0] == "triton"
+    own = own or str(error).startswith(("Triton Error", "Failed to find C compiler"))
+    return own or _went_through_triton(error.__traceback__)
+
+
+def _went_through_triton(trace: TracebackType | None) -> bool:
+    """Whether an error was raised in Triton, by whatever it called: no C compiler, no driver, a failed pass. (In the
+    interpreter a kernel's own assertions are.)"""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(trace)]
+    inside = [name for name in modules if name.split(".")[0] == "triton"]
+    return bool(inside) and "triton.runtime.interpreter" not in inside
+
+
+def _reason(error: Exception) -> str:
+    """The line of an error's message that says most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    # A compilation error begins with a place in the source and ends with what is wrong there.
+    return (lines[-1] if re.match(r"at \d+:\d+:", lines[0]) else lines[0])[:200]
 
 
 def explains_failures(function: Callable[P, R]) -> Callable[P, R]:

@@ -9,13 +9,13 @@ levels, of which it has D.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 
 from ..codec.rotation import rotate_back, rotation_matrix
 from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
+from ..inference_mode import made_once
 from ..tensors.blocks import PackedBlocks
 from ..tensors.view import StoreView
 from .tables_cpu import PLANES, ROWS, Take, key_levels, value_levels, value_order
@@ -37,8 +37,7 @@ def _of_heads(factor: torch.Tensor) -> torch.Tensor:
     return factor.float().flatten(0, 1)[:, None]
 
 
-@lru_cache
-@outside_inference_mode
+@made_once
 def _planes(device: torch.device) -> torch.Tensor:
     """Which plane a row is for, `[4, 1, 4, 1]`."""
     return torch.eye(PLANES, device=device).view(PLANES, 1, PLANES, 1)

@@ -21,13 +21,12 @@ been read in the list of operators, not run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 
 from ..codec.codebook import levels
 from ..codec.packing import PLANES, QUARTERS, ROWS
-from ..inference_mode import outside_inference_mode
+from ..inference_mode import made_once
 
 Take = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """Scratch of a name, shape and dtype, valid until the next of that name."""
@@ -37,8 +36,7 @@ _SIGN_BITS = {4: (7, 15, 3, 11), 3: (3, 11, 2, 10)}
 _LARGEST_INDEX = {4: 0xFFFF, 3: 0x3F3F, 2: 0x3333}
 
 
-@lru_cache
-@outside_inference_mode
+@made_once
 def table(bits: int, device: torch.device) -> torch.Tensor:
     """Levels of the four codes of an index: `[65536]`, `[16192]` or `[13108]` complex128 for 4, 3 or 2 bits.
 

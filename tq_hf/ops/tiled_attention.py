@@ -271,7 +271,7 @@ def _attend(
                 shaped.masked_fill_(position > row[:, None], -torch.inf)
             state.add(scores, group)
     if s_aux is not None:
-        # A copy, because scores are overwritten, and these are a parameter of the model.
+        # A copy: `add` overwrites it, and `s_aux` is a parameter of the model.
         sinks = s_aux.float().view(1, kv_heads, groups, 1).repeat(batch, 1, 1, queries)
         for first, state in zip(range(0, queries, step), states, strict=True):
             state.add(sinks[..., first : first + step].reshape(batch * kv_heads, -1, 1), ())

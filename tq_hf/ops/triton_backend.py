@@ -22,7 +22,7 @@ from .workspace import allocator, current_workspace
 if HAS_TRITON:
     from tq_kernels.codec.launch import dequantise as dequantise_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
-    from tq_kernels.common.device import interpreted
+    from tq_kernels.common.device import interpreted, target
     from tq_kernels.common.packed import Packed
     from tq_kernels.decode.append import append_token as append_rows
     from tq_kernels.decode.append import finish_step
@@ -49,6 +49,12 @@ def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
 def _runs(tensor: torch.Tensor) -> bool:
     able = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
     return able and backend.chosen != "torch"
+
+
+def spells_plainly(device: torch.device) -> bool:
+    """Whether kernels unpack without inline PTX there: on AMD, and on NVIDIA before Turing."""
+    on = target(device)
+    return not on.asm and not on.fragments
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..tensors.layer_tensors import RowKind, dense_shapes
-from ..tensors.view import StepView, StoreView
+from ..tensors.view import StepView, StoreView, is_first
 from ..tensors.window import KeyValue
 from .base import LayerStore
 from .watched import unwatched
@@ -139,4 +139,4 @@ def redeem(
     # A compiled step finds the receipt signed by the prefill before it, or cannot sign it.
     if ticket.receipt.reader is None and config is not None and not torch.compiler.is_compiling():
         ticket.receipt.reader = weakref.ref(config)
-    return (ticket.view, *unwatched((keys, values))) if ticket.view.is_first else (ticket.view, keys, values)
+    return (ticket.view, *unwatched((keys, values))) if is_first(ticket.view) else (ticket.view, keys, values)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..compat import as_plain_tensors
 from ..tensors.window import KeyValue
 
 _ASKED_OF_SHAPE: set[Any] = {
@@ -70,7 +71,7 @@ class Watched(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             if func not in _ASKED_OF_SHAPE:
                 args, kwargs = _real(args), _real(kwargs or {})
             return func(*args, **(kwargs or {}))

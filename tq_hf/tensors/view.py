@@ -34,11 +34,6 @@ class StoreView(NamedTuple):
     new: KeyValue | None = None
 
     @property
-    def is_first(self) -> bool:
-        """Whether nothing was cached before this call: its own states are all there is to read."""
-        return self.past_length == 0
-
-    @property
     def config(self) -> TurboQuantConfig:
         """The configuration the blocks were encoded with."""
         return self.tensors.config
@@ -97,7 +92,9 @@ class StepView(NamedTuple):
     length: int
     num_held: int | None
 
-    @property
-    def is_first(self) -> bool:
-        """Never: even a prompt of one token is read from the store."""
-        return False
+
+def is_first(view: StoreView | StepView) -> bool:
+    """Whether nothing was cached before this call: its own states are all there is to read. Never of a `StepView`: even
+    a prompt of one token is read from the store."""
+    # Not a property: of a named tuple, Dynamo of torch 2.9 traces none.
+    return isinstance(view, StoreView) and view.past_length == 0

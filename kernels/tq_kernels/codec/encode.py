@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..format import TOKENS
-from .quantise import store_codes, to_half
+from .quantise import store_codes
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -77,6 +77,29 @@ def _add_product(x, high, low, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     if SPLIT:
         y = tl.dot(x, low, y, input_precision=PRECISION)
     return y
+
+
+@triton.jit
+def _finite_or_zero(x, ASM: tl.constexpr):
+    """float16, 0 for what is infinite or NaN: a row that is not finite leaves its block without a mean, not the other
+    rows without sense."""
+    if ASM:
+        # Two at a time, as nothing that Triton has: a compare to a mask, and the mask.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 size, finite;
+            and.b32 size, $1, 0x7FFF7FFF;
+            set.lt.u32.f16x2 finite, size, $2;
+            and.b32 $0, $1, finite;
+            }""",
+            "=r,r,r",
+            [x, tl.full(x.shape, float("inf"), tl.float16)],
+            tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -178,7 +201,7 @@ def encode_blocks(
                 y0 = _add_product(x0, high, low, y0, SPLIT, PRECISION)
                 y1 = _add_product(x1, high, low, y1, SPLIT, PRECISION)
         if means is not None:
-            mean = to_half(tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS))  # [TILE]
+            mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), ASM)  # [TILE]
             n = tl.arange(0, TILE)
             channel = n // QUARTER * (DIM // 4) + n % QUARTER
             tl.store(means + home * DIM + channel, mean, mask=n % QUARTER < DIM // 4)

@@ -33,8 +33,8 @@ CORRECTIONS = {"none": 0, "norm": 1, "inner": 2, "projection": 3}
 
 @triton.jit
 def to_half(x):
-    """float16, saturated: what is too large for it must not become infinite."""
-    return tl.clamp(x, -HALF_MAX, HALF_MAX).to(tl.float16)
+    """float16, saturated: what is too large for it must not become infinite. NaN stays NaN."""
+    return tl.clamp(x, -HALF_MAX, HALF_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
 @triton.jit
@@ -135,7 +135,8 @@ def _quantise(
         if CORRECTION == 1:
             scale = square * _inverse_root(square * energy)
         elif CORRECTION == 2:
-            scale = tl.where(inner > 0.0, square / tl.where(inner > 0.0, inner, 1.0), 0.0)
+            # NaN is no 0: a row that is not finite has no scale.
+            scale = tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner))
         else:
             norm = tl.rsqrt(energy)
             scale = inner * norm * norm

@@ -38,6 +38,11 @@ class Target:
         return self.capability == (7, 5)
 
     @property
+    def narrow_products(self) -> bool:
+        """Matrix products of 8 columns (NVIDIA; AMD's have 16 and more, and leave others to the vector ALU)."""
+        return self.small_levels
+
+    @property
     def dependent_launch(self) -> bool:
         """Programmatic dependent launch (compute capability 9.0 and later)."""
         return self.capability[0] >= 9

@@ -14,6 +14,10 @@ import torch
 
 from .compat import compiled_launch, current_raw_stream
 
+ALWAYS = {"enable_fp_fusion": True}
+"""Options every kernel is compiled with. Triton 3.9 warns where nobody says this, and says that 3.10 will not fuse
+multiplications and additions by itself."""
+
 
 class Launcher(NamedTuple):
     """How a compiled kernel is launched: `call(*grid, stream, *fixed, *arguments)`, tensors as addresses or not."""
@@ -47,7 +51,7 @@ class Kernel:
         key = (key, *[t.data_ptr() % 16 for t in tensors])
         launcher = self.variants.get(key)
         if launcher is None:
-            compiled = self.function[grid](*tensors, *numbers, *constants, **options)
+            compiled = self.function[grid](*tensors, *numbers, *constants, **ALWAYS, **options)
             launcher = None if compiled is None else self.launcher(compiled)
             if launcher is not None:
                 self.variants[key] = launcher

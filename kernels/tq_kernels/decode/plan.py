@@ -35,7 +35,7 @@ class SplitConfig:
 
 def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, rows: int, on: Target) -> SplitConfig:
     """The heuristic table; `key_dim` and `value_dim` are padded."""
-    block_rows = 8 if rows <= 8 else 16
+    block_rows = 8 if rows <= 8 and on.narrow_products else 16
     warps = 2
     # Fewer channels at a time need fewer registers; 2 and 3 bits are stored in quarters anyway.
     key_chunks = 4 if key_bits < 4 or key_dim > 128 else 1

@@ -1,0 +1,42 @@
+"""Pieces of a results page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tq_hf import PRESETS
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; the first column is left-aligned, the others right."""
+    lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def shape(batch: int, context: int) -> str:
+    """Sequences and tokens, e.g. 8 × 32k."""
+    return f"{batch} × {context // 1024}k" if context % 1024 == 0 else f"{batch} × {context:,}"
+
+
+def details(summary: str, content: str) -> str:
+    """Markdown that is folded away."""
+    return f"\n<details><summary>{summary}</summary>\n\n{content}\n</details>\n"
+
+
+def cache_name(name: str) -> str:
+    """The name of a cache with a preset's name in it as code."""
+    preset, comma, rest = name.partition(",")
+    return f"`{preset}`{comma}{rest}" if preset in PRESETS else name
+
+
+def source(record: dict[str, Any]) -> str:
+    """Where a table's numbers come from."""
+    versions = record["versions"]
+    made_by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
+    place = ", ".join(filter(None, (record["device"], record.get("dtype"))))
+    return f"\n`{record['command']}` on {place}, {made_by}, {record['date']}.\n"
+
+
+def note(record: dict[str, Any]) -> str:
+    """What has to be known to read a table, where there is such a thing."""
+    return f"\n{record['note']}\n" if "note" in record else ""

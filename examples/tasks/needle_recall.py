@@ -1,0 +1,23 @@
+"""The questions of `needle_recall.yaml`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import needle_data as needle  # noqa: E402
+
+TOKENS, FACTS, PROMPTS = 1500, 8, 3
+
+
+def documents(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """Eight facts in each of three prompts, a question for each; `metadata` is the task's and changes nothing."""
+    found = []
+    for seed in range(PROMPTS):
+        text, asked = needle.recall_prompt(TOKENS, FACTS, seed)
+        found += [{"prompt": text + question, "answer": answer + needle.TERMINATOR} for question, answer in asked]
+    return {"test": datasets.Dataset.from_list(found)}

@@ -1,0 +1,134 @@
+"""What a cache says of its first prompt: scales that fp16 cannot hold, and, if "auto" chose, how balanced keys are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from stress import rescaled
+from tiny_models import VOCAB, build
+
+from tq_hf import TurboQuantCache
+from tq_hf.layers import first_prompt
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Warnings about first prompts."""
+    lines: list[str] = []
+    monkeypatch.setattr(first_prompt.logger, "warning", lines.append)
+    yield lines
+
+
+def scaled(keys: float = 1.0, values: float = 1.0, layer: int = 2) -> Any:
+    """A Llama one layer of which has keys and values so many times as large, and computes the same."""
+    model = build("llama")
+    attention = model.model.layers[layer].self_attn
+    attention.k_proj.weight *= keys
+    attention.q_proj.weight /= keys
+    attention.v_proj.weight *= values
+    attention.o_proj.weight /= values
+    model.set_attn_implementation("turboquant")
+    return model
+
+
+def run(model: Any, cache: TurboQuantCache, tokens: int = 300, calls: int = 3) -> None:
+    ids = torch.randint(1, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(0))
+    for part in (ids, *[ids[:, :1]] * (calls - 1)):
+        model(part, past_key_values=cache)
+
+
+@pytest.mark.parametrize("length", [None, 500])
+@pytest.mark.parametrize(
+    "sizes, what",
+    [((1e6, 1.0), "Keys"), ((1.0, 1e6), "Values"), ((1e-8, 1.0), "Keys"), ((1.0, 1e-8), "Values")],
+    ids=str,
+)
+def test_scales_beyond_fp16_are_reported_once_unless_balance_holds_them(sizes, what, length, log):
+    model = scaled(*sizes)
+    run(model, TurboQuantCache(model.config, max_cache_len=length))
+    assert log == []
+    cache = TurboQuantCache(model.config, max_cache_len=length, balance=False)
+    run(model, cache)
+    (line,) = log
+    assert (
+        line.startswith(f"{what} of layer 2 have an RMS of") and "skip_layers=(2,)" in line and "balance=True" in line
+    )
+
+
+def test_what_balance_cannot_hold_is_reported_too(log):
+    model = scaled(1e12)
+    run(model, TurboQuantCache(model.config))
+    (line,) = log
+    assert line.startswith("Keys of layer 2") and "balance=True" not in line
+
+
+def test_short_prompts_are_not_balanced_and_are_reported(log):
+    model = scaled(values=1e6)
+    run(model, TurboQuantCache(model.config), tokens=20)
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_nothing_is_said_of_ordinary_states_zeros_or_nan(name, log):
+    model = build(name)
+    model.set_attn_implementation("turboquant")
+    for preset in ("4bit_nc", "auto"):
+        run(model, TurboQuantCache(model.config, preset))
+        run(model, TurboQuantCache(model.config, preset, balance=False))
+    for value in (0.0, float("nan")):
+        cache = TurboQuantCache(model.config, balance=False)
+        states = torch.full((1, 2, 300, 32 if name == "llama" else 16), value)
+        for index in range(len(cache.layers)):
+            cache.update(states, states, index)
+        cache.get_mask_sizes(1, 0)
+    assert log == []
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_auto_says_how_far_keys_are_from_balanced(name, log):
+    model = rescaled(build(name), 2, 20.0, 0)
+    model.set_attn_implementation("turboquant")
+    run(model, TurboQuantCache(model.config))
+    assert log == []
+    cache = TurboQuantCache(model.config, "auto")
+    run(model, cache)
+    (line,) = log
+    assert "heads are not balanced" in line and f"so {cache.config.preset} serves" in line
+
+
+@pytest.mark.parametrize("attention, options", [("sdpa", {}), ("turboquant", {"balance": False})])
+def test_auto_names_another_preset_for_keys_that_are_not_balanced(attention, options, log):
+    model = rescaled(build("llama", head_dim=64), 3, 30.0, 0)
+    model.set_attn_implementation(attention)
+    run(model, TurboQuantCache(model.config, "auto", **options))
+    (line,) = log
+    assert "Consider preset='k8v4'" in line
+
+
+def test_a_prompt_is_looked_at_without_reading_the_device(monkeypatch):
+    """On a GPU that would wait for it."""
+    model = scaled()
+    cache = TurboQuantCache(model.config)
+    model(torch.ones(1, 20, dtype=torch.long), past_key_values=cache)
+
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("read")
+
+    first = first_prompt.FirstPrompt(auto=True)
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+            patch.setattr(torch.Tensor, name, fail)
+        first.see(0, torch.randn(1, 2, 300, 32), torch.randn(1, 2, 300, 32))
+    assert first.sizes[0][0].shape == (1, 2, 32)
+
+
+def test_states_without_numbers_are_not_looked_at(log):
+    cache = TurboQuantCache(build("llama").config, "auto")
+    states = torch.empty(1, 2, 300, 32, device="meta")
+    for index in range(len(cache.layers)):
+        cache.update(states, states, index)
+    cache.get_mask_sizes(1, 0)
+    assert log == []

@@ -1,0 +1,90 @@
+"""The committed counts of compiled kernels are whole and within their limits; predictions rest on them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import cards  # noqa: E402
+import compile_matrix  # noqa: E402
+from tables import RENDERERS  # noqa: E402
+
+from tq_hf import PRESETS  # noqa: E402
+
+RECORD = compile_matrix.load()
+ROWS = RECORD["rows"]
+MOST = {64: 4.0, 128: 2.6, 256: 2.4}
+"""Instructions of the decode kernel per element on NVIDIA GPUs, by head_dim; the gate of sm_75 is 8. (The budgets of
+presets are in `tests/kernels`.)"""
+MOST_AMD = 16.0
+STACK = {
+    ("sm_75", "encode keys"): 1072,
+    ("sm_75", "encode values"): 960,
+    ("sm_80", "decode"): 120,
+    ("sm_80", "encode keys"): 8,
+    ("sm_86", "decode"): 32,
+    ("sm_89", "decode"): 32,
+    ("sm_90", "decode"): 104,
+    ("sm_100", "decode"): 168,
+}
+"""Bytes of stack that a kernel takes at most, where it takes any."""
+ADDRESSES = 32
+"""The same for dequantising, anywhere: addresses that do not change over the loop."""
+IN_LOOP = {
+    ("sm_80", "3.5bit_nc", 64): 14,
+    ("sm_80", "3bit_nc", 64): 4,
+    ("sm_80", "2.5bit_nc", 64): 2,
+    ("sm_80", "2bit_nc", 64): 1,
+    ("sm_90", "3.5bit_nc", 64): 14,
+    ("sm_90", "2.5bit_nc", 64): 3,
+}
+"""Reads and writes of the stack in the decode kernel's loop over blocks, where there are any: eight programs of a
+multiprocessor leave 128 registers a thread."""
+
+
+def test_every_target_preset_and_size_is_there() -> None:
+    wanted = {(target, preset, dim) for target, dim, preset in compile_matrix.everything(compile_matrix.TARGETS)}
+    nvidia = [target for target in compile_matrix.TARGETS if isinstance(target, int)]
+    assert nvidia == [75, 80, 86, 89, 90, 100] and len(wanted) >= len(nvidia) * len(PRESETS) * 3
+    assert {(row["target"], row["preset"], row["dim"]) for row in ROWS} == wanted and len(ROWS) == len(wanted)
+    shown = RENDERERS["compile_matrix"](RECORD)
+    assert all(f"| {row['target']} | `{row['preset']}` | {row['dim']} |" in shown for row in ROWS)
+
+
+@pytest.mark.parametrize("dim", MOST)
+def test_decode_is_within_its_budget(dim: int) -> None:
+    found = {(row["target"], row["preset"]): row["decode"]["per_element"]["total"] for row in ROWS if row["dim"] == dim}
+    limits = {key: MOST[dim] if key[0].startswith("sm_") else MOST_AMD for key in found}
+    assert {key: total for key, total in found.items() if total > limits[key]} == {}
+
+
+def test_kernels_take_stack_where_it_is_known_and_no_more() -> None:
+    found = {
+        (row["target"], row["preset"], row["dim"], kernel): used["stack"]
+        for row in ROWS
+        for kernel, used in row.items()
+        if isinstance(used, dict)
+    }
+    limits = {key: ADDRESSES if key[3].startswith("dequantise") else STACK.get((key[0], key[3]), 0) for key in found}
+    assert {key: stack for key, stack in found.items() if stack > limits[key]} == {}
+
+
+def test_the_loop_of_decode_spills_where_it_is_known_and_no_more() -> None:
+    found = {(row["target"], row["preset"], row["dim"]): row["decode"].get("spilled_in_loop", 0) for row in ROWS}
+    assert {key: count for key, count in found.items() if count > IN_LOOP.get(key, 0)} == {}
+
+
+def test_turing_has_the_shared_memory_and_the_registers() -> None:
+    for row in ROWS:
+        if row["target"] == "sm_75":
+            used = [value for value in row.values() if isinstance(value, dict)]
+            assert max(x["shared"] for x in used) <= 64 * 1024 and max(x["registers"] for x in used) <= 255
+
+
+def test_predictions_are_those_of_these_counts() -> None:
+    record = cards.load()
+    again = cards.predictions(cards.Fit(**record["fit"]), cards.counted())
+    for old, new in zip(record["predictions"], again, strict=True):
+        assert (old["card"], old["preset"]) == (new["card"], new["preset"])
+        assert new["us"] == pytest.approx(old["us"])

@@ -1,0 +1,50 @@
+"""What is said of versions that nobody has tried."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from test_packaging import ROOT
+
+from tq_hf import versions
+
+
+def test_what_is_installed_here_is_known(monkeypatch):
+    said = []
+    monkeypatch.setattr(versions.logger, "warning", said.append)
+    versions.report_untested()
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "clauses"),
+    [
+        ({"torch": "2.9.0+cu128", "transformers": "5.17.0", "triton": "3.5.0"}, []),
+        ({"torch": "2.13.1", "transformers": "5.23.0"}, []),
+        ({"torch": "2.8.0"}, ["torch 2.8.0 (tested: 2.9 to 2.13)"]),
+        ({"torch": "2.16.0a0", "triton": "3.10.0"}, ["torch 2.16.0a0 (tested: 2.9 to 2.13)", "triton 3.10.0 (tested"]),
+        ({"transformers": "6.0.0"}, ["transformers 6.0.0 (tested: 5.17 to 5.23)"]),
+        ({"torch": "main"}, []),
+    ],
+    ids=str,
+)
+def test_a_version_outside_of_what_was_tested_is_named(installed, clauses):
+    found = versions.untested(installed)
+    assert len(found) == len(clauses) and all(map(str.startswith, found, clauses))
+
+
+def test_one_sentence_is_logged(monkeypatch):
+    said = []
+    monkeypatch.setattr(versions.logger, "warning", said.append)
+    monkeypatch.setattr(versions, "version", lambda name: pytest.fail("torch is imported, and says it itself"))
+    monkeypatch.setattr(versions, "TESTED", {"torch": ((1, 0), (1, 13)), "transformers": ((4, 0), (4, 9))})
+    versions.report_untested()
+    torch, transformers = r"torch \S+ \(tested: 1.0 to 1.13\)", r"transformers \S+ \(tested: 4.0 to 4.9\)"
+    assert re.match(rf"tq_hf has not been run with {torch} and {transformers}\. Compare", said[0])
+
+
+def test_lower_bounds_are_the_oldest_that_were_tested():
+    text = (ROOT / "pyproject.toml").read_text()
+    for name, (oldest, _) in versions.TESTED.items():
+        assert re.search(rf'"{name}>={oldest[0]}\.{oldest[1]}\b', text), name

@@ -1,0 +1,108 @@
+"""What the first prompt of a cache shows of its states, and what is to be said about it.
+
+A prompt is looked at in passing, without waiting for the device; the next call, which finds it done, reads what was
+found. So nothing is said of a cache that is called only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..codec.balance import NEAR, key_gain
+from ..tensors.window import KeyValue
+from .compressed import TurboQuantLayer
+
+logger = logging.get_logger(__name__)
+
+SAMPLED_TOKENS = 128
+"""The newest tokens of the prompt are looked at."""
+SMALLEST_RMS, LARGEST_RMS = 1e-6, 65504.0
+"""A head whose vectors are outside has scales beyond fp16, or of so few bits that they count."""
+GREAT_SPREAD = 4.0
+"""`key_gain` of keys alone that argues for keys of 8 bits; models that were measured have less than half of it."""
+
+
+class FirstPrompt:
+    """The first prompt of a cache.
+
+    Args:
+        auto: Whether "auto" chose the preset: then it is said, too, how far keys are from balanced.
+    """
+
+    def __init__(self, auto: bool) -> None:
+        self.auto = auto
+        self.sizes: dict[int, KeyValue] = {}
+        """RMS of channels `[B, Hkv, D]` float32 of keys, about their mean, and of values, by layer."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether something was seen, and the device may be waited for: not while a graph of its work is made."""
+        if not self.sizes or torch.compiler.is_compiling():
+            return False
+        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+    def see(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Look at the states `[B, Hkv, S, D]` of a layer; only at its first ones, and only at numbers."""
+        if index not in self.sizes and not keys.is_meta:
+            k, v = (x[:, :, -SAMPLED_TOKENS:].float() for x in (keys, values))
+            self.sizes[index] = k.std(2, correction=0), v.square().mean(2).sqrt()
+
+    def report(self, layers: Sequence[Any]) -> None:
+        """Say what is to be said of these layers, which hold the prompt. Waits for the device."""
+        seen = [(index, layers[index], sizes) for index, sizes in self.sizes.items() if layers[index].store is not None]
+        lost = [found for index, layer, sizes in seen if (found := _lost(index, layer, sizes))]
+        if lost:
+            more = f" So it is in {len(lost) - 1} more layers." if lost[1:] else ""
+            logger.warning(lost[0] + more)
+        if self.auto and seen:
+            _report_balance(seen)
+
+
+def _lost(index: int, layer: TurboQuantLayer, sizes: KeyValue) -> str | None:
+    """What is wrong with a layer that scales in fp16 cannot hold."""
+    assert layer.store is not None
+    for what, size, factor in zip(("Keys", "Values"), sizes, layer.store.blocks.factors, strict=True):
+        stored = (size.to(factor.device) * factor).square().mean(-1).sqrt()
+        least, most = torch.stack([torch.where(stored > 0, stored, 1).min(), stored.max()]).tolist()
+        if least < SMALLEST_RMS or most > LARGEST_RMS:
+            advice = f"Leave the layer out (`skip_layers=({index},)`)"
+            advice += "." if layer.config.balance else ", or balance it (`balance=True`)."
+            return (
+                f"{what} of layer {index} have an RMS of {least if least < SMALLEST_RMS else most:.1e} in some head, "
+                f"beyond what 16-bit scales hold ({SMALLEST_RMS:.0e} to {LARGEST_RMS:,.0f}): they are stored wrong. "
+                f"{advice}"
+            )
+    return None
+
+
+def _report_balance(seen: Sequence[tuple[int, TurboQuantLayer, KeyValue]]) -> None:
+    """Say how far keys are from balanced, by their factors or, where nobody showed queries, by themselves."""
+    if not all(layer.awaits_queries and layer.config.balance for _, layer, _ in seen):
+        gain, index = max((key_gain(keys, torch.ones_like(keys)).max().item(), index) for index, _, (keys, _) in seen)
+        if gain > GREAT_SPREAD and seen[0][1].config.key_bits < 8:
+            logger.warning(
+                f"preset='auto': channels of keys are unlike in layer {index} ({gain:.0f} times the energy of equal "
+                "ones), and are not balanced, as nobody showed queries or `balance=False`. Consider preset='k8v4', or "
+                "balance and attn_implementation='turboquant', which shows them."
+            )
+        return
+    found, heads, far = [], 0, 0
+    for index, layer, _ in seen:
+        assert layer.store is not None
+        factor = layer.store.blocks.factors.keys.float().cpu()
+        away = (factor / factor.median(-1, keepdim=True).values).log().abs().amax(-1).exp()  # [B, Hkv]
+        heads, far = heads + away.numel(), far + int((away > NEAR).sum())
+        found.append((away.max().item(), index, key_gain(1 / factor, factor).max().item()))
+    times, index, gain = max(found)
+    if far == 0:
+        logger.info(f"preset='auto': keys are balanced, within {NEAR:g} times in all heads.")
+        return
+    logger.warning(
+        f"preset='auto': keys of {far} of {heads} heads are not balanced, in layer {index} by {times:.0f} times (their "
+        f"error would be {gain**0.5:.1f} times that of balanced ones). Their channels have factors, so "
+        f"{seen[0][1].config.preset} serves as on other models; with `balance=False` take preset='k8v4'."
+    )
