@@ -288,12 +288,9 @@ def static(model: PreTrainedModel, preset: str, batch: int, context: int) -> dic
     """The row of one compiled batch in a preallocated cache."""
     torch._dynamo.reset()
     room = context + bench_generate.ROOM
-    make = lambda: TurboQuantCache(model.config, preset, max_cache_len=room)  # noqa: E731
-    try:
-        return bench_generate.measure(model, "turboquant", make, batch, context)
-    finally:
-        torch._dynamo.reset()
-        release()
+    return bench_generate.measure(
+        model, "turboquant", lambda: TurboQuantCache(model.config, preset, max_cache_len=room), batch, context
+    )
 
 
 def bf16_floor(model: PreTrainedModel, batch: int, context: int, gigabytes_per_second: float) -> float:
@@ -378,9 +375,7 @@ def run(
     model, name = loaded(arguments.model, arguments.layers, device)
     model.generation_config.eos_token_id = None
     record: dict[str, Any] = provenance(device, name)
-    least, most = arguments.prompts
-    fewest, longest = arguments.answers
-    record["trace"] = dict(requests=arguments.requests, prompts=[least, most], answers=[fewest, longest])
+    record["trace"] = {name: getattr(arguments, name) for name in ("requests", "prompts", "answers")}
     if device.type == "cuda":
         record["read_gb_s"] = read(device)
     record["rows"] = rows = []

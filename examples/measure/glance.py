@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from page import cache_name, shape, table
+from page import cache_name, note, shape, source, table
 from report import BASELINE, LLAMA_8B, RESULTS
-from tables import GIB, cpu_cells, note, share, source
+from tables import GIB, cpu_cells, share
 from transformers import LlamaConfig
 
 from tq_hf import PRESETS

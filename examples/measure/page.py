@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tq_hf import PRESETS
 
 
@@ -25,3 +27,16 @@ def cache_name(name: str) -> str:
     """The name of a cache with a preset's name in it as code."""
     preset, comma, rest = name.partition(",")
     return f"`{preset}`{comma}{rest}" if preset in PRESETS else name
+
+
+def source(record: dict[str, Any]) -> str:
+    """Where a table's numbers come from."""
+    versions = record["versions"]
+    made_by = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
+    place = ", ".join(filter(None, (record["device"], record.get("dtype"))))
+    return f"\n`{record['command']}` on {place}, {made_by}, {record['date']}.\n"
+
+
+def note(record: dict[str, Any]) -> str:
+    """What has to be known to read a table, where there is such a thing."""
+    return f"\n{record['note']}\n" if "note" in record else ""
