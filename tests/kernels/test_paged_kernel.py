@@ -132,6 +132,14 @@ if INTERPRETED:
         other.pool[:, 0] = 255
         assert torch.equal(run(clean), run(other))
 
+    def test_decode_steps_that_no_kernel_computes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+        config, states = PRESETS["4bit_nc"], torch.empty(0, dtype=torch.float16)
+        assert paged_triton.decodes(states, config.layout(80))
+        assert not paged_triton.decodes(states, config.layout(20))
+        assert not paged_triton.decodes(states.double(), config.layout(80))
+        monkeypatch.setattr("tq_hf.ops.backend.chosen", "torch")
+        assert not paged_triton.decodes(states, config.layout(80))
+
     def test_an_empty_step_returns_nothing() -> None:
         inputs = make(Step(past=(0,), new=(0,)))
         assert run(inputs).shape == (0, 4, 64)

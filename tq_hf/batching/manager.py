@@ -18,6 +18,7 @@ from ..balance import Balance
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops.backend import check_choice
+from ..ops.paged_triton import decodes
 from ..tensors.pages import BLOCK, rows_per_page
 from .attention import NAME
 from .checks import check_generation, check_model, paged_options
@@ -28,6 +29,12 @@ logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
 """Tokens that block tables have room for where nobody says how long requests are. Longer ones are served by lists."""
+
+
+def _dim(model: Any) -> int:
+    """Channels of a head."""
+    decoder = model.config.get_text_config()
+    return getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
 
 
 class TurboQuantBatchingManager(ContinuousBatchingManager):
@@ -68,9 +75,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         given = continuous_batching_config
         on_cuda = model.device.type == "cuda"
         options = paged_options(given)
+        kernels = on_cuda and decodes(torch.empty(0, dtype=model.dtype, device=model.device), config.layout(_dim(model)))
+        if kernels:
+            logger.warning_once(
+                "The kernels of continuous batching have run in Triton's interpreter only, not on a GPU yet: compare "
+                "answers with those of `generate()`. TQ_HF_BACKEND=torch computes without them."
+            )
         if on_cuda and given.use_cuda_graph is None:
-            # Steps with prompts come in all sizes, and each would be a graph of its own.
-            options.use_cuda_graph = (False, True)
+            # Steps with prompts come in all sizes, and each would be a graph of its own. Without kernels lengths are
+            # read on the host, which no graph can hold.
+            options.use_cuda_graph = (False, kernels)
         if on_cuda and given.use_async_batching is None:
             options.use_async_batching = True
         # What transformers knows of block tables is said of names like "flash": it would set 0, and warn if one asks.
@@ -90,13 +104,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def _table_width(self, hints: WorkloadHints | None) -> int:
         """Pages of the longest request: as the hints say, at most what the model was made for."""
-        decoder = self.model.config.get_text_config()
-        longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
         if hinted:
             longest = min(longest, hinted)
-        head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
-        ring = BLOCK // rows_per_page(self.config.layout(head_dim), self.model.dtype)
+        ring = BLOCK // rows_per_page(self.config.layout(_dim(self.model)), self.model.dtype)
         return ring + ceil(longest / BLOCK)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:

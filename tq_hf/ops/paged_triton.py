@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..layout import BlockLayout
 from ..tensors.pages import LayerPages, Sequences
 from . import triton_backend
 from .backend import HAS_TRITON, explains_failures
@@ -20,14 +21,18 @@ if HAS_TRITON:
 
 def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
     """Whether kernels compute this step: heads, dtype and device that they serve, and rows of whole 16 bytes."""
-    dim = pages.layout.key_dim
     return (
-        triton_backend.serves(query, pages.layout)
-        and triton_backend.serves(key, pages.layout)
-        and dim % 8 == 0
+        decodes(query, pages.layout)
+        and decodes(key, pages.layout)
         and key.dtype == pages.rows.dtype
-        and (sequences.max_q == 1 or takes_prompts(dim, query.device))
+        and (sequences.max_q == 1 or takes_prompts(pages.layout.key_dim, query.device))
     )
+
+
+def decodes(states: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
+    can be captured in a CUDA graph."""
+    return triton_backend.serves(states, layout) and layout.key_dim % 8 == 0
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
