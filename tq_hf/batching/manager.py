@@ -75,7 +75,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         given = continuous_batching_config
         on_cuda = model.device.type == "cuda"
         options = paged_options(given)
-        kernels = on_cuda and decodes(torch.empty(0, dtype=model.dtype, device=model.device), config.layout(_dim(model)))
+        states = torch.empty(0, dtype=model.dtype, device=model.device)
+        kernels = on_cuda and decodes(states, config.layout(_dim(model)))
         if kernels:
             logger.warning_once(
                 "The kernels of continuous batching have run in Triton's interpreter only, not on a GPU yet: compare "
