@@ -72,7 +72,7 @@ def test_what_is_no_model_is_refused() -> None:
         (dict(balance="yes"), "`balance` is 'yes'"),
         (dict(preset=TurboQuantConfig(balance=False), balance=Balance({})), "leave out either"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_options_that_pages_do_not_have_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
