@@ -230,7 +230,7 @@ class TurboQuantCache(DynamicCache):
             if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.waits:
                 self._waiting = layer
             if self._first is not None and isinstance(layer, TurboQuantLayer) and not torch.compiler.is_compiling():
-                self._first.see(layer_idx, key_states, value_states)
+                self._first.see(layer_idx, key_states)
         return states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -35,7 +35,9 @@ def space() -> Workspace:
 
 
 @pytest.fixture(autouse=True)
-def nothing_held():
+def nothing_held(monkeypatch):
+    # A thread that some other test has left running has scratch of its own.
+    monkeypatch.setattr("tq_hf.ops.workspace._all", weakref.WeakSet())
     release_workspaces()
     yield
     release_workspaces()

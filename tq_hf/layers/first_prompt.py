@@ -1,7 +1,7 @@
 """What the first prompt of a cache shows of its states, and what is to be said about it.
 
-A prompt is looked at in passing, without waiting for the device; the next call, which finds it done, reads what was
-found. So nothing is said of a cache that is called only once.
+The call after it looks at the prompt's newest tokens that are still dense, for which it waits for the device, once. So
+nothing is said of a cache that is called only once, or that holds nothing dense then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .compressed import TurboQuantLayer
 logger = logging.get_logger(__name__)
 
 SAMPLED_TOKENS = 128
-"""The newest tokens of the prompt are looked at."""
+"""So many of the newest tokens are looked at, if as many are dense."""
 SMALLEST_RMS, LARGEST_RMS = 1e-6, 65504.0
 """A head whose vectors are outside has scales beyond fp16, or of so few bits that they count."""
 GREAT_SPREAD = 4.0
@@ -35,31 +35,39 @@ class FirstPrompt:
 
     def __init__(self, auto: bool) -> None:
         self.auto = auto
-        self.sizes: dict[int, KeyValue] = {}
-        """RMS of channels `[B, Hkv, D]` float32 of keys, about their mean, and of values, by layer."""
+        self.seen: set[int] = set()
+        """Layers that hold it."""
 
     @property
     def ready(self) -> bool:
-        """Whether something was seen, and the device may be waited for: not while a graph of its work is made."""
-        if not self.sizes or torch.compiler.is_compiling():
+        """Whether there is one, and the device may be waited for: not while a graph of its work is made."""
+        if not self.seen or torch.compiler.is_compiling():
             return False
         return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
-    def see(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Look at the states `[B, Hkv, S, D]` of a layer; only at its first ones, and only at numbers."""
-        if index not in self.sizes and not keys.is_meta:
-            k, v = (x[:, :, -SAMPLED_TOKENS:].float() for x in (keys, values))
-            self.sizes[index] = k.std(2, correction=0), v.square().mean(2).sqrt()
+    def see(self, index: int, keys: torch.Tensor) -> None:
+        """A layer is given keys `[B, Hkv, S, D]`, which count if they are numbers."""
+        if not keys.is_meta:
+            self.seen.add(index)
 
     def report(self, layers: Sequence[Any]) -> None:
         """Say what is to be said of these layers, which hold the prompt. Waits for the device."""
-        seen = [(index, layers[index], sizes) for index, sizes in self.sizes.items() if layers[index].store is not None]
+        seen = [(i, layers[i], sizes) for i in sorted(self.seen) if (sizes := _sizes(layers[i])) is not None]
         lost = [found for index, layer, sizes in seen if (found := _lost(index, layer, sizes))]
         if lost:
             more = f" So it is in {len(lost) - 1} more layers." if lost[1:] else ""
             logger.warning(lost[0] + more)
         if self.auto and seen:
             _report_balance(seen)
+
+
+def _sizes(layer: TurboQuantLayer) -> KeyValue | None:
+    """RMS of channels `[B, Hkv, D]` float32 of a layer's keys, about their mean, and of its values."""
+    parts = layer.store.view().dense_parts if layer.store is not None else []
+    if not parts or parts[-1][1][0].shape[2] == 0:
+        return None
+    k, v = (x[:, :, -SAMPLED_TOKENS:].float() for x in parts[-1][1])
+    return k.std(2, correction=0), v.square().mean(2).sqrt()
 
 
 def _lost(index: int, layer: TurboQuantLayer, sizes: KeyValue) -> str | None:
