@@ -115,5 +115,13 @@ def test_commands_are_told_from_messages_and_ctrl_c_at_the_prompt_ends_on_a_line
     terminal.type("/exit\n")
     assert "There is no command /exit." in terminal.until("/quit")
     terminal.until(PROMPT)
-    terminal.type(CTRL_C)
+    # A signal between the prompt and the wait for keys is noticed at the next one: CPython's readline looks before it
+    # waits, and people press again.
+    for _ in range(20):
+        terminal.type(CTRL_C)
+        end = time.monotonic() + 5
+        while "\n" not in terminal.shown and time.monotonic() < end:
+            terminal.read()
+        if "\n" in terminal.shown:
+            break
     assert terminal.rest().endswith("\n")
