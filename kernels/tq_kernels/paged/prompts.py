@@ -54,6 +54,8 @@ def attend_many(
     operands = splits * kv_heads * row_tiles * config.block_rows * block_of(dim) // 2
     sizes = [operands, outputs, sums]
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
+    if splits > 1:
+        lse.fill_(-torch.inf)  # rows of sequences with one new token are written by nobody here
     aux = query if s_aux is None else s_aux
     constants = prefix_constants(
         dim,

@@ -44,7 +44,11 @@ def merge_splits(
     at = row.to(tl.int64)
     for _ in tl.range(0, splits):
         log = tl.load(lse + at, mask=valid, other=-float("inf"))
-        part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=inside, other=0.0)
+        if tokens is None:
+            part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=inside, other=0.0)
+        else:
+            written = inside & (log > -float("inf"))[:, None]
+            part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=written, other=0.0)
         new_maximum = tl.maximum(maximum, log)
         shift = finite(new_maximum)
         decay = tl.exp2(maximum - shift)
