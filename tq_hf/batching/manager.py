@@ -11,7 +11,7 @@ import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
 from ..balance import Balance
@@ -29,12 +29,6 @@ logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
 """Tokens that block tables have room for where nobody says how long requests are. Longer ones are served by lists."""
-
-
-def _dim(model: Any) -> int:
-    """Channels of a head."""
-    decoder = model.config.get_text_config()
-    return getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
 
 
 class TurboQuantBatchingManager(ContinuousBatchingManager):
@@ -76,7 +70,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         on_cuda = model.device.type == "cuda"
         options = paged_options(given)
         states = torch.empty(0, dtype=model.dtype, device=model.device)
-        kernels = on_cuda and decodes(states, config.layout(_dim(model)))
+        kernels = on_cuda and decodes(states, config.layout(find_head_dim(model.config.get_text_config())))
         if kernels:
             logger.warning_once(
                 "The kernels of continuous batching have run in Triton's interpreter only, not on a GPU yet: compare "
@@ -105,11 +99,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def _table_width(self, hints: WorkloadHints | None) -> int:
         """Pages of the longest request: as the hints say, at most what the model was made for."""
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or UNKNOWN_LENGTH
+        decoder = self.model.config.get_text_config()
+        longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
         if hinted:
             longest = min(longest, hinted)
-        ring = BLOCK // rows_per_page(self.config.layout(_dim(self.model)), self.model.dtype)
+        ring = BLOCK // rows_per_page(self.config.layout(find_head_dim(decoder)), self.model.dtype)
         return ring + ceil(longest / BLOCK)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
