@@ -16,6 +16,7 @@ from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantise_config, encode_config
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS
 from tq_kernels.decode.append import rotate_and_append
+from tq_kernels.decode.preallocated import append_and_encode
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.prefix.attention import prefix_attention
@@ -32,10 +33,8 @@ def padded(dim: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(dim))
 
 
-def build_encode(
-    arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16", window: bool = False
-) -> Compiled:
-    """`encode_blocks` of keys or of values; with `window`, of the block of a ring that is due."""
+def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16") -> Compiled:
+    """`encode_blocks` of keys or of values."""
     on, own = target_of(arch), bits[is_value]
     config = encode_config(padded(dim), dim, bits, 4 if dtype == "fp32" else 2, on.capability)
     correction = "projection" if is_value else "norm"
@@ -43,7 +42,7 @@ def build_encode(
         *(dim, dim, padded(dim), own, LEVELS[own], CORRECTIONS[correction], is_value, MATRIX[dtype], config.k_step),
         *("tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
     )
-    types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16", "*i32" if window else None]
+    types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
     return build(encode_blocks, [*types, *["i32"] * 8], constants, arch, num_warps=config.warps, **options)
 
@@ -87,6 +86,22 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:
     """`rotate_and_append`."""
     constants = (dim, padded(dim, 1), *plan(arch, *bits, dim=dim).rotate_constants)
     return build(rotate_and_append, [*["*fp16"] * 7, "*fp32", *["i32"] * 14], constants, arch, num_warps=2)
+
+
+def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "bf16") -> Compiled:
+    """`append_and_encode`."""
+    on, tile = target_of(arch), padded(dim)
+    config = encode_config(tile, dim, bits, 4 if dtype == "fp32" else 2, on.capability)
+    halves = [
+        (dim, dim, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step)
+        for own, correction in zip(bits, ("norm", "projection"), strict=True)
+    ]
+    constants = (*halves[0], *halves[1], True, MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
+    states = [f"*{dtype}"]
+    types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
+    types += ["*fp16", "*fp16", *["i32"] * 11]
+    options = {"debug": True, "sanitize_overflow": False}
+    return build(append_and_encode, types, constants, arch, num_warps=config.warps, **options)
 
 
 def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:

@@ -24,10 +24,9 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
     from tq_kernels.common.packed import Packed
-    from tq_kernels.decode.append import append_token as append_rows
-    from tq_kernels.decode.append import finish_step
     from tq_kernels.decode.counts import device_int
     from tq_kernels.decode.decoder import Decoder
+    from tq_kernels.decode.preallocated import Appender
     from tq_kernels.decode.step import NewRow
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
 
@@ -131,17 +130,6 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
 @explains_failures
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """`tq_hf.codec.reference.encode` on the GPU."""
-    _encode(config, keys, values, out, start)
-
-
-def _encode(
-    config: TurboQuantConfig,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: PackedBlocks,
-    start: int,
-    due: torch.Tensor | None = None,
-) -> None:
     key_rotation, value_rotation = rotations(config, out.layout, keys.device, torch.float32)
     with launching_on(keys.device):
         encode_blocks(
@@ -155,7 +143,6 @@ def _encode(
             value_correction=config.value_correction,
             key_rotation=key_rotation,
             value_rotation=value_rotation,
-            due=due,
         )
 
 
@@ -189,7 +176,7 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
             key_bits=layout.key_bits,
             value_bits=layout.value_bits,
         )
-        tensors.keep_decoder(decoder)
+        tensors.keep(decoder=decoder)
     return tensors.decoder
 
 
@@ -261,6 +248,22 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
     )
 
 
+def _appender_of(tensors: LayerTensors) -> Appender:
+    """The append kernel on these tensors, made once."""
+    config, layout = tensors.config, tensors.layout
+    appender = Appender(
+        _packed(tensors.blocks),
+        tensors.sinks,
+        tensors.ring,
+        *rotations(config, layout, tensors.row.device, torch.float32),
+        bits=(layout.key_bits, layout.value_bits),
+        corrections=(config.key_correction, config.value_correction),
+        residual_length=config.residual_length,
+    )
+    tensors.keep(appender=appender)
+    return appender
+
+
 @explains_failures
 def append_token(
     tensors: LayerTensors,
@@ -270,21 +273,8 @@ def append_token(
     max_cache_len: int,
 ) -> None:
     """`tq_hf.stores.graph_ops.append_row` on the GPU; `counts` are the store's `state`, `step_counts` and `length`."""
-    state, step_counts, length = counts
-    with launching_on(tensors.row.device):
-        append_rows(
-            _rows(keys),
-            _rows(values),
-            tensors.sinks,
-            tensors.ring,
-            state,
-            step_counts,
-            residual_length=tensors.config.residual_length,
-            max_cache_len=max_cache_len,
-        )
-        if tensors.blocks.capacity:
-            _encode(tensors.config, *tensors.ring, tensors.blocks, 0, due=step_counts)
-        finish_step(state, step_counts, length)
+    append = tensors.appender or _appender_of(tensors)
+    append(_rows(keys), _rows(values), counts, max_cache_len)
 
 
 @explains_failures

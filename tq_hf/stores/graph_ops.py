@@ -40,7 +40,7 @@ Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def entries(step_counts: torch.Tensor) -> Entries:
     """The numbers of sinks, blocks and window rows, each `[]` int32, 16 bytes apart."""
-    sinks, blocks, rows, _, _ = step_counts[:, 0].unbind()
+    sinks, blocks, rows, *_ = step_counts[:, 0].unbind()
     return sinks, blocks, rows
 
 
@@ -83,7 +83,7 @@ def append_row(
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
     view = store.append(keys, values)
     slot = view.window.first % view.window.capacity
-    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending)
+    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending, 0)
     counts.step_counts[:, 0] = torch.tensor(attended, dtype=torch.int32)
     write_counts(counts, store)
 
@@ -134,7 +134,7 @@ def _attend(
 
 def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
     """What a step attends to, its counts read from the device."""
-    sinks, blocks, rows, _, _ = step_counts[:, 0].tolist()
+    sinks, blocks, rows, *_ = step_counts[:, 0].tolist()
     past = sinks + blocks * tensors.layout.tokens + rows - 1
     return StoreView(tensors.with_sinks(sinks), blocks, rows, past)
 

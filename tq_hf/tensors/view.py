@@ -78,7 +78,7 @@ class StepView(NamedTuple):
 
     Args:
         tensors: The tensors read, which the store never replaces.
-        step_counts: `[5, 4]` int32 on the device, what the step attends to (see `tq_hf.stores.preallocated`).
+        step_counts: `[6, 4]` int32 on the device, what the step attends to (see `tq_hf.stores.preallocated`).
         entries: Views of the numbers of sinks, blocks and window rows in `step_counts`.
         config_text: The configuration as an operator of a graph takes it.
         length: Tokens there is room for: the length of the dense states that stand for this view.
