@@ -57,17 +57,17 @@ def buffered_attend(
     return buffered_attention.attend_buffer(query, keys, values, mask, scaling=scaling, causal=causal)
 
 
-def check_mask(mask: torch.Tensor | None, length: int) -> None:
+def check_mask(mask: torch.Tensor, length: int) -> None:
     """Refuse a mask that ends before the tokens do: kernels would read beyond it.
 
     Args:
-        mask: `[B or 1, 1 or Hq, S or 1, columns]`, or `None`.
+        mask: `[B or 1, 1 or Hq, S or 1, columns]`.
         length: Tokens attended to.
 
     Raises:
         ValueError: The mask has fewer columns than there are tokens.
     """
-    if mask is not None and mask.shape[-1] < length:
+    if mask.shape[-1] < length:
         raise ValueError(
             f"The attention mask {list(mask.shape)} has {mask.shape[-1]} columns for {length} tokens. Give it a column "
             f"for every token in the cache, the newest included."
@@ -92,7 +92,8 @@ def attend(
     Raises:
         ValueError: The mask has fewer columns than `view` has tokens.
     """
-    check_mask(mask, view.length)
+    if mask is not None:
+        check_mask(mask, view.length)
     if triton_backend.can_attend(query, view, mask, position_bias):
         return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
     way = buffered_attention.choose(

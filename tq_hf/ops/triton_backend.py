@@ -50,6 +50,11 @@ def _runs(tensor: torch.Tensor) -> bool:
     return able and backend.chosen != "torch"
 
 
+def reads(tensors: LayerTensors, states: torch.Tensor) -> bool:
+    """`serves`, for states beside these tensors: what a decoder was made for, it serves."""
+    return _runs(states) if tensors.decoder is not None else serves(states, tensors.layout)
+
+
 def spells_plainly(device: torch.device) -> bool:
     """Whether kernels unpack without inline PTX there: on AMD, and on NVIDIA before Turing."""
     on = target(device)
@@ -82,15 +87,8 @@ def can_attend(
 ) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
-    tensors = view.tensors
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
-    return (
-        few
-        and (_runs(query) if tensors.decoder is not None else serves(query, tensors.layout))
-        and view.new is None
-        and position_bias is None
-        and reads_mask(mask)
-    )
+    return few and view.new is None and position_bias is None and reads_mask(mask) and reads(view.tensors, query)
 
 
 def can_attend_many(
@@ -166,18 +164,17 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 def decoder_of(tensors: LayerTensors) -> Decoder:
     """The decode kernels on these tensors, made once."""
-    if tensors.decoder is None:
-        layout = tensors.layout
-        decoder = Decoder(
-            _packed(tensors.blocks),
-            tensors.sinks,
-            tensors.ring,
-            *rotations(tensors.config, layout, tensors.row.device, torch.float16),
-            key_bits=layout.key_bits,
-            value_bits=layout.value_bits,
-        )
-        tensors.keep(decoder=decoder)
-    return tensors.decoder
+    layout = tensors.layout
+    decoder = Decoder(
+        _packed(tensors.blocks),
+        tensors.sinks,
+        tensors.ring,
+        *rotations(tensors.config, layout, tensors.row.device, torch.float16),
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+    )
+    tensors.keep(decoder=decoder)
+    return decoder
 
 
 def attend(
@@ -191,23 +188,21 @@ def attend(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """`tiled_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
-    decoder, device = decoder_of(view.tensors), query.device
-    batch, query_heads, queries, _ = query.shape
-    if mask is not None and mask.shape[0] != batch:
-        mask = mask.expand(batch, -1, -1, -1)
-    late = view.late
+    tensors, num_blocks, num_window, _, late, _ = view
+    decoder, device = tensors.decoder or decoder_of(tensors), query.device
+    if mask is not None and mask.shape[0] != query.shape[0]:
+        mask = mask.expand(query.shape[0], -1, -1, -1)
     row = None
     if late is not None and late.states is not None:
         row = NewRow(_rows(late.states[0]), _rows(late.states[1]), late.slot)
     try:
         out = decoder(
             _rows(query),
-            device_int(view.num_blocks, device),
-            device_int(view.num_window, device),
+            device_int(num_blocks, device),
+            device_int(num_window, device),
             device_int(decoder.sinks, device),
             scaling=scaling,
             allocate=allocator(current_workspace(device), "decode attention", device),
-            out=query.new_empty(batch, queries, query_heads, decoder.value_dim),
             mask=mask,
             causal=causal,
             softcap=softcap,
@@ -291,14 +286,12 @@ def attend_token(
     the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
     num_sinks, num_blocks, num_window = sizes
-    batch, query_heads, queries, _ = query.shape
-    return decoder_of(tensors)(
+    return (tensors.decoder or decoder_of(tensors))(
         _rows(query),
         num_blocks,
         num_window,
         num_sinks,
         allocate=allocator(None, "decode attention", query.device),
-        out=query.new_empty(batch, queries, query_heads, tensors.layout.value_dim),
-        mask=None if mask is None else mask.expand(batch, -1, -1, -1),
+        mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         **options,
     )

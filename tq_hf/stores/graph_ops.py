@@ -77,7 +77,7 @@ def append_row(
         max_cache_len: Tokens there is room for. Without a GPU one token more is a `ValueError`; on a GPU a device-side
             assertion fails.
     """
-    if triton_backend.serves(tensors.ring[0], tensors.layout):
+    if triton_backend.reads(tensors, tensors.ring[0]):
         triton_backend.append_token(tensors, counts, keys, values, max_cache_len)
         return
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
@@ -126,7 +126,7 @@ def _attend(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    if triton_backend.serves(query, tensors.layout):
+    if triton_backend.reads(tensors, query):
         return triton_backend.attend_token(tensors, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
     view = _on_host(tensors, step_counts)
     return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux).contiguous()
@@ -188,7 +188,8 @@ def attend_token(
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
     tensors, step_counts, sizes, config, max_cache_len, num_held = view
-    dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
+    if mask is not None:
+        dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
     if torch.compiler.is_compiling():
         return _attend_token(query, tensors.arguments(), step_counts, mask, s_aux, scaling, softcap, config)
     return _attend(tensors, step_counts, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)

@@ -78,7 +78,7 @@ class Decoder:
         *,
         scaling: float,
         allocate: Callable[[int], torch.Tensor],
-        out: torch.Tensor,
+        out: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         causal: bool = True,
         softcap: float | None = None,
@@ -95,7 +95,7 @@ class Decoder:
             num_sinks: int32 scalar on the device: the rows of the sinks that count.
             scaling: Factor of the logits.
             allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
-            out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
+            out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
             mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and window rows in this
                 order.
             causal: With S > 1 and no mask, query s does not see the last S - 1 - s window rows (the packed part and the
@@ -120,19 +120,15 @@ class Decoder:
         else:
             mask_rows = min(mask.shape[2], 2)
             mask_strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
-        aux = None if s_aux is None else s_aux.dtype
-        key = (
-            query.shape,
-            query.stride(),
+        kinds = (
             query.dtype,
-            out.stride(),
-            out.dtype,
-            scaling,
-            mask_rows,
-            causal,
-            softcap,
-            aux,
+            None if s_aux is None else s_aux.dtype,
+            None if out is None else (out.stride(), out.dtype),
         )
+        if out is None:
+            batch, query_heads, queries, _ = query.shape
+            out = query.new_empty(batch, queries, query_heads, self.value_dim)
+        key = (query.shape, query.stride(), kinds, scaling, mask_rows, causal, softcap)
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = self._step(query, out, scaling, mask_rows, causal, softcap, s_aux)
