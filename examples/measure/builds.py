@@ -21,6 +21,8 @@ from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.attention_fragments import prefix_attention_fragments
+from tq_kernels.prefix.dense import dense_attention
+from tq_kernels.prefix.dense_launch import dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 
 Arch = int | str
@@ -74,6 +76,19 @@ def build_prefix(arch: Arch, bits: Bits, *, dim: int = 128, value_dim: int | Non
     types += ["i32"] * (numbers - 3) + ["fp32", "fp32", "i32"]
     limit = {"maxnreg": config.registers} if config.registers else {}
     return build(kernel, types, constants, arch, num_warps=config.warps, **limit)
+
+
+def build_dense(
+    arch: Arch, *, dim: int = 128, rows: int = 8192, mask: int = 0, softcap: bool = False, split: bool = False
+) -> Compiled:
+    """`dense_attention` of bf16 states, strides as models have them, with learned sinks."""
+    tile = padded(dim)
+    config = dense_config(tile, rows, target_of(arch))
+    flags = (mask == 0, mask, softcap, True, split)
+    constants = (dim, dim, tile, tile, *flags, tl.bfloat16, config.block_rows, config.block_tokens, config.stages)
+    types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
+    types += [*["i32"] * 20, "fp32", "fp32", "i32"]
+    return build(dense_attention, types, constants, arch, num_warps=config.warps, aligned=range(9, 21))
 
 
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:

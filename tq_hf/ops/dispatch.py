@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..codec import reference
@@ -116,3 +118,18 @@ def attend(
         s_aux=s_aux,
         position_bias=position_bias,
     )
+
+
+def attend_dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    position_bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention over dense states, `[B, S, Hq, Dv]`, with the arguments of `tq_hf.ops.tiled_attention.attend_dense`."""
+    if triton_backend.can_attend_dense(query, keys, values, mask, position_bias):
+        return triton_backend.attend_dense(query, keys, values, mask, **options)
+    return tiled_attention.attend_dense(query, keys, values, mask, position_bias=position_bias, **options)

@@ -28,6 +28,8 @@ if HAS_TRITON:
     from tq_kernels.decode.decoder import Decoder
     from tq_kernels.decode.preallocated import Appender
     from tq_kernels.decode.step import NewRow
+    from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
+    from tq_kernels.prefix.dense_launch import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
 
 MAX_QUERIES = 16
@@ -257,6 +259,36 @@ def _appender_of(tensors: LayerTensors) -> Appender:
     )
     tensors.keep(appender=appender)
     return appender
+
+
+def can_attend_dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+) -> bool:
+    """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
+    makes kernels of its own."""
+    if torch.compiler.is_compiling() or not _runs(query) or position_bias is not None or not reads_mask(mask):
+        return False
+    traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
+    return not traced and attends_dense(query, keys, values)
+
+
+@explains_failures
+def attend_dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> torch.Tensor:
+    """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `can_attend_dense`."""
+    return attend_dense_states(
+        _rows(query),
+        _rows(keys),
+        _rows(values),
+        mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
+        allocate=allocator(current_workspace(query.device), "dense attention", query.device),
+        **options,
+    )
 
 
 @explains_failures
