@@ -83,12 +83,12 @@ def build_dense(
 ) -> Compiled:
     """`dense_attention` of bf16 states, strides as models have them, with learned sinks."""
     tile = padded(dim)
-    config = dense_config(tile, rows, target_of(arch))
+    config = dense_config(tile, rows, mask == 2, target_of(arch))
     flags = (mask == 0, mask, softcap, True, split)
     constants = (dim, dim, tile, tile, *flags, tl.bfloat16, config.block_rows, config.block_tokens, config.stages)
     types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
     types += [*["i32"] * 20, "fp32", "fp32", "i32"]
-    return build(dense_attention, types, constants, arch, num_warps=config.warps, aligned=range(9, 21))
+    return build(dense_attention, types, constants, arch, num_warps=config.warps)
 
 
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:

@@ -45,7 +45,8 @@ def _add_tokens(
     values,
     key_t,
     value_t,
-    mask_rows,  # [BR], pointers
+    mask,  # of the program's first query
+    mask_rows,  # [BR], offsets into it
     mask_t,
     newest,  # [BR], the last token a row sees
     low,
@@ -67,10 +68,14 @@ def _add_tokens(
     """Take in tokens `low` to `high`: without EDGE whole tiles that all rows see."""
     dk = tl.arange(0, BLOCK_DK)
     dv = tl.arange(0, BLOCK_DV)
+    # Offsets in a tile stay, in 32 bits: pointers would take registers that the products need.
+    of_tile = tl.arange(0, BLOCK_T)
+    key_offsets = of_tile[:, None] * key_t + dk[None, :]
+    value_offsets = of_tile[:, None] * value_t + dv[None, :]
     for start in tl.range(low, high, BLOCK_T, num_stages=STAGES):
-        t = start + tl.arange(0, BLOCK_T)
-        key_at = keys + t.to(tl.int64)[:, None] * key_t + dk[None, :]
-        value_at = values + t.to(tl.int64)[:, None] * value_t + dv[None, :]
+        t = start + of_tile
+        key_at = keys + tl.cast(start, tl.int64) * key_t + key_offsets
+        value_at = values + tl.cast(start, tl.int64) * value_t + value_offsets
         if EDGE:
             k = tl.load(key_at, mask=(t < high)[:, None] & (dk < DK)[None, :], other=0.0)
             v = tl.load(value_at, mask=(t < high)[:, None] & (dv < DV)[None, :], other=0.0)
@@ -85,7 +90,7 @@ def _add_tokens(
             if CAUSAL:
                 seen = seen & (t[None, :] <= newest[:, None])
             if MASK > 0:
-                at = mask_rows[:, None] + t.to(tl.int64)[None, :] * mask_t
+                at = mask + tl.cast(start, tl.int64) * mask_t + (mask_rows[:, None] + of_tile[None, :] * mask_t)
                 seen = seen & (tl.load(at, mask=seen & (newest >= 0)[:, None], other=0) != 0)
             x = tl.where(seen, x, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(x, 1))
@@ -168,7 +173,9 @@ def dense_attention(
     keys += batch * key_b + kv_head * key_h
     values += batch * value_b + kv_head * value_h
     newest = tl.where(valid, tokens - queries + s if CAUSAL else tokens - 1, -1)  # [BR]
-    mask_rows = mask + batch * mask_b + s.to(tl.int64) * mask_s
+    first_query = (tile_count - 1 - tl.program_id(0)) * BLOCK_R // groups
+    mask += batch * mask_b + first_query.to(tl.int64) * mask_s
+    mask_rows = (s - first_query) * mask_s
     low = 0
     high = tl.max(newest, 0) + 1
     if MASK == 2:
@@ -190,12 +197,12 @@ def dense_attention(
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     if MASK == 0:
         acc, total, maximum = _add_tokens(
-            acc, total, maximum, plain, keys, values, key_t, value_t, mask_rows, mask_t, newest, low, edge,
+            acc, total, maximum, plain, keys, values, key_t, value_t, mask, mask_rows, mask_t, newest, low, edge,
             scaling_log2, cap_log2, False,
             DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES,
         )  # fmt: skip
     acc, total, maximum = _add_tokens(
-        acc, total, maximum, plain, keys, values, key_t, value_t, mask_rows, mask_t, newest, edge, high,
+        acc, total, maximum, plain, keys, values, key_t, value_t, mask, mask_rows, mask_t, newest, edge, high,
         scaling_log2, cap_log2, True,
         DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES,
     )  # fmt: skip

@@ -43,20 +43,26 @@ class DenseConfig:
 
 
 @lru_cache
-def dense_config(dim: int, rows: int, on: Target) -> DenseConfig:
+def dense_config(dim: int, rows: int, masked: bool, on: Target) -> DenseConfig:
     """The heuristic table.
 
     Args:
         dim: Channels of the larger tile, a power of two.
         rows: Query rows of a KV head.
+        masked: Whether there is a mask row by row.
         on: The device.
     """
     large = on.asm and on.shared_bytes > 160 * 1024
     if rows <= 16:
         return DenseConfig(16, 64 if dim <= 128 else 32, 4, 2)
-    if not large:
-        return DenseConfig(64, 32, 4, 2 if on.asm and dim <= 128 else 1)
-    return DenseConfig(128, 64, 8, 3 if dim <= 128 else 2)
+    if not on.asm:
+        return DenseConfig(64, 32, 4, 1)
+    # What is on its way takes registers, for which masks leave no room.
+    if dim > 128:
+        return DenseConfig(64, 32, 8, 1 if masked or not large else 3)
+    if not large or (masked and not on.dependent_launch):
+        return DenseConfig(64, 32, 4, 1 if masked else 2)
+    return DenseConfig(128, 64, 8, 1 if masked else 3)
 
 
 def attends_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -107,9 +113,9 @@ def attend_dense(
     groups, on = query_heads // kv_heads, target(device)
     rows, heads = groups * queries, batch * kv_heads
     block_dk, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    config = dense_config(max(block_dk, block_dv), rows, on)
-    row_tiles = -(-rows // config.block_rows)
     kind = 0 if mask is None else (1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2)
+    config = dense_config(max(block_dk, block_dv), rows, kind == 2, on)
+    row_tiles = -(-rows // config.block_rows)
     if splits is None:
         # Rows of a mask have shares of their own width; there are enough of them.
         splits = (
