@@ -3,10 +3,10 @@
     python examples/measure/benchmark.py kernels     # or generate, models, prefix, prefill, serve
 
 `generate` is described in `bench_generate.py`, `models` in `bench_models.py`, `prefix` and `prefill` in
-`bench_prefix.py`, and `serve`, which a CPU can run, too, in `bench_serve.py`. For `kernels`, every figure of a run comes from one process on one GPU: the read
-ceiling, the best scaled-dot-product attention in bf16, and decode attention over packed blocks (rotation, attention,
-reduction: the whole call). Medians, with the L2 cache overwritten before every repetition. Writes JSON and draws the
-pictures of README.md from it, where matplotlib is installed.
+`bench_prefix.py`, and `serve`, which a CPU can run, too, in `bench_serve.py`. For `kernels`, every figure of a run
+comes from one process on one GPU: the read ceiling, the best scaled-dot-product attention in bf16, and decode
+attention over packed blocks (rotation, attention, reduction: the whole call). Medians, with the L2 cache overwritten
+before every repetition. Writes JSON and draws the pictures of README.md from it, where matplotlib is installed.
 """
 
 from __future__ import annotations
