@@ -88,7 +88,7 @@ def turboquant_attention(
             )
         if isinstance(held, StepView):
             return _attend_step(query, held, attention_mask, **options), None
-        return dispatch.attend(query, held, attention_mask, **options).contiguous(), None
+        return dispatch.attend(query, held, attention_mask, **options), None
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
     if softcap is None and s_aux is None:
@@ -112,7 +112,7 @@ def turboquant_attention(
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
-    return dispatch.attend_dense(query, key, value, attention_mask, **options).contiguous(), None
+    return dispatch.attend_dense(query, key, value, attention_mask, **options), None
 
 
 def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal: bool) -> torch.Tensor:
@@ -155,7 +155,7 @@ def _attend_step(
     else:
         mask = mask[..., : view.length].masked_fill(~held, -torch.inf)
     options: dict[str, Any] = dict(scaling=scaling, softcap=softcap, s_aux=s_aux, position_bias=position_bias)
-    return dispatch.attend_dense(query, keys, values, mask, causal=False, **options).contiguous()
+    return dispatch.attend_dense(query, keys, values, mask, causal=False, **options)
 
 
 def turboquant_mask(

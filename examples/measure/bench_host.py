@@ -101,7 +101,7 @@ def main() -> None:
         us = sorted(1e6 * s / arguments.layers for s in seconds[10:])
         print(f"{name}: {us[len(us) // 10]:.1f} us a layer ({statistics.median(us):.1f} median), {each:.2f} launches")
         if arguments.profile:
-            pstats.Stats(profile).sort_stats("tottime").print_stats(28)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(22)
 
 
 if __name__ == "__main__":

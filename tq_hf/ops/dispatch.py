@@ -87,7 +87,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]`.
+    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous.
 
     Arguments are those of `tq_hf.ops.tiled_attention.attend`.
 
@@ -107,8 +107,8 @@ def attend(
             query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux
         )
     if way == "buffered":
-        return buffered_attend(query, view, mask, scaling=scaling, causal=causal)
-    return tiled_attention.attend(
+        return buffered_attend(query, view, mask, scaling=scaling, causal=causal).contiguous()
+    out = tiled_attention.attend(
         query,
         view,
         mask,
@@ -118,6 +118,7 @@ def attend(
         s_aux=s_aux,
         position_bias=position_bias,
     )
+    return out.contiguous()
 
 
 def attend_dense(
@@ -129,7 +130,7 @@ def attend_dense(
     position_bias: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention over dense states, `[B, S, Hq, Dv]`, with the arguments of `tq_hf.ops.tiled_attention.attend_dense`."""
+    """`tq_hf.ops.tiled_attention.attend_dense`, contiguous, by a kernel where one takes the call."""
     if triton_backend.can_attend_dense(query, keys, values, mask, position_bias):
         return triton_backend.attend_dense(query, keys, values, mask, **options)
-    return tiled_attention.attend_dense(query, keys, values, mask, position_bias=position_bias, **options)
+    return tiled_attention.attend_dense(query, keys, values, mask, position_bias=position_bias, **options).contiguous()

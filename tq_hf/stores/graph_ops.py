@@ -129,7 +129,7 @@ def _attend(
     if triton_backend.reads(tensors, query):
         return triton_backend.attend_token(tensors, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
     view = _on_host(tensors, step_counts)
-    return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux).contiguous()
+    return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
