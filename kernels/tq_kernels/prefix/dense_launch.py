@@ -144,7 +144,7 @@ def attend_dense(
     counts = (rows, groups, kv_heads, queries, tokens)
     logits = (scaling * LOG2E.value, (softcap or 1.0) * LOG2E.value)
     # Triton compiles strides that are multiples of 16, 1 or beyond 32 bits in ways of their own.
-    strided = tuple((stride % 16 == 0, stride == 1, stride >= 2**31) for stride in strides)
+    strided = tuple((stride % 16 == 0, stride == 1, stride >= 2**31) for stride in (*strides, *mask_strides))
     ATTEND(
         (row_tiles, heads, splits),
         (query, keys, values, seen, spans, aux, out, partial, lse),
