@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, relative_rms
+from tiny_models import VOCAB, build
 
-from tq_hf.ops import dispatch, tiled_attention, triton_backend
+from tq_hf import TurboQuantCache
+from tq_hf.ops import backend, dispatch, tiled_attention, triton_backend
 
 pytest.importorskip("triton")
 
@@ -147,6 +149,46 @@ def test_caps_and_sinks_go_to_the_kernel_and_what_it_cannot_do_to_torch(monkeypa
     with torch.enable_grad():
         dispatch.attend_dense(query.clone().requires_grad_(), keys, values, None, **options)
     assert calls == ["kernel", "torch", "torch", "torch", "torch"]
+
+
+def check_model(name: str, device: str, monkeypatch) -> None:
+    model = build(name, num_hidden_layers=2).to(device, torch.float16)
+    model.set_attn_implementation("turboquant")
+    ids = torch.randint(3, VOCAB, (2, 130), generator=torch.Generator().manual_seed(0)).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+
+    def run() -> torch.Tensor:
+        cache = TurboQuantCache(model.config)
+        logits = [model(ids[:, :120], attention_mask=mask[:, :120], past_key_values=cache).logits[:, -1]]
+        for calls in ((120, 127), (127, 128), (128, 129)):
+            part = ids[:, slice(*calls)]
+            logits.append(model(part, attention_mask=mask[:, : calls[1]], past_key_values=cache).logits[:, -1])
+        return torch.stack(logits)
+
+    monkeypatch.setattr(backend, "chosen", "torch")
+    expected = run()
+    monkeypatch.setattr(backend, "chosen", "")
+
+    def fail(*arguments, **options):
+        raise AssertionError("tiles in Python")
+
+    for function in ("attend", "attend_dense"):
+        monkeypatch.setattr(tiled_attention, function, fail)
+    assert relative_rms(run(), expected) < 2e-2  # encoded by kernels, too
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_a_model_runs_no_tiles_in_python(name: str, monkeypatch) -> None:
+    check_model(name, "cpu", monkeypatch)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_a_model_runs_no_tiles_in_python_on_a_gpu(name: str, monkeypatch) -> None:
+    check_model(name, "cuda", monkeypatch)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the parent process")
