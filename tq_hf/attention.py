@@ -11,7 +11,6 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from .compat import is_tracing, takes_attention_functions
 from .ops import dispatch, triton_backend
-from .ops.tiled_attention import attend_dense
 from .stores import graph_ops
 from .stores.checks import check_room
 from .stores.ticket import redeem, show_queries
@@ -89,7 +88,7 @@ def turboquant_attention(
             )
         if isinstance(held, StepView):
             return _attend_step(query, held, attention_mask, **options), None
-        return dispatch.attend(query, held, attention_mask, **options).contiguous(), None
+        return dispatch.attend(query, held, attention_mask, **options), None
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
     if softcap is None and s_aux is None:
@@ -113,7 +112,7 @@ def turboquant_attention(
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
-    return attend_dense(query, key, value, attention_mask, **options).contiguous(), None
+    return dispatch.attend_dense(query, key, value, attention_mask, **options), None
 
 
 def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal: bool) -> torch.Tensor:
@@ -156,7 +155,7 @@ def _attend_step(
     else:
         mask = mask[..., : view.length].masked_fill(~held, -torch.inf)
     options: dict[str, Any] = dict(scaling=scaling, softcap=softcap, s_aux=s_aux, position_bias=position_bias)
-    return attend_dense(query, keys, values, mask, causal=False, **options).contiguous()
+    return dispatch.attend_dense(query, keys, values, mask, causal=False, **options)
 
 
 def turboquant_mask(

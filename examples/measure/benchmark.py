@@ -1,12 +1,12 @@
 """Measure on a GPU: decode attention alone, decoding, many new tokens on a history, long prompts, many requests.
 
-    python examples/measure/benchmark.py kernels     # or generate, prefix, prefill, serve
+    python examples/measure/benchmark.py kernels     # or generate, models, prefix, prefill, serve
 
-`generate` is described in `bench_generate.py`, `prefix` and `prefill` in `bench_prefix.py`, and `serve`, which a CPU
-can run, too, in `bench_serve.py`. For `kernels`, every figure of a run comes from one process on one GPU: the read
-ceiling, the best scaled-dot-product attention in bf16, and decode attention over packed blocks (rotation, attention,
-reduction: the whole call). Medians, with the L2 cache overwritten before every repetition. Writes JSON and draws the
-pictures of README.md from it, where matplotlib is installed.
+`generate` is described in `bench_generate.py`, `models` in `bench_models.py`, `prefix` and `prefill` in
+`bench_prefix.py`, and `serve`, which a CPU can run, too, in `bench_serve.py`. For `kernels`, every figure of a run
+comes from one process on one GPU: the read ceiling, the best scaled-dot-product attention in bf16, and decode
+attention over packed blocks (rotation, attention, reduction: the whole call). Medians, with the L2 cache overwritten
+before every repetition. Writes JSON and draws the pictures of README.md from it, where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import bench_generate
+import bench_models
 import bench_prefix
 import bench_serve
 import plots
@@ -164,15 +165,15 @@ def encode_microseconds(preset: str, device: torch.device, repeat: int) -> float
     return microseconds(lambda: dispatch.encode(config, keys, values, packed, 0), repeat)
 
 
-def step_cost(device: torch.device, layers: int = 32) -> dict[str, float]:
+def step_cost(device: torch.device, layers: int = 32, room: int | None = None) -> dict[str, float]:
     """Kernel launches, and microseconds of the CPU, of one layer's append and attention: those of an eager decode step
-    of so many layers, (32, 8, 128) heads, divided by their number."""
+    of so many layers, (32, 8, 128) heads, divided by their number. `room` is what the cache preallocates."""
     config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=layers)
     config._attn_implementation = "turboquant"
     module = SimpleNamespace(config=config, is_causal=True, num_key_value_groups=4)
     query = torch.randn(1, 32, 1, 128, device=device, dtype=torch.bfloat16)
     prompt, row = (torch.randn(1, 8, n, 128, device=device, dtype=torch.bfloat16) for n in (1030, 1))
-    cache = TurboQuantCache(config)
+    cache = TurboQuantCache(config, max_cache_len=room)
 
     def step(query: torch.Tensor, row: torch.Tensor) -> None:
         for layer in range(layers):
@@ -191,7 +192,8 @@ def step_cost(device: torch.device, layers: int = 32) -> dict[str, float]:
             torch.cuda.synchronize()
     launches = sum(event.device_type == DeviceType.CUDA for event in trace.events()) / layers
     result = {"layers": layers, "launches": launches, "cpu_us": 1e6 * statistics.median(times) / layers}
-    print(f"append and attention of a layer: {launches:g} launches, {result['cpu_us']:.0f} us of the CPU")
+    kind = "growing" if room is None else "preallocated"
+    print(f"append and attention of a layer, {kind}: {launches:g} launches, {result['cpu_us']:.0f} us of the CPU")
     return result
 
 
@@ -200,7 +202,8 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", 0)
     read = read_gigabytes_per_second(device)
     print(f"{torch.cuda.get_device_name(device)}: reads {read:.0f} GB/s")
-    cells, errors, step = [], [], step_cost(device)
+    cells, errors = [], []
+    steps = {"step": step_cost(device), "preallocated_step": step_cost(device, room=2048)}
     encoding = {preset: encode_microseconds(preset, device, arguments.repeat) for preset in PRESETS}
     print("encode 32k tokens x 16 vectors:", ", ".join(f"{preset} {us:.1f} us" for preset, us in encoding.items()))
     for heads in HEADS if arguments.all_heads else HEADS[:1]:
@@ -241,7 +244,7 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
                 )
                 del packed, call
     record: dict[str, Any] = provenance(device, "attention alone")
-    return record | {"read_gb_s": read, "errors": errors, "encode_us": encoding, "step": step, "cells": cells}
+    return record | {"read_gb_s": read, "errors": errors, "encode_us": encoding, "cells": cells} | steps
 
 
 def main() -> None:
@@ -262,6 +265,9 @@ def main() -> None:
     command.set_defaults(
         run=lambda arguments: bench_generate.run(arguments.model, arguments.layers, arguments.only, arguments.save)
     )
+    command = commands.add_parser("models", help="prefill and decode of other models' shapes, with softcap or sinks")
+    command.add_argument("--only", help="only cells whose name this regular expression finds, e.g. 'gpt-oss.* prefill'")
+    command.set_defaults(run=lambda arguments: bench_models.run(arguments.only, arguments.save))
     command = commands.add_parser("prefix", help="many queries over packed history against bf16 attention")
     command.set_defaults(run=lambda arguments: bench_prefix.run())
     command = commands.add_parser("prefill", help="time to the first token, and a prefill of a million tokens")

@@ -16,10 +16,13 @@ from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantise_config, encode_config
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS
 from tq_kernels.decode.append import rotate_and_append
+from tq_kernels.decode.preallocated import append_and_encode
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.attention_fragments import prefix_attention_fragments
+from tq_kernels.prefix.dense import dense_attention
+from tq_kernels.prefix.dense_launch import dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 
 Arch = int | str
@@ -32,10 +35,8 @@ def padded(dim: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(dim))
 
 
-def build_encode(
-    arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16", window: bool = False
-) -> Compiled:
-    """`encode_blocks` of keys or of values; with `window`, of the block of a ring that is due."""
+def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16") -> Compiled:
+    """`encode_blocks` of keys or of values."""
     on, own = target_of(arch), bits[is_value]
     config = encode_config(padded(dim), dim, bits, 4 if dtype == "fp32" else 2, on.capability)
     correction = "projection" if is_value else "norm"
@@ -43,7 +44,7 @@ def build_encode(
         *(dim, dim, padded(dim), own, LEVELS[own], CORRECTIONS[correction], is_value, MATRIX[dtype], config.k_step),
         *("tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
     )
-    types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16", "*i32" if window else None]
+    types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
     return build(encode_blocks, [*types, *["i32"] * 8], constants, arch, num_warps=config.warps, **options)
 
@@ -77,6 +78,19 @@ def build_prefix(arch: Arch, bits: Bits, *, dim: int = 128, value_dim: int | Non
     return build(kernel, types, constants, arch, num_warps=config.warps, **limit)
 
 
+def build_dense(
+    arch: Arch, *, dim: int = 128, rows: int = 8192, mask: int = 0, softcap: bool = False, split: bool = False
+) -> Compiled:
+    """`dense_attention` of bf16 states, strides as models have them, with learned sinks."""
+    tile = padded(dim)
+    config = dense_config(tile, rows, mask == 2, target_of(arch))
+    flags = (mask == 0, mask, softcap, True, split)
+    constants = (dim, dim, tile, tile, *flags, tl.bfloat16, config.block_rows, config.block_tokens, config.stages)
+    types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
+    types += [*["i32"] * 20, "fp32", "fp32", "i32"]
+    return build(dense_attention, types, constants, arch, num_warps=config.warps)
+
+
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:
     """`rotate_query`."""
     types = ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
@@ -87,6 +101,22 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:
     """`rotate_and_append`."""
     constants = (dim, padded(dim, 1), *plan(arch, *bits, dim=dim).rotate_constants)
     return build(rotate_and_append, [*["*fp16"] * 7, "*fp32", *["i32"] * 14], constants, arch, num_warps=2)
+
+
+def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "bf16") -> Compiled:
+    """`append_and_encode`."""
+    on, tile = target_of(arch), padded(dim)
+    config = encode_config(tile, dim, bits, 4 if dtype == "fp32" else 2, on.capability)
+    halves = [
+        (dim, dim, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step)
+        for own, correction in zip(bits, ("norm", "projection"), strict=True)
+    ]
+    constants = (*halves[0], *halves[1], True, MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
+    states = [f"*{dtype}"]
+    types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
+    types += ["*fp16", "*fp16", *["i32"] * 11]
+    options = {"debug": True, "sanitize_overflow": False}
+    return build(append_and_encode, types, constants, arch, num_warps=config.warps, **options)
 
 
 def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:

@@ -71,6 +71,9 @@ def kernels(record: dict[str, Any]) -> str:
         step = record["step"]
         took = f"{step['launches']:g} launches and {step['cpu_us']:.0f} µs of the CPU"
         notes.append(f"Append and attention of a layer in an eager step of {step['layers']} layers: {took}.")
+    if "preallocated_step" in record:
+        step = record["preallocated_step"]
+        notes.append(f"Of a preallocated cache: {step['launches']:g} launches and {step['cpu_us']:.0f} µs.")
     if "note" in record:
         notes.append(record["note"])
     return f"{text}\n{' '.join(notes)} Measured by {source(record).lstrip()}"
@@ -94,6 +97,17 @@ def generate(record: dict[str, Any]) -> str:
         lines.append([cache_name(cache), *(generated(rows.get((cache, *one))) for one in shapes)])
     steps = table(["cache", *(shape(*one) for one in shapes)], lines)
     return f"{record['model']}:\n\n{steps}{note(record)}{source(record)}"
+
+
+def models(record: dict[str, Any]) -> str:
+    """Prefill and a decode step of other models' shapes: a row for each model and cache."""
+    lines = []
+    for row in record["rows"]:
+        prefill = f"{row['prefill_ms']:.1f} ms" if "prefill_ms" in row else row.get("error", "–")
+        decode = generated(row) if "ms_per_step" in row else row.get("error", "–")
+        lines.append([row["model"], str(row["layers"]), cache_name(row["cache"]), prefill, decode])
+    headings = ["model", "layers", "cache", "prefill of 8k", "step at 8 × 32k, bytes beyond weights"]
+    return f"Layers of random weights:\n\n{table(headings, lines)}{note(record)}{source(record)}"
 
 
 def share(value: float | None) -> str:
@@ -319,6 +333,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compile_matrix": compile_matrix,
     "cpu": cpu,
     "generate": generate,
+    "models": models,
     "kernels": kernels,
     "multi-gpu": multi_gpu,
     "passkey": passkey,

@@ -18,19 +18,25 @@ pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
 from tq_kernels.common.launcher import Kernel  # noqa: E402
-from tq_kernels.decode import append, decoder  # noqa: E402
+from tq_kernels.decode import decoder, preallocated  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 
-KERNELS = {decoder: ("ROTATE", "ROTATE_AND_APPEND", "SPLIT", "REDUCE"), append: ("APPEND", "FINISH")}
+KERNELS = {decoder: ("ROTATE", "ROTATE_AND_APPEND", "SPLIT", "REDUCE"), preallocated: ("APPEND",)}
 
 
 class Silent:
-    """In place of a Triton kernel: launching it does nothing."""
+    """In place of a Triton kernel: launching it does nothing but count."""
+
+    launches = 0
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        compiled = SimpleNamespace(run=lambda *arguments: None, function=None, packed_metadata=None)
-        return lambda *arguments, **options: compiled
+        return self._launch
+
+    @classmethod
+    def _launch(cls, *arguments: Any, **options: Any) -> SimpleNamespace:
+        cls.launches += 1
+        return SimpleNamespace(run=cls._launch, function=None, packed_metadata=None)
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def kernels(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(Silent()))
     monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
-    monkeypatch.setattr(triton_backend, "_encode", lambda *arguments, **options: None)
+    monkeypatch.setattr(triton_backend, "encode_blocks", lambda *arguments, **options: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     release_workspaces()
     yield
@@ -93,3 +99,16 @@ def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocat
     assert way.functions[0][1] == "TurboQuantCache.update" and visits[-1].startswith("tq_kernels.decode."), visits
     assert len(set(visits)) == len(visits) <= 6, visits
     assert len(modules) <= 8, way.functions
+
+
+@pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 4)], ids=["growing", "preallocated"])
+def test_a_step_launches_few_kernels_a_layer(room, launches, kernels):
+    model = build("llama", num_hidden_layers=2)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=room)
+    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    model(ids, past_key_values=cache)
+    for _ in range(3):
+        before = Silent.launches
+        model(ids[:, :1], past_key_values=cache)
+        assert Silent.launches - before == 2 * launches

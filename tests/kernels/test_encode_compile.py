@@ -82,10 +82,6 @@ def test_dequantise_compiles_for(arch: int | str, is_value: bool) -> None:
         assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
 
 
-def test_encode_of_a_ring_compiles() -> None:
-    assert stack_of(build_encode(90, 4, window=True)) == 0
-
-
 @pytest.mark.parametrize(
     ("arch", "shape"),
     [

@@ -74,7 +74,7 @@ def test_a_kernel_that_fails_names_the_switch_and_leaves_the_cache_as_it_was(ker
         raise failure
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(triton_backend, "_encode", fail)
+        patch.setattr(triton_backend, "encode_blocks", fail, raising=False)
         with pytest.raises(
             RuntimeError, match="does not compile or launch on cpu.*TQ_HF_BACKEND=torch to compute"
         ) as e:
@@ -92,7 +92,7 @@ def test_errors_of_others_stay_what_they_are(kernels_run, monkeypatch):
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(triton_backend, "_encode", fail)
+    monkeypatch.setattr(triton_backend, "encode_blocks", fail, raising=False)
     with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
         TurboQuantCache(llama_config(1), residual_length=0, balance=False).update(*states(0, tokens=300), 0)
 

@@ -17,7 +17,6 @@ from tq_hf.ops import dispatch, workspace
 from tq_hf.ops.workspace import (
     Scratch,
     Workspace,
-    acquire,
     allocator,
     current_workspace,
     release_workspaces,
@@ -230,7 +229,7 @@ def test_unlocking_allows_growth_again(space):
 
 
 def test_without_a_workspace_scratch_is_allocated_per_call_and_never_aliases():
-    first, second = (acquire(None, "a layer", CPU, scratch(4, 4))["mid_o"] for _ in range(2))
+    first, second = (allocator(None, "a layer", CPU)(16) for _ in range(2))
     first.fill_(1)
     second.fill_(2)
     assert (first == 1).all() and (second == 2).all()
@@ -248,7 +247,7 @@ def test_kernels_ask_for_float32_of_a_size(space, held):
 
 
 def test_with_a_workspace_calls_share_it(space):
-    first, second = (acquire(space, "a layer", CPU, scratch(4, 4))["mid_o"] for _ in range(2))
+    first, second = (allocator(space, "a layer", CPU)(16) for _ in range(2))
     assert first.data_ptr() == second.data_ptr()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..codec import reference
@@ -57,17 +59,17 @@ def buffered_attend(
     return buffered_attention.attend_buffer(query, keys, values, mask, scaling=scaling, causal=causal)
 
 
-def check_mask(mask: torch.Tensor | None, length: int) -> None:
+def check_mask(mask: torch.Tensor, length: int) -> None:
     """Refuse a mask that ends before the tokens do: kernels would read beyond it.
 
     Args:
-        mask: `[B or 1, 1 or Hq, S or 1, columns]`, or `None`.
+        mask: `[B or 1, 1 or Hq, S or 1, columns]`.
         length: Tokens attended to.
 
     Raises:
         ValueError: The mask has fewer columns than there are tokens.
     """
-    if mask is not None and mask.shape[-1] < length:
+    if mask.shape[-1] < length:
         raise ValueError(
             f"The attention mask {list(mask.shape)} has {mask.shape[-1]} columns for {length} tokens. Give it a column "
             f"for every token in the cache, the newest included."
@@ -85,14 +87,15 @@ def attend(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]`.
+    """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous.
 
     Arguments are those of `tq_hf.ops.tiled_attention.attend`.
 
     Raises:
         ValueError: The mask has fewer columns than `view` has tokens.
     """
-    check_mask(mask, view.length)
+    if mask is not None:
+        check_mask(mask, view.length)
     if triton_backend.can_attend(query, view, mask, position_bias):
         return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
     way = buffered_attention.choose(
@@ -104,8 +107,8 @@ def attend(
             query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux
         )
     if way == "buffered":
-        return buffered_attend(query, view, mask, scaling=scaling, causal=causal)
-    return tiled_attention.attend(
+        return buffered_attend(query, view, mask, scaling=scaling, causal=causal).contiguous()
+    out = tiled_attention.attend(
         query,
         view,
         mask,
@@ -115,3 +118,19 @@ def attend(
         s_aux=s_aux,
         position_bias=position_bias,
     )
+    return out.contiguous()
+
+
+def attend_dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    position_bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """`tq_hf.ops.tiled_attention.attend_dense`, contiguous, by a kernel where one takes the call."""
+    if triton_backend.can_attend_dense(query, keys, values, mask, position_bias):
+        return triton_backend.attend_dense(query, keys, values, mask, **options)
+    return tiled_attention.attend_dense(query, keys, values, mask, position_bias=position_bias, **options).contiguous()

@@ -24,11 +24,12 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
     from tq_kernels.common.packed import Packed
-    from tq_kernels.decode.append import append_token as append_rows
-    from tq_kernels.decode.append import finish_step
     from tq_kernels.decode.counts import device_int
     from tq_kernels.decode.decoder import Decoder
+    from tq_kernels.decode.preallocated import Appender
     from tq_kernels.decode.step import NewRow
+    from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
+    from tq_kernels.prefix.dense_launch import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
 
 MAX_QUERIES = 16
@@ -49,6 +50,11 @@ def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
 def _runs(tensor: torch.Tensor) -> bool:
     able = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
     return able and backend.chosen != "torch"
+
+
+def reads(tensors: LayerTensors, states: torch.Tensor) -> bool:
+    """`serves`, for states beside these tensors: what a decoder was made for, it serves."""
+    return _runs(states) if tensors.decoder is not None else serves(states, tensors.layout)
 
 
 def spells_plainly(device: torch.device) -> bool:
@@ -83,15 +89,8 @@ def can_attend(
 ) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
-    tensors = view.tensors
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
-    return (
-        few
-        and (_runs(query) if tensors.decoder is not None else serves(query, tensors.layout))
-        and view.new is None
-        and position_bias is None
-        and reads_mask(mask)
-    )
+    return few and view.new is None and position_bias is None and reads_mask(mask) and reads(view.tensors, query)
 
 
 def can_attend_many(
@@ -131,17 +130,6 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
 @explains_failures
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """`tq_hf.codec.reference.encode` on the GPU."""
-    _encode(config, keys, values, out, start)
-
-
-def _encode(
-    config: TurboQuantConfig,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: PackedBlocks,
-    start: int,
-    due: torch.Tensor | None = None,
-) -> None:
     key_rotation, value_rotation = rotations(config, out.layout, keys.device, torch.float32)
     with launching_on(keys.device):
         encode_blocks(
@@ -155,7 +143,6 @@ def _encode(
             value_correction=config.value_correction,
             key_rotation=key_rotation,
             value_rotation=value_rotation,
-            due=due,
         )
 
 
@@ -179,18 +166,17 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 def decoder_of(tensors: LayerTensors) -> Decoder:
     """The decode kernels on these tensors, made once."""
-    if tensors.decoder is None:
-        layout = tensors.layout
-        decoder = Decoder(
-            _packed(tensors.blocks),
-            tensors.sinks,
-            tensors.ring,
-            *rotations(tensors.config, layout, tensors.row.device, torch.float16),
-            key_bits=layout.key_bits,
-            value_bits=layout.value_bits,
-        )
-        tensors.keep_decoder(decoder)
-    return tensors.decoder
+    layout = tensors.layout
+    decoder = Decoder(
+        _packed(tensors.blocks),
+        tensors.sinks,
+        tensors.ring,
+        *rotations(tensors.config, layout, tensors.row.device, torch.float16),
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+    )
+    tensors.keep(decoder=decoder)
+    return decoder
 
 
 def attend(
@@ -204,23 +190,21 @@ def attend(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """`tiled_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
-    decoder, device = decoder_of(view.tensors), query.device
-    batch, query_heads, queries, _ = query.shape
-    if mask is not None and mask.shape[0] != batch:
-        mask = mask.expand(batch, -1, -1, -1)
-    late = view.late
+    tensors, num_blocks, num_window, _, late, _ = view
+    decoder, device = tensors.decoder or decoder_of(tensors), query.device
+    if mask is not None and mask.shape[0] != query.shape[0]:
+        mask = mask.expand(query.shape[0], -1, -1, -1)
     row = None
     if late is not None and late.states is not None:
         row = NewRow(_rows(late.states[0]), _rows(late.states[1]), late.slot)
     try:
         out = decoder(
             _rows(query),
-            device_int(view.num_blocks, device),
-            device_int(view.num_window, device),
+            device_int(num_blocks, device),
+            device_int(num_window, device),
             device_int(decoder.sinks, device),
             scaling=scaling,
             allocate=allocator(current_workspace(device), "decode attention", device),
-            out=query.new_empty(batch, queries, query_heads, decoder.value_dim),
             mask=mask,
             causal=causal,
             softcap=softcap,
@@ -261,6 +245,52 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
     )
 
 
+def _appender_of(tensors: LayerTensors) -> Appender:
+    """The append kernel on these tensors, made once."""
+    config, layout = tensors.config, tensors.layout
+    appender = Appender(
+        _packed(tensors.blocks),
+        tensors.sinks,
+        tensors.ring,
+        *rotations(config, layout, tensors.row.device, torch.float32),
+        bits=(layout.key_bits, layout.value_bits),
+        corrections=(config.key_correction, config.value_correction),
+        residual_length=config.residual_length,
+    )
+    tensors.keep(appender=appender)
+    return appender
+
+
+def can_attend_dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+) -> bool:
+    """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
+    makes kernels of its own."""
+    if torch.compiler.is_compiling() or not _runs(query) or position_bias is not None or not reads_mask(mask):
+        return False
+    traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
+    return not traced and attends_dense(query, keys, values)
+
+
+@explains_failures
+def attend_dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> torch.Tensor:
+    """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `can_attend_dense`."""
+    return attend_dense_states(
+        _rows(query),
+        _rows(keys),
+        _rows(values),
+        mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
+        allocate=allocator(current_workspace(query.device), "dense attention", query.device),
+        **options,
+    )
+
+
 @explains_failures
 def append_token(
     tensors: LayerTensors,
@@ -270,21 +300,8 @@ def append_token(
     max_cache_len: int,
 ) -> None:
     """`tq_hf.stores.graph_ops.append_row` on the GPU; `counts` are the store's `state`, `step_counts` and `length`."""
-    state, step_counts, length = counts
-    with launching_on(tensors.row.device):
-        append_rows(
-            _rows(keys),
-            _rows(values),
-            tensors.sinks,
-            tensors.ring,
-            state,
-            step_counts,
-            residual_length=tensors.config.residual_length,
-            max_cache_len=max_cache_len,
-        )
-        if tensors.blocks.capacity:
-            _encode(tensors.config, *tensors.ring, tensors.blocks, 0, due=step_counts)
-        finish_step(state, step_counts, length)
+    append = tensors.appender or _appender_of(tensors)
+    append(_rows(keys), _rows(values), counts, max_cache_len)
 
 
 @explains_failures
@@ -301,14 +318,12 @@ def attend_token(
     the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
     num_sinks, num_blocks, num_window = sizes
-    batch, query_heads, queries, _ = query.shape
-    return decoder_of(tensors)(
+    return (tensors.decoder or decoder_of(tensors))(
         _rows(query),
         num_blocks,
         num_window,
         num_sinks,
         allocate=allocator(None, "decode attention", query.device),
-        out=query.new_empty(batch, queries, query_heads, tensors.layout.value_dim),
-        mask=None if mask is None else mask.expand(batch, -1, -1, -1),
+        mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         **options,
     )

@@ -9,7 +9,7 @@ same name.
 A loop that captures CUDA graphs of its own calls `reserve` with its largest requests, then `lock`: addresses stay from
 then on. Graphs of `torch.compile` do not take scratch from here. Such a graph is captured on a stream of its own and
 may be replayed on any, where no order protects a buffer that other calls share; it uses memory of its own pool instead
-(`acquire` without a workspace).
+(`allocator` without a workspace).
 
 A stream is known by its handle. Whoever destroys a stream waits for its work first: CUDA may give the handle to a new
 stream, and that stream then gets the same workspace.
@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -86,6 +86,10 @@ class Workspace:
         """
         return {name: self._view(caller, name, request) for name, request in requests.items()}
 
+    def floats(self, caller: str, size: int) -> torch.Tensor:
+        """`acquire` as kernels call it: `size` float32 elements under the name of `caller`."""
+        return self._view(caller, caller, _floats(size))
+
     def _view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is not None and buffer.view is not None and (buffer.request is request or buffer.request == request):
@@ -132,23 +136,17 @@ class Workspace:
         return sum(buffer.data.nbytes for buffer in list(self._buffers.values()))
 
 
-def acquire(
-    workspace: Workspace | None, caller: str, device: torch.device, requests: Mapping[str, Scratch]
-) -> dict[str, torch.Tensor]:
-    """Scratch from `workspace`, or allocated for this call alone if that is `None`."""
-    if workspace is not None:
-        return workspace.acquire(caller, requests)
-    return {name: torch.empty(r.shape, dtype=r.dtype, device=device) for name, r in requests.items()}
-
-
 @lru_cache(maxsize=4096)
 def _floats(size: int) -> Scratch:
     return Scratch((size,), torch.float32)
 
 
 def allocator(workspace: Workspace | None, caller: str, device: torch.device) -> Callable[[int], torch.Tensor]:
-    """`acquire` as kernels call it: with a number of float32 elements, when they know how many they need."""
-    return lambda size: acquire(workspace, caller, device, {caller: _floats(size)})[caller]
+    """Scratch from `workspace`, or allocated for each call alone if that is `None`: kernels ask for a number of float32
+    elements when they know how many they need."""
+    if workspace is not None:
+        return partial(workspace.floats, caller)
+    return lambda size: torch.empty(size, dtype=torch.float32, device=device)
 
 
 class _PerThread(threading.local):
@@ -167,11 +165,12 @@ def current_workspace(device: torch.device) -> Workspace:
     if device.type == "cuda":
         stream = current_raw_stream(torch.cuda.current_device() if device.index is None else device.index)
     key = (device, stream)
-    if key not in _local.workspaces:
-        _local.workspaces[key] = Workspace(device)
+    workspace = _local.workspaces.get(key)
+    if workspace is None:
+        workspace = _local.workspaces[key] = Workspace(device)
         with _all_lock:
-            _all.add(_local.workspaces[key])
-    return _local.workspaces[key]
+            _all.add(workspace)
+    return workspace
 
 
 def workspace_bytes() -> int:

@@ -40,7 +40,7 @@ Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def entries(step_counts: torch.Tensor) -> Entries:
     """The numbers of sinks, blocks and window rows, each `[]` int32, 16 bytes apart."""
-    sinks, blocks, rows, _, _ = step_counts[:, 0].unbind()
+    sinks, blocks, rows, *_ = step_counts[:, 0].unbind()
     return sinks, blocks, rows
 
 
@@ -77,13 +77,13 @@ def append_row(
         max_cache_len: Tokens there is room for. Without a GPU one token more is a `ValueError`; on a GPU a device-side
             assertion fails.
     """
-    if triton_backend.serves(tensors.ring[0], tensors.layout):
+    if triton_backend.reads(tensors, tensors.ring[0]):
         triton_backend.append_token(tensors, counts, keys, values, max_cache_len)
         return
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
     view = store.append(keys, values)
     slot = view.window.first % view.window.capacity
-    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending)
+    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending, 0)
     counts.step_counts[:, 0] = torch.tensor(attended, dtype=torch.int32)
     write_counts(counts, store)
 
@@ -126,15 +126,15 @@ def _attend(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    if triton_backend.serves(query, tensors.layout):
+    if triton_backend.reads(tensors, query):
         return triton_backend.attend_token(tensors, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
     view = _on_host(tensors, step_counts)
-    return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux).contiguous()
+    return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
     """What a step attends to, its counts read from the device."""
-    sinks, blocks, rows, _, _ = step_counts[:, 0].tolist()
+    sinks, blocks, rows, *_ = step_counts[:, 0].tolist()
     past = sinks + blocks * tensors.layout.tokens + rows - 1
     return StoreView(tensors.with_sinks(sinks), blocks, rows, past)
 
@@ -188,7 +188,8 @@ def attend_token(
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
     tensors, step_counts, sizes, config, max_cache_len, num_held = view
-    dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
+    if mask is not None:
+        dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
     if torch.compiler.is_compiling():
         return _attend_token(query, tensors.arguments(), step_counts, mask, s_aux, scaling, softcap, config)
     return _attend(tensors, step_counts, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)

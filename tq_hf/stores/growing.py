@@ -53,6 +53,8 @@ class GrowingStore(LayerStore):
         self.growth = growth
         self.num_sinks, self.num_blocks, rows, self.num_pending = counts
         self.window = DenseWindow(tensors.ring, self.num_blocks * self.layout.tokens, rows)
+        self._rows_of_due = self.layout.tokens + self.config.residual_length
+        """Rows the window has at least if one of its blocks is due."""
         # States of a call that waits for its queries, of which the first rows, as many as the number, are sinks.
         self._prompt: tuple[KeyValue, int] | None = None
 
@@ -177,6 +179,9 @@ class GrowingStore(LayerStore):
     def _encode_window(self, past: int) -> StoreView:
         """Encode the blocks that became due by rows the window has now. Returns a view of all rows."""
         view = self._view(past)
+        if self.window.count < self._rows_of_due:
+            self.num_pending = 0
+            return view
         self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
         if self.num_pending:
             for skipped, part in self.window.parts(0, self.num_pending * self.layout.tokens):

@@ -4,9 +4,10 @@ Its tensors are allocated once and written in place. What changes from step to s
 that a captured graph serves every length:
 
     state        [4] int32     what is held between calls, as `Counts`
-    step_counts  [5, 4] int32  what the last decode step attends to: sinks, blocks, window rows, slot of the first
-                               window row; and the blocks that became due in it. Only column 0 is used: entries lie
-                               16 bytes apart, as wide as Triton's alignment.
+    step_counts  [6, 4] int32  what the last decode step attends to: sinks, blocks, window rows, slot of the first
+                               window row; the blocks that became due in it; and 0, by which the append's programs
+                               find who is last. Only column 0 is used: entries lie 16 bytes apart, as wide as Triton's
+                               alignment.
     length       [] int64      tokens held, as `get_seq_length` returns it
 
 Decode steps (one new token) never read them on the host. Everything else does, through `as_growing`.
@@ -73,7 +74,7 @@ class PreallocatedStore(LayerStore):
         tensors = GrowingStore.allocate(config, keys, values, Fixed(max_cache_len)).tensors
         counts = DeviceCounts(
             state=torch.zeros(4, dtype=torch.int32, device=keys.device),
-            step_counts=torch.zeros(5, 4, dtype=torch.int32, device=keys.device),
+            step_counts=torch.zeros(6, 4, dtype=torch.int32, device=keys.device),
             length=torch.zeros((), dtype=torch.int64, device=keys.device),
         )
         triton_backend.prepare(config, tensors.layout, keys)

@@ -50,6 +50,8 @@ class LayerTensors:
     """What one token's keys and values are like."""
     decoder: Any = field(init=False, repr=False, default=None)
     """What a backend has worked out for these tensors. It knows their addresses, so it dies with this object."""
+    appender: Any = field(init=False, repr=False, default=None)
+    """Likewise, for a preallocated store's appends."""
 
     def __post_init__(self) -> None:
         keys, values = self.ring
@@ -58,12 +60,13 @@ class LayerTensors:
         object.__setattr__(self, "row", row)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the decoder: it knows the addresses of these tensors, not of their copies.
+        # Without what a backend has worked out: it knows the addresses of these tensors, not of their copies.
         return LayerTensors, (self.config, self.blocks, self.sinks, self.ring)
 
-    def keep_decoder(self, decoder: Any) -> None:
-        """Fill the one slot that a backend may write."""
-        object.__setattr__(self, "decoder", decoder)
+    def keep(self, *, decoder: Any = None, appender: Any = None) -> None:
+        """Fill a slot that a backend may write."""
+        object.__setattr__(self, "decoder", decoder or self.decoder)
+        object.__setattr__(self, "appender", appender or self.appender)
 
     @property
     def layout(self) -> BlockLayout:

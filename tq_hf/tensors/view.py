@@ -9,7 +9,7 @@ import torch
 from ..config import TurboQuantConfig
 from .blocks import PackedBlocks
 from .layer_tensors import LayerTensors
-from .window import DenseWindow, KeyValue, LateRow
+from .window import BLOCK, DenseWindow, KeyValue, LateRow
 
 
 class StoreView(NamedTuple):
@@ -68,9 +68,9 @@ class StoreView(NamedTuple):
     @property
     def length(self) -> int:
         """All tokens attended to: past and new."""
-        new = 0 if self.new is None else self.new[0].shape[2]
-        packed = self.num_blocks * self.tensors.layout.tokens
-        return self.sinks[0].shape[2] + packed + self.num_window + new
+        tensors, num_blocks, num_window, _, _, new = self
+        length = tensors.sinks[0].shape[2] + num_blocks * BLOCK + num_window
+        return length if new is None else length + new[0].shape[2]
 
 
 class StepView(NamedTuple):
@@ -78,7 +78,7 @@ class StepView(NamedTuple):
 
     Args:
         tensors: The tensors read, which the store never replaces.
-        step_counts: `[5, 4]` int32 on the device, what the step attends to (see `tq_hf.stores.preallocated`).
+        step_counts: `[6, 4]` int32 on the device, what the step attends to (see `tq_hf.stores.preallocated`).
         entries: Views of the numbers of sinks, blocks and window rows in `step_counts`.
         config_text: The configuration as an operator of a graph takes it.
         length: Tokens there is room for: the length of the dense states that stand for this view.

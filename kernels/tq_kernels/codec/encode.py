@@ -233,7 +233,6 @@ def encode_blocks(
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
     factors,  # [B, H, HEAD_DIM] float16
-    due,  # [5, 4] int32, or None: `step_counts` of `tq_kernels.decode.append`
     heads,
     blocks,  # n
     start,
@@ -259,13 +258,6 @@ def encode_blocks(
     """Encode blocks `program, program + programs, ...` of the keys or of the values; the first becomes `start`."""
     if PDL and not IS_VALUE:
         cuda.gdc_launch_dependents()
-    if due is not None:
-        # A ring of rows: the block that is due, if one is, starts at the first window row.
-        blocks = tl.load(due + 4 * 4)
-        start = tl.load(due + 1 * 4)
-        states += tl.load(due + 3 * 4) * stride_token
-        if blocks == 0:
-            return
     k = tl.arange(0, K_STEP)
     offsets = block_rows()[:, None] * stride_token + k[None, :]  # [64, K_STEP]
     head = (tl.program_id(1) % heads).to(tl.int64)

@@ -80,7 +80,6 @@ def encode(
     value_correction: str,
     key_rotation: torch.Tensor,
     value_rotation: torch.Tensor,
-    due: torch.Tensor | None = None,
 ) -> None:
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of the packed tensors, in two
     launches.
@@ -98,8 +97,6 @@ def encode(
         key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous; a row x is rotated
             to x @ R.T. Where D padded is a power of two, only the signs of R are read: any multiple of R in any float
             dtype will do.
-        due: `step_counts` of `tq_kernels.decode.append.append_token`. Keys and values are then a window's ring, and the
-            device knows what is encoded, from where and to where; `start` is ignored.
 
     Raises:
         ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
@@ -129,16 +126,15 @@ def encode(
         options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
         if on.dependent_launch and is_value:
             options["launch_pdl"] = True
-        encode_blocks[(1 if due is not None else min(blocks, max(1, programs)), batch * heads)](
+        encode_blocks[(min(blocks, max(1, programs)), batch * heads)](
             states,
             words,
             packed.scalars.view(torch.float16),
             means,
             rotation,
             factors,
-            due,
             heads,
-            blocks if due is None else 1,
+            blocks,
             start,
             *packed.block_strides,
             *states.stride()[:3],

@@ -23,7 +23,7 @@ from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split
 from .split_fragments import decode_split_fragments
-from .step import Arguments, Given, Held, Launches, NewRow, Step
+from .step import Arguments, Held, Launches, NewRow, Step
 
 ROTATE, ROTATE_AND_APPEND = Kernel(rotate_query), Kernel(rotate_and_append)
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
@@ -78,7 +78,7 @@ class Decoder:
         *,
         scaling: float,
         allocate: Callable[[int], torch.Tensor],
-        out: torch.Tensor,
+        out: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         causal: bool = True,
         softcap: float | None = None,
@@ -95,7 +95,7 @@ class Decoder:
             num_sinks: int32 scalar on the device: the rows of the sinks that count.
             scaling: Factor of the logits.
             allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
-            out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
+            out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
             mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and window rows in this
                 order.
             causal: With S > 1 and no mask, query s does not see the last S - 1 - s window rows (the packed part and the
@@ -120,19 +120,15 @@ class Decoder:
         else:
             mask_rows = min(mask.shape[2], 2)
             mask_strides = (mask.stride(0), 0 if mask_rows == 1 else mask.stride(2), mask.stride(3))
-        aux = None if s_aux is None else s_aux.dtype
-        key = (
-            query.shape,
-            query.stride(),
+        kinds = (
             query.dtype,
-            out.stride(),
-            out.dtype,
-            scaling,
-            mask_rows,
-            causal,
-            softcap,
-            aux,
+            None if s_aux is None else s_aux.dtype,
+            None if out is None else (out.stride(), out.dtype),
         )
+        if out is None:
+            batch, query_heads, queries, _ = query.shape
+            out = query.new_empty(batch, queries, query_heads, self.value_dim)
+        key = (query.shape, query.stride(), kinds, scaling, mask_rows, causal, softcap)
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = self._step(query, out, scaling, mask_rows, causal, softcap, s_aux)
@@ -151,7 +147,7 @@ class Decoder:
             bits |= keys_at | values_at
         aligned = bits & 15 == 0 and self.aligned
         if launches is None or not aligned:
-            given = Given(
+            tensors = (
                 query,
                 scratch,
                 out,
@@ -160,21 +156,18 @@ class Decoder:
                 num_sinks,
                 scratch if mask is None else mask.view(torch.uint8),
                 scratch if s_aux is None else s_aux,
-                *(() if row is None else row[:2]),
+                *((None, None) if row is None else row[:2]),
             )
-            launched = self._launch(
-                step, step.arguments(self.tensors, given, mask_strides, row_numbers), row is not None
-            )
+            arguments = step.arguments(self.tensors, mask_strides, row_numbers, *tensors)
+            launched = self._launch(step, arguments, row is not None)
             if aligned and launched is not None:
                 step.launches[row is not None] = launched
             return out
         stream = current_raw_stream(index)
-        addresses = Given(
-            query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at, keys_at, values_at
-        )
         (rotate_at, rotate_numbers), (split_at, split_numbers), (reduce_at, reduce_numbers) = step.arguments(
-            self.addresses, addresses, mask_strides, row_numbers
-        )
+            self.addresses, mask_strides, row_numbers,
+            query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at, keys_at, values_at,
+        )  # fmt: skip
         rotate, split, reduce = launches
         plan = step.plan
         constants = step.rotate_constants if row is None else step.append_constants
@@ -240,19 +233,20 @@ class Decoder:
         options = {"launch_pdl": True} if target(self.device).dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
         # What decides a variant besides constants: the dtypes of pointers.
-        query, out, s_aux = arguments.rotate[0][-3], arguments.reduce[0][-1], arguments.reduce[0][-2]
+        rotate_arguments, split_arguments, reduce_arguments = arguments
+        query, out, s_aux = rotate_arguments[0][-4], reduce_arguments[0][-1], reduce_arguments[0][-2]
         dense = self.tensors.dense[0].dtype
         constants = step.append_constants if appends else step.rotate_constants
         rotate = (ROTATE_AND_APPEND if appends else ROTATE)(
             plan.rotate_grid,
-            *arguments.rotate,
+            *rotate_arguments,
             constants,
             (constants, query.dtype, dense, device),
             num_warps=2,
         )
         split = (SPLIT_FRAGMENTS if target(self.device).fragments else SPLIT)(
             step.split_grid,
-            *arguments.split,
+            *split_arguments,
             plan.split_constants,
             (plan.split_constants, plan.config, dense, device),
             num_warps=plan.config.warps,
@@ -262,7 +256,7 @@ class Decoder:
         )
         reduce = REDUCE(
             plan.reduce_grid,
-            *arguments.reduce,
+            *reduce_arguments,
             plan.reduce_constants,
             (plan.reduce_constants, out.dtype, s_aux.dtype, device),
             num_warps=plan.reduce_warps,

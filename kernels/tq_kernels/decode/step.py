@@ -30,21 +30,6 @@ class Held(NamedTuple):
     value_factors: Any
 
 
-class Given(NamedTuple):
-    """The tensors of one call: themselves, or their addresses. What a call does not have stands for another tensor."""
-
-    query: Any
-    scratch: Any
-    out: Any
-    num_blocks: Any
-    num_window: Any
-    num_sinks: Any
-    mask: Any
-    s_aux: Any
-    row_keys: Any = None
-    row_values: Any = None
-
-
 class Launches(NamedTuple):
     """The kernels of a step, ready to be called."""
 
@@ -53,12 +38,9 @@ class Launches(NamedTuple):
     reduce: Launcher
 
 
-class Arguments(NamedTuple):
-    """Pointers and numbers of each kernel, in order."""
-
-    rotate: tuple[tuple[Any, ...], tuple[float, ...]]
-    split: tuple[tuple[Any, ...], tuple[float, ...]]
-    reduce: tuple[tuple[Any, ...], tuple[float, ...]]
+Pointers = tuple[tuple[Any, ...], tuple[float, ...]]
+Arguments = tuple[Pointers, Pointers, Pointers]
+"""Pointers and numbers of the kernels that rotate, split and reduce, in order."""
 
 
 class Step:
@@ -66,7 +48,7 @@ class Step:
 
     Args:
         plan: What to launch.
-        rotate, reduce: The numbers that these kernels are given.
+        rotate, reduce: The numbers that these kernels are
         split: Those of the split, before and after the mask's strides.
         row_constants: Constants that `rotate_and_append` has before those of `rotate_query`.
         capacity: Rows of the window.
@@ -94,25 +76,37 @@ class Step:
     def arguments(
         self,
         held: Held,
-        given: Given,
         mask_strides: tuple[int, int, int],
         row_numbers: tuple[int, int, int, int, int] | None,
+        query: Any,
+        scratch: Any,
+        out: Any,
+        num_blocks: Any,
+        num_window: Any,
+        num_sinks: Any,
+        mask: Any,
+        s_aux: Any,
+        row_keys: Any,
+        row_values: Any,
     ) -> Arguments:
-        """The arguments of every kernel, but for its constants. `row_numbers` are the slot of the row to write, and the
-        strides of its keys and of its values in batch and heads."""
-        rotate: tuple[tuple[Any, ...], tuple[float, ...]]
+        """The arguments of every kernel, but for its constants, from the tensors of a call or their addresses.
+
+        `row_numbers` are the slot of the row to write, and the strides of its keys and of its values in batch and
+        heads. What a call does not have stands for another tensor; of rows nothing is read then.
+        """
+        rotate: Pointers
         if row_numbers is None:
-            rotate = (given.query, held.key_rotation, held.key_factors, given.scratch), self.rotate_numbers
+            rotate = (query, held.key_rotation, held.key_factors, scratch), self.rotate_numbers
         else:
             rotate = (
                 (
-                    given.row_keys,
-                    given.row_values,
+                    row_keys,
+                    row_values,
                     *held.dense[2:],
-                    given.query,
+                    query,
                     held.key_rotation,
                     held.key_factors,
-                    given.scratch,
+                    scratch,
                 ),
                 (
                     row_numbers[0],
@@ -123,27 +117,27 @@ class Step:
             )
         split = (
             (
-                given.scratch,
+                scratch,
                 *held.packed,
-                given.num_blocks,
+                num_blocks,
                 *held.dense,
-                given.num_window,
-                given.num_sinks,
-                given.mask,
+                num_window,
+                num_sinks,
+                mask,
             ),
             (*self.split_before_mask, *mask_strides, *self.split_after_mask),
         )
         reduce = (
             (
-                given.scratch,
-                given.num_blocks,
-                given.num_window,
-                given.num_sinks,
+                scratch,
+                num_blocks,
+                num_window,
+                num_sinks,
                 held.value_rotation,
                 held.value_factors,
-                given.s_aux,
-                given.out,
+                s_aux,
+                out,
             ),
             self.reduce_numbers,
         )
-        return Arguments(rotate, split, reduce)
+        return rotate, split, reduce

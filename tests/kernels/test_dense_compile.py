@@ -1,0 +1,51 @@
+"""Attention over dense states compiles for every GPU it is launched on and fits its shared memory."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from builds import build_dense  # noqa: E402
+from kernel_cases import INTERPRETED  # noqa: E402
+from sass import SHARED, disassemble, resources  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+SHAPES = [
+    dict(dim=64),  # gpt-oss
+    dict(dim=64, mask=2),
+    dict(dim=128, softcap=True),
+    dict(dim=256, softcap=True),  # Gemma 2
+    dict(dim=256, softcap=True, mask=2),
+    dict(dim=64, rows=8, split=True),
+    dict(dim=256, rows=2, split=True, mask=1),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_sm_90_nothing_is_spilt_and_prompts_reach_the_wide_products(shape) -> None:
+    compiled = build_dense(90, **shape)
+    assert compiled.metadata.shared <= SHARED[90] * 1024 - 1024
+    assert resources(compiled).stack == 0
+    assert ("HGMMA" in disassemble(compiled, "-sass")) == ("rows" not in shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("arch", [80, 89], ids=str)
+def test_compiles_for(arch: int, shape) -> None:
+    compiled = build_dense(arch, **shape)
+    assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
+    assert resources(compiled).stack <= 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("arch", [86, 100, "gfx942"], ids=str)
+def test_compiles_for_more(arch: int | str, shape) -> None:
+    compiled = build_dense(arch, **shape)
+    if arch == "gfx942":
+        assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
+        assert compiled.metadata.shared <= SHARED[arch] * 1024

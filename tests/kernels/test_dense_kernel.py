@@ -1,0 +1,196 @@
+"""Attention over dense states against the same in torch, tile by tile: in the interpreter and on a GPU if there is
+one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, relative_rms
+from tiny_models import VOCAB, build
+
+from tq_hf import TurboQuantCache
+from tq_hf.ops import backend, dispatch, tiled_attention, triton_backend
+
+pytest.importorskip("triton")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of a call; `sliding` is the width of a mask's window."""
+
+    B: int = 2
+    S: int = 37
+    T: int = 37
+    Hq: int = 4
+    Hkv: int = 2
+    Dk: int = 32
+    Dv: int = 32
+    softcap: float | None = None
+    s_aux: bool = False
+    sliding: int | None = None
+    padding: int = 0
+    causal: bool = True
+    splits: int | None = None
+
+
+BASE = Case()
+CASES = [
+    BASE,
+    replace(BASE, s_aux=True),
+    replace(BASE, softcap=3.0),
+    replace(BASE, softcap=3.0, s_aux=True, T=150, splits=3),
+    replace(BASE, T=203, S=70, splits=2, s_aux=True),
+    replace(BASE, causal=False, T=90),
+    replace(BASE, S=150, T=150, sliding=16, s_aux=True),
+    replace(BASE, S=90, T=200, sliding=40, padding=30, softcap=5.0),
+    replace(BASE, S=1, T=300, Hq=16, s_aux=True, splits=4),
+    replace(BASE, S=1, T=128, Hq=16, padding=5, s_aux=True),
+    replace(BASE, S=3, T=260, sliding=100, splits=3),
+    replace(BASE, Dk=80, Dv=48, Hq=3, Hkv=1, S=60, T=60),
+    replace(BASE, Dk=256, Dv=256, B=1, Hq=2, Hkv=1, softcap=50.0, sliding=20),
+]
+
+
+def inputs(case: Case, device: str, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def states(heads: int, tokens: int, dim: int) -> torch.Tensor:
+        # Heads behind tokens, as projections make them.
+        return torch.randn(case.B, tokens, heads, dim, generator=generator).to(device, dtype).transpose(1, 2)
+
+    query, keys = states(case.Hq, case.S, case.Dk), states(case.Hkv, case.T, case.Dk)
+    options = {
+        "scaling": case.Dk**-0.5,
+        "causal": case.causal,
+        "softcap": case.softcap,
+        "s_aux": torch.randn(case.Hq, generator=generator).to(device, dtype) if case.s_aux else None,
+    }
+    mask = None
+    if case.sliding is not None or case.padding:
+        newest = torch.arange(case.T - case.S, case.T)[:, None]
+        t = torch.arange(case.T)[None, :]
+        seen = (t <= newest) & (t > newest - (case.sliding or case.T))
+        # Sequence 0 is padded on the left, some of its queries too.
+        padding = torch.tensor([case.padding] + [0] * (case.B - 1))
+        mask = (seen[None] & (t >= padding[:, None, None]))[:, None].to(device)
+    return query, keys, states(case.Hkv, case.T, case.Dv), mask, options
+
+
+def check(case: Case, device: str, dtype: torch.dtype) -> None:
+    from tq_kernels.prefix.dense_launch import attend_dense
+
+    query, keys, values, mask, options = inputs(case, device, dtype)
+    actual = attend_dense(
+        query, keys, values, mask=mask, splits=case.splits, **options,
+        allocate=lambda size: torch.full((size,), torch.nan, device=device),
+    )  # fmt: skip
+    expected = tiled_attention.attend_dense(query.float(), keys.float(), values.float(), mask, **options)
+    assert actual.shape == (case.B, case.S, case.Hq, case.Dv) and actual.is_contiguous()
+    assert relative_rms(actual, expected) < (1e-3 if dtype == torch.float16 else 5e-3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_torch(case: Case) -> None:
+    check(case, "cpu", torch.float16)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+def test_bf16_is_taken_too() -> None:
+    check(replace(BASE, s_aux=True), "cpu", torch.bfloat16)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+def test_a_query_that_sees_nothing_gives_zero() -> None:
+    query, keys, values, mask, options = inputs(replace(BASE, sliding=4, padding=10), "cpu", torch.float16)
+    out = triton_backend.attend_dense(query, keys, values, mask, **options)
+    assert (out[0, :10] == 0).all() and (out[0, 10:] != 0).any(-1).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+def test_a_window_reads_no_more_tokens_than_its_own() -> None:
+    query, keys, values, mask, options = inputs(replace(BASE, B=1, S=150, T=600, sliding=16), "cpu", torch.float16)
+    for states in (keys, values):
+        states[:, :, :384] = torch.nan  # six tiles that no query sees
+    assert triton_backend.attend_dense(query, keys, values, mask, **options).isfinite().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        replace(BASE, B=1, S=1000, T=1000, Hq=64, Hkv=8, Dk=64, Dv=64, sliding=128, s_aux=True),
+        replace(BASE, B=1, S=1000, T=1000, Hq=64, Hkv=8, Dk=64, Dv=64, s_aux=True),
+        replace(BASE, B=1, S=1000, T=1000, Hq=8, Hkv=4, Dk=256, Dv=256, softcap=50.0),
+        replace(BASE, B=8, S=1, T=4096, Hq=8, Hkv=4, Dk=256, Dv=256, softcap=50.0, splits=None),
+        replace(BASE, B=1, S=700, T=700, Hq=16, Hkv=2, Dk=128, Dv=128, softcap=30.0, padding=100),
+    ],
+    ids=str,
+)
+def test_agrees_with_torch_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
+    check(case, "cuda", dtype)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+def test_caps_and_sinks_go_to_the_kernel_and_what_it_cannot_do_to_torch(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(triton_backend, "attend_dense", lambda *a, **o: calls.append("kernel"))
+    monkeypatch.setattr(tiled_attention, "attend_dense", lambda *a, **o: calls.append("torch") or torch.zeros(()))
+    query, keys, values, _, options = inputs(BASE, "cpu", torch.float16)
+    dispatch.attend_dense(query, keys, values, None, **options)
+    dispatch.attend_dense(query, keys, values, None, position_bias=torch.zeros(1, 1, 37, 37), **options)
+    dispatch.attend_dense(query, keys, values, torch.zeros(1, 1, 37, 37), **options)
+    dispatch.attend_dense(query.float(), keys.float(), values.float(), None, **options)
+    with torch.enable_grad():
+        dispatch.attend_dense(query.clone().requires_grad_(), keys, values, None, **options)
+    assert calls == ["kernel", "torch", "torch", "torch", "torch"]
+
+
+def check_model(name: str, device: str, monkeypatch) -> None:
+    model = build(name, num_hidden_layers=2).to(device, torch.float16)
+    model.set_attn_implementation("turboquant")
+    ids = torch.randint(3, VOCAB, (2, 130), generator=torch.Generator().manual_seed(0)).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+
+    def run() -> torch.Tensor:
+        cache = TurboQuantCache(model.config)
+        logits = [model(ids[:, :120], attention_mask=mask[:, :120], past_key_values=cache).logits[:, -1]]
+        for calls in ((120, 127), (127, 128), (128, 129)):
+            part = ids[:, slice(*calls)]
+            logits.append(model(part, attention_mask=mask[:, : calls[1]], past_key_values=cache).logits[:, -1])
+        return torch.stack(logits)
+
+    monkeypatch.setattr(backend, "chosen", "torch")
+    expected = run()
+    monkeypatch.setattr(backend, "chosen", "")
+
+    def fail(*arguments, **options):
+        raise AssertionError("tiles in Python")
+
+    for function in ("attend", "attend_dense"):
+        monkeypatch.setattr(tiled_attention, function, fail)
+    assert relative_rms(run(), expected) < 2e-2  # encoded by kernels, too
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_a_model_runs_no_tiles_in_python(name: str, monkeypatch) -> None:
+    check_model(name, "cpu", monkeypatch)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_a_model_runs_no_tiles_in_python_on_a_gpu(name: str, monkeypatch) -> None:
+    check_model(name, "cuda", monkeypatch)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the parent process")
+def test_passes_in_the_interpreter() -> None:
+    assert_passes_in_the_interpreter(__file__)
