@@ -33,7 +33,8 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         transformers copies the inputs of a warm-up to where the one before may still be reading its own. That is
         harmless to attention that takes any page for its, and leads ours out of the pool.
         """
-        runner, stream = self.model_runner, self.inputs_and_outputs.compute_stream
+        runner: Any = self.model_runner
+        stream = self.inputs_and_outputs.compute_stream
         warm_up = runner.run_one_warmup
 
         def waited_for(*args: Any, **kwargs: Any) -> float:
