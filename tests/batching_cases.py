@@ -18,9 +18,16 @@ from tq_hf.tensors.pages import Sequences
 Tokens = list[int]
 
 
-def model_of(name: str = "llama", **changes: int) -> PreTrainedModel:
+def model_of(name: str = "llama", **changes: Any) -> PreTrainedModel:
     """A random model of two layers."""
     return build(name, **(dict(num_hidden_layers=2) | changes))
+
+
+def mixed(name: str, **changes: Any) -> PreTrainedModel:
+    """A random model of a sliding and a full layer; Qwen2's are in the other order."""
+    kinds = ["sliding_attention", "full_attention"]
+    layers = dict(layer_types=kinds[::-1] if name == "qwen2" else kinds, sliding_window=96)
+    return model_of(name, **(layers | changes))
 
 
 def prompts(lengths: Sequence[int], seed: int = 1) -> list[Tokens]:
@@ -124,8 +131,11 @@ class Session:
     def pages_in_use(self) -> int:
         """Pages that are neither free nor kept for requests to come."""
         cache = self.cache
-        free = cache.pool.num_free_sectors * cache.allocator.blocks_per_sector + cache.pool.count_free_blocks(0)
-        return cache.num_blocks - free - len(cache.allocator.ledger.cached_blocks)
+        held = (cache.num_sectors - cache.pool.num_free_sectors) * cache.bytes_per_sector
+        for allocator in cache.cache_allocators.values():
+            free = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
+            held -= free * allocator.bytes_per_block
+        return held // cache.allocator.bytes_per_block
 
 
 class Steps:

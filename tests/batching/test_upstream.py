@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
-from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.cache_allocators import (
+    FullAttentionCacheAllocator,
+    SlidingAttentionCacheAllocator,
+)
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
@@ -43,6 +46,13 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "get_read_indices": ("90349db7f5f4", "replaced: batching/allocator.py"),
         "get_write_indices": ("f58a441a571c", "replaced: batching/allocator.py"),
         "fill_block_table": ("0d3765b80b69", "replaced: batching/allocator.py"),
+    },
+    SlidingAttentionCacheAllocator: {
+        "__init__": ("3506e6cb878e", "extended: batching/window_allocator.py"),
+        "_compute_blocks_needed": ("758d33181383", "relied upon: batching/window_allocator.py"),
+        "get_read_indices": ("2ff31c15957c", "replaced: batching/window_allocator.py"),
+        "get_write_indices": ("d952868d7219", "replaced: batching/window_allocator.py"),
+        "fill_block_table": ("464bc1309ce8", "replaced: batching/window_allocator.py"),
     },
     ContinuousBatchingManager: {
         "_create_batch_processor": ("cc0fca82818d", "copied: batching/manager.py"),

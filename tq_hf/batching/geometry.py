@@ -8,6 +8,8 @@ carries page numbers, of which a request of n tokens has
 
 (never more than n, for which the engine makes room), and the second the page of each new token. The engine leaves out
 `read_index` in a step where no request has a history; the pages are found in `write_index` then.
+
+Sliding-window layers have lists and tables of their own, of the ceil(min(n, window) / rows_per_page) pages of a window.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from ..tensors.pages import BLOCK, Sequences
+from ..tensors.windows import LayerWindows
 
 
 def listed_pages(length: int, ring_pages: int) -> tuple[int, int]:
@@ -40,6 +43,28 @@ def sequences_of(kwargs: dict[str, Any], ring_pages: int) -> Sequences:
     table = (
         _of_new_tokens(cu_q, write, ring_pages, width) if read.numel() == 0 else _listed(cu_k, read, ring_pages, width)
     )
+    return Sequences(cu_q, cu_k, table, kwargs["max_length_q"])
+
+
+def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Sequences:
+    """The geometry of a step in sliding-window layers: tables are of pages of windows.
+
+    Args:
+        kwargs: What continuous batching passes to attention functions.
+        index: The place of these layers among the kinds of layers.
+        windows: Any of the layers.
+    """
+    cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
+    if kwargs["block_table"] is not None:
+        return Sequences(cu_q, cu_k, kwargs["block_table"][index][:, : windows.pages], 1)
+    read, write, rows = kwargs["read_index"][index], kwargs["write_index"][index], windows.rows_per_page
+    column = torch.arange(windows.pages, device=write.device)
+    if read.numel() == 0:
+        token = column * rows
+        table = _picked(write, cu_q[:-1, None] + token, token < cu_q.diff()[:, None])
+    else:
+        count = (cu_k.diff()[:, None].clamp(max=windows.window) + rows - 1) // rows
+        table = _picked(read, count.cumsum(0) - count + column, column < count)
     return Sequences(cu_q, cu_k, table, kwargs["max_length_q"])
 
 

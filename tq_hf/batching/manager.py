@@ -21,7 +21,7 @@ from ..ops.backend import check_choice
 from ..ops.paged_triton import decodes
 from ..tensors.pages import BLOCK, rows_per_page
 from .attention import NAME
-from .checks import check_generation, check_model, paged_options
+from .checks import check_generation, check_graphs, check_model, paged_options
 from .paged_cache import TurboQuantPagedCache
 from .processor import TurboQuantBatchProcessor, scheduler_class
 
@@ -38,7 +38,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     `continuous_batching`. While it holds the model, that takes no other calls.
 
     Args:
-        model: A decoder whose layers are all full attention.
+        model: A decoder whose layers are full attention, or some of them sliding windows.
         generation_config: How answers are generated.
         continuous_batching_config: The engine's options. CUDA graphs of decode steps, asynchronous batching and the
             decode path by block tables are on where they are not set and the device has them.
@@ -63,6 +63,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         check_choice()
         check_model(model, config)
         check_generation(generation_config)
+        check_graphs(model, continuous_batching_config)
         self.config = config
         self.balance = balance
         self._computing = False
