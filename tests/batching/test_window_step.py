@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import states
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tq_hf.ops import paged_windows
 from tq_hf.ops.paged_windows import plan_step, windowed_step
@@ -111,6 +114,24 @@ def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
     unused = sorted(set(range(PAGES)) - {1, *requests.table.flatten().tolist()})
     for part in ((slice(None), [0, 2]), (unused, 1)):
         torch.testing.assert_close(requests.pool[part], before[part], rtol=0, atol=0, equal_nan=True)
+
+
+class NoReading(TorchDispatchMode):
+    """Fails if a value is read from the device: a CUDA graph could not hold the step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
+def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) -> None:
+    windows = LayerWindows(torch.zeros(PAGES, 2, 36, HEADS, DIM), 96, trash=1)
+    sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), 1)
+    query, key, value = (torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS))
+    with NoReading():
+        out = windowed_step(query, key, value, windows, plan_step(sequences, 3, windows), scaling=0.2, **options)
+    assert (out[:2] != 0).all() and (out[2] == 0).all()
 
 
 SHAPES = {
