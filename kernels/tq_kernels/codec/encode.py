@@ -85,11 +85,12 @@ def resident_rotation(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """All of `load_rotation` for `encode_block`, if it takes all channels in one step."""
+    """All of `load_rotation` for `encode_block`, if it takes all channels in one step; else zeros, because a function
+    returns no `None` before Triton 3.7."""
     if K_STEP == TILE:
         return load_rotation(rotation, factors, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, _takes_two(MATRIX, DIM))
     else:
-        return None, None
+        return 0.0, 0.0
 
 
 @triton.jit
