@@ -101,9 +101,11 @@ class Oracle:
 class Session:
     """Batches of requests through one kept manager."""
 
-    def __init__(self, model: PreTrainedModel, preset: str = "4bit_nc", **changes: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, preset: str = "4bit_nc", overrides: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
         self.model = model
-        self.batching = TurboQuantBatching(model, preset)
+        self.batching = TurboQuantBatching(model, preset, **(overrides or {}))
         self.options = options(**changes)
         self.oracle = Oracle(model, preset, self.batching.balance)
 
@@ -145,8 +147,8 @@ class Steps:
         self.seen: list[tuple[str, list[int], list[int]]] = []
         real = paged_cache.sequences_of
 
-        def spied(kwargs: dict[str, Any], ring_pages: int) -> Sequences:
-            sequences = real(kwargs, ring_pages)
+        def spied(kwargs: dict[str, Any], *pages: int) -> Sequences:
+            sequences = real(kwargs, *pages)
             kind = "table" if kwargs["block_table"] is not None else "lists"
             new, lengths = sequences.cu_q.diff().tolist(), sequences.cu_k.diff().tolist()
             self.seen.append((kind, [a - b for a, b in zip(lengths, new, strict=True)], new))
@@ -156,3 +158,13 @@ class Steps:
 
     def kinds(self) -> set[str]:
         return {kind for kind, _, _ in self.seen}
+
+
+class Stream:
+    """A stream of a device that is never behind."""
+
+    def record_event(self, event: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from batching_cases import Stream
 from transformers.generation.continuous_batching import (
     continuous_api,
     input_outputs,
@@ -28,16 +29,6 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner.ModelRunner, "__init__", init)
     # Nothing is captured on a CPU.
     monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda *args: None)
-
-
-class Stream:
-    """A stream of a device that is never behind."""
-
-    def record_event(self, event: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from batching_cases import Oracle, Session, Steps, Tokens, answers, greedy, model_of, options, prompts
+from batching_cases import Oracle, Session, Steps, Stream, Tokens, answers, greedy, model_of, options, prompts
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import continuous_api, model_runner
 
 from tq_hf import TurboQuantBatching
 

@@ -14,15 +14,15 @@ from ..compat import takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.sliding import SlidingLayer
-from ..tensors.pages import BLOCK
+from ..tensors.pages import BLOCK, MOST_SINKS
 
 STOCK_PAGE_SIZE = ContinuousBatchingConfig.page_size
 _INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
-    """What pages are encoded with: a preset without sinks and window, since shared blocks are aligned to 128 tokens
-    and encoded as soon as they are complete.
+    """What pages are encoded with: a preset without a window, since shared blocks are encoded as soon as they are
+    complete, and without sinks, if they are not asked for.
 
     Raises:
         ValueError: The preset does not exist, or an option is none that pages have.
@@ -40,17 +40,21 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
         raise ValueError(
             "`preset='auto'` chooses when it sees the first keys, and pages are made before. Name a preset ('4bit_nc')."
         )
-    for name in ("sink_tokens", "residual_length"):
-        if overrides.get(name, 0):
-            raise ValueError(
-                f"`{name}` is {overrides[name]!r}: pages have no sinks and no window, so that they can be shared. "
-                "Leave it out. Dense are the tokens of a request's open block, up to 127 of the newest."
-            )
+    if overrides.get("residual_length", 0):
+        raise ValueError(
+            f"`residual_length` is {overrides['residual_length']!r}: pages have no window, so that they can be shared. "
+            "Leave it out. Dense are the tokens of a request's open block, up to 127 of the newest."
+        )
+    sinks = overrides.get("sink_tokens", 0)
+    if sinks not in range(MOST_SINKS + 1):
+        raise ValueError(
+            f"`sink_tokens` is {sinks!r}: a page of sinks has up to {MOST_SINKS}. Leave it out for none, or say 4."
+        )
     if overrides.get("skip_layers"):
         raise ValueError(
             f"`skip_layers` is {overrides['skip_layers']!r}: pages hold all layers of a model alike. Leave it out."
         )
-    return TurboQuantConfig.from_preset(preset, **(overrides | dict(sink_tokens=0, residual_length=0)))
+    return TurboQuantConfig.from_preset(preset, **(overrides | dict(sink_tokens=sinks, residual_length=0)))
 
 
 def check_model(model: Any, config: TurboQuantConfig) -> None:

@@ -75,7 +75,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
         block_bytes = allocator.bytes_per_block
         self.windows: WindowAllocator | None = None
-        self.max_decode_fast_path_length = BLOCK * max(0, self.max_blocks_per_request - allocator.ring_pages)
+        self.max_decode_fast_path_length = BLOCK * max(
+            0, self.max_blocks_per_request - allocator.ring_pages - allocator.sink_pages
+        )
         if SLIDING_ATTENTION in layers:
             windows = WindowAllocator(self.bytes_per_sector, index=1, layer_indices=layers[SLIDING_ATTENTION], **shared)
             self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows
@@ -193,5 +195,5 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 self._window_step = plan_step(sequences, len(query), windows)
             return windowed_step(query, key, value, windows, self._window_step, **options)[None]
         if self._sequences is None or first:
-            self._sequences = sequences_of(kwargs, self.allocator.ring_pages)
+            self._sequences = sequences_of(kwargs, self.allocator.ring_pages, self.allocator.sink_pages)
         return paged_step(query, key, value, self.allocator.pages[layer_idx], self._sequences, **options)[None]
