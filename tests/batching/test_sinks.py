@@ -57,6 +57,18 @@ def test_a_shared_prefix_comes_with_its_sinks(model: PreTrainedModel) -> None:
     assert found == [alone(model, [prompt], 6, max_batch_tokens=256)[0] for prompt in shared]
 
 
+def test_sinks_are_held_as_long_as_what_follows_them(model: PreTrainedModel) -> None:
+    (prompt,) = prompts([300])
+    with SinkSession(model) as session:
+        session.run([prompt], greedy(2))
+        cache, allocator = session.cache, session.cache.allocator
+        assert cache.search_prefix_match("one", prompt) == 256
+        assert not allocator.ledger.cached_blocks
+        assert [allocator.count_shareable_blocks("one", n) for n in (127, 128, 256)] == [0, 2, 3]
+        cache.free_blocks("one")
+        assert len(allocator.ledger.cached_blocks) == 3
+
+
 def test_prompts_with_the_same_first_tokens_share_one_page(model: PreTrainedModel) -> None:
     start, *tails = prompts([SINKS, 200, 200, 200])
     with SinkSession(model) as session:
