@@ -18,9 +18,16 @@ from tq_hf.tensors.pages import Sequences
 Tokens = list[int]
 
 
-def model_of(name: str = "llama", **changes: int) -> PreTrainedModel:
+def model_of(name: str = "llama", **changes: Any) -> PreTrainedModel:
     """A random model of two layers."""
     return build(name, **(dict(num_hidden_layers=2) | changes))
+
+
+def mixed(name: str, **changes: Any) -> PreTrainedModel:
+    """A random model of a sliding and a full layer; Qwen2's are in the other order."""
+    kinds = ["sliding_attention", "full_attention"]
+    layers = dict(layer_types=kinds[::-1] if name == "qwen2" else kinds, sliding_window=96)
+    return model_of(name, **(layers | changes))
 
 
 def prompts(lengths: Sequence[int], seed: int = 1) -> list[Tokens]:
@@ -94,9 +101,11 @@ class Oracle:
 class Session:
     """Batches of requests through one kept manager."""
 
-    def __init__(self, model: PreTrainedModel, preset: str = "4bit_nc", **changes: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, preset: str = "4bit_nc", overrides: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
         self.model = model
-        self.batching = TurboQuantBatching(model, preset)
+        self.batching = TurboQuantBatching(model, preset, **(overrides or {}))
         self.options = options(**changes)
         self.oracle = Oracle(model, preset, self.batching.balance)
 
@@ -124,8 +133,11 @@ class Session:
     def pages_in_use(self) -> int:
         """Pages that are neither free nor kept for requests to come."""
         cache = self.cache
-        free = cache.pool.num_free_sectors * cache.allocator.blocks_per_sector + cache.pool.count_free_blocks(0)
-        return cache.num_blocks - free - len(cache.allocator.ledger.cached_blocks)
+        held = (cache.num_sectors - cache.pool.num_free_sectors) * cache.bytes_per_sector
+        for allocator in cache.cache_allocators.values():
+            free = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
+            held -= free * allocator.bytes_per_block
+        return held // cache.allocator.bytes_per_block
 
 
 class Steps:
@@ -135,8 +147,8 @@ class Steps:
         self.seen: list[tuple[str, list[int], list[int]]] = []
         real = paged_cache.sequences_of
 
-        def spied(kwargs: dict[str, Any], ring_pages: int) -> Sequences:
-            sequences = real(kwargs, ring_pages)
+        def spied(kwargs: dict[str, Any], *pages: int) -> Sequences:
+            sequences = real(kwargs, *pages)
             kind = "table" if kwargs["block_table"] is not None else "lists"
             new, lengths = sequences.cu_q.diff().tolist(), sequences.cu_k.diff().tolist()
             self.seen.append((kind, [a - b for a, b in zip(lengths, new, strict=True)], new))
@@ -146,3 +158,13 @@ class Steps:
 
     def kinds(self) -> set[str]:
         return {kind for kind, _, _ in self.seen}
+
+
+class Stream:
+    """A stream of a device that is never behind."""
+
+    def record_event(self, event: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...

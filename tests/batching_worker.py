@@ -31,7 +31,10 @@ def main() -> None:
         tokens = session.run(inputs, greedy(NEW))
         # Chunks of the same prompts, some of whose blocks are held.
         again = session.run(inputs, greedy(NEW))
-        heads = [pages.kv_heads for pages in session.cache.allocator.pages.values()]
+        cache = session.cache
+        heads = [pages.kv_heads for pages in cache.allocator.pages.values()]
+        if cache.windows is not None:
+            heads += [windows.rows.shape[-2] for windows in cache.windows.windows.values()]
         found = {"tokens": tokens, "again": again, "heads": heads, "pages_in_use": session.pages_in_use()}
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

@@ -4,9 +4,9 @@
     python examples/measure/plots.py --check    # exit with an error if a picture is out of date
 
 A picture whose results file does not exist is left out, with a message. Each SVG carries a digest of the numbers it was
-drawn from and of this file, so that a stale one is noticed without drawing it again (fonts and matplotlib's versions
-change the bytes of a picture, not what it says). It is light, and dark where the reader's system is: a style sheet in
-the file exchanges `DARK` for the colours that the drawing uses.
+drawn from and of the code that draws it, so that a stale one is noticed without drawing it again (fonts and versions of
+matplotlib change the bytes of a picture, not what it says). It is light, and dark where the reader's system is: a style
+sheet in the file exchanges `DARK` for the colours that the drawing uses.
 """
 
 from __future__ import annotations
@@ -17,10 +17,23 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from drawing import (
+    COLOURS,
+    DARK,
+    GREY,
+    HEIGHT,
+    INK,
+    STYLE,
+    WIDTH,
+    in_plain_numbers,
+    in_thousands,
+    label_ends,
+    label_points,
+)
 from report import BASELINE, LLAMA_8B, RESULTS
 from transformers import LlamaConfig
 
@@ -29,72 +42,11 @@ from tq_hf.tools.estimate import Estimator
 
 GIB = 2**30
 QUALITY_MODEL = "qwen3"
-COLOURS = {
-    "k8v4": "#1b9e77",
-    "4bit_nc": "#d95f02",
-    "3.5bit_nc": "#e6ab02",
-    "k3v4_nc": "#a6761d",
-    "3bit_nc": "#7570b3",
-    "2.5bit_nc": "#66a61e",
-    "2bit_nc": "#e7298a",
-}
-"""Of presets, the same in every picture; everything else is `INK` or grey."""
-INK, GREY, CARD = "#1f2328", "#6e7781", "#ffffff"
-DARK = {INK: "#e6edf3", GREY: "#9198a1", CARD: "#0d1117"}
-STYLE: Any = {
-    "axes.edgecolor": GREY,
-    "axes.facecolor": CARD,
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.constrained_layout.use": True,
-    "figure.facecolor": CARD,
-    "font.size": 10,
-    "grid.alpha": 0.3,
-    "grid.color": GREY,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "savefig.facecolor": CARD,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tq_hf",
-    "text.color": INK,
-    "xtick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.color": GREY,
-    "ytick.labelcolor": INK,
-}
-WIDTH, HEIGHT = 11.5, 4.3
-"""Of a picture in inches of 72 pixels: as wide as README.md is shown, so that its letters keep their size."""
 
 
 def results(kind: str) -> list[dict[str, Any]]:
     """What the files `KIND-*.json` hold."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
-
-
-def in_thousands(axes: Any, ticks: Iterable[int]) -> None:
-    """Label the x axis in thousands of tokens."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick // 1024}k" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("context, tokens")
-
-
-def in_plain_numbers(axis: Any, ticks: Iterable[float]) -> None:
-    """Label a logarithmic axis with numbers that one reads."""
-    axis.set_ticks(list(ticks), [f"{tick:g}" for tick in ticks])
-    axis.set_minor_locator(axis.get_major_locator().__class__([]))
-
-
-def label_ends(axes: Any, ends: list[tuple[float, float, str, str]], gap: float = 17.0) -> None:
-    """Names of curves `(x, y, name, colour)` right of where they end, at least `gap` pixels apart."""
-    below = float("-inf")
-    for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
-        place = axes.transData.transform((x, y))[1]
-        below = max(place, below + gap)
-        offset = {"xytext": (7, below - place), "textcoords": "offset pixels", "va": "center"}
-        axes.annotate(name, (x, y), color=colour, fontsize=9, annotation_clip=False, **offset)
 
 
 def memory_numbers() -> dict[str, Any]:
@@ -232,35 +184,6 @@ def quality_numbers() -> list[dict[str, Any]]:
     return panels
 
 
-AROUND = ((-9, -13, -1), (9, 13, 0), (10, 0, 0), (-10, 0, -1), (0, -16, -0.5), (0, 16, -0.5), (9, -13, 0), (-9, 13, -1))
-"""Where a label may stand: to the right and up in pixels, and the share of its width that lies left of that."""
-ALIGNED = {0: "left", -0.5: "center", -1: "right"}
-
-
-def label_points(axes: Any, points: list[tuple[tuple[float, float], str, str]], lines: list[Any]) -> None:
-    """Names of points `(place, name, colour)`, each where it covers the least of other names, points and lines."""
-    drawn = [axes.transData.transform(place) for place, _, _ in points for _ in range(10)]
-    for line in lines:
-        corners = axes.transData.transform(line)
-        for start, end in zip(corners, corners[1:], strict=False):
-            drawn += [start + (end - start) * step / 40 for step in range(41)]
-    taken: list[tuple[float, float, float, float]] = []
-    for place, name, colour in points:
-        x, y = axes.transData.transform(place)
-        width, height = 7.2 * len(name), 15.0
-        found: list[tuple[int, int, tuple[float, float, float, float], tuple[int, int], str]] = []
-        for right, up, share in AROUND:
-            left, low = x + right + share * width, y + up - height / 2
-            box = (left, low, left + width, low + height)
-            covered = sum(box[0] - 2 < a < box[2] + 2 and box[1] < b < box[3] for a, b in drawn)
-            over = sum(o[0] < box[2] and box[0] < o[2] and o[1] < box[3] and box[1] < o[3] for o in taken)
-            found.append((20 * over + covered, len(found), box, (right, up), ALIGNED[share]))
-        _, _, box, offset, side = min(found)
-        taken.append(box)
-        text = {"xytext": offset, "textcoords": "offset pixels", "ha": side, "va": "center", "fontsize": 9}
-        axes.annotate(name, place, color=colour, **text)
-
-
 STYLES = {"presets": ("#d95f02", "o-"), "presets, nothing kept dense": ("#b58900", "o:"), "vLLM's recipe": (INK, "s")}
 
 
@@ -294,17 +217,65 @@ def draw_quality(axes: Any, numbers: dict[str, Any]) -> None:
     label_points(axes, points, lines)
 
 
+def serve_numbers() -> list[dict[str, Any]]:
+    """What engines made of a trace: tokens a second, and requests in flight, in the mean and at most."""
+    panels = []
+    for record in results("serve"):
+        rows = [row for row in record["rows"] if row["kind"] == "trace"]
+        if not rows:
+            continue
+        about = {"device": record["device"], "requests": record["trace"]["requests"]}
+        arrivals = list(dict.fromkeys(row["arrivals"] for row in rows))
+        for measure, most in (("tokens_per_second", None), ("in_flight_mean", "in_flight_most")):
+            bars: dict[str, dict[str, Any]] = {}
+            for row in rows:
+                value = (row.get(measure), row.get(most), row.get("error"))
+                bars.setdefault(row["engine"], {})[row["arrivals"]] = value
+            panels.append(about | {"measure": measure, "arrivals": arrivals, "bars": bars})
+    return panels
+
+
+def draw_serve(axes: Any, numbers: dict[str, Any]) -> None:
+    """Bars by engine, paler for requests that come little by little; a mark at the most in flight."""
+    engines, arrivals = list(numbers["bars"]), numbers["arrivals"]
+    speed, height = numbers["measure"] == "tokens_per_second", 0.8 / len(arrivals)
+    greys = iter((INK, GREY, GREY, GREY))
+    for place, (engine, found) in enumerate(numbers["bars"].items()):
+        preset = engine.partition(",")[0]
+        colour = COLOURS[preset] if preset in COLOURS else next(greys)
+        for index, arrival in enumerate(arrivals):
+            value, most, error = found.get(arrival, (None, None, "not measured"))
+            y = place + (index - (len(arrivals) - 1) / 2) * height
+            text = error or "none finished"
+            if value is not None:
+                axes.barh(y, value, 0.9 * height, color=colour, alpha=1 if index == 0 else 0.55)
+                text = f"{value:,.0f}" if speed else f"{value:.0f}, at most {most}"
+            if most is not None:
+                axes.plot([most], [y], "|", color=GREY, markersize=12)
+            text += f", {arrival}" if len(arrivals) > 1 else ""
+            end = max(value or 0, most or 0)
+            axes.annotate(text, (end, y), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(range(len(engines)), engines)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(0, 1.6 * axes.get_xlim()[1])
+    axes.set_xlabel("tokens a second" if speed else "requests in flight, mean")
+    axes.set_title(f"A trace of {numbers['requests']:,} requests, {numbers['device']}", fontsize=10)
+
+
 PICTURES: dict[str, tuple[Callable[[], list[dict[str, Any]]], Callable[[Any, dict[str, Any]], None]]] = {
     "overview": (overview_numbers, draw_overview),
     "kernels": (kernel_numbers, draw_kernels),
     "quality": (quality_numbers, draw_quality),
+    "serve": (serve_numbers, draw_serve),
 }
 """Name to what gives the numbers of a picture's panels (none without results), and what draws a panel."""
 
 
 def digest(panels: list[dict[str, Any]]) -> str:
-    """What a picture of these numbers, drawn by this file, is marked with."""
-    data = json.dumps(panels, sort_keys=True).encode() + Path(__file__).read_bytes()
+    """What a picture of these numbers, drawn by this file and `drawing.py`, is marked with."""
+    here = Path(__file__)
+    data = json.dumps(panels, sort_keys=True).encode() + here.read_bytes() + here.with_name("drawing.py").read_bytes()
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 

@@ -7,20 +7,13 @@ a GPU (asynchronous batches, padding for graphs, pages offloaded to the CPU), ac
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from batching_cases import Oracle, Session, Steps, Tokens, answers, greedy, model_of, options, prompts
+from batching_cases import Oracle, Session, Steps, Stream, Tokens, answers, greedy, model_of, options, prompts
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching import (
-    continuous_api,
-    input_outputs,
-    model_runner,
-    offloading_manager,
-)
+from transformers.generation.continuous_batching import continuous_api, model_runner
 
 from tq_hf import TurboQuantBatching
 
@@ -186,20 +179,6 @@ def test_either_scheduler(batching: TurboQuantBatching, scheduler: str) -> None:
     assert answers(results) == [expected(batching, prompt, 6) for prompt in inputs]
 
 
-@pytest.fixture
-def padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pad batches as for CUDA graphs: queries, histories and requests that are none."""
-    real = model_runner.ModelRunner.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.pad_inputs = True
-
-    monkeypatch.setattr(model_runner.ModelRunner, "__init__", init)
-    # Nothing is captured on a CPU.
-    monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda *args: None)
-
-
 @pytest.mark.usefixtures("padded")
 def test_padding_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, steps = prompts([5, 127, 128, 300, 47]), Steps(monkeypatch)
@@ -208,27 +187,6 @@ def test_padding_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert session.pages_in_use() == 0
     assert all(len(new) == 8 for kind, _, new in steps.seen if kind == "lists")
     assert any(0 in new for kind, _, new in steps.seen if kind == "table")
-
-
-class Stream:
-    """A stream of a device that is never behind."""
-
-    def record_event(self, event: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-@pytest.fixture
-def asynchronous(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of asynchronous batches, and a CPU that runs them: work is done when it is asked for, in that order."""
-    monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
-    monkeypatch.setattr(input_outputs, "create_device_stream", lambda device: Stream())
-    monkeypatch.setattr(torch, "Event", lambda *args, **kwargs: SimpleNamespace(synchronize=lambda: None))
-    for module in (input_outputs, model_runner, offloading_manager, continuous_api):
-        monkeypatch.setattr(module, "stream_context", lambda stream: contextlib.nullcontext())
-    return dict(use_async_batching=True)
 
 
 def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> None:
@@ -284,26 +242,9 @@ def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypat
         assert session.run(inputs, greedy(12)) == expected
 
 
-def test_pages_offloaded_to_the_cpu_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_offloaded_to_the_cpu_come_back_as_they_were(offloaded: list[set[str]]) -> None:
     """Five requests of a ring of 8 pages, and a block when they have 128 tokens, in 44 pages: all answers are those of
     undisturbed requests, since nothing is read again."""
-
-    class WithoutPinning:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        @staticmethod
-        def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-            return torch.empty(*args, **kwargs)
-
-    monkeypatch.setattr(offloading_manager, "torch", WithoutPinning())
-    offloaded = []
-    real = offloading_manager.OffloadingManager._offload_to_cpu
-    monkeypatch.setattr(
-        offloading_manager.OffloadingManager,
-        "_offload_to_cpu",
-        lambda *args: offloaded.append(real(*args)) or offloaded[-1],
-    )
     inputs = prompts([100] * 6, seed=3)
     with Session(model_of(), num_blocks=44, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) as session:
         found = session.run(inputs, greedy(36))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from batching_cases import paged
@@ -15,10 +17,10 @@ RINGS = {"4bit_nc": 8, "2bit_nc": 16}
 """Pages of a ring of float32 rows at head_dim 64."""
 
 
-def allocator(preset: str, tables: dict[str, list[int]]) -> TurboQuantAllocator:
+def allocator(preset: str, tables: dict[str, list[int]], sinks: int = 0) -> TurboQuantAllocator:
     config = LlamaConfig(head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
     made = TurboQuantAllocator(
-        paged(preset),
+        replace(paged(preset), sink_tokens=sinks),
         {},
         index=0,
         layer_indices=[0, 1],
@@ -36,14 +38,18 @@ def cumulative(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def step(preset: str, past: list[int], new: list[int], padding: int) -> tuple[torch.Tensor, dict[str, list[int]], int]:
+def step(
+    preset: str, past: list[int], new: list[int], padding: int, sinks: int
+) -> tuple[torch.Tensor, dict[str, list[int]], int]:
     """The table of a step of such requests beside the tables it was made from."""
     ring = RINGS[preset]
     lengths = [p + n for p, n in zip(past, new, strict=True)]
     numbers = iter(torch.randperm(500, generator=torch.Generator().manual_seed(1)).tolist())
-    tables = {str(i): [next(numbers) for _ in range(ring + n // BLOCK)] for i, n in enumerate(lengths)}
-    made = allocator(preset, tables)
-    assert made.ring_pages == ring
+    page = min(1, sinks)
+    pages = [ring + n // BLOCK + (page if n >= BLOCK else 0) for n in lengths]
+    tables = {str(i): [next(numbers) for _ in range(n)] for i, n in enumerate(pages)}
+    made = allocator(preset, tables, sinks)
+    assert made.ring_pages == ring and [made.pages_of(n) for n in lengths] == pages
     read: list[int] = []
     write: list[int] = []
     for i, (p, n) in enumerate(zip(past, new, strict=True)):
@@ -60,12 +66,13 @@ def step(preset: str, past: list[int], new: list[int], padding: int) -> tuple[to
         write_index=[torch.tensor(write + nobody, dtype=torch.int64)],
         block_table=None,
     )
-    sequences = sequences_of(kwargs, ring)
+    sequences = sequences_of(kwargs, ring, page)
     assert sequences.max_q == max(new) + padding
     assert sequences.table.dtype == torch.int32
     return sequences.table, tables, ring
 
 
+@pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("preset", RINGS)
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize(
@@ -80,15 +87,16 @@ def step(preset: str, past: list[int], new: list[int], padding: int) -> tuple[to
     ids=str,
 )
 def test_the_table_of_a_step_is_made_of_listed_pages(
-    preset: str, padding: int, past: list[int], new: list[int]
+    preset: str, padding: int, past: list[int], new: list[int], sinks: int
 ) -> None:
-    made, tables, ring = step(preset, past, new, padding)
+    made, tables, ring = step(preset, past, new, padding, sinks)
     assert made.shape[0] == len(past) + padding
     rows = BLOCK // ring
     for i, (p, n) in enumerate(zip(past, new, strict=True)):
         length, own = p + n, made[i].tolist()
-        assert own[ring : ring + length // BLOCK] == tables[str(i)][ring:]
-        assert set(own[ring + length // BLOCK :]) <= {-1}
+        end = len(tables[str(i)])
+        assert own[ring:end] == tables[str(i)][ring:]
+        assert set(own[end:]) <= {-1}
         # Of the ring: every page that holds a row before this step, or gets one.
         needed = {t % BLOCK // rows for t in (*range(p // BLOCK * BLOCK, p), *range(length // BLOCK * BLOCK, length))}
         assert all(own[page] == tables[str(i)][page] for page in needed)
@@ -96,10 +104,11 @@ def test_the_table_of_a_step_is_made_of_listed_pages(
     assert (made[len(past) :] == -1).all()
 
 
+@pytest.mark.parametrize("sinks", [0, 1])
 @pytest.mark.parametrize("ring", [4, 8, 16])
-def test_a_request_lists_no_more_pages_than_it_has_tokens(ring: int) -> None:
+def test_a_request_lists_no_more_pages_than_it_has_tokens(ring: int, sinks: int) -> None:
     """The engine makes room for as many numbers as there are tokens."""
-    assert all(sum(listed_pages(n, ring)) <= n for n in range(2000))
+    assert all(sum(listed_pages(n, ring, sinks)) <= n for n in range(2000))
 
 
 def test_block_tables_are_taken_as_they_are() -> None:

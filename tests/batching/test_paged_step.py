@@ -10,6 +10,7 @@ import torch
 from helpers import BLOCK, all_packed, dequantised, encoded, states
 
 from tq_hf import TurboQuantConfig
+from tq_hf.ops import paged_triton
 from tq_hf.ops.paged import paged_step
 from tq_hf.ops.tiled_attention import attend_dense
 from tq_hf.tensors.factors import Factors
@@ -45,7 +46,8 @@ class Requests:
         self.queries = [states(90 + i, 1, QUERY_HEADS, n, dim, dtype=dtype)[0] for i, n in enumerate(totals)]
         self.done = [0] * len(totals)
         free = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)).int()
-        needed = [self.pages.ring_pages + n // BLOCK for n in totals]
+        before = self.pages.ring_pages + self.pages.sink_pages
+        needed = [before + n // BLOCK for n in totals]
         self.table = torch.full((len(totals), max(needed)), -1, dtype=torch.int32)
         for row, own in zip(self.table, free[: sum(needed)].split(needed), strict=True):
             row[: len(own)] = own
@@ -75,7 +77,8 @@ class Requests:
         old = keys[:, :, :whole], values[:, :, :whole]
         blocks = encoded(self.config, *old, self.pages.factors)
         for states_, read in zip((keys, values), dequantised(self.config, blocks, old), strict=True):
-            states_[:, :, :whole] = read
+            sinks = self.config.sink_tokens if whole else 0
+            states_[:, :, sinks:whole] = read[:, :, sinks:]
         return attend_dense(self.queries[i][:, :, span], keys, values, None, scaling=0.2, **options)[0]
 
 
@@ -91,6 +94,25 @@ def test_a_step_attends_to_packed_blocks_ring_rows_and_new_tokens(dim: int, bits
     for new in CHUNKS:
         for out, expected in requests.step(new, padding=3):
             torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sinks", [1, 4, 8])
+@pytest.mark.parametrize("capped", [False, True])
+def test_sinks_are_read_from_a_page_of_their_own(sinks: int, capped: bool) -> None:
+    """As soon as block 0 is complete: until then they are in the ring."""
+    options = {"softcap": 2.0, "s_aux": torch.linspace(-1, 1, QUERY_HEADS)} if capped else {}
+    for chunks in (CHUNKS, [[1, 100, 3, 127], [126, 100, 126, 1], *[[1, 1, 1, 1]] * 3]):
+        totals = [sum(column) for column in zip(*chunks, strict=True)]
+        requests = Requests(replace(all_packed(), sink_tokens=sinks), 16, totals)
+        for new in chunks:
+            for out, expected in requests.step(new, padding=3, **options):
+                torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+
+
+def test_kernels_that_read_no_sink_pages_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_triton, "takes", lambda *args: True)
+    monkeypatch.setattr(paged_triton, "paged_step", lambda *args, **kwargs: pytest.fail("asked"))
+    Requests(replace(all_packed(), sink_tokens=4), 16, TOTALS).step(CHUNKS[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

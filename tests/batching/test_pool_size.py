@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batching_cases import Session, greedy, model_of, options, paged, prompts
+from batching_cases import Session, greedy, mixed, model_of, options, paged, prompts
 from transformers import ContinuousBatchingConfig, LlamaConfig
 
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.memory_handler import TurboQuantMemory
+from tq_hf.ops.paged_windows import WINDOW_BYTES
 
 
 def tensors_held(session: Session) -> int:
@@ -18,9 +19,11 @@ def tensors_held(session: Session) -> int:
     return sum(t.nbytes for t in [*tensors, io.write_index_storage, io.read_index_storage])
 
 
-def test_the_pool_takes_what_the_arithmetic_leaves_it() -> None:
-    budget = 64 << 20
-    with Session(model_of(), num_blocks=20, max_batch_tokens=256) as session:
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_pool_takes_what_the_arithmetic_leaves_it(name: str) -> None:
+    model = model_of() if name == "llama" else mixed(name)
+    budget = (64 << 20) + (0 if name == "llama" else WINDOW_BYTES)
+    with Session(model, num_blocks=20, max_batch_tokens=256) as session:
         session.run(prompts([5]), greedy(1))
         memory = session.cache.memory
         memory.available_memory, memory.cb_config.num_blocks = budget, None
@@ -42,6 +45,19 @@ def test_pages_are_as_many_as_asked_for_and_tensors_within_the_prediction() -> N
         assert tensors_held(session) <= predicted
         # What is predicted beyond tensors held is room for a batch's activations.
         assert predicted - tensors_held(session) <= memory.fixed_overhead_bytes + 512 * memory.bytes_per_batch_token
+
+
+def test_pages_of_a_model_with_windows_hold_as_many_tokens_as_asked_for() -> None:
+    """Of short requests, whose windows grow with them: those of longer ones leave more room for packed pages."""
+    with Session(mixed("gemma3"), num_blocks=300, max_batch_tokens=512) as session:
+        session.run(prompts([5]), greedy(1))
+        cache, memory, windows = session.cache, session.cache.memory, session.cache.windows
+        packed = 2 * cache.allocator.tq_config.layout(32).block_bytes
+        dense = windows.bytes_per_block * 128 / windows.tokens_per_page
+        assert cache.num_blocks == 300
+        assert 0 <= cache.num_sectors * cache.bytes_per_sector - 300 * (packed + dense) <= 2 * cache.bytes_per_sector
+        predicted = memory.compute_memory_footprint(cache.max_batch_tokens, cache.num_sectors)
+        assert tensors_held(session) + WINDOW_BYTES <= predicted
 
 
 @pytest.mark.parametrize(("preset", "times"), [("k8v4", 2.6), ("4bit_nc", 3.8), ("3bit_nc", 5.0), ("2bit_nc", 7.2)])

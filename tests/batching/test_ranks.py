@@ -9,16 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from batching_cases import Session, greedy, prompts
+from batching_cases import Session, greedy, mixed, model_of, prompts
 from batching_worker import LENGTHS, NEW
-from tiny_models import build
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
-def test_ranks_answer_as_one_process_and_hold_half_of_the_heads_each(tmp_path: Path) -> None:
-    model = build("llama", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_ranks_answer_as_one_process_and_hold_half_of_the_heads_each(name: str, tmp_path: Path) -> None:
+    make = mixed if name == "gemma3" else model_of
+    model = make(name, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
     model.save_pretrained(tmp_path / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(TESTS), *sys.path])

@@ -24,8 +24,7 @@ def batching() -> TurboQuantBatching:
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("gemma3", "layers of the kind sliding_attention"),
-        ("gpt_oss", "layers of the kind sliding_attention"),
+        ("gemma3n", "layers of another kind"),
         ("qwen3_next", "layers of the kind linear_attention"),
         ("deepseek_v3", "latent attention"),
     ],
@@ -36,9 +35,17 @@ def test_models_with_other_layers_are_refused(family: str, words: str) -> None:
         TurboQuantBatching(build(family))
 
 
-def test_sliding_windows_without_layer_types_are_refused() -> None:
-    with pytest.raises(ValueError, match="not full attention"):
+def test_models_of_sliding_windows_only_are_refused() -> None:
+    with pytest.raises(ValueError, match="sliding windows only.*`model.generate_batch`"):
         TurboQuantBatching(build("mistral", sliding_window=64))
+
+
+@pytest.mark.parametrize("graphs", [True, (True, False)])
+def test_graphs_of_prompts_over_sliding_windows_are_refused(graphs: bool | tuple[bool, bool]) -> None:
+    batching, config = TurboQuantBatching(build("gpt_oss"), balance=False), options(use_cuda_graph=graphs)
+    with pytest.raises(ValueError, match="`use_cuda_graph` is .*\\(False, True\\)"):
+        batching.init_continuous_batching(greedy(2), config)
+    assert batching.model.config._attn_implementation != "turboquant_paged"
 
 
 def test_encoder_decoders_are_refused() -> None:
@@ -66,7 +73,8 @@ def test_what_is_no_model_is_refused() -> None:
         (dict(preset="5bit"), "Unknown preset"),
         (dict(skip_layers=(0,)), "`skip_layers` is \\(0,\\)"),
         (dict(preset=TurboQuantConfig(skip_layers=(0,))), "`skip_layers` is \\(0,\\)"),
-        (dict(sink_tokens=4), "`sink_tokens` is 4"),
+        (dict(sink_tokens=9), "`sink_tokens` is 9"),
+        (dict(sink_tokens=-1), "`sink_tokens` is -1"),
         (dict(residual_length=128), "`residual_length` is 128"),
         (dict(preset=TurboQuantConfig(), seed=3), "TurboQuantConfig and also seed"),
         (dict(balance="yes"), "`balance` is 'yes'"),

@@ -3,7 +3,8 @@
 How a request was read (its chunks, what it shared, whether it was preempted and read again) follows from its company
 and from time, and decides which tokens it read packed. So every step of a request is noted, and each of its tokens is
 compared with what a cache of its own says after the same steps. In a model of one layer that is all: what is cached of
-a token follows from the token alone, whoever cached it.
+a token follows from the token alone, whoever cached it. So it does where the layer before has a sliding window, which
+is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from batching_cases import Oracle, Session, Tokens, greedy, model_of
+from batching_cases import Oracle, Session, Tokens, greedy, mixed, model_of
+from transformers import PreTrainedModel
 
 from tq_hf.batching.paged_cache import TurboQuantPagedCache
 
@@ -70,17 +72,17 @@ def replay(oracle: Oracle, prompt: Tokens, answer: Tokens, lives: list[list[tupl
     return others
 
 
-def soak(count: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Serve so many requests and check all of them. Returns what happened, in numbers."""
+def soak(count: int, model: PreTrainedModel, blocks: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Serve so many requests in so many blocks and check all of them. Returns what happened, in numbers."""
     log, chance = Log(monkeypatch), random.Random(7)
     prefixes = [[chance.randrange(128) for _ in range(n)] for n in (128, 200, 300)]
-    model = model_of(num_hidden_layers=1, head_dim=16, hidden_size=32)
     asked: dict[str, Tokens] = {}
     open_: dict[str, bool] = {}  # whether it is a parent or a fork
     found: dict[str, Any] = {}
     cancelled: set[str] = set()
     resident: list[int] = []
-    with Session(model, num_blocks=100, max_batch_tokens=300, max_requests_per_batch=24, safety_margin=0.0) as session:
+    pool = dict(num_blocks=blocks, max_batch_tokens=300, max_requests_per_batch=24, safety_margin=0.0)
+    with Session(model, **pool) as session:
         session.run([[1, 2, 3]], greedy(1))
         log.steps.clear()
         manager = session.manager
@@ -152,9 +154,19 @@ def soak(count: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_two_thousand_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened = soak(2000, monkeypatch)
+    model = model_of(num_hidden_layers=1, head_dim=16, hidden_size=32)
+    happened = soak(2000, model, 100, monkeypatch)
     print(happened)
     kinds = ("cancelled", "forks", "preempted", "shared a prefix", "read in chunks")
     assert all(happened[kind] > 0 for kind in kinds), happened
     assert happened["not the very first choice"] <= happened["tokens"] // 1000, happened
     assert happened["bytes grown"] < 32 << 20, happened
+
+
+@pytest.mark.slow
+def test_five_hundred_requests_over_sliding_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = soak(500, mixed("gemma3", head_dim=16, hidden_size=32), 26, monkeypatch)
+    print(happened)
+    assert all(happened[kind] > 0 for kind in ("cancelled", "forks", "preempted", "read in chunks")), happened
+    assert happened["shared a prefix"] == 0
+    assert happened["not the very first choice"] <= happened["tokens"] // 1000, happened

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import drawing
 import make_tables
 import plots
 import pytest
+from test_tables import SERVE as SERVED
 
 DRAWN = {name: panels for name, (make_panels, _) in plots.PICTURES.items() if (panels := make_panels())}
 
@@ -33,6 +35,20 @@ def changed(panels: list[dict]) -> list[dict]:
 
 def test_pictures_are_up_to_date() -> None:
     assert plots.stale() == [], "run `make tables`"
+
+
+def test_engines_are_drawn_with_what_they_made_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds in one panel, requests in flight in the other; why there is none where there is none."""
+    monkeypatch.setattr(plots, "results", {"serve": [SERVED | {"device": "a GPU"}]}.get)
+    speeds, flight = panels = plots.serve_numbers()
+    assert speeds["bars"]["4bit_nc"] == {"all at once": (3855.4, None, None)}
+    assert flight["bars"]["4bit_nc"] == {"all at once": (40.6, 64, None)}
+    assert flight["bars"]["stock, sdpa"] == {"all at once": (None, None, "out of memory")}
+    plots.save(tmp_path / "serve.svg", "serve", panels)
+    text = (tmp_path / "serve.svg").read_text(encoding="utf-8")
+    for words in ("3,855", "41, at most 64", "out of memory", "64 requests, a GPU"):
+        assert words in text
+    assert drawing.COLOURS["4bit_nc"] in text
 
 
 def test_there_is_no_picture_that_nothing_draws() -> None:
@@ -81,7 +97,7 @@ def test_a_picture_is_dark_where_the_system_is(name: str) -> None:
     text = (plots.RESULTS / f"{name}.svg").read_text(encoding="utf-8")
     style, drawn = re.search(r"@media \(prefers-color-scheme: dark\){(.*)}</style>(.*)", text, flags=re.DOTALL).groups()
     used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn))
-    assert used <= set(plots.DARK) | set(plots.COLOURS.values()) | {c for c, _ in plots.STYLES.values()}
-    assert plots.CARD in used and plots.INK in used
-    assert all(f"fill: {colour}" in style and f"stroke: {colour}" in style for colour in plots.DARK)
+    assert used <= set(drawing.DARK) | set(drawing.COLOURS.values()) | {c for c, _ in plots.STYLES.values()}
+    assert drawing.CARD in used and drawing.INK in used
+    assert all(f"fill: {colour}" in style and f"stroke: {colour}" in style for colour in drawing.DARK)
     assert "#000000" not in drawn

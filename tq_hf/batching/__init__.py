@@ -1,8 +1,9 @@
 """Many requests at once: transformers' continuous batching on packed, shareable pages.
 
 transformers schedules (prompts in chunks, shared prefixes, forks, preemption, streaming); this package gives its engine
-a cache of packed pages (`allocator`, `paged_cache`, `memory_handler`), the attention that reads them (`attention`), and
-a manager that puts them in place (`manager`). Nothing of transformers is patched.
+a cache of packed pages (`allocator`, `paged_cache`, `memory_handler`), with dense ones of sliding windows beside them
+(`window_allocator`), the attention that reads them (`attention`), and a manager that puts them in place (`manager`).
+Nothing of transformers is patched.
 
 Raises:
     ImportError: transformers is older than 5.19, whose continuous batching is of another design.

@@ -1,9 +1,9 @@
 """Who owns which pages: transformers' allocator for packed pages (`tq_hf.tensors.pages` has their layout).
 
-A request's table begins with the pages of its ring, which nobody shares, and goes on with one page a complete block. A
-block is encoded in the step that completes it and not written again, so it can be hashed, shared and de-duplicated as
-soon as that step is over. All of a request is in the pages of its table, in an order that growth keeps: forks and the
-offloading of pages copy whole pages and need know nothing of what is in them.
+A request's table begins with the pages of its ring, which nobody shares, and goes on with one page a complete block,
+after the sink page if there are sinks. A block is encoded in the step that completes it and not written again, so it
+can be hashed, shared and de-duplicated as soon as that step is over. All of a request is in the pages of its table, in
+an order that growth keeps: forks and the offloading of pages copy whole pages and need know nothing of what is in them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class TurboQuantAllocator(FullAttentionCacheAllocator):
         layout = tq_config.layout(self.head_dim)
         self.ring_pages = BLOCK // rows_per_page(layout, self.cache_dtype)
         """Pages at the start of every table."""
+        self.sink_pages = min(1, tq_config.sink_tokens)
+        """Pages between a ring and block 0, of requests that have one."""
+        self._sinks_of_match: list[int] = []
         self.pages: dict[int, LayerPages] = {}
         """What each layer sees of the pool."""
 
@@ -60,14 +63,22 @@ class TurboQuantAllocator(FullAttentionCacheAllocator):
 
     def pages_of(self, length: int) -> int:
         """Pages of a request of `length` tokens."""
-        return self.ring_pages + length // BLOCK
+        return self.ring_pages + self._after_ring(length // BLOCK)
+
+    def _after_ring(self, blocks: int) -> int:
+        """So many blocks, and the sink page before the first."""
+        return blocks + self.sink_pages * min(1, blocks)
+
+    def _sink_hash(self, tokens: list[int]) -> int:
+        """What the sink page is known by: its tokens, which are fewer than a block's."""
+        return compute_block_hash(None, tokens[: self.tq_config.sink_tokens])
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         return max(0, self.pages_of(past_length + query_length) - allocated_blocks)
 
     def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
-        """Blocks that a fork of this request shares with it: those that are complete."""
-        return past_length // BLOCK if self.use_block_sharing else 0
+        """Pages that a fork of this request shares with it: blocks that are complete, and the sinks of the first."""
+        return self._after_ring(past_length // BLOCK) if self.use_block_sharing else 0
 
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
@@ -82,10 +93,23 @@ class TurboQuantAllocator(FullAttentionCacheAllocator):
         self.block_table[dest_request_id] = fresh[: self.ring_pages] + shared + fresh[self.ring_pages :]
         return copied, fresh
 
+    def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
+        """Blocks that match the prompt; none without their sinks."""
+        if self.sink_pages:
+            page = self.ledger.hash_to_block.get(self._sink_hash(prompt_ids))
+            if page is None:
+                return []
+            self._sinks_of_match = [page]
+        return super().match_prefix_blocks(prompt_ids)
+
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
-        """Begin a table with blocks that match the prompt, after a ring, for which there must be pages."""
+        """Begin a table with blocks that match the prompt, after a ring, for which there must be pages, and the sinks
+        that were matched just before."""
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
-        self.block_table[request_id][:0] = self.pool.get_free_blocks(self.index, self.ring_pages)
+        for page in self._sinks_of_match:
+            self.ledger.acquire(page)
+        ring = self.pool.get_free_blocks(self.index, self.ring_pages)
+        self.block_table[request_id][:0] = ring + self._sinks_of_match
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """Register the hashes of blocks that the last step completed. Of a block that exists already, the request
@@ -93,8 +117,8 @@ class TurboQuantAllocator(FullAttentionCacheAllocator):
         table = self.block_table.get(request_id)
         if table is None:  # cancelled while its step was under way
             return
-        parent = None
-        for i, block in enumerate(table[self.ring_pages :]):
+        parent, first = None, self.ring_pages + self.sink_pages
+        for i, block in enumerate(table[first:]):
             block_hash = self.ledger.block_to_hash.get(block)
             if block_hash is None:
                 tokens = token_ids[i * BLOCK : (i + 1) * BLOCK]
@@ -102,26 +126,36 @@ class TurboQuantAllocator(FullAttentionCacheAllocator):
                     return
                 block_hash = compute_block_hash(parent, tokens)
                 new_new_blocks -= 1
-                identical = self.ledger.register_new_hash(block, block_hash)
-                if identical is not None:
-                    self.ledger.acquire(identical)
-                    table[self.ring_pages + i] = identical
-                    if self.ledger.release(block):
-                        self.pool.free_blocks(self.index, [block])
+                if self.sink_pages and i == 0 and table[first - 1] not in self.ledger.block_to_hash:
+                    self._register(table, first - 1, self._sink_hash(tokens))
+                self._register(table, first + i, block_hash)
             parent = block_hash
+
+    def _register(self, table: list[int], place: int, page_hash: int) -> None:
+        """Make what a page holds known, or take the page that holds it already."""
+        page = table[place]
+        identical = self.ledger.register_new_hash(page, page_hash)
+        if identical is not None:
+            self.ledger.acquire(identical)
+            table[place] = identical
+            if self.ledger.release(page):
+                self.pool.free_blocks(self.index, [page])
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """The pages of a request, as `tq_hf.batching.geometry` lists them."""
-        ring, blocks = listed_pages(past_length + query_length, self.ring_pages)
+        ring, after = listed_pages(past_length + query_length, self.ring_pages, self.sink_pages)
         table = self.block_table[request_id]
-        return table[:ring] + table[self.ring_pages : self.ring_pages + blocks]
+        return table[:ring] + table[self.ring_pages : self.ring_pages + after]
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """The page of every new token: its block's, if that is complete after the step, or one of the ring."""
+        """The page of every new token: its block's, if that is complete after the step, or one of the ring. Of sinks
+        whose block is complete it is theirs."""
         table, length = self.block_table[request_id], past_length + query_length
-        blocks, rows = table[self.ring_pages : self.pages_of(length)], BLOCK // self.ring_pages
+        blocks, rows = table[self.ring_pages + self.sink_pages : self.pages_of(length)], BLOCK // self.ring_pages
         open_from = len(blocks) * BLOCK
         pages = [blocks[t // BLOCK] for t in range(past_length, min(open_from, length))]
+        sinks = max(0, self.tq_config.sink_tokens - past_length) if blocks else 0
+        pages[:sinks] = table[self.ring_pages : self.ring_pages + 1] * min(sinks, len(pages))
         return pages + [table[t % BLOCK // rows] for t in range(max(past_length, open_from), length)]
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:

@@ -6,20 +6,23 @@ from copy import copy
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 
 from ..cache import TurboQuantCache
 from ..compat import takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..tensors.pages import BLOCK
+from ..layers.sliding import SlidingLayer
+from ..tensors.pages import BLOCK, MOST_SINKS
 
 STOCK_PAGE_SIZE = ContinuousBatchingConfig.page_size
 _INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
-    """What pages are encoded with: a preset without sinks and window, since shared blocks are aligned to 128 tokens
-    and encoded as soon as they are complete.
+    """What pages are encoded with: a preset without a window, since shared blocks are encoded as soon as they are
+    complete, and without sinks, if they are not asked for.
 
     Raises:
         ValueError: The preset does not exist, or an option is none that pages have.
@@ -37,38 +40,48 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
         raise ValueError(
             "`preset='auto'` chooses when it sees the first keys, and pages are made before. Name a preset ('4bit_nc')."
         )
-    for name in ("sink_tokens", "residual_length"):
-        if overrides.get(name, 0):
-            raise ValueError(
-                f"`{name}` is {overrides[name]!r}: pages have no sinks and no window, so that they can be shared. "
-                "Leave it out. Dense are the tokens of a request's open block, up to 127 of the newest."
-            )
+    if overrides.get("residual_length", 0):
+        raise ValueError(
+            f"`residual_length` is {overrides['residual_length']!r}: pages have no window, so that they can be shared. "
+            "Leave it out. Dense are the tokens of a request's open block, up to 127 of the newest."
+        )
+    sinks = overrides.get("sink_tokens", 0)
+    if sinks not in range(MOST_SINKS + 1):
+        raise ValueError(
+            f"`sink_tokens` is {sinks!r}: a page of sinks has up to {MOST_SINKS}. Leave it out for none, or say 4."
+        )
     if overrides.get("skip_layers"):
         raise ValueError(
             f"`skip_layers` is {overrides['skip_layers']!r}: pages hold all layers of a model alike. Leave it out."
         )
-    return TurboQuantConfig.from_preset(preset, **(overrides | dict(sink_tokens=0, residual_length=0)))
+    return TurboQuantConfig.from_preset(preset, **(overrides | dict(sink_tokens=sinks, residual_length=0)))
 
 
 def check_model(model: Any, config: TurboQuantConfig) -> None:
-    """Raise a `ValueError` if not all layers of a model can be held in packed pages."""
+    """Raise a `ValueError` if a model has layers that pages cannot hold, or none that can be packed."""
     name, decoder = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {_INSTEAD}")
     if getattr(decoder, "kv_lora_rank", None):
         raise ValueError(f"{name} has latent attention (MLA), which pages cannot hold yet. {_INSTEAD}")
-    kinds = sorted(set(getattr(decoder, "layer_types", None) or []) - {"full_attention"})
+    kinds = sorted(set(getattr(decoder, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
     if kinds:
         raise ValueError(
-            f"{name} has layers of the kind {', '.join(kinds)}, and pages hold full attention only. {_INSTEAD}"
+            f"{name} has layers of the kind {', '.join(kinds)}, and pages hold full attention and sliding windows "
+            f"only. {_INSTEAD}"
         )
     if not takes_attention_functions(type(decoder)):
         raise ValueError(f"{name} computes attention itself, so it cannot read pages. {_INSTEAD}")
     layers = TurboQuantCache(model.config, config).layers
-    other = [type(layer).__name__ for layer in layers if type(layer) is not TurboQuantLayer]
+    if layers and all(type(layer) is SlidingLayer for layer in layers):
+        raise ValueError(
+            f"{name} has sliding windows only, which are never packed: transformers' own `model.generate_batch` serves "
+            "it in as much memory."
+        )
+    other = [type(layer).__name__ for layer in layers if type(layer) not in (TurboQuantLayer, SlidingLayer)]
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
-        raise ValueError(f"{name} has layers that are not full attention ({what}), which pages cannot hold. {_INSTEAD}")
+        raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {_INSTEAD}")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(
@@ -83,6 +96,15 @@ def check_generation(config: GenerationConfig) -> None:
         raise ValueError(
             f"`num_beams` is {config.num_beams}: continuous batching samples or decodes greedily, without beams. "
             f"{_INSTEAD}"
+        )
+
+
+def check_graphs(model: Any, given: ContinuousBatchingConfig) -> None:
+    """Raise a `ValueError` if steps with prompts are to be captured of a model with sliding windows."""
+    if given.cuda_graph_booleans[0] and SLIDING_ATTENTION in group_layers_by_attn_type(model.config.get_text_config()):
+        raise ValueError(
+            f"`use_cuda_graph` is {given.use_cuda_graph!r}, and steps with prompts of a model with sliding windows "
+            "cannot be captured: lengths are read on the host. Leave it out, or say `(False, True)`."
         )
 
 

@@ -30,9 +30,11 @@ class TurboQuantBatching(ContinuousMixin):
     ```
 
     Args:
-        model: A decoder whose layers are all full attention, or something around one (PEFT).
+        model: A decoder, or something around one (PEFT). Its full-attention layers are packed; sliding ones, if it has
+            any, hold their windows densely in the same pool, and prompts are not shared then.
         preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. Its sinks and window are left out:
-            dense are only the tokens of a request's open block of 128.
+            dense are only the tokens of a request's open block of 128. With `sink_tokens=4` beside it the first tokens
+            are, too, in a page that requests with the same first tokens share.
         balance: Whether channels that are much louder or quieter than others are given factors, found by a short run of
             the model before the first request (by default what the preset says); or the factors themselves.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.

@@ -21,7 +21,7 @@ from ..ops.backend import check_choice
 from ..ops.paged_triton import decodes
 from ..tensors.pages import BLOCK, rows_per_page
 from .attention import NAME
-from .checks import check_generation, check_model, paged_options
+from .checks import check_generation, check_graphs, check_model, paged_options
 from .paged_cache import TurboQuantPagedCache
 from .processor import TurboQuantBatchProcessor, scheduler_class
 
@@ -38,7 +38,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     `continuous_batching`. While it holds the model, that takes no other calls.
 
     Args:
-        model: A decoder whose layers are all full attention.
+        model: A decoder whose layers are full attention, or some of them sliding windows.
         generation_config: How answers are generated.
         continuous_batching_config: The engine's options. CUDA graphs of decode steps, asynchronous batching and the
             decode path by block tables are on where they are not set and the device has them.
@@ -63,6 +63,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         check_choice()
         check_model(model, config)
         check_generation(generation_config)
+        check_graphs(model, continuous_batching_config)
         self.config = config
         self.balance = balance
         self._computing = False
@@ -71,6 +72,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         options = paged_options(given)
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         kernels = on_cuda and decodes(states, config.layout(find_head_dim(model.config.get_text_config())))
+        if kernels and config.sink_tokens:
+            kernels = False
+            logger.warning_once(
+                f"`sink_tokens` is {config.sink_tokens}: no kernel reads pages of sinks yet, so requests are attended "
+                "to one after the other and no CUDA graphs are captured. Leave it out where speed counts."
+            )
         if on_cuda and given.use_cuda_graph is None:
             # Steps with prompts come in all sizes, and each would be a graph of its own. Without kernels lengths are
             # read on the host, which no graph can hold.
@@ -100,7 +107,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         if hinted:
             longest = min(longest, hinted)
         ring = BLOCK // rows_per_page(self.config.layout(find_head_dim(decoder)), self.model.dtype)
-        return ring + ceil(longest / BLOCK)
+        return ring + min(1, self.config.sink_tokens) + ceil(longest / BLOCK)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Let the model attend to packed pages, whatever it uses elsewhere."""

@@ -15,6 +15,13 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
         self.num_attention_masks = 0
         # For each token of a batch, its queries twice more: rotated, and as partial outputs.
         self.kv_heads_at_peak = 2 * self.config.num_attention_heads
+        self.scratch_bytes = 0
+        """What a step takes besides, whatever is in it."""
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        """Bytes that depend on neither pages nor tokens."""
+        return super().fixed_overhead_bytes + self.scratch_bytes
 
     @property
     def bytes_per_cache_token(self) -> int:

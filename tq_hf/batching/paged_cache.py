@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from math import lcm
+from bisect import bisect_right
+from math import ceil, lcm
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.cache_allocators import CachePool
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
 from ..config import TurboQuantConfig
 from ..ops.paged import paged_step
+from ..ops.paged_windows import WINDOW_BYTES, WindowStep, plan_step, windowed_step
 from ..tensors.factors import Factors
 from ..tensors.pages import BLOCK, Sequences
 from .allocator import TurboQuantAllocator
-from .geometry import sequences_of
+from .geometry import sequences_of, windows_of
 from .memory_handler import TurboQuantMemory
-
-FULL = "full_attention"
+from .window_allocator import WindowAllocator
 
 
 class TurboQuantPagedCache(PagedAttentionCache):
-    """A pool of pages, and one allocator for all layers.
+    """A pool of pages, an allocator for full-attention layers, and another for sliding ones if there are any.
 
     Args:
         tq_config: What blocks are encoded with.
         factors: Factors of channels by layer.
-        config: The text decoder's config; all its layers are full attention.
+        config: The text decoder's config.
         continuous_batching_config: The engine's options, with a `page_size` of 128.
         device: Where the pool is.
         distributed_helper: The engine's, which knows tensor parallelism.
@@ -58,21 +59,33 @@ class TurboQuantPagedCache(PagedAttentionCache):
             if heads % distributed_helper.tp_size:
                 raise ValueError(f"{heads} KV heads cannot be divided among {distributed_helper.tp_size} GPUs.")
             heads //= distributed_helper.tp_size
-        allocator = TurboQuantAllocator(
-            tq_config,
-            factors,
-            index=0,
-            layer_indices=list(range(config.num_hidden_layers)),
+        layers = group_layers_by_attn_type(config)
+        shared: dict[str, Any] = dict(
             num_key_value_heads=heads,
             config=config,
             cache_dtype=dtype,
-            page_size=BLOCK,
             allow_block_sharing=continuous_batching_config.allow_block_sharing,
         )
+        allocator = TurboQuantAllocator(
+            tq_config, factors, index=0, layer_indices=layers[FULL_ATTENTION], page_size=BLOCK, **shared
+        )
         self.allocator = allocator
-        self.cache_allocators = {FULL: allocator}
-        self.layer_to_allocator = dict.fromkeys(allocator.layer_indices, allocator)
+        self.cache_allocators = {FULL_ATTENTION: allocator}
+        self.layer_to_allocator = dict.fromkeys(layers[FULL_ATTENTION], allocator)
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
+        block_bytes = allocator.bytes_per_block
+        self.windows: WindowAllocator | None = None
+        self.max_decode_fast_path_length = BLOCK * max(
+            0, self.max_blocks_per_request - allocator.ring_pages - allocator.sink_pages
+        )
+        if SLIDING_ATTENTION in layers:
+            windows = WindowAllocator(self.bytes_per_sector, index=1, layer_indices=layers[SLIDING_ATTENTION], **shared)
+            self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows
+            self.layer_to_allocator |= dict.fromkeys(layers[SLIDING_ATTENTION], windows)
+            self.bytes_per_sector = windows.bytes_per_block
+            block_bytes += ceil(windows.bytes_per_block * BLOCK / windows.tokens_per_page)
+            if self.max_blocks_per_request:
+                self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages)
         self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK
         self.memory = TurboQuantMemory(
             config=config,
@@ -80,10 +93,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
             dtype=dtype,
             bytes_per_sector=self.bytes_per_sector,
             tokens_per_sector=self.tokens_per_sector,
-            bytes_per_block=allocator.bytes_per_block,
-            attn_types=[FULL],
+            bytes_per_block=block_bytes,
+            attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=model_supports_logits_to_keep,
         )
+        if self.windows is not None:
+            self.memory.scratch_bytes = WINDOW_BYTES
+            self.memory.max_blocks_per_request = self.max_blocks_per_request
         sizes = self.memory.infer_max_batch_tokens_and_num_sectors()
         if distributed_helper.tp_size > 1:
             least = torch.tensor(sizes, device=device, dtype=torch.int64)
@@ -93,20 +109,27 @@ class TurboQuantPagedCache(PagedAttentionCache):
         data_bytes = self.num_sectors * self.bytes_per_sector
         # Two leading sectors are never given out: the engine lets tokens that pad a batch point there.
         self.cache_tensor = torch.zeros(data_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
-        self.pool = CachePool(self.num_sectors, 1)
-        allocator.register_cache_tensor(self.bytes_per_sector, data_bytes, self.cache_tensor, self.pool)
+        self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
+        for each in self.cache_allocators.values():
+            each.register_cache_tensor(self.bytes_per_sector, data_bytes, self.cache_tensor, self.pool)
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
-        self.use_prefix_sharing = allocator.use_block_sharing
-        self.num_blocks = data_bytes // allocator.bytes_per_block
+        # As transformers', windows are not shared, and a prefix is of use only with the windows at its end.
+        self.use_prefix_sharing = allocator.use_block_sharing and self.windows is None
+        self.num_blocks = data_bytes // block_bytes
         self.read_cache_limit = None
-        self.max_decode_fast_path_length = BLOCK * max(0, self.max_blocks_per_request - allocator.ring_pages)
-        self.max_tokens_read = BLOCK * self.num_blocks
+        self.max_tokens_read = BLOCK * allocator.num_blocks
         self._sequences: Sequences | None = None
+        self._window_step: WindowStep | None = None
+
+    def _sectors_of(self, length: int) -> int:
+        """Sectors of a request of `length` tokens that is alone."""
+        packed = ceil(self.allocator.pages_of(length) / self.allocator.blocks_per_sector)
+        return packed + (0 if self.windows is None else self.windows._compute_blocks_needed(0, length, 0))
 
     @property
     def max_request_tokens(self) -> int:
         """Tokens that a request can have if it has the whole pool."""
-        return BLOCK * (self.num_blocks - self.allocator.ring_pages + 1) - 1
+        return bisect_right(range(self.max_tokens_read + BLOCK), self.num_sectors, key=self._sectors_of) - 1
 
     def check_room(self, state: RequestState) -> None:
         """Raise a `ValueError` if a request is longer than the whole pool."""
@@ -153,16 +176,24 @@ class TurboQuantPagedCache(PagedAttentionCache):
         Raises:
             ValueError: The states are not those of the model that the cache was made for.
         """
-        pages = self.allocator.pages[layer_idx]
-        expected = (pages.kv_heads, pages.layout.key_dim)
+        own = self.allocator if layer_idx in self.allocator.pages else self.windows
+        assert own is not None
+        expected = (own.num_key_value_heads, own.head_dim)
         for states in (key, value):
-            if (states.shape[1], states.shape[3]) != expected or states.dtype != pages.rows.dtype:
+            if (states.shape[1], states.shape[3]) != expected or states.dtype != self.dtype:
                 raise ValueError(
                     f"Layer {layer_idx} caches {list(states.shape)} {states.dtype}; pages were made for {expected[0]} "
-                    f"heads of {expected[1]} channels in {pages.rows.dtype}. Keys and values must be alike in all "
-                    "layers and in the model's dtype."
+                    f"heads of {expected[1]} channels in {self.dtype}. Keys and values must be alike in all layers and "
+                    "in the model's dtype."
                 )
-        if self._sequences is None or layer_idx == self.allocator.layer_indices[0]:
-            self._sequences = sequences_of(kwargs, self.allocator.ring_pages)
+        first = layer_idx == own.layer_indices[0]
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        return paged_step(query, key, value, pages, self._sequences, **options)[None]
+        if isinstance(own, WindowAllocator):
+            windows = own.windows[layer_idx]
+            if self._window_step is None or first:
+                sequences = windows_of(kwargs, own.index, windows)
+                self._window_step = plan_step(sequences, len(query), windows)
+            return windowed_step(query, key, value, windows, self._window_step, **options)[None]
+        if self._sequences is None or first:
+            self._sequences = sequences_of(kwargs, self.allocator.ring_pages, self.allocator.sink_pages)
+        return paged_step(query, key, value, self.allocator.pages[layer_idx], self._sequences, **options)[None]

@@ -21,8 +21,9 @@ def paged_step(
 ) -> torch.Tensor:
     """Attention of every request's new tokens over its pages and themselves; then those tokens are stored.
 
-    A request's queries attend, causally, to the packed blocks that were complete before this step, to the rows of its
-    ring (the tokens of its open block), and to the new tokens exactly. Then new rows go to the ring, and blocks that
+    A request's queries attend, causally, to the packed blocks that were complete before this step (to sinks as rows of
+    their own page, if there is one), to the rows of its ring (the tokens of its open block), and to the new tokens
+    exactly. Then new rows go to the ring, and blocks that
     became complete are encoded, from ring rows and from `key` and `value`.
 
     Args:
@@ -38,5 +39,7 @@ def paged_step(
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
     """
-    backend = paged_triton if paged_triton.takes(query, key, pages, sequences) else paged_reference
+    # Kernels read no sink pages yet.
+    takes = not pages.sink_pages and paged_triton.takes(query, key, pages, sequences)
+    backend = paged_triton if takes else paged_reference
     return backend.paged_step(query, key, value, pages, sequences, scaling=scaling, softcap=softcap, s_aux=s_aux)

@@ -6,7 +6,9 @@ its open block. Equal pages in one pool need no second budget, and a request is 
     [ring page 0 .. ring_pages - 1][block 0][block 1] ..
 
 Blocks are aligned to 128 tokens, with no sinks before them: a block is a function of the tokens it covers and of those
-before, so requests with the same prefix can share it.
+before, so requests with the same prefix can share it. With `sink_tokens` a *sink page* comes before block 0, as soon as
+that is complete. It holds the first tokens as rows, and attention reads those instead of what block 0 says of them; it
+is a function of these tokens alone, so it is shared more widely still.
 
 The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head's block lies in one piece, `[key words |
 value words | scalars | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
@@ -27,6 +29,8 @@ from .factors import Factors
 from .window import KeyValue
 
 BLOCK = BlockLayout.tokens
+MOST_SINKS = 8
+"""Rows that a page has at least, of any preset and dtype."""
 
 
 def rows_per_page(layout: BlockLayout, dtype: torch.dtype) -> int:
@@ -122,6 +126,11 @@ class LayerPages:
         return BLOCK // self.rows_per_page
 
     @property
+    def sink_pages(self) -> int:
+        """Pages between the ring and block 0, 0 or 1."""
+        return min(1, self.config.sink_tokens)
+
+    @property
     def kv_heads(self) -> int:
         """Hkv."""
         return self.rows.shape[1]
@@ -146,6 +155,16 @@ class LayerPages:
         held = self.rows[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None]
         return held[0], held[1]
 
+    def sinks(self, page: torch.Tensor) -> KeyValue:
+        """A copy of the sinks in a page `[1]`: keys and values `[1, Hkv, sink_tokens, D]`."""
+        held = self.rows[page][..., : self.config.sink_tokens, :]
+        return held[:, :, 0], held[:, :, 1]
+
+    def write_sinks(self, page: torch.Tensor, states: KeyValue) -> None:
+        """Write the first of keys and values `[1, Hkv, n, D]` to the sink page `[1]`."""
+        count = self.config.sink_tokens
+        self.rows[page, :, :, :count] = torch.stack([x[:, :, :count] for x in states], 2)
+
     def write_ring(self, pages: torch.Tensor, first: int, states: KeyValue) -> None:
         """Write keys and values `[1, Hkv, n, D]` to rows `first` to `first + n` of the ring in `pages` `[ring_pages]`;
         they end at row 128 at the latest."""
@@ -163,9 +182,9 @@ class Sequences(NamedTuple):
     Args:
         cu_q: `[B + 1]` int32.
         cu_k: `[B + 1]` int32.
-        table: `[B, W]` int32: a request's ring pages, then its blocks, those that this step completes included; -1
-            where it has none. Of a ring whose request has fewer than 128 tokens, pages beyond the last token's may be
-            left out.
+        table: `[B, W]` int32: a request's ring pages, then the sink page if there is one, then its blocks, those that
+            this step completes included; -1 where it has none. Of a ring whose request has fewer than 128 tokens, pages
+            beyond the last token's may be left out.
         max_q: At least the most new tokens that a request has; 1 if and only if all have one at most.
     """
 

@@ -1,0 +1,155 @@
+"""A step over sliding windows: what requests attend to, what is written where, and what is never read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import states
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tq_hf.ops import paged_windows
+from tq_hf.ops.paged_windows import plan_step, windowed_step
+from tq_hf.ops.reference_attention import attend
+from tq_hf.tensors.pages import Sequences
+from tq_hf.tensors.windows import LayerWindows, window_page
+
+HEADS, QUERY_HEADS, DIM, PAGES = 2, 6, 16, 64
+CHUNKS = [
+    [300, 1, 0, 40],
+    [1, 127, 5, 88],
+    [127, 1, 250, 0],
+    [1, 1, 1, 1],
+    [130, 256, 1, 1],
+    [2, 3, 0, 2],
+    [0, 1, 1, 1],
+]
+"""New tokens of four requests in six steps: prompts, single tokens, and windows that begin to slide in either."""
+TOTALS = [sum(column) for column in zip(*CHUNKS, strict=True)]
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+class Requests:
+    """Requests with tokens of their own and shuffled pages, run step by step. Pages are full of NaN before."""
+
+    def __init__(self, window: int, rows: int, totals: list[int], dtype: torch.dtype = torch.float32) -> None:
+        pool = torch.full((PAGES, 3, 2, rows, HEADS, DIM), torch.nan, dtype=dtype)
+        pool[0] = 0
+        self.pool, self.windows = pool, LayerWindows(pool[:, 1], window, trash=1)
+        self.tokens = [states(i, 1, HEADS, n, DIM, dtype=dtype) for i, n in enumerate(totals)]
+        self.queries = [states(90 + i, 1, QUERY_HEADS, n, DIM, dtype=dtype)[0] for i, n in enumerate(totals)]
+        self.done = [0] * len(totals)
+        free = 2 + torch.randperm(PAGES - 2, generator=torch.Generator().manual_seed(3)).int()
+        self.table = free[: len(totals) * self.windows.pages].view(len(totals), -1)
+
+    def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Outputs of the next tokens of each request, next to those by definition, `[n, Hq, D]`."""
+        spans = [slice(done, done + n) for done, n in zip(self.done, new, strict=True)]
+        keys, values = ([x[i] for x in self.tokens] for i in (0, 1))
+        packed = [
+            torch.cat([x[0, :, span].transpose(0, 1) for x, span in zip(tensors, spans, strict=True)])
+            for tensors in (self.queries, keys, values)
+        ]
+        packed = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]) for x in packed]
+        lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
+        # Pages that a request has not reached yet are none.
+        reached = torch.tensor(lengths)[:, None] > torch.arange(self.windows.pages) * self.windows.rows_per_page
+        table = self.table.where(reached, -1)
+        sequences = Sequences(cumulative(new), cumulative(lengths), table, max(new))
+        plan = plan_step(sequences, len(packed[0]), self.windows)
+        out = windowed_step(*packed, self.windows, plan, scaling=0.2, **options)
+        assert (out[sum(new) :] == 0).all()
+        expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
+        self.done = [done + n for done, n in zip(self.done, new, strict=True)]
+        return list(zip(out[: sum(new)].split(new), expected, strict=True))
+
+    def expected(self, i: int, span: slice, **options) -> torch.Tensor:
+        position = torch.arange(span.stop)
+        own = position[span, None]
+        mask = (position <= own) & (position > own - self.windows.window)
+        held = tuple(x[:, :, : span.stop] for x in self.tokens[i])
+        return attend(self.queries[i][:, :, span], held, mask[None, None], scaling=0.2, **options)[0]
+
+
+OPTIONS = [{}, {"softcap": 2.0}, {"s_aux": torch.linspace(-1, 1, QUERY_HEADS)}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
+@pytest.mark.parametrize(("window", "rows"), [(96, 36), (128, 128), (7, 7), (500, 34), (1, 1)])
+def test_a_query_attends_to_its_window(window: int, rows: int, options: dict) -> None:
+    requests = Requests(window, rows, TOTALS)
+    for new in CHUNKS:
+        for out, expected in requests.step(new, padding=3, **options):
+            torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
+def test_tiles_of_a_prompt_and_pieces_of_a_batch_change_nothing(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_windows, "TILE_QUERIES", 11)
+    monkeypatch.setattr(paged_windows, "WINDOW_BYTES", 1)  # a request at a time
+    requests = Requests(96, 36, TOTALS)
+    for new in CHUNKS:
+        for out, expected in requests.step(new, **options):
+            torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_are_of_the_models_dtype(dtype: torch.dtype) -> None:
+    requests = Requests(96, 36, TOTALS, dtype)
+    for new in CHUNKS:
+        for out, expected in requests.step(new):
+            assert out.dtype == dtype
+            torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
+    requests = Requests(96, 36, TOTALS)
+    before = requests.pool.clone()
+    for new in CHUNKS:
+        requests.step(new, padding=2)
+    unused = sorted(set(range(PAGES)) - {1, *requests.table.flatten().tolist()})
+    for part in ((slice(None), [0, 2]), (unused, 1)):
+        torch.testing.assert_close(requests.pool[part], before[part], rtol=0, atol=0, equal_nan=True)
+
+
+class NoReading(TorchDispatchMode):
+    """Fails if a value is read from the device: a CUDA graph could not hold the step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
+def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) -> None:
+    windows = LayerWindows(torch.zeros(PAGES, 2, 36, HEADS, DIM), 96, trash=1)
+    sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), 1)
+    query, key, value = (torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS))
+    with NoReading():
+        out = windowed_step(query, key, value, windows, plan_step(sequences, 3, windows), scaling=0.2, **options)
+    assert (out[:2] != 0).all() and (out[2] == 0).all()
+
+
+SHAPES = {
+    "gemma-3-27b": (52, 10, 16, 128, 1024),
+    "gemma-3-4b": (29, 5, 4, 256, 1024),
+    "gpt-oss-20b": (12, 12, 8, 64, 128),
+    "one sliding layer": (1, 31, 8, 128, 4096),
+}
+"""Sliding and full layers, heads, channels, window."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_pages_of_windows_are_small_multiples_of_packed_blocks(name: str) -> None:
+    sliding, full, heads, dim, window = SHAPES[name]
+    block = full * heads * 134 * dim  # at four bits
+    row = sliding * heads * 2 * dim * 2
+    size, rows = window_page(block, row, window)
+    assert size % block == 0 and rows >= 32
+    assert size - rows * row < max(row, size / 33) or rows == window
+    # In a few packed blocks, not in the gigabytes of a least common multiple.
+    assert size <= 6 * block

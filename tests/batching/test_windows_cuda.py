@@ -1,0 +1,44 @@
+"""Sliding windows on a GPU: decode steps in CUDA graphs, prompts between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batching_cases import Session, greedy, mixed, prompts
+from test_batches_cuda import LENGTHS, NEW, agreement
+from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gemma2", "gpt_oss"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return mixed(request.param, head_dim=128, num_attention_heads=8).cuda().to(torch.bfloat16)
+
+
+def test_answers_do_not_depend_on_graphs_asynchrony_or_block_tables(model: PreTrainedModel) -> None:
+    inputs, ways = prompts(LENGTHS), []
+    for way in ({}, {"use_cuda_graph": False, "use_async_batching": False}, {"max_blocks_per_request": 0}):
+        with Session(model, **way) as session:
+            ways.append(session.run(inputs, greedy(NEW)))
+            assert session.pages_in_use() == 0
+            assert session.cache.cache_tensor[: session.cache.bytes_per_sector].count_nonzero() == 0
+            if not way:
+                pairs = session.manager.batch_processor.inputs_and_outputs.io_pairs
+                assert all(pair.device_io.graphs._storage for pair in pairs)
+    assert agreement(ways[0], ways[1]) > 0.9 and agreement(ways[0], ways[2]) > 0.7
+
+
+def test_most_tokens_are_those_of_generate(model: PreTrainedModel) -> None:
+    inputs = prompts(LENGTHS)
+    with Session(model) as session:
+        found = session.run(inputs, greedy(NEW))
+        before = model.config._attn_implementation
+        model.set_attn_implementation("turboquant")
+        expected = []
+        for prompt in inputs:
+            ids = torch.tensor([prompt], device="cuda")
+            out = model.generate(ids, past_key_values=session.oracle.cache(), max_new_tokens=NEW, do_sample=False)
+            expected.append(out[0, len(prompt) :].tolist())
+        model.set_attn_implementation(before)
+    assert agreement(found, expected) > 0.7

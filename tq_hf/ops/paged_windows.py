@@ -1,0 +1,246 @@
+"""A sliding layer's step over the dense windows of many requests, in torch on any device.
+
+Requests with one new token are computed together, and by nothing but operations of fixed shapes on the device, so that
+a decode step can be captured in a CUDA graph and replayed. Prompts are read one after the other, and the host knows
+their lengths: once a step they are read from the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..tensors.pages import Sequences
+from ..tensors.windows import LayerWindows
+from .buffered_attention import attend_buffer
+from .tiled_attention import attend_dense
+
+WINDOW_BYTES = 256 << 20
+"""Scratch that a layer takes at most."""
+TILE_QUERIES = 512
+"""Tokens of a prompt that attend at a time."""
+
+
+class Singles(NamedTuple):
+    """The requests of a step that have one new token, N of them, and where their windows are.
+
+    Args:
+        tokens: `[N]` int64, which tokens of the step are theirs; `None` if all are.
+        exists: `[N]`; a token that pads the step belongs to nobody.
+        written: Page and row `[N]` of the new token.
+        read: Pages and rows `[N, window]` of the tokens held, the new one included; rows of zeros where there is none.
+        held: `[N, window]`, which of those there are.
+    """
+
+    tokens: torch.Tensor | None
+    exists: torch.Tensor
+    written: tuple[torch.Tensor, torch.Tensor]
+    read: tuple[torch.Tensor, torch.Tensor]
+    held: torch.Tensor
+
+
+class Prompt(NamedTuple):
+    """A request with several new tokens.
+
+    Args:
+        tokens: Its new tokens among all.
+        past: Tokens before them.
+        table: Its pages, `[at least as many as tokens are held in]` int64.
+    """
+
+    tokens: slice
+    past: int
+    table: torch.Tensor
+
+
+class WindowStep(NamedTuple):
+    """What of a step is the same in all sliding layers."""
+
+    singles: Singles | None
+    prompts: list[Prompt]
+
+
+def plan_step(sequences: Sequences, total: int, windows: LayerWindows) -> WindowStep:
+    """Where the windows of a step's requests are.
+
+    Args:
+        sequences: The requests; their tables list pages of `windows`.
+        total: Tokens of the step, those of nobody included.
+        windows: Any of the layers.
+    """
+    table = sequences.table.long()
+    if sequences.max_q == 1:
+        token = torch.arange(total, device=table.device)
+        request = torch.searchsorted(sequences.cu_q[1:], token.int(), right=True)
+        return WindowStep(_singles(None, request, sequences, table, windows), [])
+    starts, lengths = sequences.cu_q.tolist(), sequences.cu_k.diff().tolist()
+    singles, prompts = [], []
+    for i, length in enumerate(lengths):
+        new = starts[i + 1] - starts[i]
+        if new == 1:
+            singles.append((starts[i], i))
+        elif new:
+            prompts.append(Prompt(slice(starts[i], starts[i + 1]), length - new, table[i]))
+    if not singles:
+        return WindowStep(None, prompts)
+    tokens_, requests = torch.tensor(singles, device=table.device).T
+    return WindowStep(_singles(tokens_, requests, sequences, table, windows), prompts)
+
+
+def _singles(
+    tokens: torch.Tensor | None,
+    request: torch.Tensor,
+    sequences: Sequences,
+    table: torch.Tensor,
+    windows: LayerWindows,
+) -> Singles:
+    """The `request` `[N]` of each of the tokens; beyond the last it is none."""
+    exists = request < len(table)
+    request = request.clamp(max=len(table) - 1)
+    past = sequences.cu_k.diff().long()[request] - 1
+    pages = table[request]
+    new = past.clamp(min=0) % windows.window
+    page = pages.gather(1, new[:, None] // windows.rows_per_page)[:, 0]
+    row = torch.arange(windows.window, device=table.device)
+    held = (row <= past[:, None]) & exists[:, None]
+    read = torch.where(held, pages[:, row // windows.rows_per_page], 0)
+    return Singles(
+        tokens,
+        exists,
+        (torch.where(exists, page, windows.trash), new % windows.rows_per_page),
+        (read, (row % windows.rows_per_page).expand_as(read)),
+        held,
+    )
+
+
+@torch.compiler.disable
+def windowed_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: LayerWindows,
+    step: WindowStep,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of every request's new tokens over the window before each of them; then those tokens are stored.
+
+    Args:
+        query: `[T, Hq, D]`, T tokens of all requests.
+        key: `[T, Hkv, D]`.
+        value: `[T, Hkv, D]`.
+        windows: The layer's view of the pool, written in place.
+        step: What `plan_step` says of this step.
+        scaling: Factor of the logits.
+        softcap: Logits become `softcap * tanh(logits / softcap)`.
+        s_aux: `[Hq]` logits of learned attention sinks.
+
+    Returns:
+        `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
+    """
+    out = torch.zeros_like(query)
+    attention = _Attention(scaling, softcap, s_aux)
+    if step.singles is not None:
+        tokens = slice(None) if step.singles.tokens is None else step.singles.tokens
+        out[tokens] = _attend_singles(query[tokens], key[tokens], value[tokens], windows, step.singles, attention)
+    for prompt in step.prompts:
+        part = prompt.tokens
+        out[part] = _attend_prompt(query[part], key[part], value[part], windows, prompt, attention)
+    return out
+
+
+class _Attention(NamedTuple):
+    scaling: float
+    softcap: float | None
+    s_aux: torch.Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether sdpa computes it."""
+        return self.softcap is None and self.s_aux is None
+
+    def dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """`tq_hf.ops.tiled_attention.attend_dense`."""
+        return attend_dense(query, key, value, mask, scaling=self.scaling, softcap=self.softcap, s_aux=self.s_aux)
+
+
+def _attend_singles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: LayerWindows,
+    singles: Singles,
+    attention: _Attention,
+) -> torch.Tensor:
+    """Store the new tokens `[N, *, D]` and attend to what is held then, `[N, Hq, D]`."""
+    windows.write(*singles.written, key, value)
+    count, heads = query.shape[:2]
+    # What is gathered, and once more for what is made of it.
+    each = 2 * windows.window * (key[0].nbytes + value[0].nbytes)
+    step, parts = max(1, WINDOW_BYTES // each), []
+    # A token of nobody reads zeros: it must attend to something.
+    mask = (singles.held | ~singles.exists[:, None])[:, None, None]
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        keys, values = (x.transpose(1, 2) for x in windows.read(*(where[part] for where in singles.read)))
+        if attention.plain:
+            # Queries of a KV head as rows of one: sdpa's fast kernels take no mask beside groups of heads.
+            rows = query[part].unflatten(1, (keys.shape[1], -1))
+            found = scaled_dot_product_attention(rows, keys, values, attn_mask=mask[part], scale=attention.scaling)
+            parts.append(found.reshape(-1, heads, found.shape[-1]))
+        else:
+            parts.append(attention.dense(query[part, :, None], keys, values, mask[part])[:, 0])
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.masked_fill(~singles.exists[:, None, None], 0)
+
+
+def _attend_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: LayerWindows,
+    prompt: Prompt,
+    attention: _Attention,
+) -> torch.Tensor:
+    """Attend to what is held and to the new tokens `[n, *, D]`, then store those, `[n, Hq, D]`."""
+    new, window = len(query), windows.window
+    held = min(prompt.past, window - 1)
+    if held:
+        before = windows.read(*_place(windows, prompt, prompt.past - held, prompt.past))
+        keys, values = (torch.cat(states) for states in zip(before, (key, value), strict=True))
+    else:
+        keys, values = key, value
+    queries, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    parts = []
+    for start in range(0, new, TILE_QUERIES):
+        stop = min(start + TILE_QUERIES, new)
+        first, end = max(0, held + start - window + 1), held + stop
+        seen, shown = keys[:, :, first:end], values[:, :, first:end]
+        rows = queries[:, :, start:stop]
+        mask = None
+        if end - first > window or not attention.plain:
+            position = torch.arange(first, end, device=query.device)
+            own = position[start - stop :, None]
+            mask = ((position <= own) & (position > own - window))[None, None]
+        if not attention.plain:
+            assert mask is not None
+            parts.append(attention.dense(rows, seen, shown, mask)[0])
+            continue
+        if mask is not None:
+            groups = rows.shape[1] // seen.shape[1]
+            seen, shown = (x.repeat_interleave(groups, 1) for x in (seen, shown))
+        parts.append(attend_buffer(rows, seen, shown, mask, scaling=attention.scaling)[0])
+    stored = min(new, window)
+    place = _place(windows, prompt, prompt.past + new - stored, prompt.past + new)
+    windows.write(*place, key[new - stored :], value[new - stored :])
+    return torch.cat(parts)
+
+
+def _place(windows: LayerWindows, prompt: Prompt, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages and rows of a request's tokens at positions `start` to `stop`, a window at most."""
+    row = torch.arange(start, stop, device=windows.rows.device) % windows.window
+    return prompt.table[row // windows.rows_per_page], row % windows.rows_per_page
