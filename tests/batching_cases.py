@@ -64,7 +64,7 @@ class Oracle:
         """Greedy tokens of `generate()`."""
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation("turboquant")
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=self.model.device)
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -49,18 +49,13 @@ def test_answers_do_not_depend_on_graphs_asynchrony_or_block_tables(model: PreTr
     assert agreement(ways[0], ways[1]) > 0.9 and agreement(ways[0], ways[2]) > 0.7
 
 
-def test_most_tokens_are_those_of_generate(model: PreTrainedModel) -> None:
+def test_most_tokens_are_those_of_generate() -> None:
+    """In float32, in which kernels still compute products of fp16: rarely another token is the largest."""
+    model = model_of(head_dim=128, num_attention_heads=8).cuda()
     inputs = prompts(LENGTHS)
     with Session(model) as session:
         found = session.run(inputs, greedy(NEW))
-        model.set_attn_implementation("turboquant")
-        expected = []
-        for prompt in inputs:
-            ids = torch.tensor([prompt], device="cuda")
-            cache = session.oracle.cache()
-            out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
-            expected.append(out[0, len(prompt) :].tolist())
-        model.set_attn_implementation("sdpa")
+        expected = [session.oracle.generate(prompt, NEW) for prompt in inputs]
     assert agreement(found, expected) > 0.7
 
 

@@ -240,6 +240,22 @@ def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> 
         assert session.pages_in_use() == 0
 
 
+def test_a_warm_up_waits_for_the_one_before(asynchronous: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs would be copied over those that the other still reads, whose pages are then anywhere."""
+    events: list[str] = []
+    monkeypatch.setattr(model_runner.ModelRunner, "compute_batch", lambda *args: events.append("compute"))
+    monkeypatch.setattr(Stream, "synchronize", lambda self: events.append("wait"))
+    batching = TurboQuantBatching(model_of(), balance=False)
+    manager = batching.init_continuous_batching(greedy(2), options(max_blocks_per_request=40, **asynchronous))
+    manager.batch_processor = manager._create_batch_processor()
+    manager.batch_processor.model_runner.pad_inputs = True
+    events.clear()
+    manager.warmup()
+    manager.destroy()
+    # A step with prompts and 1, 2, 4, .. 64 requests that decode, for two sets of inputs.
+    assert events == ["compute", "wait"] * 16
+
+
 def test_asynchronous_forks_and_shared_prefixes(asynchronous: dict[str, Any]) -> None:
     (prompt,) = prompts([300])
     generation = greedy(12)

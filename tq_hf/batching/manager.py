@@ -71,11 +71,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         options = paged_options(given)
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         kernels = on_cuda and decodes(states, config.layout(find_head_dim(model.config.get_text_config())))
-        if kernels:
-            logger.warning_once(
-                "The kernels of continuous batching have run in Triton's interpreter only, not on a GPU yet: compare "
-                "answers with those of `generate()`. TQ_HF_BACKEND=torch computes without them."
-            )
         if on_cuda and given.use_cuda_graph is None:
             # Steps with prompts come in all sizes, and each would be a graph of its own. Without kernels lengths are
             # read on the host, which no graph can hold.
@@ -159,6 +154,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
+        if self.model.device.type == "cuda":
+            # The engine computes on a stream of its own, which waits neither for the pool's zeros nor for the factors.
+            torch.cuda.synchronize(self.model.device)
         scheduler = scheduler_class(options.scheduler_type)(
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )

@@ -27,6 +27,27 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' processor, whose requests can fail without it."""
 
+    def warmup(self, model: torch.nn.Module) -> None:
+        """Capture graphs, one after the other.
+
+        transformers copies the inputs of a warm-up to where the one before may still be reading its own. That is
+        harmless to attention that takes any page for its, and leads ours out of the pool.
+        """
+        runner, stream = self.model_runner, self.inputs_and_outputs.compute_stream
+        warm_up = runner.run_one_warmup
+
+        def waited_for(*args: Any, **kwargs: Any) -> float:
+            seconds = warm_up(*args, **kwargs)
+            if stream is not None:
+                stream.synchronize()
+            return seconds
+
+        runner.run_one_warmup = waited_for
+        try:
+            super().warmup(model)
+        finally:
+            del runner.run_one_warmup
+
     @property
     def _inputs(self) -> ContinuousBatchingIOs:
         """What the next step is written to."""
