@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton")
 
 from builds import MATRIX, tile_of  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
+from limits import within  # noqa: E402
 from sass import SHARED, build, build_split, inner_loop, per_element, resources, target_of  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
 from tq_kernels.codec.launch import encode_config  # noqa: E402
@@ -74,7 +75,7 @@ def test_the_table_costs_the_inner_loop_little_on_sm_90(preset: str) -> None:
     plain = per_element(build_split(90, key_bits=key_bits, value_bits=value_bits), p, 128, False)["total"]
     assert found <= 1.1 * plain
     # 2 bits: two numbers that do not change are read back from the stack.
-    assert loop["STL"] == 0 and loop["LDL"] <= (2 if preset == "2bit_nc" else 0)
+    assert loop["STL"] == 0 and within(loop["LDL"], 2 if preset == "2bit_nc" else 0)
     assert loop["I2F"] == loop["F2F"] == 0 and loop["STS"] <= 8 and loop["LDG"] <= 9
 
 
@@ -148,7 +149,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
 def test_encode_compiles_for(arch: int) -> None:
     compiled = build_completed(arch, dtype="bf16" if arch > 75 else "fp16")
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
-    assert resources(compiled).stack <= STACK.get(arch, 0)
+    assert within(resources(compiled).stack, STACK.get(arch, 0))
 
 
 def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False) -> Any:
