@@ -7,7 +7,9 @@ code of each kernel for one card of each kind; what that takes, the tests of `*_
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import sass  # noqa: E402
+import tq_kernels  # noqa: E402
 from builds import BUILDERS, build_rotate, launched  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
@@ -92,3 +95,15 @@ def test_a_kernel_becomes_machine_code(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", PAGED)
 def test_a_kernel_over_pages_becomes_machine_code(kernel: str) -> None:
     PAGED[kernel](90, "4bit_nc", 128)
+
+
+def test_every_launch_says_that_products_fuse() -> None:
+    # Triton 3.9 warns where nobody says it, and 3.10 will not fuse.
+    launches, silent = 0, []
+    for file in Path(tq_kernels.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launches += 1
+                if not any(k.arg is None and ast.unparse(k.value) == "ALWAYS" for k in node.keywords):
+                    silent.append(f"{file.name}:{node.lineno}")
+    assert launches > 5 and silent == []

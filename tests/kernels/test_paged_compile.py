@@ -16,6 +16,7 @@ from sass import SHARED, build, build_split, inner_loop, per_element, resources,
 from test_decode_compile import BITS  # noqa: E402
 from tq_kernels.codec.launch import encode_config  # noqa: E402
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS  # noqa: E402
+from tq_kernels.common.launcher import ALWAYS  # noqa: E402
 from tq_kernels.decode.plan import Plan, plan_decode  # noqa: E402
 from tq_kernels.format import padded_dim  # noqa: E402
 from tq_kernels.paged.append import append_tails, rotate_and_append_single  # noqa: E402
@@ -176,7 +177,7 @@ def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool 
         {(names.index(n),): x for n, x in values.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in values},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=config.warps))
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ALWAYS | dict(num_warps=config.warps))
     return compiled
 
 
