@@ -6,6 +6,7 @@ No GPU needed: `sass.py` reads what the compiler made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import triton
@@ -19,6 +20,7 @@ from tq_kernels.decode.append import rotate_and_append
 from tq_kernels.decode.preallocated import append_and_encode
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.rotate import rotate_query
+from tq_kernels.format import padded_dim
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.attention_fragments import prefix_attention_fragments
 from tq_kernels.prefix.dense import dense_attention
@@ -30,18 +32,18 @@ Bits = tuple[int, int]
 MATRIX = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
 
 
-def padded(dim: int, least: int = 16) -> int:
+def tile_of(dim: int, least: int = 16) -> int:
     """A power of two."""
     return max(least, triton.next_power_of_2(dim))
 
 
 def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`encode_blocks` of keys or of values."""
-    on, own = target_of(arch), bits[is_value]
-    config = encode_config(padded(dim), dim, bits, 4 if dtype == "fp32" else 2, on.capability)
-    correction = "projection" if is_value else "norm"
+    on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
+    config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
+    correction = CORRECTIONS["projection" if is_value else "norm"]
     constants = (
-        *(dim, dim, padded(dim), own, LEVELS[own], CORRECTIONS[correction], is_value, MATRIX[dtype], config.k_step),
+        *(dim, stored, tile_of(stored), own, LEVELS[own], correction, is_value, MATRIX[dtype], config.k_step),
         *("tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
     )
     types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
@@ -53,18 +55,20 @@ def build_dequantise(
     arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16"
 ) -> Compiled:
     """`dequantise_blocks` of keys or of values."""
-    on, own = target_of(arch), bits[is_value]
-    config = dequantise_config(dim, own, on.capability)
-    tile = padded(dim, 16 * config.chunks)
+    on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
+    config = dequantise_config(stored, own, on.capability)
+    tile = tile_of(stored, 16 * config.chunks)
     constants = (
-        *(dim, dim, tile, own, is_value, config.chunks, min(config.columns, tile)),
+        *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
         *(config.resident, on.asm),
     )
     types = ["*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
     return build(dequantise_blocks, types, constants, arch, num_warps=config.warps)
 
 
-def build_prefix(arch: Arch, bits: Bits, *, dim: int = 128, value_dim: int | None = None, **options: Any) -> Compiled:
+def build_prefix(
+    arch: Arch, bits: Bits, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16", **options: Any
+) -> Compiled:
     """The kernel of many queries over packed blocks; `options` as `prefix_constants` takes them."""
     on, dims = target_of(arch), (dim, value_dim or dim)
     config = prefix_config(*dims, *bits, on)
@@ -72,8 +76,9 @@ def build_prefix(arch: Arch, bits: Bits, *, dim: int = 128, value_dim: int | Non
     constants = prefix_constants(*dims, *bits, has_mean=True, config=config, on=on, **flags)
     kernel = prefix_attention_fragments if on.fragments else prefix_attention
     numbers = len(kernel.arg_names) - len(constants) - 21
-    types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
-    types += ["i32"] * (numbers - 3) + ["fp32", "fp32", "i32"]
+    own = f"*{dtype}"
+    types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
+    types += ["*fp32", "*fp16"] + ["i32"] * (numbers - 3) + ["fp32", "fp32", "i32"]
     limit = {"maxnreg": config.registers} if config.registers else {}
     return build(kernel, types, constants, arch, num_warps=config.warps, **limit)
 
@@ -82,7 +87,7 @@ def build_dense(
     arch: Arch, *, dim: int = 128, rows: int = 8192, mask: int = 0, softcap: bool = False, split: bool = False
 ) -> Compiled:
     """`dense_attention` of bf16 states, strides as models have them, with learned sinks."""
-    tile = padded(dim)
+    tile = tile_of(dim)
     config = dense_config(tile, rows, mask == 2, target_of(arch))
     flags = (mask == 0, mask, softcap, True, split)
     constants = (dim, dim, tile, tile, *flags, tl.bfloat16, config.block_rows, config.block_tokens, config.stages)
@@ -91,24 +96,31 @@ def build_dense(
     return build(dense_attention, types, constants, arch, num_warps=config.warps)
 
 
-def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:
+def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
+    """`decode_split`, or what takes its place on Turing."""
+    return build_split(arch, f"*{dtype}", key_bits=bits[0], value_bits=bits[1], dim=dim)
+
+
+def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`rotate_query`."""
-    types = ["*fp16", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
+    types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
     return build(rotate_query, types, plan(arch, *bits, dim=dim).rotate_constants, arch, num_warps=2)
 
 
-def build_append(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:
+def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`rotate_and_append`."""
-    constants = (dim, padded(dim, 1), *plan(arch, *bits, dim=dim).rotate_constants)
-    return build(rotate_and_append, [*["*fp16"] * 7, "*fp32", *["i32"] * 14], constants, arch, num_warps=2)
+    constants = (dim, tile_of(dim, 1), *plan(arch, *bits, dim=dim).rotate_constants)
+    types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
+    return build(rotate_and_append, types, constants, arch, num_warps=2)
 
 
 def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "bf16") -> Compiled:
     """`append_and_encode`."""
-    on, tile = target_of(arch), padded(dim)
-    config = encode_config(tile, dim, bits, 4 if dtype == "fp32" else 2, on.capability)
+    on, stored = target_of(arch), padded_dim(dim)
+    tile = tile_of(stored)
+    config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     halves = [
-        (dim, dim, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step)
+        (dim, stored, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step)
         for own, correction in zip(bits, ("norm", "projection"), strict=True)
     ]
     constants = (*halves[0], *halves[1], True, MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
@@ -119,24 +131,25 @@ def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: 
     return build(append_and_encode, types, constants, arch, num_warps=config.warps, **options)
 
 
-def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128) -> Compiled:
+def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim)
-    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp16", *["i32"] * 13]
+    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", *["i32"] * 13]
     return build(reduce_splits, types, p.reduce_constants, arch, num_warps=p.reduce_warps)
 
 
-BUILDERS: dict[str, Callable[[Arch, Bits, int], Compiled]] = {
-    "decode": lambda arch, bits, dim: build_split(arch, key_bits=bits[0], value_bits=bits[1], dim=dim),
-    "append": lambda arch, bits, dim: build_append(arch, bits, dim=dim),
-    "reduce": lambda arch, bits, dim: build_reduce(arch, bits, dim=dim),
-    "encode keys": lambda arch, bits, dim: build_encode(arch, bits, dim=dim),
-    "encode values": lambda arch, bits, dim: build_encode(arch, bits, dim=dim, is_value=True),
-    "dequantise keys": lambda arch, bits, dim: build_dequantise(arch, bits, dim=dim),
-    "dequantise values": lambda arch, bits, dim: build_dequantise(arch, bits, dim=dim, is_value=True),
-    "prefix": lambda arch, bits, dim: build_prefix(arch, bits, dim=dim),
+BUILDERS: dict[str, Callable[..., Compiled]] = {
+    "decode": build_decode,
+    "append": build_append,
+    "reduce": build_reduce,
+    "encode keys": build_encode,
+    "encode values": partial(build_encode, is_value=True),
+    "dequantise keys": build_dequantise,
+    "dequantise values": partial(build_dequantise, is_value=True),
+    "prefix": build_prefix,
 }
-"""Kernels by name; on targets and dimensions that have no kernel of a name, it is not launched (`launched`)."""
+"""Kernels by name, each made of an architecture and bits, and of `dim` and `dtype` where they are not 128 and "fp16";
+on targets and dimensions that have no kernel of a name, it is not launched (`launched`)."""
 
 
 def launched(kernel: str, arch: Arch, dim: int) -> bool:

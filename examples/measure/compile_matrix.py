@@ -43,7 +43,7 @@ def name_of(arch: int | str) -> str:
 def used(kernel: str, arch: int | str, preset: str, dim: int) -> dict[str, Any]:
     """What a kernel takes; of the decode kernel, by element too."""
     bits = PRESETS[preset].key_bits, PRESETS[preset].value_bits
-    compiled = BUILDERS[kernel](arch, bits, dim)
+    compiled = BUILDERS[kernel](arch, bits, dim=dim)
     found = {**sass.resources(compiled)._asdict(), "instructions": len(sass.code(compiled))}
     if kernel == "decode":
         on = sass.plan(arch, *bits, dim=dim)

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from builds import build_append, build_reduce, build_rotate  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
+from limits import within  # noqa: E402
 from sass import SHARED, build_split, inner_loop, per_element, plan, resources  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -90,4 +91,4 @@ def test_small_kernels_compile_for(arch: int | str, dim: int) -> None:
         compiled = build(arch, (4, 4), dim=dim)
         assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" and arch != 75 else 0)
         if isinstance(arch, int):
-            assert resources(compiled).stack == 0
+            assert within(resources(compiled).stack, 0)

@@ -9,13 +9,16 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
+from builds import MATRIX, tile_of  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
+from limits import within  # noqa: E402
 from sass import SHARED, build, build_split, inner_loop, per_element, resources, target_of  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
 from tq_kernels.codec.launch import encode_config  # noqa: E402
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS  # noqa: E402
+from tq_kernels.common.launcher import ALWAYS  # noqa: E402
 from tq_kernels.decode.plan import Plan, plan_decode  # noqa: E402
+from tq_kernels.format import padded_dim  # noqa: E402
 from tq_kernels.paged.append import append_tails, rotate_and_append_single  # noqa: E402
 from tq_kernels.paged.encode import encode_completed  # noqa: E402
 from tq_kernels.paged.reduce import reduce_splits_paged  # noqa: E402
@@ -73,7 +76,7 @@ def test_the_table_costs_the_inner_loop_little_on_sm_90(preset: str) -> None:
     plain = per_element(build_split(90, key_bits=key_bits, value_bits=value_bits), p, 128, False)["total"]
     assert found <= 1.1 * plain
     # 2 bits: two numbers that do not change are read back from the stack.
-    assert loop["STL"] == 0 and loop["LDL"] <= (2 if preset == "2bit_nc" else 0)
+    assert loop["STL"] == 0 and within(loop["LDL"], 2 if preset == "2bit_nc" else 0)
     assert loop["I2F"] == loop["F2F"] == 0 and loop["STS"] <= 8 and loop["LDG"] <= 9
 
 
@@ -95,14 +98,13 @@ def test_decode_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
 
 
-@pytest.mark.parametrize("arch", CARDS)
-@pytest.mark.parametrize("dim", [128, 256])
-def test_small_kernels_compile_for(arch: int, dim: int) -> None:
-    p = plan_for(arch, "4bit_nc", dim)
+def build_small(arch: int, dim: int = 128) -> list[Any]:
+    """The kernels that rotate and append a step's rows, reduce splits, and append the rows that no block took."""
+    p, tile = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim)
     rotate = build(
         rotate_and_append_single,
         [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
-        (dim, dim, *place("4bit_nc", dim), *p.rotate_constants[1:]),
+        (dim, tile, *place("4bit_nc", dim), *p.rotate_constants[1:]),
         arch,
         num_warps=2,
     )
@@ -116,29 +118,39 @@ def test_small_kernels_compile_for(arch: int, dim: int) -> None:
     append = build(
         append_tails,
         [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7],
-        (dim, dim, *place("4bit_nc", dim)),
+        (dim, tile, *place("4bit_nc", dim)),
         arch,
         num_warps=4,
     )
-    for compiled in (rotate, reduce, append):
+    return [rotate, reduce, append]
+
+
+@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("dim", [128, 256])
+def test_small_kernels_compile_for(arch: int, dim: int) -> None:
+    for compiled in build_small(arch, dim):
         assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != 75 else 0)
         assert resources(compiled).stack == 0
 
 
+def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16") -> Any:
+    """The encoder of blocks that new tokens complete."""
+    on, bits, stored = target_of(arch), BITS[preset], padded_dim(dim)
+    config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
+    constants = (
+        *(dim, stored, tile_of(stored), *bits, True, *[LEVELS[own] for own in bits]),
+        *(CORRECTIONS["norm"], CORRECTIONS["projection"], MATRIX[dtype], config.k_step),
+        *("tf32x3" if on.asm else "ieee", *place(preset, dim), SEQUENCES, on.asm),
+    )
+    types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
+    return build(encode_completed, types, constants, arch, num_warps=config.warps)
+
+
 @pytest.mark.parametrize("arch", CARDS)
 def test_encode_compiles_for(arch: int) -> None:
-    on = target_of(arch)
-    config = encode_config(128, 128, (4, 4), 2, on.capability)
-    constants = (
-        *(128, 128, 128, 4, 4, True, LEVELS[4], LEVELS[4], CORRECTIONS["norm"], CORRECTIONS["projection"]),
-        *(tl.bfloat16 if arch > 75 else tl.float16, config.k_step, "tf32x3" if on.asm else "ieee"),
-        *(*place("4bit_nc", 128), SEQUENCES, on.asm),
-    )
-    states = "*bf16" if arch > 75 else "*fp16"
-    types = [*[states] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
-    compiled = build(encode_completed, types, constants, arch, num_warps=config.warps)
+    compiled = build_completed(arch, dtype="bf16" if arch > 75 else "fp16")
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
-    assert resources(compiled).stack <= STACK.get(arch, 0)
+    assert within(resources(compiled).stack, STACK.get(arch, 0))
 
 
 def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False) -> Any:
@@ -165,7 +177,7 @@ def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool 
         {(names.index(n),): x for n, x in values.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in values},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=config.warps))
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ALWAYS | dict(num_warps=config.warps))
     return compiled
 
 

@@ -217,7 +217,8 @@ def encode_block(
 def _prefetch_rows(states, block, stride_token, TILE: tl.constexpr):
     """Fetch the rows of a block into the L2 cache: the pipeline copies them to shared memory only just before use."""
     LINE: tl.constexpr = 1024 // states.dtype.element_ty.primitive_bitwidth
-    line = tl.arange(0, max(TILE // LINE, 1)) * LINE
+    LINES: tl.constexpr = TILE // LINE if TILE > LINE else 1  # Triton 3.5 makes no constant of `max`
+    line = tl.arange(0, LINES) * LINE
     rows = states + stride_token.to(tl.int64) * (block * TOKENS)
     pointers = rows + (tl.arange(0, TOKENS)[:, None] * stride_token + line[None, :])  # [128, lines]
     tl.inline_asm_elementwise(

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import target
+from ..common.launcher import ALWAYS
 from ..common.packed import Packed
 from ..format import BLOCK_TOKENS
 from .dequantise import dequantise_blocks
@@ -152,6 +153,7 @@ def encode(
             PDL=on.dependent_launch,
             STAGES=config.stages,
             num_warps=config.warps,
+            **ALWAYS,
             **options,
         )
 
@@ -258,4 +260,5 @@ def dequantise(
             RESIDENT=config.resident,
             ASM=on.asm,
             num_warps=config.warps,
+            **ALWAYS,
         )

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ..common.device import target
+from ..common.launcher import ALWAYS
 from ..common.softmax import LOG2E
 from ..prefix.attention import prefix_attention
 from ..prefix.launch import NO_TABLE, block_of, prefix_config, prefix_constants, prefix_splits, prefix_takes
@@ -116,6 +117,7 @@ def attend_many(
         pages.page_rows,
         pages.block_words,
         triton.next_power_of_2(count),
+        **ALWAYS,
         **options,
     )
     if splits > 1:
@@ -137,4 +139,5 @@ def attend_many(
             s_aux is not None,
             geometry.cu_q[count:],
             num_warps=4,
+            **ALWAYS,
         )

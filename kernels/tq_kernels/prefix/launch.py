@@ -15,6 +15,7 @@ import torch
 import triton
 
 from ..common.device import Target, target
+from ..common.launcher import ALWAYS
 from ..common.packed import Packed
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS, padded_dim
@@ -258,6 +259,7 @@ def attend_prefix(
             config,
             on,
         ),
+        **ALWAYS,
         **options,
     )
     if splits > 1:
@@ -279,5 +281,6 @@ def attend_prefix(
             block_rows,
             s_aux is not None,
             num_warps=4,
+            **ALWAYS,
         )
     return out

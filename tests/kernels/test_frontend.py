@@ -1,0 +1,109 @@
+"""Triton takes every kernel with the constants of every kind of launch: head sizes, presets, dtypes, cards.
+
+What an old Triton refuses (functions that return `None`, constants that it does not fold) its frontend refuses, in a
+tenth of a second a kernel and without a GPU. `make test-oldest` runs this on the oldest Triton allowed, and the machine
+code of each kernel for one card of each kind; what that takes, the tests of `*_compile.py` count on the newest.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import sass  # noqa: E402
+import tq_kernels  # noqa: E402
+from builds import BUILDERS, build_rotate, launched  # noqa: E402
+from kernel_cases import INTERPRETED  # noqa: E402
+from test_decode_compile import BITS  # noqa: E402
+from test_paged_compile import build_completed, build_paged_split, build_prompts, build_small  # noqa: E402
+from triton._C.libtriton import ir  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+KERNELS = BUILDERS | {"rotate": build_rotate}
+PAGED: dict[str, Callable[..., Any]] = {
+    "split": build_paged_split,
+    "small": lambda arch, preset, dim: build_small(arch, dim),
+    "encode": lambda arch, preset, dim: build_completed(arch, preset, dim, "fp16"),
+}
+SHAPES: list[tuple[int | str, dict[str, Any]]] = [
+    *[(90, dict(dim=dim)) for dim in (64, 72, 128, 192, 256)],
+    *[(90, dict(preset=preset)) for preset in BITS if preset != "4bit_nc"],
+    *[(90, dict(dtype="fp32", dim=dim)) for dim in (64, 128, 192)],
+    (90, dict(dtype="bf16")),
+    *[(80, dict(dim=dim)) for dim in (64, 72, 128, 256)],
+    *[(80, dict(dtype=dtype)) for dtype in ("bf16", "fp32")],
+    *[(75, dict(dim=dim)) for dim in (72, 256)],
+    *[("gfx942", dict(dim=dim)) for dim in (64, 72, 128)],
+]
+"""Cards and what differs from heads of 128 of "4bit_nc" in float16. Of each kind of card one: its own matrix fragments,
+asynchronous copies, launches that depend on one another, none of these."""
+
+
+def frontend(source: Any, target: Any, options: dict[str, Any]) -> None:
+    """`triton.compile` up to Triton's own language (Triton 3.5 to 3.9)."""
+    backend = make_backend(target)
+    parsed = backend.parse_options(options | source.parse_options())
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+
+
+@pytest.fixture
+def frontend_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass.triton, "compile", frontend)
+
+
+@pytest.mark.usefixtures("frontend_only")
+@pytest.mark.parametrize(("arch", "shape"), SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_taken(kernel: str, arch: int | str, shape: dict[str, Any]) -> None:
+    preset, options = shape.get("preset", "4bit_nc"), {k: v for k, v in shape.items() if k != "preset"}
+    if not launched(kernel, arch, options.get("dim", 128)):
+        pytest.skip("no such launch")
+    KERNELS[kernel](arch, BITS[preset], **options)
+
+
+@pytest.mark.usefixtures("frontend_only")
+@pytest.mark.parametrize("shape", [(75, 128), (80, 72), (90, 64), (90, 128), (90, 256)], ids=str)
+@pytest.mark.parametrize("preset", ["4bit_nc", "k3v4_nc"])
+@pytest.mark.parametrize("kernel", PAGED)
+def test_a_kernel_over_pages_is_taken(kernel: str, preset: str, shape: tuple[int, int]) -> None:
+    arch, dim = shape
+    PAGED[kernel](arch, preset, dim)
+
+
+@pytest.mark.usefixtures("frontend_only")
+@pytest.mark.parametrize("arch", [80, 90])
+def test_prompts_over_pages_are_taken(arch: int) -> None:
+    build_prompts(arch, "4bit_nc")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_becomes_machine_code(kernel: str) -> None:
+    assert KERNELS[kernel](90, BITS["4bit_nc"]).asm["cubin"]
+
+
+@pytest.mark.parametrize("kernel", PAGED)
+def test_a_kernel_over_pages_becomes_machine_code(kernel: str) -> None:
+    PAGED[kernel](90, "4bit_nc", 128)
+
+
+def test_every_launch_says_that_products_fuse() -> None:
+    # Triton 3.9 warns where nobody says it, and 3.10 will not fuse.
+    launches, silent = 0, []
+    for file in Path(tq_kernels.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launches += 1
+                if not any(k.arg is None and ast.unparse(k.value) == "ALWAYS" for k in node.keywords):
+                    silent.append(f"{file.name}:{node.lineno}")
+    assert launches > 5 and silent == []
