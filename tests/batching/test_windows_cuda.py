@@ -30,15 +30,10 @@ def test_answers_do_not_depend_on_graphs_asynchrony_or_block_tables(model: PreTr
 
 
 def test_most_tokens_are_those_of_generate(model: PreTrainedModel) -> None:
+    """In float32, in which kernels still compute products of fp16: rarely another token is the largest."""
+    model = model.float()
     inputs = prompts(LENGTHS)
     with Session(model) as session:
         found = session.run(inputs, greedy(NEW))
-        before = model.config._attn_implementation
-        model.set_attn_implementation("turboquant")
-        expected = []
-        for prompt in inputs:
-            ids = torch.tensor([prompt], device="cuda")
-            out = model.generate(ids, past_key_values=session.oracle.cache(), max_new_tokens=NEW, do_sample=False)
-            expected.append(out[0, len(prompt) :].tolist())
-        model.set_attn_implementation(before)
+        expected = [session.oracle.generate(prompt, NEW) for prompt in inputs]
     assert agreement(found, expected) > 0.7
