@@ -21,9 +21,9 @@ def test_what_is_installed_here_is_known(monkeypatch):
     ("installed", "clauses"),
     [
         ({"torch": "2.9.0+cu128", "transformers": "5.17.0", "triton": "3.5.0"}, []),
-        ({"torch": "2.13.1", "transformers": "5.23.0"}, []),
-        ({"torch": "2.8.0"}, ["torch 2.8.0 (tested: 2.9 to 2.13)"]),
-        ({"torch": "2.16.0a0", "triton": "3.10.0"}, ["torch 2.16.0a0 (tested: 2.9 to 2.13)", "triton 3.10.0 (tested"]),
+        ({"torch": "2.15.1", "transformers": "5.23.0", "triton": "3.9.0"}, []),
+        ({"torch": "2.8.0"}, ["torch 2.8.0 (tested: 2.9 to 2.15)"]),
+        ({"torch": "2.16.0a0", "triton": "3.10.0"}, ["torch 2.16.0a0 (tested: 2.9 to 2.15)", "triton 3.10.0 (tested"]),
         ({"transformers": "6.0.0"}, ["transformers 6.0.0 (tested: 5.17 to 5.23)"]),
         ({"torch": "main"}, []),
     ],
@@ -48,3 +48,8 @@ def test_lower_bounds_are_the_oldest_that_were_tested():
     text = (ROOT / "pyproject.toml").read_text()
     for name, (oldest, _) in versions.TESTED.items():
         assert re.search(rf'"{name}>={oldest[0]}\.{oldest[1]}\b', text), name
+
+
+def test_the_oldest_triton_is_what_the_oldest_tests_install():
+    oldest, _ = versions.TESTED["triton"]
+    assert f'"triton=={oldest[0]}.{oldest[1]}.0;' in (ROOT / "Makefile").read_text()

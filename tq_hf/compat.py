@@ -25,12 +25,12 @@ __all__ = [
 
 
 def current_raw_stream(device: int) -> int:
-    """The current CUDA stream's handle, without a `torch.cuda.Stream` around it (torch 2.9 to 2.13)."""
+    """The current CUDA stream's handle, without a `torch.cuda.Stream` around it (torch 2.9 to 2.15)."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def mark_static_address(tensor: torch.Tensor) -> None:
-    """Promise `torch.compile` that `tensor` stays where it is, so that graphs do not copy it (torch 2.9 to 2.13)."""
+    """Promise `torch.compile` that `tensor` stays where it is, so that graphs do not copy it (torch 2.9 to 2.15)."""
     torch._dynamo.mark_static_address(tensor)
 
 
@@ -40,7 +40,7 @@ def as_plain_tensors() -> AbstractContextManager[None]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The same for tensors that share their memory, whatever part of it they see (torch 2.9 to 2.13)."""
+    """The same for tensors that share their memory, whatever part of it they see (torch 2.9 to 2.15)."""
     return tensor.untyped_storage()._cdata
 
 

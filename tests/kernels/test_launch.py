@@ -406,16 +406,18 @@ def test_no_number_decides_what_is_compiled(launched):
     assert [p.name for p in numbers if not p.do_not_specialize] == []
 
 
-def test_this_tritons_launcher_gets_the_same_either_way():
+def test_this_tritons_launcher_gets_the_same_either_way(monkeypatch):
     from triton.backends.nvidia.driver import CudaLauncher
+    from triton.runtime import driver
 
+    monkeypatch.setattr(driver, "_active", SimpleNamespace())  # Triton 3.9 asks for one at each launch
     calls: list[tuple[Any, ...]] = []
     run = CudaLauncher.__new__(CudaLauncher)
     sizes = dict.fromkeys(
         ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align"), 0
     )
     others = dict(launch_cooperative_grid=False, launch_pdl=True, num_ctas=1, arg_annotations=(), kernel_signature=b"")
-    run.__dict__.update(sizes, **others, launch=lambda *arguments: calls.append(arguments))
+    run.__dict__.update(sizes, **others, gsan_enabled=False, launch=lambda *arguments: calls.append(arguments))
     direct = launcher.direct(launcher.Launcher(run, (7, (4, 1), None, None, None)))
     direct.call(3, 2, 1, 99, *direct.fixed, 5, 6)
     run(3, 2, 1, 99, 7, (4, 1), None, None, None, 5, 6)

@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def current_raw_stream(device: int) -> int:
-    """The current CUDA stream's handle, without a `torch.cuda.Stream` around it (torch 2.9 to 2.13)."""
+    """The current CUDA stream's handle, without a `torch.cuda.Stream` around it (torch 2.9 to 2.15)."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def current_device() -> int:
-    """The current CUDA device, without the check that CUDA is initialised (torch 2.9 to 2.13)."""
+    """The current CUDA device, without the check that CUDA is initialised (torch 2.9 to 2.15)."""
     return torch._C._cuda_getDevice()
 
 
