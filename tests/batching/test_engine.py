@@ -13,9 +13,10 @@ import pytest
 import torch
 from batching_cases import Oracle, Session, Steps, Stream, Tokens, answers, greedy, model_of, options, prompts
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching import continuous_api, model_runner
+from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
 
 from tq_hf import TurboQuantBatching
+from tq_hf.batching.processor import TurboQuantBatchProcessor
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +197,29 @@ def test_asynchronous_batches_change_no_answer(asynchronous: dict[str, Any]) -> 
         assert session.manager.batch_processor.use_async_batching
         assert found == [session.oracle.generate(prompt, 10) for prompt in inputs]
         assert session.pages_in_use() == 0
+
+
+def test_a_session_begins_when_inputs_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are reset on another stream than the engine's, which would overtake it."""
+    events: list[str] = []
+    real = input_outputs.ContinuousBatchingIOs._reset_static_tensors
+
+    def reset(self: Any, full_reset: bool = False) -> None:
+        real(self, full_reset)
+        if full_reset:
+            events.append("reset")
+
+    monkeypatch.setattr(input_outputs.ContinuousBatchingIOs, "_reset_static_tensors", reset)
+    monkeypatch.setattr(TurboQuantBatchProcessor, "_wait_for_the_device", lambda self: events.append("wait"))
+    batching = TurboQuantBatching(model_of(), balance=False)
+    manager = batching.init_continuous_batching(greedy(2), options())
+    manager.batch_processor = manager._create_batch_processor()
+    assert events == ["reset", "wait"]
+    assert manager._create_batch_processor() is manager.batch_processor
+    assert events == ["reset", "wait"] * 2
+    manager.batch_processor.fail_step(RuntimeError("a bit fell over"), False)
+    assert events == ["reset", "wait"] * 3
+    manager.destroy()
 
 
 def test_a_warm_up_waits_for_the_one_before(asynchronous: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,11 @@ def test_answers_do_not_depend_on_graphs_asynchrony_or_block_tables(model: PreTr
 
 
 def test_most_tokens_are_those_of_generate(model: PreTrainedModel) -> None:
-    """In float32, in which kernels still compute products of fp16: rarely another token is the largest."""
+    """In float32, in which kernels still compute products of fp16: rarely another token is the largest. Experts in
+    float32 cannot be captured in a graph."""
     model = model.float()
     inputs = prompts(LENGTHS)
-    with Session(model) as session:
+    with Session(model, use_cuda_graph=False) as session:
         found = session.run(inputs, greedy(NEW))
         expected = [session.oracle.generate(prompt, NEW) for prompt in inputs]
     assert agreement(found, expected) > 0.7

@@ -161,9 +161,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
-        if self.model.device.type == "cuda":
-            # The engine computes on a stream of its own, which waits neither for the pool's zeros nor for the factors.
-            torch.cuda.synchronize(self.model.device)
         scheduler = scheduler_class(options.scheduler_type)(
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )

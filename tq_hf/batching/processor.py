@@ -27,6 +27,24 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' processor, whose requests can fail without it."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._wait_for_the_device()
+
+    def reset(self) -> None:
+        """Begin a session as if there had been none."""
+        super().reset()
+        self._wait_for_the_device()
+
+    def _wait_for_the_device(self) -> None:
+        """Wait for what is queued: the engine's streams do not.
+
+        Inputs are reset on the current stream, and those of a step are copied to them on another: where that came
+        first, a step was computed with zeros for its inputs. Pool and factors are on the current stream, too.
+        """
+        if self.cache.cache_tensor.is_cuda:
+            torch.cuda.synchronize(self.cache.cache_tensor.device)
+
     def warmup(self, model: torch.nn.Module) -> None:
         """Capture graphs, one after the other.
 
@@ -96,3 +114,4 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in failed]
         scheduler.block_new_requests = False
         io.reset()
+        self._wait_for_the_device()

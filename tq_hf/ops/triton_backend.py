@@ -269,7 +269,10 @@ def can_attend_dense(
     position_bias: torch.Tensor | None,
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
-    makes kernels of its own."""
+    makes kernels of its own. It has been compared with torch in the interpreter and not yet on a GPU, where it is left
+    out unless `TQ_HF_BACKEND` asks for kernels."""
+    if query.is_cuda and backend.chosen != "triton":
+        return False
     if torch.compiler.is_compiling() or not _runs(query) or position_bias is not None or not reads_mask(mask):
         return False
     traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
@@ -281,12 +284,15 @@ def attend_dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
     """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `can_attend_dense`."""
+    # A graph has memory of its own, as `tq_hf.ops.workspace` says.
+    captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    workspace = None if captured else current_workspace(query.device)
     return attend_dense_states(
         _rows(query),
         _rows(keys),
         _rows(values),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
-        allocate=allocator(current_workspace(query.device), "dense attention", query.device),
+        allocate=allocator(workspace, "dense attention", query.device),
         **options,
     )
 

@@ -155,7 +155,7 @@ def attend_dense(
     )
     if splits > 1:
         block_rows = max(1, 2048 // block_dv)
-        merge_constants = (value_dim, block_dv, block_rows, s_aux is not None)
+        merge_constants = (value_dim, block_dv, block_rows, s_aux is not None, None)
         MERGE(
             (-(-heads * rows // block_rows), 1, 1),
             (partial, lse, aux, out),

@@ -280,6 +280,7 @@ def attend_prefix(
             block_dv,
             block_rows,
             s_aux is not None,
+            None,
             num_warps=4,
             **ALWAYS,
         )

@@ -24,7 +24,7 @@ def merge_splits(
     BLOCK_DV: tl.constexpr,
     BLOCK_R: tl.constexpr,
     HAS_AUX: tl.constexpr,
-    tokens=None,  # [] int32 on the device: no more queries than so many are written
+    tokens,  # [] int32 on the device: no more queries than so many are written; or None
 ):
     """Weigh the splits of each row by their share of the softmax. Grid: (count / BLOCK_R,)."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
