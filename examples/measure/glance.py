@@ -31,6 +31,7 @@ READS = {
     "quantized fp8": "the history dequantised at each step",
     "4bit_nc": "packed blocks",
     "4bit_nc, compiled": "packed blocks",
+    "4bit_nc, graph_decoding": "packed blocks",
 }
 """What attention reads at a decode step, by the name of the cache in the results of `generate()`."""
 ON_CPU = (BASELINE, "quanto int4", "hqq int4", "k8v4", "4bit_nc", "2bit_nc")
