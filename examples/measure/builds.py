@@ -156,5 +156,5 @@ def launched(kernel: str, arch: Arch, dim: int) -> bool:
     """Whether a card of this kind launches the kernel: it has no prefix kernel for wide heads without the registers or
     the shared memory for them."""
     on = target_of(arch)
-    wide = on.fragments or (on.asm and on.shared_bytes > 160 * 1024)
+    wide = on.fragments or on.dependent_launch
     return kernel != "prefix" or dim <= 128 or wide

@@ -83,10 +83,10 @@ def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
-    """Whether the kernel runs for heads of this size on this device: rotations of large heads need its shared memory,
-    or registers."""
+    """Whether the kernel runs for heads of this size on this device: rotations of large heads need Hopper's products,
+    whose operands are in shared memory, or Turing's small tiles. (For sm_80 it takes 13 KB of stack a thread.)"""
     on = target(device)
-    wide = on.fragments or (on.asm and on.shared_bytes > 160 * 1024)
+    wide = on.fragments or on.dependent_launch
     return max(block_of(key_dim), block_of(value_dim)) <= (256 if wide else 128)
 
 
