@@ -15,7 +15,7 @@ from ..common.device import Target, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E
 from .dense import dense_attention, mask_spans
-from .launch import prefix_splits
+from .launch import mask_layout, prefix_splits
 from .merge import merge_splits
 
 ATTEND, SPANS, MERGE = Kernel(dense_attention), Kernel(mask_spans), Kernel(merge_splits)
@@ -113,7 +113,7 @@ def attend_dense(
     groups, on = query_heads // kv_heads, target(device)
     rows, heads = groups * queries, batch * kv_heads
     block_dk, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    kind = 0 if mask is None else (1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2)
+    kind, mask_strides = mask_layout(mask)
     config = dense_config(max(block_dk, block_dv), rows, kind == 2, on)
     row_tiles = -(-rows // config.block_rows)
     if splits is None:
@@ -128,10 +128,7 @@ def attend_dense(
     sizes = [sums * value_dim, sums, 2 * batch * queries if kind == 2 else 0]
     partial, lse, spans = allocate(max(1, sum(sizes)))[: sum(sizes)].split(sizes)
     spans = spans.view(torch.int32)
-    seen, mask_strides = query, (0, 0, 0)
-    if mask is not None:
-        seen = mask.view(torch.uint8)
-        mask_strides = (mask.stride(0) * (mask.shape[0] > 1), 0 if kind == 1 else mask.stride(2), mask.stride(3))
+    seen = query if mask is None else mask.view(torch.uint8)
     if kind == 2:
         SPANS((queries, batch, 1), (seen, spans), (tokens, *mask_strides), (1024,), (device.index,), num_warps=4)
     # The interpreter cannot multiply bf16.

@@ -104,6 +104,19 @@ def prefix_splits(tiles: int, units: int, resident: int) -> int:
     return min(range(1, most + 1), key=lambda n: (-(-tiles * n // resident)) * (units / n + 2 * (n > 1)))
 
 
+def mask_layout(mask: torch.Tensor | None) -> tuple[int, tuple[int, int, int]]:
+    """How kernels of many queries read a mask `[B or 1, 1, S or 1, >= T]`.
+
+    Returns:
+        Its kind: 0 no mask, 1 for all queries alike, 2 row by row. Its strides over sequences, queries and tokens, 0
+        where it does not change.
+    """
+    if mask is None:
+        return 0, (0, 0, 0)
+    kind = 1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2
+    return kind, (mask.stride(0) * (mask.shape[0] > 1), mask.stride(2) * (kind == 2), mask.stride(3))
+
+
 def prefix_constants(
     key_dim: int,
     value_dim: int,
@@ -198,8 +211,7 @@ def attend_prefix(
     sizes = [operands, outputs * value_dim, sums]
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
     capacity = max(window[0].shape[2], 1)
-    # A mask of few strides: for all queries alike where its queries are.
-    mask_kind = 0 if mask is None else (1 if mask.shape[2] == 1 or mask.stride(2) == 0 else 2)
+    mask_kind, mask_strides = mask_layout(mask)
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
         options["maxnreg"] = config.registers
@@ -241,7 +253,7 @@ def attend_prefix(
         capacity,
         fresh[0].shape[2],
         queries,
-        *((0, 0, 0) if mask is None else (mask.stride(0) * (mask.shape[0] > 1), mask.stride(2), mask.stride(3))),
+        *mask_strides,
         scaling * LOG2E.value,
         (softcap or 1.0) * LOG2E.value,
         row_tiles,
