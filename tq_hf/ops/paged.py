@@ -23,8 +23,8 @@ def paged_step(
 
     A request's queries attend, causally, to the packed blocks that were complete before this step (to sinks as rows of
     their own page, if there is one), to the rows of its ring (the tokens of its open block), and to the new tokens
-    exactly. Then new rows go to the ring, and blocks that
-    became complete are encoded, from ring rows and from `key` and `value`.
+    exactly. Then new rows go to the ring, and blocks that became complete are encoded, from ring rows and from `key`
+    and `value`.
 
     Args:
         query: `[T, Hq, D]`, T tokens of all requests.

@@ -284,15 +284,12 @@ def attend_dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
     """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `can_attend_dense`."""
-    # A graph has memory of its own, as `tq_hf.ops.workspace` says.
-    captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
-    workspace = None if captured else current_workspace(query.device)
     return attend_dense_states(
         _rows(query),
         _rows(keys),
         _rows(values),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
-        allocate=allocator(workspace, "dense attention", query.device),
+        allocate=allocator(current_workspace(query.device), "dense attention", query.device),
         **options,
     )
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..codec.encode import block_rows, encode_block, resident_rotation
+from ..codec.encode import HALF_TOKENS, block_rows, encode_block, resident_rotation
 from ..codec.launch import MATRIX_TYPES, encode_config
 from ..codec.quantise import CORRECTIONS, LEVELS
 from ..common.compat import current_device, current_raw_stream
@@ -21,8 +21,6 @@ from ..common.launcher import Kernel, Launcher
 from ..common.packed import Packed
 from ..format import TOKENS, due_blocks_in_kernel
 from .append import load_row
-
-HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 
 @triton.jit
