@@ -10,8 +10,9 @@ from helpers import states
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tq_hf.ops import paged_windows
-from tq_hf.ops.paged_windows import plan_step, windowed_step
+from tq_hf.ops.paged_windows import windowed_step
 from tq_hf.ops.reference_attention import attend
+from tq_hf.ops.window_plan import plan_step
 from tq_hf.tensors.pages import Sequences
 from tq_hf.tensors.windows import LayerWindows, window_page
 

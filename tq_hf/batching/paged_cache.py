@@ -16,7 +16,8 @@ from transformers.generation.continuous_batching.utils import find_num_key_value
 
 from ..config import TurboQuantConfig
 from ..ops.paged import paged_step
-from ..ops.paged_windows import WINDOW_BYTES, WindowStep, plan_step, windowed_step
+from ..ops.paged_windows import WINDOW_BYTES, windowed_step
+from ..ops.window_plan import WindowStep, plan_step
 from ..tensors.factors import Factors
 from ..tensors.pages import BLOCK, Sequences
 from .allocator import TurboQuantAllocator

@@ -10,13 +10,18 @@ import torch
 
 from ..layout import BlockLayout
 from ..tensors.pages import LayerPages, Sequences
+from ..tensors.windows import LayerWindows
 from . import triton_backend
 from .backend import HAS_TRITON, explains_failures
+from .window_plan import Singles
 from .workspace import allocator
 
 if HAS_TRITON:
     from tq_kernels.paged.launch import Geometry, Pages, Tokens, append_new_rows, attend_single, encode_new_blocks
     from tq_kernels.paged.prompts import attend_many, takes_prompts
+    from tq_kernels.paged.windows import Windows
+    from tq_kernels.paged.windows import attend_windows as attend_window_rows
+    from tq_kernels.paged.windows import takes_windows as takes_window_rows
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
@@ -103,3 +108,34 @@ def paged_step(
         if not single:
             append_new_rows(tokens, held, geometry)
     return out
+
+
+def takes_windows(query: torch.Tensor, key: torch.Tensor, windows: LayerWindows) -> bool:
+    """Whether a kernel computes what requests with one new token read of their windows. (In float32 and on Turing it is
+    torch.)"""
+    return triton_backend.runs(query) and key.dtype == windows.rows.dtype and takes_window_rows(query, key)
+
+
+@explains_failures
+def attend_windows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: LayerWindows,
+    singles: Singles,
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one new token each `[N, *, D]` of requests over their windows, stored there: `[N, Hq, D]`."""
+    held = Windows(windows.rows, windows.window, singles.table, singles.past)
+    with triton_backend.launching_on(query.device):
+        return attend_window_rows(
+            (_rows(query), _rows(key), _rows(value)),
+            held,
+            scaling=scaling,
+            softcap=softcap,
+            s_aux=s_aux,
+            allocate=allocator(None, "attention over windows", query.device),
+        )

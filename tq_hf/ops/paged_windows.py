@@ -1,8 +1,9 @@
-"""A sliding layer's step over the dense windows of many requests, in torch on any device.
+"""A sliding layer's step over the dense windows of many requests.
 
 Requests with one new token are computed together, and by nothing but operations of fixed shapes on the device, so that
-a decode step can be captured in a CUDA graph and replayed. Prompts are read one after the other, and the host knows
-their lengths: once a step they are read from the device.
+a decode step can be captured in a CUDA graph and replayed: in a kernel that reads pages where they are, or in torch,
+from a copy of the windows. Prompts are read in torch one after the other, and the host knows their lengths: once a step
+they are read from the device.
 """
 
 from __future__ import annotations
@@ -12,107 +13,16 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..tensors.pages import Sequences
 from ..tensors.windows import LayerWindows
+from . import paged_triton
 from .buffered_attention import attend_buffer
 from .tiled_attention import attend_dense
+from .window_plan import Place, Prompt, Singles, WindowStep
 
 WINDOW_BYTES = 256 << 20
-"""Scratch that a layer takes at most."""
+"""Scratch that a layer takes in torch at most."""
 TILE_QUERIES = 512
 """Tokens of a prompt that attend at a time."""
-
-
-class Singles(NamedTuple):
-    """The requests of a step that have one new token, N of them, and where their windows are.
-
-    Args:
-        tokens: `[N]` int64, which tokens of the step are theirs; `None` if all are.
-        exists: `[N]`; a token that pads the step belongs to nobody.
-        written: Page and row `[N]` of the new token.
-        read: Pages and rows `[N, window]` of the tokens held, the new one included; rows of zeros where there is none.
-        held: `[N, window]`, which of those there are.
-    """
-
-    tokens: torch.Tensor | None
-    exists: torch.Tensor
-    written: tuple[torch.Tensor, torch.Tensor]
-    read: tuple[torch.Tensor, torch.Tensor]
-    held: torch.Tensor
-
-
-class Prompt(NamedTuple):
-    """A request with several new tokens.
-
-    Args:
-        tokens: Its new tokens among all.
-        past: Tokens before them.
-        table: Its pages, `[at least as many as tokens are held in]` int64.
-    """
-
-    tokens: slice
-    past: int
-    table: torch.Tensor
-
-
-class WindowStep(NamedTuple):
-    """What of a step is the same in all sliding layers."""
-
-    singles: Singles | None
-    prompts: list[Prompt]
-
-
-def plan_step(sequences: Sequences, total: int, windows: LayerWindows) -> WindowStep:
-    """Where the windows of a step's requests are.
-
-    Args:
-        sequences: The requests; their tables list pages of `windows`.
-        total: Tokens of the step, those of nobody included.
-        windows: Any of the layers.
-    """
-    table = sequences.table.long()
-    if sequences.max_q == 1:
-        token = torch.arange(total, device=table.device)
-        request = torch.searchsorted(sequences.cu_q[1:], token.int(), right=True)
-        return WindowStep(_singles(None, request, sequences, table, windows), [])
-    starts, lengths = sequences.cu_q.tolist(), sequences.cu_k.diff().tolist()
-    singles, prompts = [], []
-    for i, length in enumerate(lengths):
-        new = starts[i + 1] - starts[i]
-        if new == 1:
-            singles.append((starts[i], i))
-        elif new:
-            prompts.append(Prompt(slice(starts[i], starts[i + 1]), length - new, table[i]))
-    if not singles:
-        return WindowStep(None, prompts)
-    tokens_, requests = torch.tensor(singles, device=table.device).T
-    return WindowStep(_singles(tokens_, requests, sequences, table, windows), prompts)
-
-
-def _singles(
-    tokens: torch.Tensor | None,
-    request: torch.Tensor,
-    sequences: Sequences,
-    table: torch.Tensor,
-    windows: LayerWindows,
-) -> Singles:
-    """The `request` `[N]` of each of the tokens; beyond the last it is none."""
-    exists = request < len(table)
-    request = request.clamp(max=len(table) - 1)
-    past = sequences.cu_k.diff().long()[request] - 1
-    pages = table[request]
-    new = past.clamp(min=0) % windows.window
-    page = pages.gather(1, new[:, None] // windows.rows_per_page)[:, 0]
-    row = torch.arange(windows.window, device=table.device)
-    held = (row <= past[:, None]) & exists[:, None]
-    read = torch.where(held, pages[:, row // windows.rows_per_page], 0)
-    return Singles(
-        tokens,
-        exists,
-        (torch.where(exists, page, windows.trash), new % windows.rows_per_page),
-        (read, (row % windows.rows_per_page).expand_as(read)),
-        held,
-    )
 
 
 @torch.compiler.disable
@@ -142,11 +52,14 @@ def windowed_step(
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
     """
-    out = torch.zeros_like(query)
     attention = _Attention(scaling, softcap, s_aux)
-    if step.singles is not None:
-        tokens = slice(None) if step.singles.tokens is None else step.singles.tokens
-        out[tokens] = _attend_singles(query[tokens], key[tokens], value[tokens], windows, step.singles, attention)
+    singles = step.singles
+    if singles is not None and singles.tokens is None:
+        return _attend_singles(query, key, value, windows, singles, attention)
+    out = torch.zeros_like(query)
+    if singles is not None:
+        part = singles.tokens
+        out[part] = _attend_singles(query[part], key[part], value[part], windows, singles, attention)
     for prompt in step.prompts:
         part = prompt.tokens
         out[part] = _attend_prompt(query[part], key[part], value[part], windows, prompt, attention)
@@ -177,6 +90,8 @@ def _attend_singles(
     attention: _Attention,
 ) -> torch.Tensor:
     """Store the new tokens `[N, *, D]` and attend to what is held then, `[N, Hq, D]`."""
+    if paged_triton.takes_windows(query, key, windows):
+        return paged_triton.attend_windows(query, key, value, windows, singles, **attention._asdict())
     windows.write(*singles.written, key, value)
     count, heads = query.shape[:2]
     # What is gathered, and once more for what is made of it.
@@ -240,7 +155,7 @@ def _attend_prompt(
     return torch.cat(parts)
 
 
-def _place(windows: LayerWindows, prompt: Prompt, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _place(windows: LayerWindows, prompt: Prompt, start: int, stop: int) -> Place:
     """Pages and rows of a request's tokens at positions `start` to `stop`, a window at most."""
     row = torch.arange(start, stop, device=windows.rows.device) % windows.window
     return prompt.table[row // windows.rows_per_page], row % windows.rows_per_page

@@ -44,17 +44,18 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
     """Whether kernels run on this tensor's device, in its dtype, for heads of this size and for values stored so."""
     takes = layout.rotated_values and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
-    return takes and _runs(tensor)
+    return takes and runs(tensor)
 
 
-def _runs(tensor: torch.Tensor) -> bool:
+def runs(tensor: torch.Tensor) -> bool:
+    """Whether kernels run on this tensor's device and in its dtype."""
     able = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
     return able and backend.chosen != "torch"
 
 
 def reads(tensors: LayerTensors, states: torch.Tensor) -> bool:
     """`serves`, for states beside these tensors: what a decoder was made for, it serves."""
-    return _runs(states) if tensors.decoder is not None else serves(states, tensors.layout)
+    return runs(states) if tensors.decoder is not None else serves(states, tensors.layout)
 
 
 def spells_plainly(device: torch.device) -> bool:
@@ -273,7 +274,7 @@ def can_attend_dense(
     out unless `TQ_HF_BACKEND` asks for kernels."""
     if query.is_cuda and backend.chosen != "triton":
         return False
-    if torch.compiler.is_compiling() or not _runs(query) or position_bias is not None or not reads_mask(mask):
+    if torch.compiler.is_compiling() or not runs(query) or position_bias is not None or not reads_mask(mask):
         return False
     traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
     return not traced and attends_dense(query, keys, values)

@@ -1,0 +1,236 @@
+"""Decode attention over the sliding windows of many requests, whose dense rows lie in pages found by a table.
+
+A program holds the query rows of one KV head of a request and walks over its share of the window, FlashAttention-style.
+A window is read in the order of its rows, in which it may begin anywhere: a softmax has no order. The new token takes
+the place of the one that slides out; its row is read from `key` and `value` by everybody and stored by one program, so
+that none waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.device import target
+from ..common.launcher import Kernel
+from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
+from ..prefix.dense_launch import MATRIX_TYPES, MAX_DIM, SPLIT_TOKENS, dense_config
+from ..prefix.launch import prefix_splits
+from ..prefix.merge import merge_splits
+
+
+@triton.jit(
+    do_not_specialize=(
+        "count kv_heads groups query_t query_h key_t key_h value_t value_h width page_size window row_tiles "
+        "scaling_log2 cap_log2"
+    ).split()
+)
+def window_attention(
+    query,  # [N, Hq, DIM], strides in units of 8 elements, as of key and value
+    key,  # [N, Hkv, DIM]
+    value,  # [N, Hkv, DIM]
+    rows,  # [pages, 2, ROWS, Hkv, DIM] in the dtype of key and value
+    table,  # [N, W] int32
+    past,  # [N] int32, tokens before the new one; -1: the token is nobody's
+    s_aux,  # [Hq], any float dtype
+    out,  # [N, Hq, DIM], contiguous; with splits unused
+    partial,  # [splits, Hkv, N, G, DIM] float32, normalised; unused without splits
+    lse,  # [splits, Hkv, N, G] float32, base 2; likewise
+    count,  # N
+    kv_heads,
+    groups,  # G
+    query_t,
+    query_h,
+    key_t,
+    key_h,
+    value_t,
+    value_h,
+    width,  # W
+    page_size,  # in units of 8 elements
+    window,
+    row_tiles,
+    scaling_log2,  # scaling * log2(e)
+    cap_log2,  # softcap * log2(e)
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_AUX: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MATRIX: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid: (N, Hkv * tiles of query rows, splits)."""
+    request = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1) // row_tiles
+    g = tl.program_id(1) % row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    split = tl.program_id(2)
+    head_q = kv_head * groups + g  # [BR]
+    valid = g < groups
+    d = tl.arange(0, BLOCK_D)
+    before = tl.load(past + request)
+    held = tl.minimum(before + 1, window)
+    newest = tl.maximum(before, 0) % window
+    pages = table + request * width
+    row_size = kv_heads * DIM
+    rows += kv_head * DIM
+    new_key = key + request * (key_t * 8) + kv_head * (key_h * 8)
+    new_value = value + request * (value_t * 8) + kv_head * (value_h * 8)
+
+    if (tl.program_id(1) % row_tiles == 0) & (split == 0) & (before >= 0):
+        page = tl.load(pages + newest // ROWS).to(tl.int64)
+        to = rows + page * (page_size * 8) + newest % ROWS * row_size + d
+        tl.store(to, tl.load(new_key + d, mask=d < DIM), mask=d < DIM)
+        tl.store(to + ROWS * row_size, tl.load(new_value + d, mask=d < DIM), mask=d < DIM)
+
+    query_at = query + request * (query_t * 8) + head_q * (query_h * 8)  # [BR]
+    q = tl.load(query_at[:, None] + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0).to(MATRIX)
+    tiles = (held + BLOCK_T - 1) // BLOCK_T
+    low = tiles * split // tl.num_programs(2) * BLOCK_T
+    high = tl.minimum(tiles * (split + 1) // tl.num_programs(2) * BLOCK_T, held)
+    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for start in tl.range(low, high, BLOCK_T, num_stages=STAGES):
+        row = start + tl.arange(0, BLOCK_T)
+        inside = row < high
+        page = tl.load(pages + row // ROWS, mask=inside, other=0).to(tl.int64)
+        at = rows + page * (page_size * 8) + row % ROWS * row_size  # [BT]
+        fresh = row == newest
+        k_row = tl.where(fresh, new_key, at)
+        v_row = tl.where(fresh, new_value, at + ROWS * row_size)
+        read = inside[:, None] & (d < DIM)[None, :]
+        k = tl.load(k_row[:, None] + d[None, :], mask=read, other=0.0).to(MATRIX)
+        v = tl.load(v_row[:, None] + d[None, :], mask=read, other=0.0).to(MATRIX)
+        x = tl.dot(q, tl.trans(k)) * scaling_log2  # [BR, BT]
+        if SOFTCAP:
+            x = soft_capped(x, cap_log2)
+        x = tl.where(inside[None, :], x, -float("inf"))
+        # Every tile has a token: the maximum is finite.
+        new_maximum = tl.maximum(maximum, tl.max(x, 1))
+        p = tl.exp2(x - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(MATRIX), v, acc * decay[:, None])
+        maximum = new_maximum
+
+    inside = valid[:, None] & (d < DIM)[None, :]
+    if SPLIT:
+        at = ((split * kv_heads + kv_head).to(tl.int64) * count + request) * groups + g  # [BR]
+        tl.store(lse + at, log2_sum(maximum, total), mask=valid)
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(partial + at[:, None] * DIM + d[None, :], acc, mask=inside)
+    else:
+        total = tl.where(total > 0, total, 1.0)
+        if HAS_AUX:
+            aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            total += tl.exp2(aux - finite(maximum))
+        at = out + (request * (kv_heads * groups) + head_q) * DIM
+        tl.store(at[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+ATTEND, MERGE = Kernel(window_attention), Kernel(merge_splits)
+STAGES = 3
+"""A tile's rows are on their way while the one before is computed, and the pages of the next are looked up."""
+
+
+class Windows(NamedTuple):
+    """One layer's windows in a pool, and whose they are.
+
+    Args:
+        rows: `[pages, 2, rows of a page, Hkv, D]`, keys and values; only pages may be apart, by a multiple of 8
+            elements.
+        window: Tokens of a window.
+        table: `[N, at least as many pages as a window's tokens are held in]` int32, contiguous.
+        past: `[N]` int32, tokens before the new one; -1 where it is nobody's.
+    """
+
+    rows: torch.Tensor
+    window: int
+    table: torch.Tensor
+    past: torch.Tensor
+
+
+def takes_windows(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether the kernel takes these dtypes and heads on this device: 16 bits, matrix units that `tl.dot` uses, rows of
+    whole 16 bytes."""
+    dim = key.shape[-1]
+    takes = query.dtype == key.dtype and key.dtype in MATRIX_TYPES and dim <= MAX_DIM and dim % 8 == 0
+    return takes and not target(query.device).fragments
+
+
+def attend_windows(
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    windows: Windows,
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    allocate: Callable[[int], torch.Tensor],
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of one new token each of N requests over its window and itself; then it is stored there.
+
+    Only shapes are known here: what is launched is right for whatever lengths the device finds.
+
+    Args:
+        tokens: Queries `[N, Hq, D]`, keys `[N, Hkv, D]` and values `[N, Hkv, D]`, the last dimension contiguous and
+            other strides multiples of 8.
+        windows: Where the windows are, written in place.
+        scaling: Factor of the logits.
+        softcap: cap of cap * tanh(logit / cap).
+        s_aux: `[Hq]` logits of sinks that take weight but have no value.
+        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+        splits: Programs that share a window, instead of what the table says.
+
+    Returns:
+        `[N, Hq, D]` in the query's dtype; tokens of nobody get 0.
+    """
+    query, key, value = tokens
+    (count, query_heads, dim), kv_heads, device = query.shape, key.shape[1], query.device
+    groups, block_d, on = query_heads // kv_heads, max(16, triton.next_power_of_2(dim)), target(device)
+    config = dense_config(block_d, 1, False, on)
+    row_tiles = -(-groups // config.block_rows)
+    if splits is None:
+        splits = prefix_splits(
+            count * kv_heads * row_tiles, -(-windows.window // SPLIT_TOKENS), 2 * on.multiprocessors
+        )
+    out = query.new_empty(query.shape)
+    if count == 0:
+        return out
+    sums = splits * count * query_heads if splits > 1 else 0
+    partial, lse = allocate(max(1, sums * (dim + 1)))[: sums * (dim + 1)].split([sums * dim, sums])
+    # The interpreter cannot multiply bf16.
+    matrix = tl.float32 if device.type == "cpu" else MATRIX_TYPES[query.dtype]
+    aux = query if s_aux is None else s_aux
+    strides = tuple(stride // 8 for x in tokens for stride in x.stride()[:2])
+    place = (windows.table.shape[1], windows.rows.stride(0) // 8, windows.window)
+    flags = (softcap is not None, s_aux is not None, splits > 1)
+    tiles = (config.block_rows, config.block_tokens, STAGES)
+    constants = (dim, block_d, windows.rows.shape[2], *flags, matrix, *tiles)
+    ATTEND(
+        (count, kv_heads * row_tiles, splits),
+        (query, key, value, windows.rows, windows.table, windows.past, aux, out, partial, lse),
+        (count, kv_heads, groups, *strides, *place, row_tiles, scaling * LOG2E.value, (softcap or 1.0) * LOG2E.value),
+        constants,
+        (constants, query.dtype, aux.dtype, device.index),
+        num_warps=config.warps,
+    )
+    if splits > 1:
+        rows, block_rows = count * groups, max(1, 2048 // block_d)
+        merge_constants = (dim, block_d, block_rows, s_aux is not None, None)
+        MERGE(
+            (-(-kv_heads * rows // block_rows), 1, 1),
+            (partial, lse, aux, out),
+            (rows, groups, kv_heads, kv_heads * rows, splits, 0, query_heads * dim, dim),
+            merge_constants,
+            (merge_constants, aux.dtype, out.dtype, device.index),
+            num_warps=4,
+        )
+    return out
