@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import pytest
 import torch
 
 from tq_hf.codec.ablation import Ablation
@@ -55,6 +57,12 @@ def _patch_interpreter() -> None:
 
 if INTERPRETED:
     _patch_interpreter()
+
+
+def gpu(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs a GPU."""
+    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+    return pytest.mark.cuda(skip(function))
 
 
 def assert_passes_in_the_interpreter(file: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -12,6 +11,7 @@ from kernel_cases import (
     INTERPRETED,
     Case,
     assert_passes_in_the_interpreter,
+    gpu,
     make_inputs,
     oracle,
     relative_rms,
@@ -81,12 +81,6 @@ OPTIONS = [
 CASES = SHAPES + OPTIONS
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4e-3}
 """Relative RMS. bf16 output alone has 1.7e-3 (3.2e-3 in the interpreter, which truncates)."""
-
-
-def gpu(function: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that needs a GPU."""
-    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.cuda(skip(function))
 
 
 def check(case: Case, device: torch.device) -> None:

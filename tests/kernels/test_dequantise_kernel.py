@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_of, random_factors, relative_rms
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, gpu, packed_of, random_factors, relative_rms
 
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise as reference_dequantise
@@ -20,12 +19,6 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
 TOLERANCE = {FP32: 1e-6, FP16: 3e-4, BF16: 4e-3}
 """Relative RMS: rounding of the output's dtype (the interpreter truncates to bf16)."""
-
-
-def gpu(function: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that needs a GPU."""
-    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.cuda(skip(function))
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, packed_of, random_factors
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, gpu, packed_of, random_factors
 
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
@@ -22,12 +21,6 @@ START, BLOCKS, CAPACITY = 1, 2, 4
 POISON = 0x7E017E01
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
-
-
-def gpu(function: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that needs a GPU."""
-    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.cuda(skip(function))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, relative_rms
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, gpu, relative_rms
 from paged_cases import Inputs, Step, cumulative, make, sequences_of
 
 pytest.importorskip("triton")
@@ -46,12 +45,6 @@ PREFILLING = [
 ]
 TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
 """Relative RMS; 1.1e-3 is what `Decoder` has on the same tokens. The reference rounds to the dtype too."""
-
-
-def gpu(function: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that needs a GPU."""
-    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.cuda(skip(function))
 
 
 def run(inputs: Inputs) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, Case, assert_passes_in_the_interpreter, relative_rms
+from kernel_cases import INTERPRETED, Case, assert_passes_in_the_interpreter, gpu, relative_rms
 from prefix_cases import make_prefix_inputs, oracle, run_prefix
 
 from tq_hf import TurboQuantConfig
@@ -51,12 +51,6 @@ CASES = (
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4e-3}
 """Relative RMS. Rows, keys and weights in fp16 alone have up to 0.8e-3; bf16 output alone has 1.7e-3 (3.2e-3 in the
 interpreter, which truncates)."""
-
-
-def gpu(function: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that needs a GPU."""
-    skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.cuda(skip(function))
 
 
 def check(case: Case, beside: bool, device: torch.device, **options: object) -> None:

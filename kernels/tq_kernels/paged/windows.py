@@ -198,9 +198,7 @@ def attend_windows(
     config = dense_config(block_d, 1, False, on)
     row_tiles = -(-groups // config.block_rows)
     if splits is None:
-        splits = prefix_splits(
-            count * kv_heads * row_tiles, -(-windows.window // SPLIT_TOKENS), 2 * on.multiprocessors
-        )
+        splits = prefix_splits(count * kv_heads * row_tiles, -(-windows.window // SPLIT_TOKENS), 2 * on.multiprocessors)
     out = query.new_empty(query.shape)
     if count == 0:
         return out
