@@ -24,6 +24,7 @@ class Step:
         past: Tokens cached before, of every sequence.
         new: Its new tokens; sequences without any only pad.
         nobody: Tokens after the last sequence's.
+        sinks: First tokens in a page of their own.
         spare: Columns of the table, and pages, beyond what is needed.
     """
 
@@ -37,6 +38,7 @@ class Step:
     softcap: float | None = None
     s_aux: bool = False
     nobody: int = 0
+    sinks: int = 0
     spare: int = 2
 
     def __str__(self) -> str:
@@ -46,7 +48,7 @@ class Step:
 
     @property
     def config(self) -> TurboQuantConfig:
-        return TurboQuantConfig.from_preset(self.preset, residual_length=0, sink_tokens=0)
+        return TurboQuantConfig.from_preset(self.preset, residual_length=0, sink_tokens=self.sinks)
 
 
 def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -105,7 +107,7 @@ class Inputs:
 
     def encoded(self) -> torch.Tensor:
         """Pages that the step encodes blocks into."""
-        first = self.pages.ring_pages
+        first = self.pages.ring_pages + self.pages.sink_pages
         found = [
             self.sequences.table[i, first + past // BLOCK : first + (past + new) // BLOCK]
             for i, (past, new) in enumerate(zip(self.step.past, self.step.new, strict=True))
@@ -124,7 +126,9 @@ def make(step: Step, seed: int = 0) -> Inputs:
     ring = LayerPages.of_pool(
         torch.zeros(1, 2, step.Hkv, layout.block_bytes, dtype=torch.uint8), 1, step.config, step.D, step.dtype
     ).ring_pages
-    needed = [ring + (p + n) // BLOCK if n else 0 for p, n in zip(step.past, step.new, strict=True)]
+    blocks = [(p + n) // BLOCK for p, n in zip(step.past, step.new, strict=True)]
+    page = min(1, step.sinks)
+    needed = [ring + min(page, m) + m if n else 0 for m, n in zip(blocks, step.new, strict=True)]
     count = sum(needed) + step.spare
     pool = torch.zeros(count, LAYERS, step.Hkv, layout.block_bytes, dtype=torch.uint8)
     pool.random_(0, 256, generator=generator)

@@ -10,7 +10,6 @@ import torch
 from helpers import BLOCK, all_packed, dequantised, encoded, states
 
 from tq_hf import TurboQuantConfig
-from tq_hf.ops import paged_triton
 from tq_hf.ops.paged import paged_step
 from tq_hf.ops.tiled_attention import attend_dense
 from tq_hf.tensors.factors import Factors
@@ -107,12 +106,6 @@ def test_sinks_are_read_from_a_page_of_their_own(sinks: int, capped: bool) -> No
         for new in chunks:
             for out, expected in requests.step(new, padding=3, **options):
                 torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
-
-
-def test_kernels_that_read_no_sink_pages_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_triton, "takes", lambda *args: True)
-    monkeypatch.setattr(paged_triton, "paged_step", lambda *args, **kwargs: pytest.fail("asked"))
-    Requests(replace(all_packed(), sink_tokens=4), 16, TOTALS).step(CHUNKS[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

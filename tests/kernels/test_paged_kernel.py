@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from tq_kernels.paged import launch as paged_launch  # noqa: E402
 
-from tq_hf.config import PRESETS  # noqa: E402
+from tq_hf.config import PRESETS, TurboQuantConfig  # noqa: E402
 from tq_hf.ops import paged_triton  # noqa: E402
 from tq_hf.ops.paged import paged_step  # noqa: E402
 from tq_hf.tensors.pages import Sequences  # noqa: E402
@@ -34,6 +34,11 @@ DECODING = [
     Step(past=(140, 0, 12, 0, 0), new=(1, 0, 1, 0, 0), nobody=3),
     Step(past=(140, 0, 12), new=(1, 0, 1), nobody=4),
     Step(past=(0, 0), new=(0, 0), nobody=2),
+    # Sinks: of blocks that are not complete, that this step completes, and that were; with eight, a fifth dense job.
+    Step(past=(0, 5, 127, 128, 300), new=(1,) * 5, sinks=4),
+    Step(past=(255, 383, 126), new=(1, 1, 1), sinks=8, Hq=20, dtype=BF16, softcap=15.0, s_aux=True),
+    *[Step(past=(254,), new=(1,), preset=preset, sinks=1) for preset in ("k8v4", "3bit_nc", "2bit_nc")],
+    Step(past=(200, 0, 12, 0), new=(1, 0, 1, 0), D=80, Hq=6, Hkv=2, sinks=4, nobody=3),
 ]
 PREFILLING = [
     PROMPTS,
@@ -42,6 +47,10 @@ PREFILLING = [
     Step(past=(64, 500), new=(64, 3), preset="2bit_nc", softcap=15.0, s_aux=True),
     # So few rows that several programs share the tokens of one tile.
     Step(past=(20, 700), new=(1, 3), s_aux=True, nobody=2),
+    # Sinks: none yet, of a block that was complete, of one that this step completes from its ring and new tokens.
+    Step(past=(0, 100, 127, 0, 257), new=(30, 1, 130, 0, 9), sinks=4, nobody=2),
+    Step(past=(0, 2), new=(300, 150), preset="3bit_nc", Hq=8, Hkv=2, dtype=BF16, sinks=8),
+    Step(past=(20, 700), new=(1, 3), softcap=15.0, s_aux=True, sinks=4),
 ]
 TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
 """Relative RMS; 1.1e-3 is what `Decoder` has on the same tokens. The reference rounds to the dtype too."""
@@ -127,11 +136,18 @@ if INTERPRETED:
 
     def test_decode_steps_that_no_kernel_computes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         config, states = PRESETS["4bit_nc"], torch.empty(0, dtype=torch.float16)
-        assert paged_triton.decodes(states, config.layout(80))
-        assert not paged_triton.decodes(states, config.layout(20))
-        assert not paged_triton.decodes(states.double(), config.layout(80))
+        config, with_sinks = (replace(config, sink_tokens=sinks, residual_length=0) for sinks in (0, 4))
+
+        def decodes(dim: int, states: torch.Tensor = states, config: TurboQuantConfig = config) -> bool:
+            return paged_triton.decodes(states, config, config.layout(dim))
+
+        assert decodes(80) and decodes(80, config=with_sinks)
+        assert not decodes(20) and not decodes(80, states.double())
+        turing = replace(paged_launch.target(torch.device("cpu")), capability=(7, 5))
+        monkeypatch.setattr(paged_launch, "target", lambda device: turing)
+        assert decodes(80) and not decodes(80, config=with_sinks)
         monkeypatch.setattr("tq_hf.ops.backend.chosen", "torch")
-        assert not paged_triton.decodes(states, config.layout(80))
+        assert not decodes(80)
 
     def test_an_empty_step_returns_nothing() -> None:
         inputs = make(Step(past=(0,), new=(0,)))

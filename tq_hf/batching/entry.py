@@ -34,7 +34,8 @@ class TurboQuantBatching(ContinuousMixin):
             any, hold their windows densely in the same pool, and prompts are not shared then.
         preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. Its sinks and window are left out:
             dense are only the tokens of a request's open block of 128. With `sink_tokens=4` beside it the first tokens
-            are, too, in a page that requests with the same first tokens share.
+            are, too, in a page that requests with the same first tokens share. (On GPUs of compute capability 7.5 they
+            are read in torch, one request after the other.)
         balance: Whether channels that are much louder or quieter than others are given factors, found by a short run of
             the model before the first request (by default what the preset says); or the factors themselves.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.

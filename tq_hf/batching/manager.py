@@ -71,13 +71,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         on_cuda = model.device.type == "cuda"
         options = paged_options(given)
         states = torch.empty(0, dtype=model.dtype, device=model.device)
-        kernels = on_cuda and decodes(states, config.layout(find_head_dim(model.config.get_text_config())))
-        if kernels and config.sink_tokens:
-            kernels = False
-            logger.warning_once(
-                f"`sink_tokens` is {config.sink_tokens}: no kernel reads pages of sinks yet, so requests are attended "
-                "to one after the other and no CUDA graphs are captured. Leave it out where speed counts."
-            )
+        layout = config.layout(find_head_dim(model.config.get_text_config()))
+        kernels = on_cuda and decodes(states, config, layout)
         if on_cuda and given.use_cuda_graph is None:
             # Steps with prompts come in all sizes, and each would be a graph of its own. Without kernels lengths are
             # read on the host, which no graph can hold.

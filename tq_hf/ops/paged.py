@@ -39,7 +39,5 @@ def paged_step(
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
     """
-    # Kernels read no sink pages yet.
-    takes = not pages.sink_pages and paged_triton.takes(query, key, pages, sequences)
-    backend = paged_triton if takes else paged_reference
+    backend = paged_triton if paged_triton.takes(query, key, pages, sequences) else paged_reference
     return backend.paged_step(query, key, value, pages, sequences, scaling=scaling, softcap=softcap, s_aux=s_aux)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..config import TurboQuantConfig
 from ..layout import BlockLayout
 from ..tensors.pages import LayerPages, Sequences
 from ..tensors.windows import LayerWindows
@@ -17,7 +18,15 @@ from .window_plan import Singles
 from .workspace import allocator
 
 if HAS_TRITON:
-    from tq_kernels.paged.launch import Geometry, Pages, Tokens, append_new_rows, attend_single, encode_new_blocks
+    from tq_kernels.paged.launch import (
+        Geometry,
+        Pages,
+        Tokens,
+        append_new_rows,
+        attend_single,
+        encode_new_blocks,
+        takes_sinks,
+    )
     from tq_kernels.paged.prompts import attend_many, takes_prompts
     from tq_kernels.paged.windows import Windows
     from tq_kernels.paged.windows import attend_windows as attend_window_rows
@@ -27,17 +36,18 @@ if HAS_TRITON:
 def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
     """Whether kernels compute this step: heads, dtype and device that they serve, and rows of whole 16 bytes."""
     return (
-        decodes(query, pages.layout)
-        and decodes(key, pages.layout)
+        decodes(query, pages.config, pages.layout)
+        and decodes(key, pages.config, pages.layout)
         and key.dtype == pages.rows.dtype
         and (sequences.max_q == 1 or takes_prompts(pages.layout.key_dim, query.device))
     )
 
 
-def decodes(states: torch.Tensor, layout: BlockLayout) -> bool:
+def decodes(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
     """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
-    can be captured in a CUDA graph."""
-    return triton_backend.serves(states, layout) and layout.key_dim % 8 == 0
+    can be captured in a CUDA graph. (On Turing they read no sinks.)"""
+    takes = triton_backend.serves(states, layout) and layout.key_dim % 8 == 0
+    return takes and (not config.sink_tokens or takes_sinks(states.device))
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
@@ -76,6 +86,7 @@ def paged_step(
         pages.factors.values[0],
         layout.key_bits,
         layout.value_bits,
+        config.sink_tokens,
     )
     geometry = Geometry(sequences.cu_q, sequences.cu_k, sequences.table)
     halves = triton_backend.rotations(config, layout, device, torch.float16)

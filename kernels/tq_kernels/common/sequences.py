@@ -1,14 +1,18 @@
 """Who a token belongs to and where its sequence's rows lie, found on the device: a launch is right for any lengths.
 
-A sequence's pages are `table[b]`: the pages of its ring, then those of its blocks. A page is `page_blocks` blocks of
-BLOCK_WORDS int32 words from the next, one block for every layer and KV head. A ring's page holds ROWS rows of keys,
-then as many of values.
+A sequence's pages are `table[b]`: the pages of its ring, the page of its first SINKS tokens if there are sinks, and the
+pages of its blocks. Sinks are read as soon as block 0 is complete, in place of what that says of them. A page is
+`page_blocks` blocks of BLOCK_WORDS int32 words from the next, one block for every layer and KV head. A page of rows
+holds ROWS rows of keys, then as many of values.
 """
 
 import triton
 import triton.language as tl
 
 from ..format import TOKENS
+
+MOST_SINKS = tl.constexpr(8)
+"""Rows that every page has."""
 
 
 @triton.jit
@@ -53,12 +57,25 @@ def ring_rows(
 
 
 @triton.jit
+def sinks_of(past, SINKS: tl.constexpr):
+    """Rows that are read of a sequence's sink page."""
+    return tl.where(past >= TOKENS, SINKS, 0)
+
+
+@triton.jit
+def without_sinks(x, block, token, SINKS: tl.constexpr):
+    """Logits `x` of tokens `token` of a block, without the sinks in block 0."""
+    return tl.where((block == 0) & (token < SINKS), -float("inf"), x)
+
+
+@triton.jit
 def dense_rows(
     rows,
     pages,
     key,
     value,
     t,
+    sinks,
     held,
     length,
     first,
@@ -72,12 +89,15 @@ def dense_rows(
     ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
-    """Pointers [n] to keys and to values of a sequence's dense tokens `t` [n]: `held` rows of its ring, then the new
-    tokens from `first` on in `key` and `value`. Those from `length` on do not exist."""
-    in_ring = ring_rows(rows, pages, t, t < held, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
-    token = (first + tl.minimum(t, length - 1) - held).to(tl.int64)
-    k_row = tl.where(t < held, in_ring, key + token * key_t + kv_head * key_h)
-    v_row = tl.where(t < held, in_ring + ROWS * DIM, value + token * value_t + kv_head * value_h)
+    """Pointers [n] to keys and to values of a sequence's dense tokens `t` [n]: `sinks` rows of its sink page, `held`
+    rows of its ring, then the new tokens from `first` on in `key` and `value`. Those from `length` on do not exist."""
+    # The sink page comes after the ring's, as if its rows went on.
+    row = tl.where(t < sinks, TOKENS + t, t - sinks)
+    old = t < sinks + held
+    in_page = ring_rows(rows, pages, row, old, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+    token = (first + tl.minimum(t, length - 1) - sinks - held).to(tl.int64)
+    k_row = tl.where(old, in_page, key + token * key_t + kv_head * key_h)
+    v_row = tl.where(old, in_page + ROWS * DIM, value + token * value_t + kv_head * value_h)
     return k_row, v_row
 
 

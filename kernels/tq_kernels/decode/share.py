@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..common.sequences import without_sinks
 from ..common.softmax import finite, log2_sum, soft_capped
 from ..format import TOKENS
 from .dense import allowed_tile
@@ -72,6 +73,7 @@ def attend_share(
     BLOCK_WORDS: tl.constexpr,
     SMALL: tl.constexpr,
     ASM: tl.constexpr,
+    SINKS: tl.constexpr = 0,
 ):
     """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `worker + stream`.
 
@@ -86,6 +88,7 @@ def attend_share(
         head_row, r, row_mask: Where the head's queries begin in scratch, and which [BR] of them are the stream's.
         local, store_rows: [BR] rows of the partial result, and which are stored.
         BLOCK_WORDS: With a table, int32 words from a block to the next; 0 without.
+        SINKS: First tokens of block 0 that are attended to elsewhere.
     """
     factor = tl.load(scratch + LINE * scale_at + head_row + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
     factor /= level_unit(KEY_BITS, SMALL)
@@ -170,6 +173,8 @@ def attend_share(
             x1 = soft_capped(x1 * factor[None, :], cap_log2)
             x2 = soft_capped(x2 * factor[None, :], cap_log2)
             x3 = soft_capped(x3 * factor[None, :], cap_log2)
+        if SINKS:
+            x0 = without_sinks(x0, block, n[:, None], SINKS)
         if MASK == 1:
             x0 += m0[:, None]
             x1 += m1[:, None]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..codec.encode import HALF_TOKENS, block_rows, encode_block, resident_rotation
-from ..common.sequences import completed, lengths, located, ring_rows
+from ..common.sequences import MOST_SINKS, completed, lengths, located, ring_rows
 from ..format import TOKENS
 
 
@@ -29,12 +29,42 @@ def _rows_of(
     BLOCK_WORDS: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Pointers [64, 1] to rows `token` of the block at `position` of a sequence: ring rows before `past`, then new."""
+    """Pointers [n, 1] to rows `token` [n] of the block at `position`: ring rows before `past`, then new ones."""
     t = position + token
     in_ring = ring_rows(rows, pages, token, t < past, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
     fresh = (first + tl.maximum(t - past, 0)).to(tl.int64)
     at = tl.where(t < past, in_ring + IS_VALUE * ROWS * DIM, states + fresh * stride_t + kv_head * stride_h)
     return at[:, None]
+
+
+@triton.jit
+def _store_sinks(
+    states,
+    rows,
+    pages,
+    first,
+    past,
+    kv_head,
+    page_blocks,
+    stride_t,
+    stride_h,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Copy the first rows of block 0 to the sink page."""
+    token = tl.arange(0, MOST_SINKS)
+    d = tl.arange(0, TILE)[None, :]
+    inside = (token < SINKS)[:, None] & (d < DIM)
+    source = _rows_of(
+        states, rows, pages, token, 0, first, past, kv_head, page_blocks, stride_t, stride_h,
+        DIM, ROWS, BLOCK_WORDS, IS_VALUE,
+    )  # fmt: skip
+    to = ring_rows(rows, pages, TOKENS + token, token < SINKS, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+    tl.store((to + IS_VALUE * ROWS * DIM)[:, None] + d, tl.load(source + d, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -66,6 +96,7 @@ def _encode_all(
     MATRIX: tl.constexpr,
     K_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
+    SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     ASM: tl.constexpr,
@@ -81,8 +112,14 @@ def _encode_all(
         first, _, past = lengths(cu_q, cu_k, sequence, count)
         block = past // TOKENS + task - before
         pages = table + sequence.to(tl.int64) * width
-        page = tl.load(pages + TOKENS // ROWS + block).to(tl.int64)
+        page = tl.load(pages + TOKENS // ROWS + (1 if SINKS else 0) + block).to(tl.int64)
         position = block * TOKENS
+        if SINKS:
+            if block == 0:
+                _store_sinks(
+                    states, rows, pages, first, past, kv_head, page_blocks, stride_t, stride_h,
+                    HEAD_DIM, TILE, SINKS, ROWS, BLOCK_WORDS, IS_VALUE,
+                )  # fmt: skip
         early = _rows_of(
             states, rows, pages, token, position, first, past, kv_head, page_blocks, stride_t, stride_h,
             HEAD_DIM, ROWS, BLOCK_WORDS, IS_VALUE,
@@ -133,6 +170,7 @@ def encode_completed(
     MATRIX: tl.constexpr,
     K_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
+    SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -148,11 +186,11 @@ def encode_completed(
         _encode_all(
             key, rows, table, cu_q, cu_k, key_words, scales, means if HAS_MEAN else None, key_rotation, key_factors,
             amounts, total, count, key_t * 8, key_h * 8, width, page_blocks, HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS,
-            KEY_CORRECTION, False, MATRIX, K_STEP, PRECISION, ROWS, BLOCK_WORDS, ASM,
+            KEY_CORRECTION, False, MATRIX, K_STEP, PRECISION, SINKS, ROWS, BLOCK_WORDS, ASM,
         )  # fmt: skip
     else:
         _encode_all(
             value, rows, table, cu_q, cu_k, value_words, scales, None, value_rotation, value_factors,
             amounts, total, count, value_t * 8, value_h * 8, width, page_blocks, HEAD_DIM, DIM, TILE, VALUE_BITS,
-            VALUE_LEVELS, VALUE_CORRECTION, True, MATRIX, K_STEP, PRECISION, ROWS, BLOCK_WORDS, ASM,
+            VALUE_LEVELS, VALUE_CORRECTION, True, MATRIX, K_STEP, PRECISION, SINKS, ROWS, BLOCK_WORDS, ASM,
         )  # fmt: skip

@@ -46,6 +46,8 @@ class Pages(NamedTuple):
         key_factors: `[Hkv, D]` fp16 contiguous.
         value_factors: `[Hkv, D]`, likewise.
         key_bits, value_bits: 2, 3, 4 or 8.
+        sinks: First tokens of a sequence that lie as rows in a page of their own, before that of block 0; 0 for none,
+            and no such page.
     """
 
     key_words: torch.Tensor
@@ -57,6 +59,7 @@ class Pages(NamedTuple):
     value_factors: torch.Tensor
     key_bits: int
     value_bits: int
+    sinks: int
 
     @property
     def block_words(self) -> int:
@@ -74,6 +77,11 @@ class Pages(NamedTuple):
         return self.rows.shape[3]
 
     @property
+    def before_blocks(self) -> int:
+        """Pages of a table before that of block 0."""
+        return BLOCK_TOKENS // self.page_rows + min(1, self.sinks)
+
+    @property
     def means(self) -> torch.Tensor:
         """The key means, or what stands for them."""
         return self.scalars if self.key_means is None else self.key_means
@@ -85,7 +93,8 @@ class Geometry(NamedTuple):
     Args:
         cu_q: `[B + 1]` int32, first new token of each sequence.
         cu_k: `[B + 1]` int32, the same of all tokens, cached and new.
-        table: `[B, W]` int32: pages of the ring, then of the blocks, those included that the new tokens complete.
+        table: `[B, W]` int32: pages of the ring, then of the sinks if there are any, then of the blocks, those included
+            that the new tokens complete.
     """
 
     cu_q: torch.Tensor
@@ -105,6 +114,11 @@ class Tokens(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+
+
+def takes_sinks(device: torch.device) -> bool:
+    """Whether kernels on this device read pages of sinks; those of inline matrix products do not."""
+    return not target(device).fragments
 
 
 def _strides(*states: torch.Tensor) -> tuple[int, ...]:
@@ -147,8 +161,8 @@ def attend_single(
         pages.key_bits,
         pages.value_bits,
         pages.key_means is not None,
-        max(width - BLOCK_TOKENS // pages.page_rows, 0),
-        BLOCK_TOKENS,
+        max(width - pages.before_blocks, 0),
+        BLOCK_TOKENS + pages.sinks,
         False,
         0,
         softcap is not None,
@@ -174,7 +188,8 @@ def attend_single(
         num_warps=2,
     )  # fmt: skip
     bits = (pages.key_bits, pages.value_bits, pages.key_means is not None)
-    constants = (dim, rotations[0].shape[0], *bits, softcap is not None, *place, block_b, *plan.tile_constants)
+    sinks = () if on.fragments else (pages.sinks,)
+    constants = (dim, rotations[0].shape[0], *bits, softcap is not None, *sinks, *place, block_b, *plan.tile_constants)
     (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
         (plan.workers, 1, 1),
         (scratch, pages.key_words, pages.value_words, pages.scalars, pages.means, pages.rows, key, value,
@@ -189,7 +204,7 @@ def attend_single(
         **dependent,
     )  # fmt: skip
     aux = scratch if s_aux is None else s_aux
-    constants = (fill, block_b, *plan.reduce_constants)
+    constants = (fill, pages.sinks, block_b, *plan.reduce_constants)
     REDUCE(
         plan.reduce_grid,
         (scratch, rotations[1], pages.value_factors, aux, geometry.cu_q, geometry.cu_k, out),
@@ -240,6 +255,7 @@ def encode_new_blocks(
         matrix,
         config.k_step,
         "tf32x3" if on.asm else "ieee",
+        pages.sinks,
         pages.page_rows,
         pages.block_words,
         triton.next_power_of_2(count),

@@ -117,6 +117,7 @@ def attend_many(
         pages.page_rows,
         pages.block_words,
         triton.next_power_of_2(count),
+        pages.sinks,
         **ALWAYS,
         **options,
     )

@@ -7,7 +7,7 @@ from triton.language.extra import cuda
 from ..common.sequences import lengths
 from ..decode.reduce import merge_stream
 from ..format import TOKENS
-from .schedule import DENSE_SLOTS, dense_jobs_of, holder, stream_items
+from .schedule import dense_jobs_of, dense_slots, holder, stream_items
 
 
 @triton.jit(do_not_specialize="tokens count kv_heads groups row_tiles tile_rows workers lse_at partial_at".split())
@@ -29,6 +29,7 @@ def reduce_splits_paged(
     lse_at,
     partial_at,
     FILL: tl.constexpr,  # no sequence has more than one token: write 0 for tokens of nobody
+    SINKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     DV: tl.constexpr,
     DVP: tl.constexpr,
@@ -59,16 +60,16 @@ def reduce_splits_paged(
     factor = tl.load(factors + kv_head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     b = tl.arange(0, BLOCK_B)
     _, new, past = lengths(cu_q, cu_k, b, count)
-    items = stream_items(new, past) * heads
+    items = stream_items(new, past, SINKS) * heads
     total = tl.sum(items, 0)
     at = tl.sum(tl.where(b < sequence, items, 0), 0)
     token, new, past = lengths(cu_q, cu_k, sequence, count)
-    at += stream % heads * stream_items(new, past)
+    at += stream % heads * stream_items(new, past, SINKS)
     blocks = tl.where(new == 1, past // TOKENS, 0)
     first = holder(at, workers, total) + stream
     last = tl.where(blocks > 0, holder(at + blocks - 1, workers, total) + stream + 1, first)
-    dense_first = workers + heads * count + stream * DENSE_SLOTS
-    dense_last = dense_first + tl.where(new == 1, dense_jobs_of(past), 0)
+    dense_first = workers + heads * count + stream * dense_slots(SINKS)
+    dense_last = dense_first + tl.where(new == 1, dense_jobs_of(past, SINKS), 0)
     if FILL:
         # Of all sequences before this one, as many as have no token are ahead of it in taking those of nobody.
         token = tl.where(new == 1, token, tl.load(cu_q + count) + sequence - token)

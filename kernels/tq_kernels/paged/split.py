@@ -1,14 +1,14 @@
 """Decode attention over the pages of many sequences: `tq_kernels.decode.split`, block by block from a table.
 
 Shares are of `tq_kernels.paged.schedule`. Scratch is that of `decode_split` for one batch row: row g B + b of a KV head
-is query g of sequence b; every stream has slots for four dense jobs.
+is query g of sequence b; every stream has slots for the dense jobs of its sinks and a whole ring.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.sequences import dense_rows, lengths
+from ..common.sequences import dense_rows, lengths, sinks_of
 from ..common.softmax import log2_sum
 from ..decode.dense import dense_logits, dense_sums
 from ..decode.rotate import LINE
@@ -16,7 +16,7 @@ from ..decode.schedule import DENSE_TOKENS
 from ..decode.share import attend_share
 from ..decode.tiles import per_lane, prefetch
 from ..format import TOKENS
-from .schedule import DENSE_SLOTS, share, stream_items
+from .schedule import dense_slots, share, stream_items
 
 
 @triton.jit(
@@ -60,6 +60,7 @@ def decode_split_paged(
     VALUE_BITS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -79,7 +80,7 @@ def decode_split_paged(
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DIM if DIM > DIMP else DIMP
-    RING_PAGES: tl.constexpr = TOKENS // ROWS
+    FIRST_BLOCK: tl.constexpr = TOKENS // ROWS + (1 if SINKS else 0)
     if PDL:
         cuda.gdc_launch_dependents()
     # Before the wait: nothing that the kernel in front writes, which is queries and rows of tokens that are read here
@@ -89,13 +90,13 @@ def decode_split_paged(
     store_rows = local < tile_rows
     heads = kv_heads * row_tiles
 
-    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, BLOCK_B)
+    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, SINKS, BLOCK_B)
     if ASM:
         # The share's first block is on its way while queries are read.
         sequence = stream // heads
         _, _, past = lengths(cu_q, cu_k, sequence, count)
         starts_packed = (start < end) & (start - at < past // TOKENS)
-        page = tl.load(table + sequence.to(tl.int64) * width + RING_PAGES + (start - at), mask=starts_packed, other=0)
+        page = tl.load(table + sequence.to(tl.int64) * width + FIRST_BLOCK + (start - at), mask=starts_packed, other=0)
         first_block = page.to(tl.int64) * page_blocks + stream % heads // row_tiles
         prefetch(key_words + first_block * BLOCK_WORDS, DIMP * KEY_BITS // 8, starts_packed)
         prefetch(value_words + first_block * BLOCK_WORDS, DIMP * VALUE_BITS // 8, starts_packed)
@@ -113,7 +114,7 @@ def decode_split_paged(
         pages = table + sequence.to(tl.int64) * width
         blocks = tl.where(new == 1, past // TOKENS, 0)
         first = tl.maximum(start - at, 0)
-        last = tl.minimum(end - at, stream_items(new, past))
+        last = tl.minimum(end - at, stream_items(new, past, SINKS))
 
         # Unpipelined: its buffers would cost the packed part occupancy.
         for job in tl.range(tl.maximum(first - blocks, 0), last - blocks, num_stages=1):
@@ -122,16 +123,17 @@ def decode_split_paged(
             plain = halves + (2 * LINE) * plain_at + (head_row + r)[None, :] * DIM + dk[:, None]
             q = tl.load(plain, mask=(dk < DIM)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
             t = job * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
-            held = past % TOKENS
+            sinks, held = sinks_of(past, SINKS), past % TOKENS
+            length = sinks + held + 1
             k_row, v_row = dense_rows(
-                rows, pages, key, value, t, held, held + 1, token, kv_head, page_blocks,
+                rows, pages, key, value, t, sinks, held, length, token, kv_head, page_blocks,
                 key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, ROWS, BLOCK_WORDS,
             )  # fmt: skip
-            inside = t <= held
+            inside = t < length
             x, v = dense_logits(k_row, v_row, inside, q, factor, cap_log2, DIM, DIM, BLOCK_DK, BLOCK_DM, SOFTCAP)
             x = tl.where(inside[:, None] & row_mask[None, :], x, -float("inf"))
             out, total, maximum = dense_sums(x, v)
-            slot = workers + heads * count + stream * DENSE_SLOTS + job
+            slot = workers + heads * count + stream * dense_slots(SINKS) + job
             tl.store(scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(maximum, total), mask=store_rows)
             d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(total > 0, total, 1.0)
             to = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
@@ -145,7 +147,7 @@ def decode_split_paged(
                 value_words,
                 scalars,
                 key_means,
-                pages + RING_PAGES,
+                pages + FIRST_BLOCK,
                 scratch,
                 first,
                 per_lane(tl.minimum(last, blocks), ASM),
@@ -187,6 +189,7 @@ def decode_split_paged(
                 BLOCK_WORDS,
                 SMALL,
                 ASM,
+                SINKS,
             )
-        at += stream_items(new, past)
+        at += stream_items(new, past, SINKS)
         stream += 1

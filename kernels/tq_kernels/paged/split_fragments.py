@@ -12,7 +12,7 @@ from ..decode.rotate import LINE
 from ..decode.schedule import DENSE_TOKENS
 from ..decode.split_fragments import factors_of, operands, store_partial
 from ..format import TOKENS
-from .schedule import DENSE_SLOTS, share, stream_items
+from .schedule import dense_slots, share, stream_items
 
 
 @triton.jit(
@@ -77,7 +77,7 @@ def decode_split_paged_fragments(
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
     heads = kv_heads * row_tiles
-    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, BLOCK_B)
+    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, 0, BLOCK_B)
     while at < end:
         sequence = stream // heads
         kv_head = stream % heads // row_tiles
@@ -88,7 +88,7 @@ def decode_split_paged_fragments(
         blocks = tl.where(new == 1, past // TOKENS, 0)
         held = past % TOKENS
         first = tl.maximum(start - at, 0)
-        last = tl.minimum(end - at, stream_items(new, past))
+        last = tl.minimum(end - at, stream_items(new, past, 0))
 
         for job in tl.range(tl.maximum(first - blocks, 0), last - blocks):
             gain = factors_of(scale, row0, count, first_row, groups, t, scaling_log2, TILES)
@@ -105,7 +105,7 @@ def decode_split_paged_fragments(
                 for half in tl.static_range(2):
                     j = job * DENSE_TOKENS + 16 * group + 8 * half + g
                     k_row, v_row = dense_rows(
-                        rows, pages, key, value, j, held, held + 1, token, kv_head, page_blocks,
+                        rows, pages, key, value, j, 0, held, held + 1, token, kv_head, page_blocks,
                         key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, ROWS, BLOCK_WORDS,
                     )  # fmt: skip
                     key_rows += (k_row,)
@@ -122,7 +122,7 @@ def decode_split_paged_fragments(
             )  # fmt: skip
             if SOFTCAP:
                 gain = ones(TILES)
-            slot = workers + heads * count + stream * DENSE_SLOTS + job
+            slot = workers + heads * count + stream * dense_slots(0) + job
             store_partial(
                 lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DIM, DM, 1, TILES, True
             )
@@ -149,5 +149,5 @@ def decode_split_paged_fragments(
                 lse, partial, worker + stream, packed, packed_sums, packed_maximum, packed_gain, PROBABILITY_BITS,
                 small_unit(VALUE_BITS), tile_rows, g, t, DIMP, DM, VALUE_QUARTERS, TILES, False,
             )  # fmt: skip
-        at += stream_items(new, past)
+        at += stream_items(new, past, 0)
         stream += 1

@@ -137,7 +137,7 @@ def window_attention(
 
 ATTEND, MERGE = Kernel(window_attention), Kernel(merge_splits)
 STAGES = 3
-"""A tile's rows are on their way while the one before is computed, and the pages of the next are looked up."""
+"""Of these, one is ahead in loading rows, and two in looking up their pages."""
 
 
 class Windows(NamedTuple):

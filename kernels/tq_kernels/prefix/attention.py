@@ -22,7 +22,7 @@ Bytes do not matter: a block's 17 KB are read once for 128 rows.
 import triton
 import triton.language as tl
 
-from ..common.sequences import dense_rows, lengths
+from ..common.sequences import dense_rows, lengths, sinks_of, without_sinks
 from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
@@ -124,6 +124,7 @@ def prefix_attention(
     ROWS: tl.constexpr = 0,
     BLOCK_WORDS: tl.constexpr = 0,
     BLOCK_B: tl.constexpr = 0,
+    SINKS: tl.constexpr = 0,
 ):
     """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
 
@@ -145,7 +146,9 @@ def prefix_attention(
         token, queries, past = lengths(cu_q, cu_k, sequence, count)
         new_count, rows = queries, queries * groups
         blocks, window_count = past // TOKENS, past % TOKENS
-        table += sequence.to(tl.int64) * width + TOKENS // ROWS
+        sink_count = sinks_of(past, SINKS)
+        pages = table + sequence.to(tl.int64) * width
+        table = pages + (TOKENS // ROWS + (1 if SINKS else 0))
         query += token.to(tl.int64) * query_s
         out += token.to(tl.int64) * out_s
         new_keys += token.to(tl.int64) * new_t
@@ -250,6 +253,8 @@ def prefix_attention(
             )
             t = sink_count + block * TOKENS + tl.arange(0, TILE)
             x0 = logits(rotated, k0, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
+            if SINKS:
+                x0 = without_sinks(x0, block, tl.arange(0, TILE)[None, :], SINKS)
             if STEP == 64:
                 acc, total, maximum = add_tile(acc, total, maximum, x0, tl.trans(v0), gain, MASK > 0)
             x1 = logits(rotated, k1, common, factor, cap_log2, mask, mask_offset, t + TILE, mask_t, MASK, SOFTCAP)
@@ -315,7 +320,7 @@ def prefix_attention(
                 )  # fmt: skip
             else:
                 k_row, v_row = dense_rows(
-                    window_keys, table - TOKENS // ROWS, new_keys, new_values, t, window_count, high, 0, kv_head,
+                    window_keys, pages, new_keys, new_values, t, sink_count, window_count, high, 0, kv_head,
                     blocks_b, new_t, 0, new_vt, 0, DK, ROWS, BLOCK_WORDS,
                 )  # fmt: skip
             k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0)

@@ -56,7 +56,7 @@ class PrefixConfig:
     programs_per_multiprocessor: int
 
 
-NO_TABLE = (None, None, None, None, None, 0, 0, 0)
+NO_TABLE = (None, None, None, None, None, 0, 0, 0, 0)
 """The arguments of `prefix_attention` that come with a table of pages, without one."""
 
 
