@@ -162,12 +162,13 @@ def test_agrees_with_the_reference_on_a_gpu(step: Step) -> None:
 
 @gpu
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_many_sequences_on_a_gpu(dim: int, preset: str) -> None:
+@pytest.mark.parametrize(("dim", "sinks"), [(64, 0), (128, 0), (256, 0), (128, 4)])
+def test_many_sequences_on_a_gpu(dim: int, sinks: int, preset: str) -> None:
     past = tuple((257 * i * i + 31 * i) % 3000 for i in range(37))
-    check(Step(past=past, new=(1,) * 37, Hq=16, Hkv=4, D=dim, preset=preset, dtype=BF16), torch.device("cuda"))
     new = tuple(1 if i % 3 else 40 * i for i in range(12))
-    check(Step(past=past[:12], new=new, Hq=16, Hkv=4, D=dim, preset=preset, dtype=BF16), torch.device("cuda"))
+    many = Step(past=past, new=(1,) * 37, Hq=16, Hkv=4, D=dim, preset=preset, dtype=BF16, sinks=sinks)
+    check(many, torch.device("cuda"))
+    check(replace(many, past=past[:12], new=new), torch.device("cuda"))
 
 
 @gpu
@@ -176,7 +177,8 @@ def test_blocks_do_not_depend_on_chunks_or_company_on_a_gpu() -> None:
 
 
 @gpu
-def test_a_captured_step_is_right_for_sequences_that_grew() -> None:
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
     """One graph of a step of eight sequences; what it is replayed with are other lengths, tables, tokens, factors and
     pages."""
     device = torch.device("cuda")
@@ -185,6 +187,7 @@ def test_a_captured_step_is_right_for_sequences_that_grew() -> None:
         Step(past=(1500, 127, 2047, 0, 12, 255), new=(1, 1, 1, 1, 1, 1, 0, 0)[:6], Hq=8, Hkv=2, D=128),
         Step(past=(0,), new=(1,), Hq=8, Hkv=2, D=128),
     ]
+    steps = [replace(step, sinks=sinks) for step in steps]
     pages, width = 160, 40
     pool = torch.zeros(pages, *make(steps[0]).pool.shape[1:], dtype=torch.uint8, device=device)
     table = torch.full((8, width), -1, dtype=torch.int32, device=device)
