@@ -69,8 +69,13 @@ def test_a_copied_step_is_not_taken_for_the_kernel(monkeypatch: pytest.MonkeyPat
 
 if INTERPRETED:
 
-    @pytest.mark.parametrize("options", OPTIONS)
-    @pytest.mark.parametrize(("window", "rows"), [(96, 36), (128, 128), (7, 7), (500, 34), (1, 1)])
+    @pytest.mark.parametrize(
+        ("window", "rows", "options"),
+        [
+            *[(96, 36, name) for name in OPTIONS],
+            *[(*size, "plain") for size in ((128, 128), (7, 7), (500, 34), (1, 1))],
+        ],
+    )
     def test_a_token_attends_to_its_window(
         window: int, rows: int, options: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -79,12 +84,27 @@ if INTERPRETED:
         # Alone of their steps (three tokens pad them), or between prompts.
         assert seen == [1, 1, 1, 4 + 3, 2, 3 + 3]
 
-    @pytest.mark.parametrize("options", OPTIONS)
-    @pytest.mark.parametrize("splits", [2, 3, 9])
+    @pytest.mark.parametrize(("splits", "options"), [(2, "plain"), (9, "plain"), *[(3, name) for name in OPTIONS]])
     def test_programs_share_a_window(splits: int, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
         real = window_launch.attend_windows
         monkeypatch.setattr(paged_triton, "attend_window_rows", partial(real, splits=splits))
         check(Requests(300, 41, TOTALS, FP16), FP16, CHUNKS, **OPTIONS[options])
+
+    def test_no_program_waits_for_the_one_that_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Programs that share a window run in the other order: the first, which stores the new row, is the last."""
+        from triton.runtime.interpreter import interpreter_builder as grid
+
+        real, order = grid.set_grid_idx, []
+
+        def reversed_shares(x: int, y: int, z: int) -> None:
+            order.append(grid.grid_dim[2] - 1 - z)
+            real(x, y, order[-1])
+
+        monkeypatch.setattr(grid, "set_grid_idx", reversed_shares)
+        launch = partial(window_launch.attend_windows, splits=3)
+        monkeypatch.setattr(paged_triton, "attend_window_rows", launch)
+        check(Requests(300, 41, TOTALS, FP16), FP16, CHUNKS)
+        assert order[:3] == [2, 1, 0]
 
     @pytest.mark.parametrize("shape", [(34, 2, 16), (3, 3, 80), (20, 1, 8), (2, 1, 256)], ids=str)
     def test_heads_of_all_kinds(shape: tuple[int, int, int]) -> None:
