@@ -1,4 +1,4 @@
-"""The life of shared scratch memory: reserve, lock, acquire; clause by clause.
+"""The life of shared scratch memory, clause by clause.
 
 The clauses are those of vLLM's workspace manager (pull requests 40706, 40941, 37805 and the review of the last).
 """
@@ -56,43 +56,39 @@ def allocations(monkeypatch):
     return made
 
 
-# Reserve
+# Sizes
 
 
-def test_reservations_take_the_maximum_over_heterogeneous_heads_and_not_the_sum(space):
+def test_requests_take_the_maximum_over_heterogeneous_heads_and_not_the_sum(space):
     for heads, dim in [(8, 64), (2, 256), (32, 128), (16, 80)]:
-        space.reserve("a layer", {"mid_o": Scratch((4, heads, dim + 1), torch.float32)})
+        space.acquire({"mid_o": Scratch((4, heads, dim + 1), torch.float32)})
     assert space.nbytes == 4 * 32 * 129 * 4
 
 
 def test_equal_layers_share_one_buffer(space):
     for _ in range(61):
-        space.reserve("a layer", scratch(4, 32, 129))
+        space.acquire(scratch(4, 32, 129))
     assert space.nbytes == 4 * 32 * 129 * 4
 
 
-def test_reserve_then_acquire_allocates_nothing(space, allocations):
-    space.reserve("a layer", {"mid_o": Scratch((4, 8, 64), torch.float32), "lse": Scratch((4, 8), torch.float32)})
-    reserved = len(allocations)
+def test_an_equal_or_smaller_request_allocates_nothing(space, allocations):
+    space.acquire({"mid_o": Scratch((4, 8, 64), torch.float32), "lse": Scratch((4, 8), torch.float32)})
     for batch in (1, 4, 2, 3):
-        space.acquire("a layer", {"mid_o": Scratch((batch, 8, 64), torch.float32)})
-        space.acquire("a layer", {"lse": Scratch((batch, 2), torch.float32)})
-    assert len(allocations) == reserved == 2
+        space.acquire({"mid_o": Scratch((batch, 8, 64), torch.float32)})
+        space.acquire({"lse": Scratch((batch, 2), torch.float32)})
+    assert len(allocations) == 2
 
 
-def test_without_a_reservation_it_grows_when_needed(space):
+def test_it_grows_when_needed(space):
     assert space.nbytes == 0
-    view = space.acquire("a layer", scratch(2, 3))["mid_o"]
+    view = space.acquire(scratch(2, 3))["mid_o"]
     assert view.shape == (2, 3) and space.nbytes == 24
 
 
-# Acquire
-
-
 def test_acquire_returns_contiguous_views_of_the_shape_and_dtype_asked_for(space):
-    space.reserve("a layer", scratch(8, 8, 8))
+    space.acquire(scratch(8, 8, 8))
     requests = {"mid_o": Scratch((2, 3, 5), torch.float32), "out": Scratch((7,), torch.bfloat16)}
-    views = space.acquire("a layer", requests)
+    views = space.acquire(requests)
     assert list(views) == ["mid_o", "out"]
     for name, request in requests.items():
         assert (views[name].shape, views[name].dtype) == (request.shape, request.dtype)
@@ -100,7 +96,7 @@ def test_acquire_returns_contiguous_views_of_the_shape_and_dtype_asked_for(space
 
 
 def test_names_of_one_call_do_not_alias(space):
-    views = space.acquire("a layer", {name: Scratch((64,), torch.float32) for name in ("mid_o", "output", "lse")})
+    views = space.acquire({name: Scratch((64,), torch.float32) for name in ("mid_o", "output", "lse")})
     for i, view in enumerate(views.values()):
         view.fill_(i)
     assert [view.unique().tolist() for view in views.values()] == [[0], [1], [2]]
@@ -108,8 +104,8 @@ def test_names_of_one_call_do_not_alias(space):
 
 @pytest.mark.parametrize("shape", [(4, 8, 16), (1, 8, 16), (4, 1, 16), (4, 8, 1), (1, 1, 1), (4, 8, 0)])
 def test_the_same_or_a_smaller_request_returns_the_same_pointer(space, shape):
-    buffer = space.acquire("a layer", scratch(4, 8, 16))["mid_o"]
-    view = space.acquire("another layer", scratch(*shape))["mid_o"]
+    buffer = space.acquire(scratch(4, 8, 16))["mid_o"]
+    view = space.acquire(scratch(*shape))["mid_o"]
     assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     assert view.storage_offset() == 0
 
@@ -117,7 +113,7 @@ def test_the_same_or_a_smaller_request_returns_the_same_pointer(space, shape):
 def test_it_only_grows(space):
     sizes = []
     for shape in [(2, 2), (8, 8), (1, 1), (4, 4), (8, 9), (2, 2)]:
-        space.acquire("a layer", scratch(*shape))
+        space.acquire(scratch(*shape))
         sizes.append(space.nbytes)
     assert sizes == sorted(sizes) == [16, 256, 256, 256, 288, 288]
 
@@ -125,12 +121,12 @@ def test_it_only_grows(space):
 def test_two_alternating_shapes_do_not_reallocate(space, allocations):
     """(many heads, small batch) and (few heads, large batch) take the bytes of the larger one, not of a product."""
     many_heads, large_batch = scratch(1, 64, 32), scratch(32, 4, 32)
-    space.acquire("a layer", many_heads)
-    space.acquire("a layer", large_batch)
+    space.acquire(many_heads)
+    space.acquire(large_batch)
     assert space.nbytes == 32 * 4 * 32 * 4
     made, addresses = len(allocations), set()
     for requests in [many_heads, large_batch] * 5:
-        addresses.add(space.acquire("a layer", requests)["mid_o"].data_ptr())
+        addresses.add(space.acquire(requests)["mid_o"].data_ptr())
     assert len(allocations) == made and len(addresses) == 1
 
 
@@ -138,21 +134,21 @@ def test_a_long_sequence_after_a_large_batch_takes_no_more_than_it_needs():
     """Nothing is allocated here: 64 sequences of 4k tokens, then one of 256k, are half a GiB each."""
     meta = Workspace(torch.device("meta"))
     for shape in [(64, 8, 4096, 128), (1, 8, 262144, 128)]:
-        meta.acquire("continuation prefill", {"continuation keys": Scratch(shape, torch.bfloat16)})
+        meta.acquire({"continuation keys": Scratch(shape, torch.bfloat16)})
         assert meta.nbytes == 2**29
 
 
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.int32, torch.float64])
 def test_a_change_of_dtype_or_rank_keeps_the_bytes(space, allocations, other):
-    space.acquire("a layer", scratch(64, 64))
+    space.acquire(scratch(64, 64))
     for shape in [(2, 2), (3, 5, 7), (11,)]:
-        view = space.acquire("a layer", scratch(*shape, dtype=other))["mid_o"]
+        view = space.acquire(scratch(*shape, dtype=other))["mid_o"]
         assert (view.dtype, view.shape) == (other, shape)
     assert len(allocations) == 1 and space.nbytes == 64 * 64 * 4
 
 
 def test_growing_frees_the_old_buffer_before_it_makes_the_new_one(space, monkeypatch):
-    space.acquire("a layer", scratch(64))
+    space.acquire(scratch(64))
     old = weakref.ref(space._buffers["mid_o"].data)
     held_during = []
     empty = torch.empty
@@ -162,67 +158,8 @@ def test_growing_frees_the_old_buffer_before_it_makes_the_new_one(space, monkeyp
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(workspace.torch, "empty", spy)
-    space.acquire("a layer", scratch(128))
+    space.acquire(scratch(128))
     assert held_during == [(0, None)]
-
-
-# Lock
-
-
-@pytest.mark.parametrize("action", ["acquire", "reserve"])
-def test_growth_after_the_lock_is_refused_naming_the_caller(space, action):
-    space.reserve("a layer", scratch(4, 8))
-    address = space.acquire("a layer", scratch(4, 8))["mid_o"].data_ptr()
-    space.lock()
-    with pytest.raises(RuntimeError) as error:
-        getattr(space, action)("continuation prefill", scratch(5, 8))
-    message = str(error.value)
-    assert message.startswith("continuation prefill needs scratch 'mid_o' of [5, 8] torch.float32")
-    assert "[4, 8]" in message and "cpu" in message and "lock" in message
-    # and it is as usable as before
-    assert space.acquire("a layer", scratch(4, 8))["mid_o"].data_ptr() == address
-    assert space.acquire("a layer", scratch(2, 3))["mid_o"].data_ptr() == address
-    assert space.nbytes == 4 * 8 * 4
-
-
-def test_a_refused_request_does_not_raise_the_limits(space):
-    """Else smaller requests that fitted before would be refused after it."""
-    space.reserve("a layer", scratch(4, 8))
-    space.lock()
-    with pytest.raises(RuntimeError):
-        space.acquire("a layer", scratch(400, 1))
-    assert space.acquire("a layer", scratch(3, 8))["mid_o"].shape == (3, 8)
-
-
-def test_a_name_nobody_reserved_is_refused_after_the_lock(space):
-    space.lock()
-    with pytest.raises(RuntimeError, match="decode needs scratch 'mid_o'.*locked with nothing"):
-        space.acquire("decode", scratch(1))
-    assert space.nbytes == 0
-
-
-def test_a_wider_dtype_is_refused_after_the_lock(space):
-    space.reserve("a layer", scratch(4, 8))
-    space.lock()
-    with pytest.raises(RuntimeError, match="float64.*locked"):
-        space.acquire("decode", scratch(4, 8, dtype=torch.float64))
-    assert space.acquire("a layer", scratch(4, 8))["mid_o"].dtype == torch.float32
-
-
-def test_a_locked_request_that_fits_the_bytes_held_is_served_in_place(space):
-    """Nothing has to grow for it, whatever shape was reserved."""
-    address = space.acquire("a layer", scratch(8, 2))["mid_o"].data_ptr()
-    space.lock()
-    assert space.acquire("another layer", scratch(2, 8))["mid_o"].data_ptr() == address
-    assert space.acquire("another layer", scratch(2, 2, 4))["mid_o"].data_ptr() == address
-    assert space.acquire("a layer", scratch(8, 2))["mid_o"].data_ptr() == address
-
-
-def test_unlocking_allows_growth_again(space):
-    space.reserve("a layer", scratch(4))
-    space.lock()
-    space.unlock()
-    assert space.acquire("a layer", scratch(9))["mid_o"].shape == (9,)
 
 
 # No workspace, devices, streams, threads
@@ -255,7 +192,7 @@ def test_there_is_one_workspace_per_device():
     assert current_workspace(CPU) is current_workspace(torch.device("cpu"))
     meta = current_workspace(torch.device("meta"))
     assert meta is not current_workspace(CPU)
-    assert meta.acquire("a layer", scratch(4))["mid_o"].device.type == "meta"
+    assert meta.acquire(scratch(4))["mid_o"].device.type == "meta"
 
 
 def test_streams_of_one_device_have_workspaces_of_their_own(monkeypatch):
@@ -267,8 +204,6 @@ def test_streams_of_one_device_have_workspaces_of_their_own(monkeypatch):
     assert spaces[0] is spaces[2] and spaces[1] is spaces[3]
     assert spaces[0] is not spaces[1]
     assert current_workspace(torch.device("cuda", 1)) is not spaces[1]
-    spaces[0].lock()
-    assert not spaces[1].locked
 
 
 def test_threads_never_share_scratch():
@@ -277,7 +212,7 @@ def test_threads_never_share_scratch():
 
     def work(value: int) -> None:
         for _ in range(20):
-            view = current_workspace(CPU).acquire("a layer", scratch(256))["mid_o"]
+            view = current_workspace(CPU).acquire(scratch(256))["mid_o"]
             barrier.wait()
             view.fill_(value)
             barrier.wait()
@@ -297,7 +232,7 @@ def test_threads_never_share_scratch():
 
 def test_a_finished_threads_scratch_is_released():
     def work() -> None:
-        current_workspace(CPU).acquire("a layer", scratch(1024))
+        current_workspace(CPU).acquire(scratch(1024))
         held.append(workspace_bytes())
 
     held: list[int] = []
@@ -309,8 +244,8 @@ def test_a_finished_threads_scratch_is_released():
 
 
 def test_held_bytes_are_those_of_all_workspaces_and_are_gone_after_release():
-    current_workspace(CPU).reserve("a layer", {"a": Scratch((4,), torch.float32), "b": Scratch((3,), torch.float16)})
-    current_workspace(torch.device("meta")).reserve("a layer", scratch(2))
+    current_workspace(CPU).acquire({"a": Scratch((4,), torch.float32), "b": Scratch((3,), torch.float16)})
+    current_workspace(torch.device("meta")).acquire(scratch(2))
     assert current_workspace(CPU).nbytes == 22
     assert workspace_bytes() == 30
     release_workspaces()
@@ -323,7 +258,7 @@ def test_bytes_are_counted_while_other_threads_make_workspaces():
 
     def churn() -> None:
         while not stop.is_set():
-            current_workspace(CPU).reserve("a layer", scratch(4))
+            current_workspace(CPU).acquire(scratch(4))
             release_workspaces()
 
     def count() -> None:

@@ -54,7 +54,7 @@ def buffered_attend(
     shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
     requests = {name: Scratch(shape, view.sinks[0].dtype) for name, shape in shapes}
     workspace = current_workspace(query.device)
-    keys, values = workspace.acquire("continuation prefill", requests).values()
+    keys, values = workspace.acquire(requests).values()
     _write_dense(view, keys, values)
     return buffered_attention.attend_buffer(query, keys, values, mask, scaling=scaling, causal=causal)
 

@@ -142,7 +142,7 @@ def _products(states: torch.Tensor) -> torch.dtype:
 
 
 def _scratch(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return current_workspace(device).acquire("tiled attention", {name: Scratch(shape, dtype)})[name]
+    return current_workspace(device).acquire({name: Scratch(shape, dtype)})[name]
 
 
 def _fresh(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Scratch memory shared by all layers of all models: reserve, lock, acquire.
+"""Scratch memory shared by all layers of all models.
 
 There is one `Workspace` per device, stream and thread: work queued on one stream by one thread runs in order, so a
 buffer is free again when the next call gets it, and nothing else ever sees it. A workspace holds one flat buffer of
@@ -6,15 +6,14 @@ bytes per name. The buffer grows to the most bytes a request needs and never shr
 (few heads, large batch) alternate without reallocating. `acquire` returns views, valid until the next `acquire` of the
 same name.
 
-A loop that captures CUDA graphs of its own calls `reserve` with its largest requests, then `lock`: addresses stay from
-then on. Graphs of `torch.compile` do not take scratch from here. Such a graph is captured on a stream of its own and
-may be replayed on any, where no order protects a buffer that other calls share; it uses memory of its own pool instead
-(`allocator` without a workspace).
+Captured graphs take no scratch from here, neither those of `torch.compile` nor those of continuous batching: they are
+captured on a stream of their own and may be replayed on any, where no order protects a buffer that other calls share.
+They use memory of their own pool instead (`allocator` without a workspace).
 
 A stream is known by its handle. Whoever destroys a stream waits for its work first: CUDA may give the handle to a new
 stream, and that stream then gets the same workspace.
 
-(The lifecycle of vLLM's workspace manager, pull requests 40706, 40941 and 37805.)
+(After vLLM's workspace manager, pull requests 40706, 40941 and 37805.)
 """
 
 from __future__ import annotations
@@ -44,13 +43,9 @@ class Scratch:
         """Bytes it takes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {self.dtype}"
-
 
 @dataclass
 class _Buffer:
-    largest: Scratch
     data: torch.Tensor
     # What was asked for last, and its view: one layer after the other asks for the same.
     request: Scratch | None = None
@@ -66,69 +61,40 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.locked = False
         self._buffers: dict[str, _Buffer] = {}
 
-    def reserve(self, caller: str, requests: Mapping[str, Scratch]) -> None:
-        """Make room for `requests`, so that a later `acquire` of as many bytes or fewer allocates nothing.
+    def acquire(self, requests: Mapping[str, Scratch]) -> dict[str, torch.Tensor]:
+        """Contiguous views of the shared buffers, uninitialised, valid until the next `acquire` of the same names."""
+        return {name: self._view(name, request) for name, request in requests.items()}
 
-        Raises:
-            RuntimeError: The workspace is locked and too small; the message names `caller`.
-        """
-        for name, request in requests.items():
-            self._fit(caller, name, request)
+    def floats(self, name: str, size: int) -> torch.Tensor:
+        """`acquire` as kernels call it: `size` float32 elements."""
+        return self._view(name, _floats(size))
 
-    def acquire(self, caller: str, requests: Mapping[str, Scratch]) -> dict[str, torch.Tensor]:
-        """Contiguous views of the shared buffers, uninitialised, valid until the next `acquire` of the same names.
-
-        Raises:
-            RuntimeError: The workspace is locked and too small; the message names `caller`.
-        """
-        return {name: self._view(caller, name, request) for name, request in requests.items()}
-
-    def floats(self, caller: str, size: int) -> torch.Tensor:
-        """`acquire` as kernels call it: `size` float32 elements under the name of `caller`."""
-        return self._view(caller, caller, _floats(size))
-
-    def _view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
+    def _view(self, name: str, request: Scratch) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is not None and buffer.view is not None and (buffer.request is request or buffer.request == request):
             return buffer.view
         del buffer  # it may be freed to make a larger one
-        return self._new_view(caller, name, request)
+        return self._new_view(name, request)
 
     @outside_inference_mode
-    def _new_view(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
-        view = self._fit(caller, name, request)[: request.nbytes].view(request.dtype).view(request.shape)
+    def _new_view(self, name: str, request: Scratch) -> torch.Tensor:
+        view = self._fit(name, request)[: request.nbytes].view(request.dtype).view(request.shape)
         self._buffers[name].request, self._buffers[name].view = request, view
         return view
 
-    @outside_inference_mode
-    def _fit(self, caller: str, name: str, request: Scratch) -> torch.Tensor:
+    def _fit(self, name: str, request: Scratch) -> torch.Tensor:
         """The bytes of `name`, at least as many as `request` takes."""
         buffer = self._buffers.get(name)
         if buffer is not None and request.nbytes <= buffer.data.nbytes:
             return buffer.data
-        if self.locked:
-            held = "nothing" if buffer is None else str(buffer.largest)
-            raise RuntimeError(
-                f"{caller} needs scratch {name!r} of {request}, but the workspace on {self.device} is locked with "
-                f"{held}. Reserve the largest request before `lock()`, or call `unlock()`."
-            )
         # Free the old buffer first: peak is the larger of the two, not their sum.
         del buffer
         self._buffers.pop(name, None)
         data = torch.empty(request.nbytes, dtype=torch.uint8, device=self.device)
-        self._buffers[name] = _Buffer(request, data)
+        self._buffers[name] = _Buffer(data)
         return data
-
-    def lock(self) -> None:
-        """Refuse to grow from now on: addresses stay as they are."""
-        self.locked = True
-
-    def unlock(self) -> None:
-        """Allow growth again. Graphs captured under the lock must not be replayed after the workspace has grown."""
-        self.locked = False
 
     @property
     def nbytes(self) -> int:
@@ -141,11 +107,11 @@ def _floats(size: int) -> Scratch:
     return Scratch((size,), torch.float32)
 
 
-def allocator(workspace: Workspace | None, caller: str, device: torch.device) -> Callable[[int], torch.Tensor]:
-    """Scratch from `workspace`, or allocated for each call alone if that is `None`: kernels ask for a number of float32
-    elements when they know how many they need."""
+def allocator(workspace: Workspace | None, name: str, device: torch.device) -> Callable[[int], torch.Tensor]:
+    """Scratch from `workspace` under that name, or allocated for each call alone if there is none: kernels ask for a
+    number of float32 elements when they know how many they need."""
     if workspace is not None:
-        return partial(workspace.floats, caller)
+        return partial(workspace.floats, name)
     return lambda size: torch.empty(size, dtype=torch.float32, device=device)
 
 
