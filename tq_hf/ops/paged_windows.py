@@ -58,8 +58,8 @@ def windowed_step(
         return _attend_singles(query, key, value, windows, singles, attention)
     out = torch.zeros_like(query)
     if singles is not None:
-        part = singles.tokens
-        out[part] = _attend_singles(query[part], key[part], value[part], windows, singles, attention)
+        ones = singles.tokens
+        out[ones] = _attend_singles(query[ones], key[ones], value[ones], windows, singles, attention)
     for prompt in step.prompts:
         part = prompt.tokens
         out[part] = _attend_prompt(query[part], key[part], value[part], windows, prompt, attention)

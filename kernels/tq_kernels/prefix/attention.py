@@ -145,8 +145,7 @@ def prefix_attention(
             return
         token, queries, past = lengths(cu_q, cu_k, sequence, count)
         new_count, rows = queries, queries * groups
-        blocks, window_count = past // TOKENS, past % TOKENS
-        sink_count = sinks_of(past, SINKS)
+        blocks, window_count, sink_count = past // TOKENS, past % TOKENS, sinks_of(past, SINKS)
         pages = table + sequence.to(tl.int64) * width
         table = pages + (TOKENS // ROWS + (1 if SINKS else 0))
         query += token.to(tl.int64) * query_s
@@ -218,11 +217,8 @@ def prefix_attention(
             common = tl.sum(rotated * reference[None, :], 1)
             if not SOFTCAP:
                 # Kept in memory: for sm_80 there are no registers left.
-                tl.store(
-                    lse + (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * all_rows + r,
-                    common,
-                    mask=row_mask,
-                )
+                row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * all_rows + r
+                tl.store(lse + row, common, mask=row_mask)
             reference = tl.reshape(
                 parked(reference[None, :], operand_rows, tile_count, BLOCK_R, BLOCK_DK), reference.shape
             )
@@ -241,9 +237,8 @@ def prefix_attention(
             k_scale3, v_scale3 = unpack_scales(tl.load(scalars_of + 96))
             mean = 0.0
             if HAS_MEAN:
-                mean = (
-                    tl.load(key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0) - reference
-                )  # [BDK]
+                mean = tl.load(key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0)  # [BDK]
+                mean = mean - reference
             k0, k1 = key_tiles(
                 key_words + at * KEY_SIZE, k_scale0, k_scale1, k_scale2, k_scale3, mean,
                 DKP, BLOCK_DK, KEY_BITS, HAS_MEAN, ASM,
