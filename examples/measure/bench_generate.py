@@ -61,16 +61,17 @@ def variants(model: PreTrainedModel, batch: int, context: int) -> dict[str, tupl
 
 
 @torch.no_grad()
-def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int) -> None:
-    """Random keys and values for `context` tokens in every layer, like a prompt's."""
+def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int, ranks: int = 1) -> None:
+    """Random keys and values for `context` tokens in every layer, like a prompt's: on the layer's device, of as many
+    heads as one of `ranks` processes has."""
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for layer in range(config.num_hidden_layers):
-        shape = (batch, heads, context, dim)
-        keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+    shape = (batch, config.num_key_value_heads // ranks, context, dim)
+    for index, layer in enumerate(model.get_decoder().layers):
+        device = next(layer.parameters()).device
+        keys, values = (torch.randn(shape, dtype=model.dtype, device=device) for _ in range(2))
         # As a prefill's attention would: a compressed layer learns that its packed states are what is read.
-        redeem(*cache.update(keys, values, layer), model)
+        redeem(*cache.update(keys, values, index), model)
 
 
 def go_on(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: int, **options: Any) -> None:
