@@ -29,6 +29,7 @@ from .cache import TurboQuantCache
 from .late_flags import LateFlags
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
+from .layers.sliding import PreallocatedSlidingLayer
 from .saving.fingerprint import adapters
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ class _Step:
         key: What the graph is for; another model, batch or way to choose tokens makes another one.
         token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
         positions: Position ids `[..., B, 1]` of `token`, or `None` where the model counts itself.
-        masks: What the model is given, `[B, 1, 1, max_cache_len]` bool each.
-        column: `[1]` int64, the column of `token` in the masks.
+        masks: What the model is given, `[B, 1, 1, max_cache_len]` each, of sliding layers as wide as their window;
+            bool, or float and added to logits.
+        column: `[1]` int64, the place of `token` among the tokens cached: its column in the masks of full attention.
         constants: Further inputs that are the same at every step.
         history: `[B, length]` int64, prompt and answer.
         at: `[1]` int64, where the next token goes in `history`.
@@ -121,8 +123,8 @@ def graph_decoding(
         Tokens `[B, T + n]` int64, or what `return_dict_in_generate` asks for.
 
     Raises:
-        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention layers, or the call asks for
-            beams, an assistant, attentions or hidden states.
+        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, or the call
+            asks for beams, an assistant, attentions or hidden states.
     """
     caller = sys._getframe(1).f_locals
     if caller.get("streamer") is not None:
@@ -150,10 +152,13 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> Turb
             f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
             "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."
         )
-    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, FullAttentionLayer)}
+    known = (FullAttentionLayer, PreallocatedSlidingLayer)
+    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, known)}
+    if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
+        other.add("layers of attention within chunks")
     if other:
         raise ValueError(
-            f"`graph_decoding` takes models whose layers are all full attention; this cache also has "
+            f"`graph_decoding` takes models whose layers are full attention or sliding windows; this cache also has "
             f"{', '.join(sorted(other))}. Leave out `custom_generate`."
         )
     if model.config.is_encoder_decoder:
@@ -183,6 +188,8 @@ class _Loop:
     ) -> None:
         self.model, self.cache, self.prompt = model, cache, prompt
         self.layers: list[Any] = list(cache.layers)
+        self.windows = {layer.max_cache_len for layer in self.layers if isinstance(layer, PreallocatedSlidingLayer)}
+        self.held = int(cache.get_seq_length())
         self.processors, self.sample = logits_processor, config.do_sample
         self.selects_in_graph = all(type(processor) in READ_SCORES_ONLY for processor in logits_processor)
         self.ends = [c.eos_token_id.to(prompt.device) for c in stopping_criteria if type(c) is EosTokenCriteria]
@@ -236,7 +243,8 @@ class _Loop:
         else:
             step.graph.replay()
             for layer in self.layers:
-                layer.forget_host_count()
+                layer.count_replayed(self.held + 1)
+        self.held += 1
         if not self.selects_in_graph:
             assert step.logits is not None
             self._select(step, step.logits)
@@ -263,12 +271,20 @@ class _Loop:
         step.logits = self.forward(**inputs, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
         if step.positions is not None:
             step.positions.add_(1)
-        # Beyond the last column there is no room for a token either: what comes then is refused by the cache.
         step.column.add_(1)
         for mask in step.mask_tensors():
-            mask.index_fill_(3, step.column.clamp(max=mask.shape[3] - 1), True)
+            self._show_newest(mask, step.column)
         if self.selects_in_graph:
             self._choose(step, step.logits, step.history)
+
+    def _show_newest(self, mask: torch.Tensor, column: torch.Tensor) -> None:
+        """Let a mask `[B, 1, 1, columns]` show the token at `column` `[1]` as well. As in the cache, the oldest leaves a
+        window that is full. (Of full attention there is no room for the token then: the cache refuses it.)"""
+        last = mask.shape[3] - 1
+        if mask.shape[3] in self.windows:
+            columns = torch.arange(mask.shape[3], device=mask.device)
+            mask.copy_(mask.index_select(3, (columns + (column > last)).clamp_(max=last)))
+        mask.index_fill_(3, column.clamp(max=last), True if mask.dtype == torch.bool else 0)
 
     def _select(self, step: _Step, logits: torch.Tensor) -> None:
         self._choose(step, logits, step.history[:, : self.length])
@@ -312,13 +328,15 @@ class _Loop:
         unknown = [
             name for name, value in first.items() if isinstance(value, torch.Tensor) and "token_type" not in name
         ]
+        if any(mask.dim() != 4 for mask in _mask_tensors(masks)):
+            unknown.append("an attention mask of another shape than [batch, heads, queries, columns]")
         if unknown:
             raise ValueError(
                 f"{type(self.model).__name__} is given {', '.join(unknown)} at each step, which `graph_decoding` does "
                 "not know how to continue. Leave out `custom_generate`."
             )
-        room = int(self.cache.layers[0].get_max_length())
-        width = max(room + 1, 0 if self.max_length is None else self.max_length)
+        assert self.cache.preallocated_for is not None
+        width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
         step = _kept.get(self.cache)
         key = self._key(first, positions, masks, width)
         if step is None or step.key != key:
@@ -340,7 +358,7 @@ class _Loop:
                 step.positions.copy_(positions)
             for kept, now in zip(step.mask_tensors(), _mask_tensors(masks), strict=True):
                 kept.copy_(now)
-        step.column.copy_(torch.as_tensor(self.cache.get_seq_length()).reshape(1))
+        step.column.fill_(self.held)
         step.history[:, : self.length] = self.prompt
         step.at.fill_(self.length)
         step.unfinished.fill_(True)
@@ -371,7 +389,7 @@ def _held(layer: Any) -> list[torch.Tensor]:
     """Every tensor a layer holds."""
     if isinstance(layer, TurboQuantLayer):
         return [tensor for kind in layer.by_kind().values() for tensor in kind]
-    return [layer.keys, layer.values] if layer.is_initialized else []
+    return [layer.keys, layer.values, layer.cumulative_length] if layer.is_initialized else []
 
 
 def _mask_tensors(masks: Masks) -> list[torch.Tensor]:
