@@ -201,6 +201,7 @@ class _Loop:
         self.pad: torch.Tensor | None = pad.to(prompt.device) if has_end else None
         self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
         self.compiles = model._valid_auto_compile_criteria({"past_key_values": cache}, config)
+        self.captures = self.compiles and prompt.is_cuda
         self.forward = self._compiled(config) if self.compiles else model.__call__
         self.returns_dict = config.return_dict_in_generate
         self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
@@ -235,7 +236,7 @@ class _Loop:
 
     def _advance(self, step: _Step) -> None:
         """One token more a sequence."""
-        if step.graph is None and self.compiles and self.prompt.is_cuda and step.warm >= WARM_UP:
+        if step.graph is None and self.captures and step.warm >= WARM_UP:
             self._capture(step)
         if step.graph is None:
             self._run(step)
