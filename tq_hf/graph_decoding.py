@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +30,7 @@ from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
 from .layers.sliding import PreallocatedSlidingLayer
 from .saving.fingerprint import adapters
+from .step_tensors import Masks, StepTensors, map_masks, mask_tensors, show_newest
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -50,46 +50,6 @@ READ_SCORES_ONLY = (
 
 WARM_UP = 2
 """Steps that run before one is captured: kernels are compiled in the first, and memory has settled after the second."""
-
-Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
-
-
-@dataclass
-class _Step:
-    """The tensors of a step, which stay where they are from one step to the next, and the graph that works on them.
-
-    Args:
-        key: What the graph is for; another model, batch or way to choose tokens makes another one.
-        token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
-        positions: Position ids `[..., B, 1]` of `token`, or `None` where the model counts itself.
-        masks: What the model is given, `[B, 1, 1, max_cache_len]` each, of sliding layers as wide as their window;
-            bool, or float and added to logits.
-        column: `[1]` int64, the place of `token` among the tokens cached: its column in the masks of full attention.
-        constants: Further inputs that are the same at every step.
-        history: `[B, length]` int64, prompt and answer.
-        at: `[1]` int64, where the next token goes in `history`.
-        unfinished: `[B]` bool.
-        logits: `[B, vocabulary]` float32 of the last step.
-        scores: The same after the processors.
-    """
-
-    key: tuple[Any, ...]
-    token: torch.Tensor
-    positions: torch.Tensor | None
-    masks: Masks
-    column: torch.Tensor
-    constants: dict[str, Any]
-    history: torch.Tensor
-    at: torch.Tensor
-    unfinished: torch.Tensor
-    logits: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    graph: torch.cuda.CUDAGraph | None = None
-    warm: int = 0
-
-    def mask_tensors(self) -> list[torch.Tensor]:
-        """The masks as a list."""
-        return _mask_tensors(self.masks)
 
 
 def graph_decoding(
@@ -234,7 +194,7 @@ class _Loop:
         kept |= dict(sequences=tokens, past_key_values=self.cache)
         return GenerateDecoderOnlyOutput(**kept)
 
-    def _advance(self, step: _Step) -> None:
+    def _advance(self, step: StepTensors) -> None:
         """One token more a sequence."""
         if step.graph is None and self.captures and step.warm >= WARM_UP:
             self._capture(step)
@@ -250,7 +210,7 @@ class _Loop:
             assert step.logits is not None
             self._select(step, step.logits)
 
-    def _capture(self, step: _Step) -> None:
+    def _capture(self, step: StepTensors) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -262,7 +222,7 @@ class _Loop:
             ) from error
         step.graph = graph
 
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: StepTensors) -> None:
         """What the graph holds."""
         inputs = {**step.constants, "input_ids": step.token, "past_key_values": self.cache}
         if step.positions is not None:
@@ -273,25 +233,16 @@ class _Loop:
         if step.positions is not None:
             step.positions.add_(1)
         step.column.add_(1)
-        for mask in step.mask_tensors():
-            self._show_newest(mask, step.column)
+        for mask in mask_tensors(step.masks):
+            show_newest(mask, step.column, self.windows)
         if self.selects_in_graph:
             self._choose(step, step.logits, step.history)
 
-    def _show_newest(self, mask: torch.Tensor, column: torch.Tensor) -> None:
-        """Let a mask `[B, 1, 1, columns]` show the token at `column` `[1]` as well. As in the cache, the oldest leaves a
-        window that is full. (Of full attention there is no room for the token then: the cache refuses it.)"""
-        last = mask.shape[3] - 1
-        if mask.shape[3] in self.windows:
-            columns = torch.arange(mask.shape[3], device=mask.device)
-            mask.copy_(mask.index_select(3, (columns + (column > last)).clamp_(max=last)))
-        mask.index_fill_(3, column.clamp(max=last), True if mask.dtype == torch.bool else 0)
-
-    def _select(self, step: _Step, logits: torch.Tensor) -> None:
+    def _select(self, step: StepTensors, logits: torch.Tensor) -> None:
         self._choose(step, logits, step.history[:, : self.length])
         step.logits = logits
 
-    def _choose(self, step: _Step, logits: torch.Tensor, seen: torch.Tensor) -> None:
+    def _choose(self, step: StepTensors, logits: torch.Tensor, seen: torch.Tensor) -> None:
         """Choose the next tokens from logits `[B, vocabulary]` after tokens `seen` `[B, T]`, and write them."""
         step.scores = self.processors(seen, logits)
         if self.sample:
@@ -306,7 +257,7 @@ class _Loop:
         for end in self.ends:
             step.unfinished.logical_and_(~torch.isin(token, end))
 
-    def _ends(self, step: _Step) -> bool:
+    def _ends(self, step: StepTensors) -> bool:
         """Take in the step that has run. Whether all sequences are known to have ended."""
         self.length += 1
         for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
@@ -317,7 +268,7 @@ class _Loop:
             step.unfinished.logical_and_(~self.other_criteria(step.history[:, : self.length], scores))
         return self.flags.record(step.unfinished, step.token[:, 0])
 
-    def _step(self, inputs: dict[str, Any]) -> _Step:
+    def _step(self, inputs: dict[str, Any]) -> StepTensors:
         """The tensors of a step, set for the first one; those of the last call where they serve again."""
         batch, device = self.prompt.shape[0], self.prompt.device
         # The token is not chosen yet; only its place counts.
@@ -329,7 +280,7 @@ class _Loop:
         unknown = [
             name for name, value in first.items() if isinstance(value, torch.Tensor) and "token_type" not in name
         ]
-        if any(mask.dim() != 4 for mask in _mask_tensors(masks)):
+        if any(mask.dim() != 4 for mask in mask_tensors(masks)):
             unknown.append("an attention mask of another shape than [batch, heads, queries, columns]")
         if unknown:
             raise ValueError(
@@ -342,11 +293,11 @@ class _Loop:
         key = self._key(first, positions, masks, width)
         if step is None or step.key != key:
             _kept.pop(self.cache, None)
-            step = _Step(
+            step = StepTensors(
                 key=key,
                 token=self.prompt.new_zeros(batch, 1),
                 positions=None if positions is None else positions.clone(),
-                masks=_map_masks(torch.clone, masks),
+                masks=map_masks(torch.clone, masks),
                 column=torch.zeros(1, dtype=torch.int64, device=device),
                 constants=first,
                 history=self.prompt.new_zeros(batch, width),
@@ -357,7 +308,7 @@ class _Loop:
         else:
             if positions is not None and step.positions is not None:
                 step.positions.copy_(positions)
-            for kept, now in zip(step.mask_tensors(), _mask_tensors(masks), strict=True):
+            for kept, now in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
                 kept.copy_(now)
         step.column.fill_(self.held)
         step.history[:, : self.length] = self.prompt
@@ -371,7 +322,7 @@ class _Loop:
         """Whatever a captured step depends on: another key, another graph."""
         chooses = [(type(p).__name__, sorted((k, str(v)) for k, v in vars(p).items())) for p in self.processors]
         ends = [end.tolist() for end in self.ends]
-        shapes = [None if x is None else x.shape for x in (positions, *_mask_tensors(masks))]
+        shapes = [None if x is None else x.shape for x in (positions, *mask_tensors(masks))]
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += [tensor for layer in self.cache.layers for tensor in _held(layer)]
         return (
@@ -393,16 +344,5 @@ def _held(layer: Any) -> list[torch.Tensor]:
     return [layer.keys, layer.values, layer.cumulative_length] if layer.is_initialized else []
 
 
-def _mask_tensors(masks: Masks) -> list[torch.Tensor]:
-    every = masks.values() if isinstance(masks, dict) else [masks]
-    return [mask for mask in every if mask is not None]
-
-
-def _map_masks(function: Callable[[torch.Tensor], torch.Tensor], masks: Masks) -> Masks:
-    if isinstance(masks, dict):
-        return {name: None if mask is None else function(mask) for name, mask in masks.items()}
-    return None if masks is None else function(masks)
-
-
-_kept: WeakKeyDictionary[TurboQuantCache, _Step] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[TurboQuantCache, StepTensors] = WeakKeyDictionary()
 """The step of each cache's last call. It holds tensors and a graph, not the cache, and goes with it."""
