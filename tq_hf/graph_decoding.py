@@ -8,7 +8,8 @@ it. The step that ran too many is taken back.
 `generate()` prepares everything as for its own loop (prompt, masks, processors, stopping criteria, the cache) and hands
 it over, so left-padded batches, later turns, chunked prefill and `return_dict_in_generate` are as they were. Processors
 that read only scores run inside the graph; all others, and stopping criteria other than the end-of-sequence token and
-the length, run after each replay. Without a GPU, or with `disable_compile`, the same loop runs step by step.
+the length, run after each replay. Sliding windows fill and slide by counts on the device. Without a GPU, or with
+`disable_compile`, the same loop runs step by step.
 """
 
 from __future__ import annotations
