@@ -52,6 +52,47 @@ def dense_sums(x, v):
 
 
 @triton.jit
+def dense_rows_of(
+    low,
+    sink_count,
+    window_count,
+    window_start,
+    window_capacity,
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """Pointers [32] to the keys and values of dense tokens `low` to `low + 32`, counting sinks, then window; the tokens
+    [32], and which of them are there. The others' pointers are to the last one."""
+    t = low + tl.arange(0, DENSE_TOKENS)
+    count = sink_count + window_count
+    near = tl.minimum(t, count - 1)
+    row = window_start + near - sink_count  # the window is a ring
+    row = tl.where(row >= window_capacity, row - window_capacity, row)
+    k_row = tl.where(near < sink_count, sink_keys + near * DK, window_keys + row * DK)
+    v_row = tl.where(near < sink_count, sink_values + near * DV, window_values + row * DV)
+    return k_row, v_row, t, t < count
+
+
+@triton.jit
+def prefetch_rows(row, DIM: tl.constexpr):
+    """Start to move rows of DIM elements, to which `row` [32] points, to the L2 cache."""
+    LINE_ELEMENTS: tl.constexpr = 1024 // row.dtype.element_ty.primitive_bitwidth
+    for line in tl.static_range((DIM + LINE_ELEMENTS - 1) // LINE_ELEMENTS):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [row + line * LINE_ELEMENTS],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def dense_job(
     low,
     sink_count,
@@ -82,19 +123,16 @@ def dense_job(
 ):
     """Attention over dense tokens `low` to `low + 32`, counting sinks, then window: (sum [BDM, BR], total [BR],
     maximum [BR])."""
-    t = low + tl.arange(0, DENSE_TOKENS)
-    inside = t < sink_count + window_count
-    sink = t < sink_count
-    row = window_start + t - sink_count  # the window is a ring
-    row = tl.where(row >= window_capacity, row - window_capacity, row)
-    k_row = tl.where(sink, sink_keys + t * DK, window_keys + row * DK)  # [32] pointers
-    v_row = tl.where(sink, sink_values + t * DV, window_values + row * DV)
+    k_row, v_row, t, inside = dense_rows_of(
+        low, sink_count, window_count, window_start, window_capacity, sink_keys, sink_values, window_keys,
+        window_values, DK, DV,
+    )  # fmt: skip
     x, v = dense_logits(k_row, v_row, inside, q, factor, cap_log2, DK, DV, BLOCK_DK, BLOCK_DM, SOFTCAP)
     allowed = inside[:, None] & (r < rows)[None, :]
     if CAUSAL:
         allowed = allowed & ((t - sink_count)[:, None] <= (window_count - queries + r % queries)[None, :])
     if MASK:
-        position = tl.where(sink, t, t + packed_count)
+        position = tl.where(t < sink_count, t, t + packed_count)
         allowed = allowed & allowed_tile(mask, position, mask_offset, mask_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
     return dense_sums(x, v)

@@ -14,42 +14,41 @@ from .schedule import balance, dense_jobs, owner
 
 
 @triton.jit
-def _merge_row(
+def _slots_of_row(
     lse,
     partial,
     first,
+    start,
     last,
     stride,
     row,
-    out,
-    total,
-    maximum,
     column,
     DIM: tl.constexpr,
     DM: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Take in slots `first` to `last` of one row: weighted sum of their channels `column` [BC], sum of weights and
+    """Logarithms [BS] and channels `column` [BC] of the partial results, [BS, BC], of one row: those of slots `first +
+    start` on, before `last`."""
+    i = start + tl.arange(0, BLOCK_S)
+    inside = i < last - first
+    logs = tl.load(lse + (first + i) * stride + row, mask=inside, other=-float("inf"))
+    part = tl.load(
+        partial + (first * stride + row).to(tl.int64) * DM + i[:, None] * (stride * DM) + column[None, :],
+        mask=inside[:, None] & (column < DIM)[None, :],
+        other=0.0,
+    )
+    return logs, part
+
+
+@triton.jit
+def _take_in(logs, part, out, total, maximum):
+    """Add partial results `part` [BS, BC] with logarithms [BS] to a weighted sum [BC], the sum of weights, and the
     maximum so far."""
-    partial += (first * stride + row).to(tl.int64) * DM
-    for start in tl.range(0, last - first, BLOCK_S):
-        i = start + tl.arange(0, BLOCK_S)
-        inside = i < last - first
-        # Both loads at once: the time of this kernel is that of its longest chain of loads.
-        logs = tl.load(lse + (first + i) * stride + row, mask=inside, other=-float("inf"))  # [BS]
-        part = tl.load(
-            partial + i[:, None] * (stride * DM) + column[None, :],
-            mask=inside[:, None] & (column < DIM)[None, :],
-            other=0.0,
-        )  # [BS, BC]
-        new_maximum = tl.maximum(maximum, tl.max(logs, 0))
-        shift = finite(new_maximum)
-        decay = tl.exp2(maximum - shift)
-        weight = tl.exp2(logs - shift)  # [BS]
-        out = out * decay + tl.sum(part * weight[:, None], 0)
-        total = total * decay + tl.sum(weight, 0)
-        maximum = new_maximum
-    return out, total, maximum
+    new_maximum = tl.maximum(maximum, tl.max(logs, 0))
+    shift = finite(new_maximum)
+    decay = tl.exp2(maximum - shift)
+    weight = tl.exp2(logs - shift)  # [BS]
+    return out * decay + tl.sum(part * weight[:, None], 0), total * decay + tl.sum(weight, 0), new_maximum
 
 
 @triton.jit
@@ -123,13 +122,21 @@ def merge_stream(
         out_d = tl.zeros([BLOCK_D], tl.float32)
         out_c = tl.zeros([BLOCK_C], tl.float32)
         largest = tl.max(maximum, 0)
-        out_d, weights, largest = _merge_row(
-            lse, partial, first, last, tile_rows, row, out_d, tl.sum(total, 0), largest, d, DVP, DM, BLOCK_S
+        weights = tl.sum(total, 0)
+        # All first loads at once: the time of this kernel is that of its longest chain of loads.
+        dense_logs, dense_part = _slots_of_row(
+            lse, partial, dense_first, 0, dense_last, tile_rows, row, c, DV, DM, BLOCK_DENSE
         )
+        for start in tl.range(0, last - first, BLOCK_S):
+            logs, part = _slots_of_row(lse, partial, first, start, last, tile_rows, row, d, DVP, DM, BLOCK_S)
+            out_d, weights, largest = _take_in(logs, part, out_d, weights, largest)
         before = largest + tl.zeros([1], tl.float32)
-        out_c, weights, largest = _merge_row(
-            lse, partial, dense_first, dense_last, tile_rows, row, out_c, weights, largest, c, DV, DM, BLOCK_DENSE
-        )
+        out_c, weights, largest = _take_in(dense_logs, dense_part, out_c, weights, largest)
+        for start in tl.range(BLOCK_DENSE, dense_last - dense_first, BLOCK_DENSE):
+            logs, part = _slots_of_row(
+                lse, partial, dense_first, start, dense_last, tile_rows, row, c, DV, DM, BLOCK_DENSE
+            )
+            out_c, weights, largest = _take_in(logs, part, out_c, weights, largest)
         rotated = out_d[None, :]  # [1, BD]
         plain = out_c[None, :]  # [1, BC]
         total = weights + tl.zeros([1], tl.float32)

@@ -22,7 +22,7 @@ from triton.language.extra import cuda
 
 from ..common.softmax import log2_sum
 from ..format import TOKENS
-from .dense import dense_job
+from .dense import dense_job, dense_rows_of, prefetch_rows
 from .rotate import LINE
 from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
 from .share import attend_share
@@ -113,21 +113,33 @@ def decode_split(
     start = share_start(worker, workers, work, extra, cost)
     end = share_start(worker + 1, workers, work, extra, cost)
     per_stream = tl.maximum(blocks, 1)
+    jobs = dense_jobs(sink_count + window_count)
+    window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
     if ASM:
-        # The share's first block is on its way while queries and dense tokens are read.
+        # The first dense rows and the share's first block are on their way while queries are made.
+        if worker < jobs * streams:
+            first_head = worker // jobs // row_tiles
+            sink_at = (first_head // kv_heads).to(tl.int64) * sink_b + first_head % kv_heads * sink_h
+            window_at = (first_head // kv_heads).to(tl.int64) * window_b + first_head % kv_heads * window_h
+            k_row, v_row, _, _ = dense_rows_of(
+                worker % jobs * DENSE_TOKENS, sink_count, window_count, window_start, window_capacity,
+                sink_keys + sink_at * DK, sink_values + sink_at * DV, window_keys + window_at * DK,
+                window_values + window_at * DV, DK, DV,
+            )  # fmt: skip
+            prefetch_rows(k_row, DK)
+            prefetch_rows(v_row, DV)
         first_head = start // per_stream // row_tiles
         first_block = (
             (first_head // kv_heads).to(tl.int64) * blocks_b
             + (first_head % kv_heads).to(tl.int64) * blocks_h
             + start % per_stream
         )
+        prefetch(scalars + first_block * TOKENS, TOKENS // 32, start < end)
         prefetch(key_words + first_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
         prefetch(value_words + first_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
     if PDL:
         cuda.gdc_wait()
 
-    jobs = dense_jobs(sink_count + window_count)
-    window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
     # Unpipelined: its buffers would cost the packed part occupancy.
     for job in tl.range(worker, jobs * streams, workers, num_stages=1):
         stream = job // jobs
