@@ -17,7 +17,8 @@ from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantise_config, encode_config
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS
 from tq_kernels.decode.append import rotate_and_append
-from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate, rotate_columns
+from tq_kernels.decode.appender import rotate_columns
+from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.format import padded_dim
