@@ -82,6 +82,25 @@ def append_row(
     write_counts(counts, store)
 
 
+@torch.library.custom_op("tq_hf::tokens_held", mutates_args=())
+def _tokens_held(length: torch.Tensor) -> torch.Tensor:
+    return length.clone()
+
+
+@_tokens_held.register_fake
+def _tokens_held_shape(length: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(length)
+
+
+def tokens_held(counts: DeviceCounts) -> torch.Tensor:
+    """Tokens held, `[]` int64 on the device; of a compiled step a copy.
+
+    Inductor computes what a graph takes from a tensor (positions, say) where it is used. That may be after an operator
+    has written to the tensor, unless another operator read it before.
+    """
+    return _tokens_held(counts.length) if torch.compiler.is_compiling() else counts.length
+
+
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))
 def _append_token(
     keys: torch.Tensor,

@@ -94,7 +94,7 @@ class PreallocatedStore(LayerStore):
     def length(self) -> torch.Tensor:
         """Tokens held, `[]` int64 on the device."""
         self.encode_prompt()
-        return self.counts.length
+        return graph_ops.tokens_held(self.counts)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:
         """See `LayerStore.append`. One token waits for attention, which appends it without lengths on the host, so that
