@@ -12,7 +12,7 @@ ROOMS = {
     "tq_hf": [
         ["tools"],
         ["batching", "graph_decoding"],
-        ["cache", "late_flags"],
+        ["cache", "late_flags", "step_tensors"],
         ["auto"],
         ["saving"],
         ["balance", "memory", "attention"],

@@ -8,14 +8,14 @@ it. The step that ran too many is taken back.
 `generate()` prepares everything as for its own loop (prompt, masks, processors, stopping criteria, the cache) and hands
 it over, so left-padded batches, later turns, chunked prefill and `return_dict_in_generate` are as they were. Processors
 that read only scores run inside the graph; all others, and stopping criteria other than the end-of-sequence token and
-the length, run after each replay. Without a GPU, or with `disable_compile`, the same loop runs step by step.
+the length, run after each replay. Sliding windows fill and slide by counts on the device. Without a GPU, or with
+`disable_compile`, the same loop runs step by step.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,9 @@ from .cache import TurboQuantCache
 from .late_flags import LateFlags
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
+from .layers.sliding import PreallocatedSlidingLayer
 from .saving.fingerprint import adapters
+from .step_tensors import Masks, StepTensors, map_masks, mask_tensors, show_newest
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -49,45 +51,6 @@ READ_SCORES_ONLY = (
 
 WARM_UP = 2
 """Steps that run before one is captured: kernels are compiled in the first, and memory has settled after the second."""
-
-Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
-
-
-@dataclass
-class _Step:
-    """The tensors of a step, which stay where they are from one step to the next, and the graph that works on them.
-
-    Args:
-        key: What the graph is for; another model, batch or way to choose tokens makes another one.
-        token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
-        positions: Position ids `[..., B, 1]` of `token`, or `None` where the model counts itself.
-        masks: What the model is given, `[B, 1, 1, max_cache_len]` bool each.
-        column: `[1]` int64, the column of `token` in the masks.
-        constants: Further inputs that are the same at every step.
-        history: `[B, length]` int64, prompt and answer.
-        at: `[1]` int64, where the next token goes in `history`.
-        unfinished: `[B]` bool.
-        logits: `[B, vocabulary]` float32 of the last step.
-        scores: The same after the processors.
-    """
-
-    key: tuple[Any, ...]
-    token: torch.Tensor
-    positions: torch.Tensor | None
-    masks: Masks
-    column: torch.Tensor
-    constants: dict[str, Any]
-    history: torch.Tensor
-    at: torch.Tensor
-    unfinished: torch.Tensor
-    logits: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    graph: torch.cuda.CUDAGraph | None = None
-    warm: int = 0
-
-    def mask_tensors(self) -> list[torch.Tensor]:
-        """The masks as a list."""
-        return _mask_tensors(self.masks)
 
 
 def graph_decoding(
@@ -121,8 +84,8 @@ def graph_decoding(
         Tokens `[B, T + n]` int64, or what `return_dict_in_generate` asks for.
 
     Raises:
-        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention layers, or the call asks for
-            beams, an assistant, attentions or hidden states.
+        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, or the call
+            asks for beams, an assistant, attentions or hidden states.
     """
     caller = sys._getframe(1).f_locals
     if caller.get("streamer") is not None:
@@ -150,10 +113,13 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> Turb
             f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
             "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."
         )
-    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, FullAttentionLayer)}
+    known = (FullAttentionLayer, PreallocatedSlidingLayer)
+    other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, known)}
+    if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) is not None:
+        other.add("layers of attention within chunks")
     if other:
         raise ValueError(
-            f"`graph_decoding` takes models whose layers are all full attention; this cache also has "
+            f"`graph_decoding` takes models whose layers are full attention or sliding windows; this cache also has "
             f"{', '.join(sorted(other))}. Leave out `custom_generate`."
         )
     if model.config.is_encoder_decoder:
@@ -183,6 +149,8 @@ class _Loop:
     ) -> None:
         self.model, self.cache, self.prompt = model, cache, prompt
         self.layers: list[Any] = list(cache.layers)
+        self.windows = {layer.max_cache_len for layer in self.layers if isinstance(layer, PreallocatedSlidingLayer)}
+        self.held = int(cache.get_seq_length())
         self.processors, self.sample = logits_processor, config.do_sample
         self.selects_in_graph = all(type(processor) in READ_SCORES_ONLY for processor in logits_processor)
         self.ends = [c.eos_token_id.to(prompt.device) for c in stopping_criteria if type(c) is EosTokenCriteria]
@@ -194,6 +162,7 @@ class _Loop:
         self.pad: torch.Tensor | None = pad.to(prompt.device) if has_end else None
         self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
         self.compiles = model._valid_auto_compile_criteria({"past_key_values": cache}, config)
+        self.captures = self.compiles and prompt.is_cuda
         self.forward = self._compiled(config) if self.compiles else model.__call__
         self.returns_dict = config.return_dict_in_generate
         self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
@@ -226,9 +195,9 @@ class _Loop:
         kept |= dict(sequences=tokens, past_key_values=self.cache)
         return GenerateDecoderOnlyOutput(**kept)
 
-    def _advance(self, step: _Step) -> None:
+    def _advance(self, step: StepTensors) -> None:
         """One token more a sequence."""
-        if step.graph is None and self.compiles and self.prompt.is_cuda and step.warm >= WARM_UP:
+        if step.graph is None and self.captures and step.warm >= WARM_UP:
             self._capture(step)
         if step.graph is None:
             self._run(step)
@@ -236,12 +205,13 @@ class _Loop:
         else:
             step.graph.replay()
             for layer in self.layers:
-                layer.forget_host_count()
+                layer.count_replayed(self.held + 1)
+        self.held += 1
         if not self.selects_in_graph:
             assert step.logits is not None
             self._select(step, step.logits)
 
-    def _capture(self, step: _Step) -> None:
+    def _capture(self, step: StepTensors) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -253,7 +223,7 @@ class _Loop:
             ) from error
         step.graph = graph
 
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: StepTensors) -> None:
         """What the graph holds."""
         inputs = {**step.constants, "input_ids": step.token, "past_key_values": self.cache}
         if step.positions is not None:
@@ -263,18 +233,17 @@ class _Loop:
         step.logits = self.forward(**inputs, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
         if step.positions is not None:
             step.positions.add_(1)
-        # Beyond the last column there is no room for a token either: what comes then is refused by the cache.
         step.column.add_(1)
-        for mask in step.mask_tensors():
-            mask.index_fill_(3, step.column.clamp(max=mask.shape[3] - 1), True)
+        for mask in mask_tensors(step.masks):
+            show_newest(mask, step.column, self.windows)
         if self.selects_in_graph:
             self._choose(step, step.logits, step.history)
 
-    def _select(self, step: _Step, logits: torch.Tensor) -> None:
+    def _select(self, step: StepTensors, logits: torch.Tensor) -> None:
         self._choose(step, logits, step.history[:, : self.length])
         step.logits = logits
 
-    def _choose(self, step: _Step, logits: torch.Tensor, seen: torch.Tensor) -> None:
+    def _choose(self, step: StepTensors, logits: torch.Tensor, seen: torch.Tensor) -> None:
         """Choose the next tokens from logits `[B, vocabulary]` after tokens `seen` `[B, T]`, and write them."""
         step.scores = self.processors(seen, logits)
         if self.sample:
@@ -289,7 +258,7 @@ class _Loop:
         for end in self.ends:
             step.unfinished.logical_and_(~torch.isin(token, end))
 
-    def _ends(self, step: _Step) -> bool:
+    def _ends(self, step: StepTensors) -> bool:
         """Take in the step that has run. Whether all sequences are known to have ended."""
         self.length += 1
         for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
@@ -300,7 +269,7 @@ class _Loop:
             step.unfinished.logical_and_(~self.other_criteria(step.history[:, : self.length], scores))
         return self.flags.record(step.unfinished, step.token[:, 0])
 
-    def _step(self, inputs: dict[str, Any]) -> _Step:
+    def _step(self, inputs: dict[str, Any]) -> StepTensors:
         """The tensors of a step, set for the first one; those of the last call where they serve again."""
         batch, device = self.prompt.shape[0], self.prompt.device
         # The token is not chosen yet; only its place counts.
@@ -312,22 +281,24 @@ class _Loop:
         unknown = [
             name for name, value in first.items() if isinstance(value, torch.Tensor) and "token_type" not in name
         ]
+        if any(mask.dim() != 4 for mask in mask_tensors(masks)):
+            unknown.append("an attention mask of another shape than [batch, heads, queries, columns]")
         if unknown:
             raise ValueError(
                 f"{type(self.model).__name__} is given {', '.join(unknown)} at each step, which `graph_decoding` does "
                 "not know how to continue. Leave out `custom_generate`."
             )
-        room = int(self.cache.layers[0].get_max_length())
-        width = max(room + 1, 0 if self.max_length is None else self.max_length)
+        assert self.cache.preallocated_for is not None
+        width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
         step = _kept.get(self.cache)
         key = self._key(first, positions, masks, width)
         if step is None or step.key != key:
             _kept.pop(self.cache, None)
-            step = _Step(
+            step = StepTensors(
                 key=key,
                 token=self.prompt.new_zeros(batch, 1),
                 positions=None if positions is None else positions.clone(),
-                masks=_map_masks(torch.clone, masks),
+                masks=map_masks(torch.clone, masks),
                 column=torch.zeros(1, dtype=torch.int64, device=device),
                 constants=first,
                 history=self.prompt.new_zeros(batch, width),
@@ -338,9 +309,9 @@ class _Loop:
         else:
             if positions is not None and step.positions is not None:
                 step.positions.copy_(positions)
-            for kept, now in zip(step.mask_tensors(), _mask_tensors(masks), strict=True):
+            for kept, now in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
                 kept.copy_(now)
-        step.column.copy_(torch.as_tensor(self.cache.get_seq_length()).reshape(1))
+        step.column.fill_(self.held)
         step.history[:, : self.length] = self.prompt
         step.at.fill_(self.length)
         step.unfinished.fill_(True)
@@ -352,7 +323,7 @@ class _Loop:
         """Whatever a captured step depends on: another key, another graph."""
         chooses = [(type(p).__name__, sorted((k, str(v)) for k, v in vars(p).items())) for p in self.processors]
         ends = [end.tolist() for end in self.ends]
-        shapes = [None if x is None else x.shape for x in (positions, *_mask_tensors(masks))]
+        shapes = [None if x is None else x.shape for x in (positions, *mask_tensors(masks))]
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += [tensor for layer in self.cache.layers for tensor in _held(layer)]
         return (
@@ -371,19 +342,8 @@ def _held(layer: Any) -> list[torch.Tensor]:
     """Every tensor a layer holds."""
     if isinstance(layer, TurboQuantLayer):
         return [tensor for kind in layer.by_kind().values() for tensor in kind]
-    return [layer.keys, layer.values] if layer.is_initialized else []
+    return [layer.keys, layer.values, layer.cumulative_length] if layer.is_initialized else []
 
 
-def _mask_tensors(masks: Masks) -> list[torch.Tensor]:
-    every = masks.values() if isinstance(masks, dict) else [masks]
-    return [mask for mask in every if mask is not None]
-
-
-def _map_masks(function: Callable[[torch.Tensor], torch.Tensor], masks: Masks) -> Masks:
-    if isinstance(masks, dict):
-        return {name: None if mask is None else function(mask) for name, mask in masks.items()}
-    return None if masks is None else function(masks)
-
-
-_kept: WeakKeyDictionary[TurboQuantCache, _Step] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[TurboQuantCache, StepTensors] = WeakKeyDictionary()
 """The step of each cache's last call. It holds tensors and a graph, not the cache, and goes with it."""

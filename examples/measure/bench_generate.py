@@ -3,6 +3,8 @@
 A cache is filled with random keys and values for `context` tokens (the time of a prefill would dwarf the rest), then
 `generate` continues from it, for two numbers of new tokens; the difference of the two times over the difference of the
 numbers is the time of a step. Every generation starts from a fresh fill of the same length.
+
+With `--host-work 2` the step that is one graph is also measured on a host that takes twice as long over each step.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from report import LLAMA_8B, provenance
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.late_flags import LateFlags
 from tq_hf.stores.ticket import redeem
 
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
@@ -35,49 +40,109 @@ def random_llama(device: torch.device, layers: int) -> PreTrainedModel:
     return model.eval()
 
 
-def variants(model: PreTrainedModel, batch: int, context: int) -> dict[str, tuple[str, Callable[[], Cache]]]:
-    """Name to attention implementation and cache constructor."""
-    config = model.config
+class Variant(NamedTuple):
+    """What is measured.
+
+    Args:
+        attention: The attention implementation.
+        make: Makes an empty cache.
+        one_graph: Whether a step is one graph.
+        padding: Tokens of padding on the left of the first sequence: of one, transformers makes a mask.
+        host_work: How many times its own work the host does a step.
+    """
+
+    attention: str
+    make: Callable[[], Cache]
+    one_graph: bool = False
+    padding: int = 0
+    host_work: float = 1.0
+
+
+def variants(model: PreTrainedModel, batch: int, context: int, host_work: float | None = None) -> dict[str, Variant]:
+    """All variants by name; the one of a slowed host only if `host_work` says how slow."""
+    config, room = model.config, context + ROOM
+
+    def ours(preset: str = "4bit_nc", room: int | None = room) -> Callable[[], Cache]:
+        return lambda: TurboQuantCache(config, preset, max_cache_len=room)
+
+    def dynamic() -> Cache:
+        return DynamicCache(config=config)
+
     chosen = {
-        "DynamicCache": ("sdpa", lambda: DynamicCache(config=config)),
-        "static, compiled": ("sdpa", lambda: StaticCache(config, max_cache_len=context + ROOM)),
-        "quantized fp8": ("sdpa", lambda: QuantizedCache(backend="fp8", config=config)),
-        "4bit_nc": ("turboquant", lambda: TurboQuantCache(config)),
-        "4bit_nc, compiled": ("turboquant", lambda: TurboQuantCache(config, max_cache_len=context + ROOM)),
-        ONE_GRAPH: ("turboquant", lambda: TurboQuantCache(config, max_cache_len=context + ROOM)),
+        "DynamicCache": Variant("sdpa", dynamic),
+        "DynamicCache, one pad token": Variant("sdpa", dynamic, padding=1),
     }
+    for version, available in ((2, is_flash_attn_2_available()), (3, is_flash_attn_3_available())):
+        if available:
+            chosen[f"DynamicCache, FlashAttention-{version}"] = Variant(f"flash_attention_{version}", dynamic)
+    chosen |= {
+        "static, compiled": Variant("sdpa", lambda: StaticCache(config, max_cache_len=room)),
+        "quantized fp8": Variant("sdpa", lambda: QuantizedCache(backend="fp8", config=config)),
+        "4bit_nc": Variant("turboquant", ours(room=None)),
+        "4bit_nc, compiled": Variant("turboquant", ours()),
+        ONE_GRAPH: Variant("turboquant", ours(), one_graph=True),
+    }
+    if host_work is not None:
+        name = f"{ONE_GRAPH}, host work × {host_work:g}"
+        chosen[name] = Variant("turboquant", ours(), one_graph=True, host_work=host_work)
     if batch > 1:  # where the bytes of the cache count
         for preset in ("k8v4", "3bit_nc"):
-            chosen[f"{preset}, compiled"] = (
-                "turboquant",
-                lambda preset=preset: TurboQuantCache(config, preset, max_cache_len=context + ROOM),
-            )
+            chosen[f"{preset}, compiled"] = Variant("turboquant", ours(preset))
     if (batch, context) == SHAPES[0]:  # the time of a step follows the tokens held, not the room
-        chosen["4bit_nc, compiled, room for 128k"] = (
-            "turboquant",
-            lambda: TurboQuantCache(config, max_cache_len=2**17),
-        )
+        chosen["4bit_nc, compiled, room for 128k"] = Variant("turboquant", ours(room=2**17))
     return chosen
 
 
+@contextmanager
+def slowed_host(factor: float) -> Iterator[None]:
+    """Let the host work `factor` times as long over each step of `graph_decoding`.
+
+    What it does of itself lies between two reads of the late flags, in which it waits for the GPU: it then spins for as
+    long as that took, `factor - 1` times.
+    """
+    read, last = LateFlags._read, 0.0
+
+    def slowed(flags: LateFlags, step: int) -> bool:
+        nonlocal last
+        now = time.perf_counter()
+        until = now + (factor - 1) * (now - last) if step else now
+        while time.perf_counter() < until:
+            pass
+        all_ended = read(flags, step)
+        last = time.perf_counter()
+        return all_ended
+
+    LateFlags._read = slowed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LateFlags._read = read  # type: ignore[method-assign]
+
+
 @torch.no_grad()
-def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int) -> None:
-    """Random keys and values for `context` tokens in every layer, like a prompt's."""
+def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int, ranks: int = 1) -> None:
+    """Random keys and values for `context` tokens in every layer, like a prompt's: on the layer's device, of as many
+    heads as one of `ranks` processes has."""
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for layer in range(config.num_hidden_layers):
-        shape = (batch, heads, context, dim)
-        keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+    shape = (batch, config.num_key_value_heads // ranks, context, dim)
+    for index, layer in enumerate(model.get_decoder().layers):
+        device = next(layer.parameters()).device
+        keys, values = (torch.randn(shape, dtype=model.dtype, device=device) for _ in range(2))
         # As a prefill's attention would: a compressed layer learns that its packed states are what is read.
-        redeem(*cache.update(keys, values, layer), model)
+        redeem(*cache.update(keys, values, index), model)
 
 
-def go_on(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: int, **options: Any) -> None:
-    """Exactly `new_tokens` greedy tokens after `ids` `[B, T]`, of which `cache` holds all but the last."""
+def go_on(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: int, padding: int = 0, **options: Any
+) -> None:
+    """Exactly `new_tokens` greedy tokens after `ids` `[B, T]`, of which `cache` holds all but the last, and the first
+    `padding` of the first sequence are padding."""
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
     model.generate(
         ids,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=mask,
         past_key_values=cache,
         do_sample=False,
         min_new_tokens=new_tokens,
@@ -86,27 +151,27 @@ def go_on(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: i
     )
 
 
-def measure(
-    model: PreTrainedModel, attention: str, make: Callable[[], Cache], batch: int, context: int, **options: Any
-) -> dict[str, Any]:
+def measure(model: PreTrainedModel, variant: Variant, batch: int, context: int) -> dict[str, Any]:
     """Milliseconds a step, and peak bytes beyond weights while decoding."""
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation(variant.attention)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(3, vocabulary, (batch, context + 1), device=model.device)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    loop = {"custom_generate": graph_decoding} if variant.one_graph else {}
     seconds: dict[int, list[float]] = {}
     peak = 0
     # The first run compiles and warms up.
     for repeat in range(3):
         for new_tokens in NEW_TOKENS if repeat else NEW_TOKENS[:1]:
-            cache = make()
+            cache = variant.make()
             fill(cache, model, batch, context)
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
             start = time.perf_counter()
-            go_on(model, ids, cache, new_tokens, **options)
+            with slowed_host(variant.host_work):
+                go_on(model, ids, cache, new_tokens, variant.padding, **loop)
             torch.cuda.synchronize()
             if repeat:
                 seconds.setdefault(new_tokens, []).append(time.perf_counter() - start)
@@ -117,7 +182,11 @@ def measure(
 
 
 def run(
-    model_name: str | None, layers: int, only: str | None, save: Callable[[dict[str, Any]], None]
+    model_name: str | None,
+    layers: int,
+    only: str | None,
+    save: Callable[[dict[str, Any]], None],
+    host_work: float | None = None,
 ) -> dict[str, Any]:
     """All shapes and variants; prints a line each, saves the record after each, and returns it."""
     device = torch.device("cuda")
@@ -129,13 +198,12 @@ def run(
     record: dict[str, Any] = provenance(device, model_name or f"random Llama, 8B shape, {layers} layers")
     record["rows"] = rows = []
     for batch, context in SHAPES:
-        for name, (attention, make) in variants(model, batch, context).items():
+        for name, variant in variants(model, batch, context, host_work).items():
             if only is not None and not re.search(only, f"{batch}x{context} {name}"):
                 continue
             torch._dynamo.reset()
             try:
-                loop = {"custom_generate": graph_decoding} if name == ONE_GRAPH else {}
-                result = measure(model, attention, make, batch, context, **loop)
+                result = measure(model, variant, batch, context)
             except torch.OutOfMemoryError:
                 result = {"error": "out of memory"}
             rows.append({"batch": batch, "context": context, "cache": name, **result})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_generate import ONE_GRAPH, measure
+from bench_generate import ONE_GRAPH, Variant, measure
 from report import provenance
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf import TurboQuantCache
 
 PREFILL, DECODE, ROOM = 8192, (8, 32768), 256
 VOCABULARY = dict(vocab_size=32768, max_position_embeddings=131072)
@@ -93,20 +93,23 @@ def run(only: str | None, save: Callable[[dict[str, Any]], None]) -> dict[str, A
             continue
         model = make(config, device)
         stock = model.config._attn_implementation
-        caches: dict[str, tuple[str, Callable[[], Cache]]] = {
-            f"DynamicCache, {stock}": (stock, lambda config=config: DynamicCache(config=config)),
-            "4bit_nc": ("turboquant", lambda config=config: TurboQuantCache(config)),
-            ONE_GRAPH: ("turboquant", lambda config=config: TurboQuantCache(config, max_cache_len=context + ROOM)),
+        variants = {
+            f"DynamicCache, {stock}": Variant(stock, lambda config=config: DynamicCache(config=config)),
+            "4bit_nc": Variant("turboquant", lambda config=config: TurboQuantCache(config)),
+            ONE_GRAPH: Variant(
+                "turboquant",
+                lambda config=config: TurboQuantCache(config, max_cache_len=context + ROOM),
+                one_graph=True,
+            ),
         }
-        for cache, (attention, make_cache) in caches.items():
+        for cache, variant in variants.items():
             row: dict[str, Any] = {"model": name, "layers": config.num_hidden_layers, "cache": cache}
-            loop = {"custom_generate": graph_decoding} if cache == ONE_GRAPH else {}
             torch._dynamo.reset()
             try:
-                if not loop and (only is None or re.search(only, f"{name} prefill")):
-                    row["prefill_ms"] = prefill_ms(model, attention, make_cache)
-                if only is None or re.search(only, f"{name} {'graph' if loop else 'decode'}"):
-                    row |= measure(model, attention, make_cache, batch, context, **loop)
+                if not variant.one_graph and (only is None or re.search(only, f"{name} prefill")):
+                    row["prefill_ms"] = prefill_ms(model, variant.attention, variant.make)
+                if only is None or re.search(only, f"{name} {'graph' if variant.one_graph else 'decode'}"):
+                    row |= measure(model, variant, batch, context)
             except torch.OutOfMemoryError:
                 row["error"] = "out of memory"
             rows.append(row)

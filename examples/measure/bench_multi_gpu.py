@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_generate import go_on
+from bench_generate import fill, go_on
 from report import LLAMA_8B, RESULTS, bytes_held, provenance, slug
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
@@ -127,26 +127,12 @@ def synchronize() -> None:
         torch.cuda.synchronize(index)
 
 
-@torch.no_grad()
-def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int, rank: int = 0, ranks: int = 1) -> None:
-    """Random keys and values for `context` tokens, on each layer's device; of all heads, a rank takes its own."""
-    config = model.config
-    heads = config.num_key_value_heads // ranks
-    shape = (batch, config.num_key_value_heads, context, config.head_dim)
-    for index, layer in enumerate(model.model.layers):
-        place = layer.input_layernorm.weight.device
-        generator = torch.Generator(place).manual_seed(index)
-        states = (torch.randn(shape, generator=generator, dtype=torch.bfloat16, device=place) for _ in range(2))
-        keys, values = (part[:, rank * heads : (rank + 1) * heads] for part in states)
-        cache.update(keys, values, index)
-
-
 def random_ids(batch: int, length: int, model: PreTrainedModel) -> torch.Tensor:
     generator = torch.Generator().manual_seed(length)
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
-def ms_per_step(model: PreTrainedModel, make: Make, shape: tuple[int, int], rank: int = 0, ranks: int = 1) -> float:
+def ms_per_step(model: PreTrainedModel, make: Make, shape: tuple[int, int], ranks: int = 1) -> float:
     """Milliseconds of a decoding step of `generate()`."""
     batch, context = shape
     ids = random_ids(batch, context + 1, model)
@@ -154,7 +140,7 @@ def ms_per_step(model: PreTrainedModel, make: Make, shape: tuple[int, int], rank
     # The first one compiles and warms up, and is not counted.
     for number, new_tokens in enumerate((NEW_TOKENS[0], *NEW_TOKENS, *NEW_TOKENS)):
         cache = make()
-        fill(cache, model, batch, context, rank, ranks)
+        fill(cache, model, batch, context, ranks)
         if ranks > 1:
             dist.barrier()
         synchronize()
@@ -243,13 +229,13 @@ def compiler_counts() -> dict[str, int]:
 
 
 def measure_compiled(
-    record: dict[str, Any], name: str, model: PreTrainedModel, make: Make, shape: tuple[int, int], *ranks: int
+    record: dict[str, Any], name: str, model: PreTrainedModel, make: Make, shape: tuple[int, int], ranks: int = 1
 ) -> None:
     """Milliseconds of a compiled step as `record[name]`, and what was compiled."""
     torch._dynamo.reset()
     counters.clear()
     model.generation_config.compile_config = None if name == PLAIN else without_module_guards()
-    record[name] = ms_per_step(model, make, shape, *ranks)
+    record[name] = ms_per_step(model, make, shape, ranks)
     record.setdefault("compiled", {})[name] = compiler_counts()
 
 
@@ -287,17 +273,17 @@ def tensor_parallel(arguments: argparse.Namespace) -> None:
         measure_shards(arguments, model, record)
     preallocated = ours(model, max_cache_len=room)
     cache = preallocated()
-    fill(cache, model, *shape, rank, ranks)
+    fill(cache, model, *shape, ranks)
     held = torch.tensor([bytes_held(cache), bytes_with_heads(cache)], device=model.device)
     every = [torch.empty_like(held) for _ in range(ranks)]
     dist.all_gather(every, held)
     record["bytes_held"], record["bytes_with_heads"] = torch.stack(every).T.tolist()
     del cache
-    measure_compiled(record, PLAIN, model, preallocated, shape, rank, ranks)
+    measure_compiled(record, PLAIN, model, preallocated, shape, ranks)
     before = logits(model, preallocated, prompt)
     keep_local_shards(model)
     record["local_shards_give_equal_logits"] = torch.equal(logits(model, preallocated, prompt), before)
-    measure_compiled(record, UNGUARDED, model, preallocated, shape, rank, ranks)
+    measure_compiled(record, UNGUARDED, model, preallocated, shape, ranks)
     if rank == 0:
         (arguments.folder / "tensor_parallel.json").write_text(json.dumps(record), encoding="utf-8")
     # A captured CUDA graph holds its communicator: destroying that first would wait forever.

@@ -288,9 +288,8 @@ def static(model: PreTrainedModel, preset: str, batch: int, context: int) -> dic
     """The row of one compiled batch in a preallocated cache."""
     torch._dynamo.reset()
     room = context + bench_generate.ROOM
-    return bench_generate.measure(
-        model, "turboquant", lambda: TurboQuantCache(model.config, preset, max_cache_len=room), batch, context
-    )
+    variant = bench_generate.Variant("turboquant", lambda: TurboQuantCache(model.config, preset, max_cache_len=room))
+    return bench_generate.measure(model, variant, batch, context)
 
 
 def bf16_floor(model: PreTrainedModel, batch: int, context: int, gigabytes_per_second: float) -> float:

@@ -262,8 +262,11 @@ def main() -> None:
     command.add_argument("--model", help="a model of the hub or a folder; by default a random Llama of 8B shape")
     command.add_argument("--layers", type=int, default=32, help="layers of the random Llama")
     command.add_argument("--only", help="only cells whose name this regular expression finds, e.g. '8x32768 4bit_nc'")
+    command.add_argument("--host-work", type=float, help="measure one graph on a slower host, too: 2 is half as fast")
     command.set_defaults(
-        run=lambda arguments: bench_generate.run(arguments.model, arguments.layers, arguments.only, arguments.save)
+        run=lambda arguments: bench_generate.run(
+            arguments.model, arguments.layers, arguments.only, arguments.save, arguments.host_work
+        )
     )
     command = commands.add_parser("models", help="prefill and decode of other models' shapes, with softcap or sinks")
     command.add_argument("--only", help="only cells whose name this regular expression finds, e.g. 'gpt-oss.* prefill'")

@@ -143,3 +143,21 @@ def test_offloaded_layers_give_the_same_tokens_from_less_device_memory(model, to
     assert torch.equal(actual, expected)
     devices = [layer.store.tensors.ring[0].device.type for layer in offloaded.layers]
     assert devices.count("cuda") <= 2 and devices.count("cpu") >= 1
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_compiled_steps_that_read_dense_states_give_the_tokens_of_eager_ones(tokenizer):
+    """Under "sdpa" every step dequantises: within a captured graph, from counts that the host never sees."""
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "needle", dtype=torch.float32, device_map="cuda").eval()
+    model.set_attn_implementation("sdpa")
+    prompt, _ = needle.passkey_prompt(700, depth=0.5, seed=0)
+    ids = tokenizer([prompt, prompt[200:]], return_tensors="pt", padding=True).to("cuda")
+    options = dict(do_sample=False, min_new_tokens=400, max_new_tokens=400)
+    tokens = []
+    for disabled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        cache = TurboQuantCache(model.config, max_cache_len=2048)
+        tokens.append(model.generate(**ids, past_key_values=cache, disable_compile=disabled, **options))
+        assert not counters["inductor"]["cudagraph_skips"]
+    assert torch.equal(*tokens)

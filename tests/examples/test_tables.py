@@ -41,6 +41,8 @@ GENERATE = {
         {"batch": 1, "context": 2048, "cache": "DynamicCache", "ms_per_step": 21.5, "peak_bytes_beyond_weights": 2**30},
         {"batch": 1, "context": 1000, "cache": "4bit_nc, compiled", "ms_per_step": 6.5, "peak_bytes_beyond_weights": 0},
         {"batch": 8, "context": 32768, "cache": "DynamicCache", "error": "out of memory"},
+        {"batch": 8, "context": 32768, "cache": "4bit_nc, graph_decoding, host work × 2", "ms_per_step": 8.4}
+        | {"peak_bytes_beyond_weights": 2**31},
     ]
 }
 CELL = {"new": 2048, "history": 30720, "preset": "4bit_nc", "way": "fused", "ms": 3.5, "speed_of_flash": 0.87}
@@ -152,6 +154,7 @@ EXPECTED = [
     ),
     ("generate", GENERATE, ["| DynamicCache | **21.5** ms, 1.0 GiB | – | out of memory |", "1 × 2k | 1 × 1,000 | 8 ×"]),
     ("generate", GENERATE, ["| `4bit_nc`, compiled | – | **6.5** ms, 0.0 GiB | – |"]),
+    ("generate", GENERATE, ["| `4bit_nc`, graph_decoding, host work × 2 | – | – | **8.4** ms, 2.0 GiB |"]),
     ("prefix", PREFIX, ["| 2,048 on 30,720, `4bit_nc`, fused | 3.50 ms | **0.87×** | 309 | 16 MiB | 2.8e-03 |"]),
     ("prefix", PREFIX, ["| new on history | fused | flash |", "| 17 on 4,096 | 0.087 | 0.042 |"]),
     ("prefill", PREFILL, ["0.170 s with `4bit_nc`, 0.168 s", "(1.008×)", "| 131,072 | 0.6 s | 150 MiB | 900 MiB |"]),

@@ -92,6 +92,59 @@ def test_a_preallocated_one_says_what_a_crop_needs() -> None:
     assert torch.equal(layer.keys, before) and layer.get_seq_length() == 40
 
 
+@pytest.mark.parametrize("before", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
+def test_the_last_token_of_a_preallocated_one_can_be_taken_back(before: int) -> None:
+    """Of a full window the next token's query does not see the first, so nothing it sees is gone."""
+    torch.manual_seed(0)
+    ours, other = preallocated(), preallocated()
+    prompt, after = states(before), states(3)
+    ours.update(*prompt)
+    other.update(*prompt)
+    for t in range(3):
+        ours.update(*states(1))
+        ours.crop(-1)
+        assert ours.get_seq_length() == other.get_seq_length() == before + t
+        assert ours.get_mask_sizes(1) == other.get_mask_sizes(1)
+        new = (after[0][:, :, t : t + 1], after[1][:, :, t : t + 1])
+        for mine, theirs in zip(ours.update(*new), other.update(*new), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("before, allowed", [(WINDOW + 1, 1), (40, 1), (WINDOW, 2), (WINDOW - 1, 3)])
+def test_no_more_is_taken_back_than_was_kept(before: int, allowed: int) -> None:
+    layer = preallocated()
+    layer.update(*states(before))
+    for _ in range(allowed):
+        layer.crop(-1)
+    if before > WINDOW:
+        with pytest.raises(ValueError, match="the 1 before it are gone"):
+            layer.crop(-1)
+        assert layer.get_seq_length() == before - 1
+        layer.update(*states(1))
+        layer.crop(-1)
+
+
+def test_steps_of_a_window_that_fills_and_slides_are_compiled_once() -> None:
+    """But for the host's count, a number that torch first takes for a constant."""
+    torch._dynamo.reset()
+    ours, stock = preallocated(), StaticSlidingWindowLayer(100, WINDOW)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    step = torch.compile(lambda keys, values: ours.update(keys, values), backend=count, fullgraph=True)
+    prompt = states(WINDOW - 5)
+    ours.update(*prompt)
+    stock.update(*prompt)
+    for _ in range(12):
+        new = states(1)
+        for mine, theirs in zip(step(*new), stock.update(*new), strict=True):
+            assert torch.equal(mine, theirs)
+    assert ours.get_seq_length() == stock.get_seq_length() and len(graphs) <= 2
+
+
 def test_a_preallocated_one_is_selected_and_repeated() -> None:
     layer = preallocated()
     layer.update(*states(7))

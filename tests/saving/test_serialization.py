@@ -137,6 +137,25 @@ def test_sliding_layers_that_record_their_past_come_back(tmp_path):
     assert_continue_alike(model, cache, loaded, (1,))
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_preallocated_window_that_is_full_goes_on_sliding(tmp_path, counted):
+    """Versions that counted a full window on the host alone left the count on the device at 0."""
+    model, cache = filled("gemma3", length=150, max_cache_len=400)
+    windows = [layer for layer in cache.layers if layer.is_sliding]
+    before = [layer.cumulative_length.clone() for layer in windows]
+    for layer in windows:
+        layer.cumulative_length.fill_(layer.cumulative_length if counted else 0)
+    cache.save(tmp_path / "c.safetensors")
+    for layer, count in zip(windows, before, strict=True):
+        layer.cumulative_length.copy_(count)
+    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    with pytest.raises(ValueError, match="left its window"):  # a file may lack the first row, which is never read
+        loaded.crop(-1)
+    assert_continue_alike(model, cache, loaded)
+    loaded.crop(-1)
+    assert loaded.get_seq_length() == cache.get_seq_length() - 1
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
 def test_a_cache_loaded_in_inference_mode_serves_outside_of_it(tmp_path, name):
     model, cache = filled(name)

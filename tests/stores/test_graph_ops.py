@@ -8,6 +8,7 @@ from helpers import rows, states
 
 from tq_hf import TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
+from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
 
@@ -51,3 +52,61 @@ def test_a_layer_is_made_again_from_its_arguments() -> None:
         assert again.layout == store.layout and again.row == store.tensors.row
         assert all(a is b for a, b in zip(again.arguments(), arguments, strict=True))
         assert (again.blocks.key_means is None) != key_mean
+
+
+def _poisoned(config: TurboQuantConfig, room: int) -> PreallocatedStore:
+    """An empty store that holds NaN wherever nothing has been written."""
+    store = PreallocatedStore.allocate(config, *states(0, 2, HEADS, 1, DIM, value_dim=16), room)
+    for tensor in (*store.tensors.sinks, *store.tensors.ring, store.blocks.key_means):
+        tensor.fill_(torch.nan)
+    store.blocks.scalars.fill_(0x7E007E00)  # two NaN of fp16
+    return store
+
+
+ALL = TurboQuantConfig(sink_tokens=4, residual_length=0)
+KEPT = TurboQuantConfig(sink_tokens=4, residual_length=100)
+
+
+@pytest.mark.parametrize(
+    "config, room, before",
+    [
+        *((ALL, 600, before) for before in (1, 3, 4, 130, 131, 132, 133, 300, 515, 598)),
+        *((KEPT, 600, before) for before in (2, 127, 231, 232, 350, 358, 359, 400, 487, 599)),
+        *((KEPT, room, room - 1) for room in (2, 4, 5, 132, 171)),
+    ],
+)
+def test_a_step_is_dense_without_a_read_of_the_host(config, room, before, monkeypatch) -> None:
+    """At the ends of sinks, blocks and room, with the ring wrapped and not: what a view on the host shows, zeros after
+    it, and nothing of rows and blocks that were never written."""
+    pair = states(1, 2, HEADS, before + 1, DIM, value_dim=16)
+    store = _poisoned(config, room)
+    # In two calls: the second one's rows wrap around the end of the ring.
+    for start, stop in ((0, before // 2), (before // 2, before)):
+        if start < stop:
+            store.append(*rows(pair, start, stop))
+    view = store.append(*rows(pair, before))
+    graph_ops.append_newest(view)  # without a GPU it reads the counts
+    expected = dispatch.dense(graph_ops._on_host(view.tensors, view.counts.step_counts))
+
+    def read(*_: object) -> None:
+        raise AssertionError("A captured graph cannot read a tensor on the host.")
+
+    for name in ("tolist", "item", "__int__", "__bool__", "__index__", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, read)
+    dense = graph_ops.dense_tokens(view)
+    monkeypatch.undo()
+    for states_, shown in zip(dense, expected, strict=True):
+        assert states_.shape[2] == room
+        assert torch.equal(states_[:, :, : before + 1], shown)
+        assert not states_[:, :, before + 1 :].any()
+
+
+def test_states_of_a_long_history_that_was_cropped_do_not_come_back() -> None:
+    store = _poisoned(ALL, 600)
+    pair = states(1, 2, HEADS, 600, DIM, value_dim=16)
+    store.append(*rows(pair, 0, 599))
+    store.crop(599 - 10)
+    keys, _ = graph_ops.dense_tokens(store.append(*rows(pair, 10, 11)))
+    torch.testing.assert_close(keys[:, :, :4], pair[0][:, :, :4])
+    torch.testing.assert_close(keys[:, :, 10:11], pair[0][:, :, 10:11])
+    assert not keys[:, :, 11:].any()

@@ -25,8 +25,8 @@ class FullAttentionLayer(CacheLayerMixin):
         """Put the results of `function` in place of all tensors."""
         raise NotImplementedError
 
-    def forget_host_count(self) -> None:
-        """Whoever replays a captured step says so: the host has not counted its tokens, and must read the device."""
+    def count_replayed(self, length: int) -> None:
+        """Whoever replays a captured step says how many tokens are held after it: the host could not count them."""
         raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -232,10 +232,10 @@ class TurboQuantLayer(FullAttentionLayer):
             return
         self.store.crop(-tokens_to_remove)
 
-    def forget_host_count(self) -> None:
-        """See `FullAttentionLayer.forget_host_count`."""
-        if isinstance(self.store, PreallocatedStore):
-            self.store.num_held = None
+    def count_replayed(self, length: int) -> None:
+        """See `FullAttentionLayer.count_replayed`."""
+        assert isinstance(self.store, PreallocatedStore)
+        self.store.num_held = length
 
     def reset(self) -> None:
         """Forget everything. Memory is released and the next update may have any batch size; a preallocated cache keeps

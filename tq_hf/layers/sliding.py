@@ -44,24 +44,36 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
     """transformers' own layer, and what its growing twin can do besides: crop, select and repeat.
 
-    A window that has begun to slide cannot be cropped, because what comes back into it is gone. As in the growing layer
+    One token is appended by counts on the device, so that a captured step serves a window that fills and one that
+    slides. (The stock layer asks the host which it is.)
+
+    One token can be taken back after any: of a full window the first is not read by the step that comes next. More only
+    before the window has begun to slide, because what comes back into it is gone. As in the growing layer
     `activate_past_recording` (which assisted decoding calls) keeps what slides out from one `crop` to the next.
     """
+
+    # Beside the layer's own variables, which are what a file holds of it.
+    __slots__ = ("_first_gone_at",)
 
     is_croppable = True
 
     @classmethod
+    @outside_inference_mode
     def like(cls, layer: StaticSlidingWindowLayer) -> PreallocatedSlidingLayer:
         """An empty layer in place of `layer`, whatever that was made with."""
         made = cls.__new__(cls)
         vars(made).update(vars(layer))
+        made.cumulative_length = layer.cumulative_length.clone()
         made.record_past = False
         made._recorded = None
+        made._first_gone_at = None
         return made
 
     record_past: bool
     _recorded: KeyValue | None
     """Keys and values from the first token of the window at the last `crop` on, while they are recorded."""
+    _first_gone_at: int | None
+    """Number of tokens at which the first row of the full window may not be the token that belongs there."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -83,23 +95,55 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
             if held is not None:
                 new = (torch.cat([held[0], key_states], dim=2), torch.cat([held[1], value_states], dim=2))
             self._recorded = new
-        return super().update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[2] == 1:
+            return self._append_row(key_states, value_states)
+        states = super().update(key_states, value_states, *args, **kwargs)
+        self.cumulative_length.fill_(min(self.cumulative_length_int, self.max_cache_len))
+        return states
+
+    def _append_row(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
+        """Write one token a sequence after those held; if there is no room, the oldest leaves."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        held, last = self.cumulative_length, self.max_cache_len - 1
+        rows = torch.arange(self.max_cache_len, device=self.device)
+        source, is_new = (rows + (held > last)).clamp_(max=last), (rows == held.clamp(max=last))[:, None]
+        for states, new in ((self.keys, key_states), (self.values, value_states)):
+            states.copy_(torch.where(is_new, new, states.index_select(2, source)))
+        held.add_(1).clamp_(max=self.max_cache_len)
+        self.cumulative_length_int += 1
+        return self.keys, self.values
+
+    def count_replayed(self, length: int) -> None:
+        """See `FullAttentionLayer.count_replayed`."""
+        self.cumulative_length_int = length
+
+    @outside_inference_mode
+    def resume(self, length: int) -> None:
+        """Go on after `length` tokens that the tensors hold. Of a full window the first may be missing."""
+        self.cumulative_length_int = self._first_gone_at = length
+        self.cumulative_length.fill_(min(length, self.max_cache_len))
+
+    def _rows(self) -> slice:
+        """The rows that hold their tokens."""
+        held, most = self.cumulative_length_int, self.max_cache_len
+        return slice(1 if held >= most and held == self._first_gone_at else 0, min(held, most))
 
     def _held(self) -> KeyValue | None:
-        """A copy of the tokens to come back to: of a full window the first is never read again, and may be missing."""
+        """A copy of the tokens to come back to."""
         if not self.is_initialized:
             return None
         assert self.keys is not None and self.values is not None
-        full = self.cumulative_length_int >= self.max_cache_len
-        rows = slice(1, None) if full else slice(0, self.cumulative_length_int)
+        rows = self._rows()
         return self.keys[:, :, rows].clone(), self.values[:, :, rows].clone()
 
     def gone_after_crop(self, tokens: int) -> int:
         """Tokens that would come back into the window if the last `tokens` were removed, and are gone."""
         held, most = self.cumulative_length_int, self.max_cache_len
-        length = max(0, held - tokens)
-        rows = self._recorded[0].shape[2] if self._recorded is not None else held if held < most else most - 1
-        return max(0, (length if length < most else most - 1) - (rows - (held - length)))
+        length, rows = max(0, held - tokens), self._rows()
+        kept = (rows.stop - rows.start if self._recorded is None else self._recorded[0].shape[2]) - (held - length)
+        return max(0, (length if length < most else most - 1) - kept)
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
@@ -127,13 +171,12 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         self.keys[:, :, window - rows : window] = kept[0]
         self.values[:, :, window - rows : window] = kept[1]
         self._recorded = kept if self.record_past else None
-        self.cumulative_length_int = length
-        self.cumulative_length.fill_(window)
+        self.resume(length)
 
     def reset(self) -> None:
         """Hold nothing; the tensors stay where they are."""
         super().reset()
-        self._recorded = None
+        self._recorded = self._first_gone_at = None
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

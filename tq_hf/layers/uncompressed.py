@@ -69,9 +69,9 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
             self.num_held = None
 
-    def forget_host_count(self) -> None:
-        """See `FullAttentionLayer.forget_host_count`."""
-        self.num_held = None
+    def count_replayed(self, length: int) -> None:
+        """See `FullAttentionLayer.count_replayed`."""
+        self.num_held = length
 
     def reset(self) -> None:
         """Hold nothing; the tensors stay where they are."""

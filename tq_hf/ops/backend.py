@@ -2,7 +2,7 @@
 
     unset    kernels where they run, torch elsewhere
     torch    torch everywhere: right on every device, and slow on a GPU. For a card that a kernel fails on.
-    triton   as unset, but without Triton nothing starts; also kernels that were not compared with torch on a GPU yet
+    triton   as unset, but without Triton nothing starts
 
 The variable is read once, when this module is imported.
 """

@@ -270,10 +270,7 @@ def can_attend_dense(
     position_bias: torch.Tensor | None,
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
-    makes kernels of its own. It has been compared with torch in the interpreter and not yet on a GPU, where it is left
-    out unless `TQ_HF_BACKEND` asks for kernels."""
-    if query.is_cuda and backend.chosen != "triton":
-        return False
+    makes kernels of its own."""
     if torch.compiler.is_compiling() or not _runs(query) or position_bias is not None or not reads_mask(mask):
         return False
     traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))

@@ -10,7 +10,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 from ..compat import mark_static_address
@@ -124,6 +123,8 @@ def fill(
         into[key] = tensor
     if isinstance(layer, PreallocatedLayer):
         layer.num_held = None
+    if isinstance(layer, PreallocatedSlidingLayer):
+        layer.resume(layer.cumulative_length_int)
     return layer
 
 
@@ -151,8 +152,8 @@ def converted(layer: Any, target: Any, index: int) -> Any:
         for buffer, states in ((target.keys, keys), (target.values, values)):
             buffer[:, :, start : start + rows] = states[:, :, -target.max_cache_len :]
         target.cumulative_length.fill_(min(tokens, target.max_cache_len))
-        if isinstance(target, StaticSlidingWindowLayer):
-            target.cumulative_length_int = tokens
+        if isinstance(target, PreallocatedSlidingLayer):
+            target.resume(tokens)
         return target
     if isinstance(target, DynamicSlidingWindowLayer):
         kept = max(0, rows - target.sliding_window + 1)

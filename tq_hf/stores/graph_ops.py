@@ -245,12 +245,26 @@ def attend_token(
 
 
 def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:
-    padded = []
-    for states in dispatch.dense(_on_host(tensors, step_counts)):
-        out = states.new_zeros(*states.shape[:2], length, states.shape[3])
-        out[:, :, : states.shape[2]] = states
-        padded.append(out)
-    return padded[0], padded[1]
+    """All tokens in room for `length`, out of counts that stay on the device: a captured graph replays it."""
+    tokens, num_sinks = tensors.layout.tokens, tensors.sinks[0].shape[2]
+    capacity, room = tensors.ring[0].shape[2], max(0, length - num_sinks)
+    keys, values = (
+        ring.new_empty(shape) for ring, shape in zip(tensors.ring, tensors.dense_shapes(length), strict=True)
+    )
+    if tensors.blocks.capacity:
+        packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
+        dispatch.dequantise(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
+    sinks, blocks, rows = entries(step_counts)
+    first = blocks * tokens
+    # As many neighbouring rows of the result as the ring has: those of the window, and some before it at the end.
+    row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=step_counts.device)
+    in_window, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
+    empty = (torch.arange(length, device=step_counts.device) >= sinks + first + rows)[:, None]
+    for out, ring, sink in zip((keys, values), tensors.ring, tensors.sinks, strict=True):
+        out[:, :, :num_sinks] = sink[:, :, :length]
+        near = torch.where(in_window, ring.index_select(2, slot), out.index_select(2, target))
+        out.index_copy_(2, target, near).masked_fill_(empty, 0)
+    return keys, values
 
 
 @torch.library.custom_op("tq_hf::dense_tokens", mutates_args=())
@@ -270,7 +284,9 @@ def _dense_tokens_shape(
 
 
 def dense_tokens(view: StepView) -> KeyValue:
-    """All tokens of the store densely, `[B, Hkv, view.length, D]`, zeros after the last."""
+    """All tokens of the store densely, `[B, Hkv, view.length, D]`, zeros after the last. The newest is appended first.
+
+    Nothing is read on the host. The time follows `view.length`, the room, as for transformers' static cache."""
     append_newest(view)
     tensors, counts, _, config, length, *_ = view
     if torch.compiler.is_compiling():

@@ -1,0 +1,96 @@
+"""`graph_decoding` on models with sliding layers: one captured step for a window that fills and one that slides.
+
+Without a GPU its operations are recorded and done again, see `recorded_graph`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from recorded_graph import record_graphs
+from tiny_models import VOCAB, build
+from transformers import Llama4TextConfig
+
+from tq_hf import TurboQuantCache, graph_decoding
+
+module = sys.modules[graph_decoding.__module__]
+
+# Of a tiny model compiled by transformers alone.
+pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+
+ROOM, WINDOW = 256, 96
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        record_graphs(monkeypatch)
+    return request.param
+
+
+def conversation(model, loop, prompt: int, padded: int = 0, ends: tuple[tuple[int, ...], ...] = ((), ())):
+    """Two turns on one cache; the tokens that end each. All tokens, and the cache."""
+    ids = torch.randint(2, VOCAB, (2, prompt), generator=torch.Generator().manual_seed(prompt))
+    mask = torch.ones_like(ids)
+    ids[0, :padded], mask[0, :padded] = 0, 0
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    cache = TurboQuantCache(model.config, residual_length=32, max_cache_len=ROOM)
+    for end in ends:
+        options = dict(do_sample=False, max_new_tokens=30, eos_token_id=list(end) or None, pad_token_id=0)
+        ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **options, **loop)
+        ids = torch.cat([ids, ids[:, 20:27]], dim=1)
+        mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], dim=1)
+    return ids, cache
+
+
+LOOP = {"custom_generate": graph_decoding}
+
+
+def compare(model, *args, **options) -> torch.Tensor:
+    (expected, plain), (tokens, cache) = (conversation(model, loop, *args, **options) for loop in ({}, LOOP))
+    assert torch.equal(tokens, expected)
+    lengths = [[int(layer.get_seq_length()) for layer in each.layers] for each in (plain, cache)]
+    assert lengths[0] == lengths[1]
+    for mine, theirs in zip(cache.layers, plain.layers, strict=True):
+        if mine.is_sliding:  # of a full window the first row is never read again
+            rows = slice(int(lengths[0][0] >= WINDOW), lengths[0][0])
+            torch.testing.assert_close(mine.keys[:, :, rows], theirs.keys[:, :, rows], atol=1e-4, rtol=1e-4)
+    assert module._kept[cache].graph is not None
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("prompt, padded", [(80, 0), (80, 9), (150, 9)], ids=["fills", "padded", "full"])
+def test_tokens_are_those_of_generate(device, name, prompt, padded):
+    model = build(name).to(device)
+    model.set_attn_implementation("turboquant")
+    compare(model, prompt, padded)
+
+
+def test_masks_that_are_added_are_continued_with_zeros(device):
+    model = build("gemma2").to(device)
+    model.set_attn_implementation("eager")
+    compare(model, 80, 9)
+
+
+@pytest.mark.parametrize("prompt", [50, 85, 150], ids=["not full", "fills", "full"])
+def test_the_step_after_the_end_is_taken_back(device, prompt):
+    model = build("gpt_oss").to(device)
+    model.set_attn_implementation("turboquant")
+    free, _ = conversation(model, {}, prompt)
+    first, second = prompt + 12, prompt + 30 + 7 + 12
+    ends = (tuple(free[:, first].tolist()), tuple(free[:, second].tolist()))
+    tokens = compare(model, prompt, ends=ends)
+    assert tokens.shape[1] < free.shape[1] - 15
+
+
+def test_windows_that_do_not_slide_are_refused():
+    """Attention within chunks keeps a window of tokens and reads another part of it at each step."""
+    model = build("llama")
+    cache = TurboQuantCache(model.config, max_cache_len=ROOM)
+    model.config.attention_chunk_size = Llama4TextConfig().attention_chunk_size
+    ids = torch.randint(2, VOCAB, (1, 20))
+    with pytest.raises(ValueError, match="within chunks"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, **LOOP)

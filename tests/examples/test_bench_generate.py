@@ -1,0 +1,70 @@
+"""What `bench_generate` measures is what its rows say."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from bench_generate import ONE_GRAPH, SHAPES, fill, go_on, slowed_host, variants
+from tiny_models import build
+
+from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.late_flags import LateFlags
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("room", [None, 100])
+def test_a_filled_cache_is_read_as_after_a_prefill(name, room):
+    model = build(name)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=room)
+    fill(cache, model, batch=2, context=60)
+    assert {int(layer.get_seq_length()) for layer in cache.layers} == {60}
+    assert all(layer.reads_store for layer in cache.layers if not layer.is_sliding)
+    ids = torch.randint(3, 100, (2, 61))
+    go_on(model, ids, cache, 3, **({} if room is None else {"custom_generate": graph_decoding}))
+    assert int(cache.get_seq_length()) == 63
+
+
+def test_rows_name_what_is_measured():
+    model = build("llama")
+    found = variants(model, *SHAPES[0], host_work=2)
+    slowed = [name for name, variant in found.items() if variant.host_work == 2]
+    assert slowed == [f"{ONE_GRAPH}, host work × 2"] and found[slowed[0]].one_graph
+    assert found[ONE_GRAPH].one_graph and found[ONE_GRAPH].host_work == 1
+    assert found["DynamicCache, one pad token"].padding == 1
+    assert not any("host work" in name for name in variants(model, *SHAPES[0]))
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_pad_token_makes_a_mask(padding, monkeypatch):
+    model = build("llama")
+    masks = []
+    forward = model.model.layers[0].self_attn.forward
+
+    def noting(*args, attention_mask=None, **options):
+        masks.append(attention_mask)
+        return forward(*args, attention_mask=attention_mask, **options)
+
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", noting)
+    cache = variants(model, 2, 60)["DynamicCache"].make()
+    fill(cache, model, 2, 60)
+    go_on(model, torch.randint(3, 100, (2, 61)), cache, 2, padding)
+    assert all((mask is not None) == bool(padding) for mask in masks) and len(masks) == 2
+
+
+def test_a_slowed_host_takes_so_many_times_as_long_over_its_own_work():
+    def steps() -> float:
+        flags = LateFlags(torch.device("cpu"), 1, None)
+        start = time.perf_counter()
+        for _ in range(10):
+            time.sleep(0.02)
+            flags.record(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.long))
+        return time.perf_counter() - start
+
+    plain = steps()
+    with slowed_host(3):
+        slowed = steps()
+    assert slowed > 2 * plain
+    assert steps() < 2 * plain

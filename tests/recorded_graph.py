@@ -1,0 +1,68 @@
+"""A CUDA graph without a GPU: the operations of a step, recorded, and done again on the same tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tq_hf import graph_decoding
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class RecordedGraph(TorchDispatchMode):
+    """As a CUDA graph, it knows addresses and nothing of the host; and the host may not read a tensor meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[Any, Any, Any, Any]] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "A captured step reads a tensor on the host."
+        out = func(*args, **(kwargs or {}))
+        self.done.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        """Do all of it again. Capturing has run the step already, unlike on a GPU: the first replay is that."""
+        self.replays += 1
+        if self.replays == 1:
+            return
+        for func, args, kwargs, out in self.done:
+            given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and _storage(old) not in given:
+                    old.copy_(new)
+
+
+@contextmanager
+def _capturing(graph: RecordedGraph) -> Iterator[None]:
+    # A step that is compiled takes the operators, which look at lengths when they run.
+    with pytest.MonkeyPatch.context() as patch, graph:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        yield
+
+
+def record_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Let `graph_decoding` capture and replay on the CPU, and read its flags a step late, as on a GPU."""
+    module = sys.modules[graph_decoding.__module__]
+    init = module._Loop.__init__
+
+    def captures(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.captures = True
+        self.flags.lag = 1
+
+    patch.setattr(module._Loop, "__init__", captures)
+    patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    patch.setattr(torch.cuda, "graph", _capturing)
