@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from report import LLAMA_8B
 from tq_kernels.common.launcher import Kernel, Launcher
-from tq_kernels.decode import decoder, preallocated
+from tq_kernels.decode import decoder
 from transformers import LlamaConfig
 
 from tq_hf import TurboQuantCache
@@ -49,7 +49,6 @@ def empty_launches() -> Iterator[list[int]]:
     with (
         patch.object(Kernel, "__call__", launch),
         patch.object(decoder, "current_raw_stream", lambda device: 0),
-        patch.object(preallocated, "current_raw_stream", lambda device: 0),
         patch.object(triton_backend, "encode_blocks", lambda *_, **__: None),
         patch.object(triton_backend, "interpreted", lambda: True),
     ):

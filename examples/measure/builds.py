@@ -17,7 +17,8 @@ from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantise_config, encode_config
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS
 from tq_kernels.decode.append import rotate_and_append
-from tq_kernels.decode.preallocated import append_and_encode
+from tq_kernels.decode.appender import rotate_columns
+from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.format import padded_dim
@@ -114,8 +115,10 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     return build(rotate_and_append, types, constants, arch, num_warps=2)
 
 
-def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "bf16") -> Compiled:
-    """`append_and_encode`."""
+def build_preallocated_append(
+    arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "bf16", rotates: bool = True
+) -> Compiled:
+    """`append_and_rotate`, or `append_and_encode`."""
     on, stored = target_of(arch), padded_dim(dim)
     tile = tile_of(stored)
     config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
@@ -126,9 +129,13 @@ def build_preallocated_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: 
     constants = (*halves[0], *halves[1], True, MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
     states = [f"*{dtype}"]
     types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
-    types += ["*fp16", "*fp16", *["i32"] * 11]
-    options = {"debug": True, "sanitize_overflow": False}
-    return build(append_and_encode, types, constants, arch, num_warps=config.warps, **options)
+    options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
+    if not rotates:
+        return build(append_and_encode, [*types, "*fp16", "*fp16", *["i32"] * 11], constants, arch, **options)
+    rows = plan(arch, *bits, dim=dim).rotate_constants[3]
+    types += ["*fp16", *states, "*fp16", "*fp16", "*fp32", *["i32"] * 18]
+    constants += (rotate_columns(tile, config.warps), rows)
+    return build(append_and_rotate, types, constants, arch, **options)
 
 
 def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:

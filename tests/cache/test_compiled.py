@@ -136,6 +136,22 @@ def test_inductor_gives_the_tokens_of_eager_decoding():
     assert torch.equal(generate(model, cache, inputs(), compile_config=compile_config("inductor")), expected)
 
 
+def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_cache():
+    """Without positions of the caller's they follow from the cache's length, which the first layer's step changes."""
+    model = build("llama", num_hidden_layers=2)
+    model.set_attn_implementation("turboquant")
+    ids = inputs(batch=1, length=40)["input_ids"]
+
+    def logits(call):
+        cache = TurboQuantCache(model.config, max_cache_len=MAX_LENGTH, **OPTIONS)
+        model(ids, past_key_values=cache)
+        return torch.stack([call(ids[:, i : i + 1], past_key_values=cache).logits for i in range(2)])
+
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="inductor", fullgraph=True)
+        torch.testing.assert_close(logits(compiled), logits(model), atol=1e-4, rtol=1e-4)
+
+
 def test_a_preallocated_cache_is_used_in_turns_and_after_a_reset():
     model = build("llama")
     model.set_attn_implementation("turboquant")

@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
 from tq_kernels.common.launcher import Kernel  # noqa: E402
-from tq_kernels.decode import decoder, preallocated  # noqa: E402
+from tq_kernels.decode import appender, decoder  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 
-KERNELS = {decoder: ("ROTATE", "ROTATE_AND_APPEND", "SPLIT", "REDUCE"), preallocated: ("APPEND",)}
+KERNELS = {decoder: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), appender: ("APPEND",)}
 
 
 class Silent:
@@ -101,7 +101,7 @@ def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocat
     assert len(modules) <= 8, way.functions
 
 
-@pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 4)], ids=["growing", "preallocated"])
+@pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 3)], ids=["growing", "preallocated"])
 def test_a_step_launches_few_kernels_a_layer(room, launches, kernels):
     model = build("llama", num_hidden_layers=2)
     model.set_attn_implementation("turboquant")

@@ -8,25 +8,41 @@ triton = pytest.importorskip("triton")
 
 import builds  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from sass import SHARED, resources  # noqa: E402
-from tq_kernels.decode.preallocated import append_and_encode  # noqa: E402
+from sass import SHARED, code, resources  # noqa: E402
+from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 
+@pytest.mark.parametrize("rotates", [False, True], ids=["append", "append and rotate"])
 @pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100])
-def test_a_full_store_is_asserted_on_the_device(arch: int) -> None:
-    assert append_and_encode.debug, "without it a launch compiles no assertion"
-    built = builds.build_preallocated_append(arch, (4, 4))
+def test_a_full_store_is_asserted_on_the_device(arch: int, rotates: bool) -> None:
+    assert append_and_encode.debug and append_and_rotate.debug, "without it a launch compiles no assertion"
+    built = builds.build_preallocated_append(arch, (4, 4), rotates=rotates)
     assert "larger `max_cache_len`" in built.asm["ttir"] and "__assertfail" in built.asm["ptx"]
     assert built.metadata.shared <= SHARED[arch] * 1024 - 1024
     # A step without a due block must not wait for the stack of the encoder, which all programs would set up.
     assert resources(built).stack <= (72 if arch == 100 else 0)
 
 
-def test_no_length_decides_what_is_compiled() -> None:
-    parameters = append_and_encode.params
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_rotating_takes_no_registers_or_memory_from_appending(arch: int, dim: int) -> None:
+    alone, both = (
+        builds.build_preallocated_append(arch, (4, 4), dim=dim, rotates=rotates) for rotates in (False, True)
+    )
+    assert resources(both).registers <= resources(alone).registers
+    assert resources(both).stack <= resources(alone).stack
+    assert resources(both).shared <= resources(alone).shared
+    # The instructions of both kernels and a few to choose.
+    added = len(code(both)) - len(code(alone))
+    assert added <= 1.1 * len(code(builds.build_rotate(arch, (4, 4), dim=dim)))
+
+
+@pytest.mark.parametrize(("kernel", "numbers"), [(append_and_encode, 11), (append_and_rotate, 18)])
+def test_no_length_decides_what_is_compiled(kernel, numbers: int) -> None:
+    parameters = kernel.params
     constants = [p.name for p in parameters if p.is_constexpr]
-    assert len(constants) == 18 and all(name.isupper() for name in constants)
-    numbers = [p for p in parameters if p.do_not_specialize]
-    assert [p.name for p in numbers] == [p.name for p in parameters[17:-18]]
+    assert len(constants) == 18 + 2 * (numbers == 18) and all(name.isupper() for name in constants)
+    unspecialised = [p.name for p in parameters if p.do_not_specialize]
+    assert unspecialised == [p.name for p in parameters[: -len(constants)][-numbers:]]

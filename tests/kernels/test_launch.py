@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,40 +15,20 @@ from helpers import all_packed, assert_same, concatenated, filled, rows, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.workspace import Workspace, release_workspaces
+from tq_hf.stores import graph_ops
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.preallocated import PreallocatedStore
 
 pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
+from launch_recorder import Recorder  # noqa: E402
 from tq_kernels.common import compat, launcher
 from tq_kernels.decode import decoder  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
-KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "SPLIT", "REDUCE")
-
-
-class Recorder:
-    """In place of a Triton kernel: keeps what is launched, through `kernel[grid]` or through what that returned."""
-
-    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
-        self.name, self.log = name, log
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def compile_and_launch(*arguments: Any, **options: Any) -> Any:
-            assert options["enable_fp_fusion"] is True  # Triton 3.9 warns where nobody says it
-            self._keep("compiled", grid, arguments)
-            return SimpleNamespace(run=self._run, function=None, packed_metadata=None)
-
-        return compile_and_launch
-
-    def _run(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-        self._keep("launched", (x, y, z), arguments[5:])
-
-    def _keep(self, how: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-        values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
-        by_address = not any(isinstance(x, torch.Tensor) for x in arguments)
-        self.log.append((self.name, how, by_address, (grid, values)))
+KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE")
 
 
 @pytest.fixture
@@ -107,6 +88,49 @@ def test_a_settled_launch_passes_what_the_first_one_did(store, log, options, lat
             grid, values = before[3]
             moved = tuple(out.data_ptr() if value == outs[0].data_ptr() else value for value in values)
             assert after[3] == (grid, moved)
+
+
+@pytest.fixture
+def preallocated(log, monkeypatch) -> PreallocatedStore:
+    """A preallocated store with sinks and rows, whose counts no kernel changes here."""
+    pair = states(0, tokens=100, dim=64, value_dim=32, dtype=torch.float16)
+    store = PreallocatedStore.allocate(TurboQuantConfig(sink_tokens=4), *pair, 1000)
+    store.append(*pair)
+    return store
+
+
+def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launches(preallocated, log):
+    store, q = preallocated, query()
+    for seed in range(2, 6):
+        new = token(seed)
+        view = store.append(*new)
+        assert not log
+        kept = graph_ops.attend_token(view, q, None, scaling=0.3)
+        assert [entry[:3] for entry in log] == [
+            (name, "launched", True) for name in ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")
+        ] or seed == 2
+        assert view.newest.states is None and kept.shape == (1, 1, 4, 32)
+        first = log[0][3][1]
+        given = (*new, *store.counts, *store.sinks, *store.tensors.ring)
+        assert first[: len(given)] == tuple(tensor.data_ptr() for tensor in given)
+        log.clear()
+        graph_ops.attend_token(view, q, None, scaling=0.3)
+        assert [entry[0] for entry in log] == ["ROTATE", "SPLIT", "REDUCE"]
+        log.clear()
+
+
+def test_a_split_that_reads_counts_starts_when_they_are_written(preallocated, monkeypatch):
+    """It loads them before it would wait for the kernel in front of it, so it is no early launch there."""
+    on = decoder.target(torch.device("cpu"))
+    monkeypatch.setattr(decoder, "target", lambda device: replace(on, capability=(9, 0)))
+    view = preallocated.append(*token(2))
+    for _ in range(2):  # the second has nothing to append
+        graph_ops.attend_token(view, query(), None, scaling=0.3)
+    early = [options.get("launch_pdl", False) for options in decoder.SPLIT.function.options]
+    assert early == [False, True]
+    assert [options["launch_pdl"] for options in decoder.REDUCE.function.options] == [True]
+    first = decoder.APPEND_AND_ROTATE.function.options
+    assert len(first) == 1 and not first[0].get("launch_pdl", False)
 
 
 def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):

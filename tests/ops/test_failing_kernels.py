@@ -169,7 +169,8 @@ def buffered() -> Launch:
 
 def append_on_device() -> Launch:
     store = PreallocatedStore.allocate(CONFIG, *states(0, tokens=1), 300)
-    return lambda: store.append(*states(1, tokens=1))
+    view = store.append(*states(1, tokens=1))
+    return lambda: store.dense(view)
 
 
 def attend_on_device() -> Launch:

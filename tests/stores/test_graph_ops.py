@@ -29,10 +29,11 @@ def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
     view = store.append(*rows(pair, 131))
     query = states(1, 2, 2 * HEADS, 1, DIM)[0]
     mask = torch.ones(2, 1, 1, store.max_cache_len, dtype=torch.bool) if masked else None
-    torch.library.opcheck(
-        graph_ops._attend_token, (query, tensors, view.step_counts, mask, None, DIM**-0.5, None, text)
-    )
-    torch.library.opcheck(graph_ops._dense_tokens, (tensors, view.step_counts, text, store.max_cache_len))
+    counts, after = list(store.counts), (mask, None, DIM**-0.5, None, text, store.max_cache_len)
+    torch.library.opcheck(graph_ops._attend_token, (query, *rows(pair, 131), tensors, counts, *after))
+    graph_ops.append_newest(view)
+    torch.library.opcheck(graph_ops._attend_token, (query, None, None, tensors, counts, *after))
+    torch.library.opcheck(graph_ops._dense_tokens, (tensors, view.counts.step_counts, text, store.max_cache_len))
 
 
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:
@@ -84,7 +85,8 @@ def test_a_step_is_dense_without_a_read_of_the_host(config, room, before, monkey
         if start < stop:
             store.append(*rows(pair, start, stop))
     view = store.append(*rows(pair, before))
-    expected = dispatch.dense(graph_ops._on_host(view.tensors, view.step_counts))
+    graph_ops.append_newest(view)  # without a GPU it reads the counts
+    expected = dispatch.dense(graph_ops._on_host(view.tensors, view.counts.step_counts))
 
     def read(*_: object) -> None:
         raise AssertionError("A captured graph cannot read a tensor on the host.")

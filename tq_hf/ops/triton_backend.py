@@ -14,7 +14,8 @@ from ..inference_mode import outside_inference_mode
 from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
 from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import StoreView
+from ..tensors.view import DeviceCounts, StoreView
+from ..tensors.window import KeyValue
 from . import backend
 from .backend import HAS_TRITON, explains_failures
 from .workspace import allocator, current_workspace
@@ -24,10 +25,10 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
     from tq_kernels.common.packed import Packed
+    from tq_kernels.decode.appender import Appender
     from tq_kernels.decode.counts import device_int
     from tq_kernels.decode.decoder import Decoder
-    from tq_kernels.decode.preallocated import Appender
-    from tq_kernels.decode.step import NewRow
+    from tq_kernels.decode.step import NewRow, NewToken
     from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense_launch import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
@@ -294,13 +295,9 @@ def attend_dense(
 
 @explains_failures
 def append_token(
-    tensors: LayerTensors,
-    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    max_cache_len: int,
+    tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
-    """`tq_hf.stores.graph_ops.append_row` on the GPU; `counts` are the store's `state`, `step_counts` and `length`."""
+    """`tq_hf.stores.graph_ops.append_row` on the GPU."""
     append = tensors.appender or _appender_of(tensors)
     append(_rows(keys), _rows(values), counts, max_cache_len)
 
@@ -308,9 +305,12 @@ def append_token(
 @explains_failures
 def attend_token(
     tensors: LayerTensors,
+    counts: DeviceCounts,
     sizes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     query: torch.Tensor,
+    row: KeyValue | None,
     mask: torch.Tensor | None,
+    max_cache_len: int,
     **options: Any,
 ) -> torch.Tensor:
     """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and window rows.
@@ -319,6 +319,10 @@ def attend_token(
     the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
     num_sinks, num_blocks, num_window = sizes
+    token = None
+    if row is not None:
+        keys, values = row
+        token = NewToken(_rows(keys), _rows(values), counts, max_cache_len, tensors.appender or _appender_of(tensors))
     return (tensors.decoder or decoder_of(tensors))(
         _rows(query),
         num_blocks,
@@ -326,5 +330,6 @@ def attend_token(
         num_sinks,
         allocate=allocator(None, "decode attention", query.device),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
+        row=token,
         **options,
     )

@@ -1,4 +1,7 @@
-"""A decode step of a preallocated store: three functions, each also an operator opaque to `torch.compile`.
+"""A decode step of a preallocated store: functions, each also an operator opaque to `torch.compile`.
+
+`attend_token` appends the newest token and attends. Where attention reads states instead, `append_newest` appends it
+and `dense_tokens` dequantises.
 
 Outside of compilation the functions are called as they are. A compiled graph holds the operators, which take tensors,
 numbers and the configuration as text, read lengths on the device (on a GPU) and write in place: a captured graph
@@ -11,7 +14,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,21 +22,12 @@ from ..codec.ablation import Ablation
 from ..config import SETTLED, TurboQuantConfig
 from ..ops import dispatch, triton_backend
 from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import StepView, StoreView
+from ..tensors.view import DeviceCounts, StepView, StoreView
 from ..tensors.window import KeyValue
 from .base import Counts
 from .checks import check_room
 from .growing import GrowingStore
 from .growth import Fixed
-
-
-class DeviceCounts(NamedTuple):
-    """The counts of a preallocated store; see `tq_hf.stores.preallocated`."""
-
-    state: torch.Tensor
-    step_counts: torch.Tensor
-    length: torch.Tensor
-
 
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -88,6 +82,25 @@ def append_row(
     write_counts(counts, store)
 
 
+@torch.library.custom_op("tq_hf::tokens_held", mutates_args=())
+def _tokens_held(length: torch.Tensor) -> torch.Tensor:
+    return length.clone()
+
+
+@_tokens_held.register_fake
+def _tokens_held_shape(length: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(length)
+
+
+def tokens_held(counts: DeviceCounts) -> torch.Tensor:
+    """Tokens held, `[]` int64 on the device; of a compiled step a copy.
+
+    Inductor computes what a graph takes from a tensor (positions, say) where it is used. That may be after an operator
+    has written to the tensor, unless another operator read it before.
+    """
+    return _tokens_held(counts.length) if torch.compiler.is_compiling() else counts.length
+
+
 @torch.library.custom_op("tq_hf::append_token", mutates_args=("tensors", "counts"))
 def _append_token(
     keys: torch.Tensor,
@@ -103,33 +116,34 @@ def _append_token(
     append_row(LayerTensors.from_arguments(config_from(config), tensors), held, keys, values, max_cache_len)
 
 
-def append_in_graph(
-    tensors: LayerTensors,
-    counts: DeviceCounts,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    config: str,
-    max_cache_len: int,
-) -> None:
-    """`append_row` as an operator, with the configuration as text."""
-    _append_token(keys, values, tensors.arguments(), list(counts), config, max_cache_len)
+def append_newest(view: StepView) -> None:
+    """Append the newest token of the store, unless it is appended."""
+    tensors, counts, _, config, max_cache_len, _, newest = view
+    if newest.states is None:
+        return
+    if torch.compiler.is_compiling():
+        _append_token(*newest.states, tensors.arguments(), list(counts), config, max_cache_len)
+    else:
+        append_row(tensors, counts, *newest.states, max_cache_len)
+    newest.states = None
 
 
 def _attend(
     tensors: LayerTensors,
-    step_counts: torch.Tensor,
+    counts: DeviceCounts,
     sizes: Entries,
     query: torch.Tensor,
+    row: KeyValue | None,
     mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
+    max_cache_len: int,
+    **options: Any,
 ) -> torch.Tensor:
+    """Append `row`, if there is one, and attend."""
     if triton_backend.reads(tensors, query):
-        return triton_backend.attend_token(tensors, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
-    view = _on_host(tensors, step_counts)
-    return dispatch.attend(query, view, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        return triton_backend.attend_token(tensors, counts, sizes, query, row, mask, max_cache_len, **options)
+    if row is not None:
+        append_row(tensors, counts, *row, max_cache_len)
+    return dispatch.attend(query, _on_host(tensors, counts.step_counts), mask, **options)
 
 
 def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
@@ -139,32 +153,51 @@ def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
     return StoreView(tensors.with_sinks(sinks), blocks, rows, past)
 
 
-@torch.library.custom_op("tq_hf::attend_token", mutates_args=())
+@torch.library.custom_op("tq_hf::attend_token", mutates_args=("tensors", "counts"))
 def _attend_token(
     query: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
     tensors: list[torch.Tensor],
-    step_counts: torch.Tensor,
+    counts: list[torch.Tensor],
     mask: torch.Tensor | None,
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
     config: str,
+    max_cache_len: int,
 ) -> torch.Tensor:
-    held = LayerTensors.from_arguments(config_from(config), tensors)
-    sizes = entries(step_counts)
-    return _attend(held, step_counts, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    held = DeviceCounts(*counts)
+    row = None if keys is None or values is None else (keys, values)
+    if query.is_cpu and row is not None:
+        check_room(1, int(held.length), max_cache_len)
+    return _attend(
+        LayerTensors.from_arguments(config_from(config), tensors),
+        held,
+        entries(held.step_counts),
+        query,
+        row,
+        mask,
+        max_cache_len,
+        scaling=scaling,
+        softcap=softcap,
+        s_aux=s_aux,
+    )
 
 
 @_attend_token.register_fake
 def _attend_token_shape(
     query: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
     tensors: list[torch.Tensor],
-    step_counts: torch.Tensor,
+    counts: list[torch.Tensor],
     mask: torch.Tensor | None,
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
     config: str,
+    max_cache_len: int,
 ) -> torch.Tensor:
     held = LayerTensors.from_arguments(config_from(config), tensors)
     batch, heads, rows, _ = query.shape
@@ -180,19 +213,35 @@ def attend_token(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query a sequence, `[B, Hq, 1, Dk]`, over all tokens of the store; `[B, 1, Hq, Dv]`.
+    """Attention of one query a sequence, `[B, Hq, 1, Dk]`, over all tokens of the store; `[B, 1, Hq, Dv]`. The newest
+    token is appended first, unless it is.
 
     `mask` is bool `[B, 1, 1, >= T]` or `None`.
 
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    tensors, step_counts, sizes, config, max_cache_len, num_held = view
+    tensors, counts, sizes, config, max_cache_len, num_held, newest = view
     if mask is not None:
         dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
     if torch.compiler.is_compiling():
-        return _attend_token(query, tensors.arguments(), step_counts, mask, s_aux, scaling, softcap, config)
-    return _attend(tensors, step_counts, sizes, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        keys, values = (None, None) if newest.states is None else newest.states
+        out = _attend_token(
+            query, keys, values, tensors.arguments(), list(counts), mask, s_aux, scaling, softcap, config, max_cache_len
+        )
+        newest.states = None
+        return out
+    options = dict(scaling=scaling, softcap=softcap, s_aux=s_aux)
+    row = newest.states
+    try:
+        out = _attend(tensors, counts, sizes, query, row, mask, max_cache_len, **options)
+    except BaseException:
+        # What failed may have come after the append.
+        if row is not None and int(counts.length) == num_held:
+            newest.states = None
+        raise
+    newest.states = None
+    return out
 
 
 def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:
@@ -235,10 +284,11 @@ def _dense_tokens_shape(
 
 
 def dense_tokens(view: StepView) -> KeyValue:
-    """All tokens of the store densely, `[B, Hkv, view.length, D]`, zeros after the last.
+    """All tokens of the store densely, `[B, Hkv, view.length, D]`, zeros after the last. The newest is appended first.
 
     Nothing is read on the host. The time follows `view.length`, the room, as for transformers' static cache."""
-    tensors, step_counts, _, config, length, _ = view
+    append_newest(view)
+    tensors, counts, _, config, length, *_ = view
     if torch.compiler.is_compiling():
-        return _dense_tokens(tensors.arguments(), step_counts, config, length)
-    return _dense(tensors, step_counts, length)
+        return _dense_tokens(tensors.arguments(), counts.step_counts, config, length)
+    return _dense(tensors, counts.step_counts, length)

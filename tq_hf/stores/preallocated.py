@@ -10,7 +10,9 @@ that a captured graph serves every length:
                                alignment.
     length       [] int64      tokens held, as `get_seq_length` returns it
 
-Decode steps (one new token) never read them on the host. Everything else does, through `as_growing`.
+Decode steps (one new token) never read them on the host. Everything else does, through `as_growing`. A decode step's
+token is appended by the attention that reads it, in the launch that rotates its queries, or before anything else is
+asked of the store.
 
 The host counts the tokens too, to refuse one too many. A compiled step cannot count: it forgets the number, and the
 next eager step reads `length` once. The compiled step itself asserts on the device that there is room.
@@ -28,12 +30,11 @@ from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch, triton_backend
 from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import StepView, StoreView
+from ..tensors.view import DeviceCounts, NewestToken, StepView, StoreView
 from ..tensors.window import DenseWindow, KeyValue
 from . import graph_ops
 from .base import Counts, LayerStore
 from .checks import check_fits, check_room
-from .graph_ops import DeviceCounts
 from .growing import GrowingStore
 from .growth import Fixed
 
@@ -54,6 +55,7 @@ class PreallocatedStore(LayerStore):
         super().__init__(tensors, handed_on)
         self._appending: GrowingStore | None = None
         """What the last call was appended to, if it waits for its queries."""
+        self._newest = NewestToken()
         self.counts = counts
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
@@ -85,18 +87,20 @@ class PreallocatedStore(LayerStore):
     @property
     def state(self) -> torch.Tensor:
         """What is held between calls."""
+        self.encode_prompt()
         return self.counts.state
 
     @property
     def length(self) -> torch.Tensor:
         """Tokens held, `[]` int64 on the device."""
         self.encode_prompt()
-        return self.counts.length
+        return graph_ops.tokens_held(self.counts)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:
-        """See `LayerStore.append`. One token is appended without reading lengths on the host, so that it compiles."""
+        """See `LayerStore.append`. One token waits for attention, which appends it without lengths on the host, so that
+        it compiles."""
         self.encode_prompt()
-        tensors, row = self.tensors, self.tensors.row
+        row = self.tensors.row
         if (
             keys.shape != row.keys
             or values.shape != row.values
@@ -106,18 +110,24 @@ class PreallocatedStore(LayerStore):
             check_fits(keys, values, row)
             return self._append_many(keys, values, wait)
         if torch.compiler.is_compiling():
-            graph_ops.append_in_graph(tensors, self.counts, keys, values, self._config_text, self.max_cache_len)
             self.num_held = None
-            return self._step_view(None)
-        held = int(self.length) if self.num_held is None else self.num_held
-        check_room(1, held, self.max_cache_len)
-        graph_ops.append_row(tensors, self.counts, keys, values, self.max_cache_len)
-        self.num_held = held + 1
-        return self._step_view(held + 1)
+        else:
+            held = int(self.length) if self.num_held is None else self.num_held
+            check_room(1, held, self.max_cache_len)
+            self.num_held = held + 1
+        self._newest.states = keys, values
+        return self._step_view()
 
-    def _step_view(self, num_held: int | None) -> StepView:
-        counts = self.counts.step_counts
-        return StepView(self.tensors, counts, self._entries, self._config_text, self.max_cache_len, num_held)
+    def _step_view(self) -> StepView:
+        return StepView(
+            self.tensors,
+            self.counts,
+            self._entries,
+            self._config_text,
+            self.max_cache_len,
+            self.num_held,
+            self._newest,
+        )
 
     @outside_inference_mode
     def _append_many(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
@@ -137,7 +147,9 @@ class PreallocatedStore(LayerStore):
         return self._appending is not None
 
     def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_prompt`."""
+        """See `LayerStore.encode_prompt`. Also appends the token of a decode step that waits for attention."""
+        if self._newest.states is not None:
+            graph_ops.append_newest(self._step_view())
         if (store := self._appending) is not None:
             store.encode_prompt(queries, attended)
             self._appending = None
@@ -193,12 +205,12 @@ class PreallocatedStore(LayerStore):
 
     def reset(self) -> PreallocatedStore:
         """See `LayerStore.reset`: the tensors stay where they are."""
-        self._appending = None
+        self._appending = self._newest.states = None
         if not self.handed_on:
             for factor in self.blocks.factors:
                 factor.fill_(1)
-        self.state.zero_()
-        self.length.zero_()
+        self.counts.state.zero_()
+        self.counts.length.zero_()
         self.num_held = 0
         return self
 

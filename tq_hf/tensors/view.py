@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -73,24 +74,45 @@ class StoreView(NamedTuple):
         return length if new is None else length + new[0].shape[2]
 
 
+class DeviceCounts(NamedTuple):
+    """The counts of a preallocated store; see `tq_hf.stores.preallocated`."""
+
+    state: torch.Tensor
+    step_counts: torch.Tensor
+    length: torch.Tensor
+
+
+@dataclass
+class NewestToken:
+    """Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` that a preallocated store has not appended yet, or `None`.
+
+    A store has one such object. The decode step that reads the token appends it in passing; whoever else wants to know
+    what the store holds appends it first (`tq_hf.stores.graph_ops.append_newest`).
+    """
+
+    states: KeyValue | None = None
+
+
 class StepView(NamedTuple):
     """The same for a decode step of a preallocated store: the snapshot is on the device.
 
     Args:
         tensors: The tensors read, which the store never replaces.
-        step_counts: `[6, 4]` int32 on the device, what the step attends to (see `tq_hf.stores.preallocated`).
-        entries: Views of the numbers of sinks, blocks and window rows in `step_counts`.
+        counts: The store's, which hold what the step attends to once the newest token is appended.
+        entries: Views of the numbers of sinks, blocks and window rows in `counts.step_counts`.
         config_text: The configuration as an operator of a graph takes it.
         length: Tokens there is room for: the length of the dense states that stand for this view.
         num_held: Tokens it covers, if the host knows.
+        newest: The store's newest token, unless it is appended.
     """
 
     tensors: LayerTensors
-    step_counts: torch.Tensor
+    counts: DeviceCounts
     entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     config_text: str
     length: int
     num_held: int | None
+    newest: NewestToken
 
 
 def is_first(view: StoreView | StepView) -> bool:

@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 
 from ..common.device import target
-from ..common.launcher import ALWAYS
+from ..common.launcher import Kernel, specialised
 from ..common.packed import Packed
 from ..format import BLOCK_TOKENS
 from .dequantise import dequantise_blocks
 from .encode import encode_blocks
 from .quantise import CORRECTIONS, LEVELS
+
+ENCODE, DEQUANTISE = Kernel(encode_blocks), Kernel(dequantise_blocks)
 
 
 @dataclass(frozen=True)
@@ -127,33 +129,18 @@ def encode(
         options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
         if on.dependent_launch and is_value:
             options["launch_pdl"] = True
-        encode_blocks[(min(blocks, max(1, programs)), batch * heads)](
-            states,
-            words,
-            packed.scalars.view(torch.float16),
-            means,
-            rotation,
-            factors,
-            heads,
-            blocks,
-            start,
-            *packed.block_strides,
-            *states.stride()[:3],
-            HEAD_DIM=states.shape[-1],
-            DIM=dim,
-            TILE=tile,
-            BITS=bits,
-            LEVELS=LEVELS[bits],
-            CORRECTION=CORRECTIONS[correction],
-            IS_VALUE=is_value,
-            MATRIX=matrix,
-            K_STEP=config.k_step,
-            PRECISION="tf32x3" if on.asm else "ieee",
-            ASM=on.asm,
-            PDL=on.dependent_launch,
-            STAGES=config.stages,
+        strides = states.stride()[:3]
+        constants = (
+            *(states.shape[-1], dim, tile, bits, LEVELS[bits], CORRECTIONS[correction], is_value, matrix),
+            *(config.k_step, "tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
+        )
+        ENCODE(
+            (min(blocks, max(1, programs)), batch * heads, 1),
+            (states, words, packed.scalars.view(torch.float16), means, rotation, factors),
+            (heads, blocks, start, *packed.block_strides, *strides),
+            constants,
+            (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
             num_warps=config.warps,
-            **ALWAYS,
             **options,
         )
 
@@ -238,27 +225,16 @@ def dequantise(
         columns = min(config.columns, tile)
         tiles = triton.cdiv(dim, columns)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads * tiles)
-        dequantise_blocks[(min(blocks, max(1, programs)), batch * heads, tiles)](
-            words,
-            packed.scalars.view(torch.float16),
-            means,
-            rotation,
-            factors,
-            states,
-            heads,
-            blocks,
-            start,
-            *packed.block_strides,
-            *states.stride()[:3],
-            HEAD_DIM=states.shape[-1],
-            DIM=dim,
-            TILE=tile,
-            BITS=bits,
-            IS_VALUE=is_value,
-            CHUNKS=config.chunks,
-            COLUMNS=columns,
-            RESIDENT=config.resident,
-            ASM=on.asm,
+        strides = states.stride()[:3]
+        constants = (
+            *(states.shape[-1], dim, tile, bits, is_value, config.chunks),
+            *(columns, config.resident, on.asm),
+        )
+        DEQUANTISE(
+            (min(blocks, max(1, programs)), batch * heads, tiles),
+            (words, packed.scalars.view(torch.float16), means, rotation, factors, states),
+            (heads, blocks, start, *packed.block_strides, *strides),
+            constants,
+            (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
             num_warps=config.warps,
-            **ALWAYS,
         )

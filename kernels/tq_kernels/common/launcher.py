@@ -19,6 +19,12 @@ ALWAYS = {"enable_fp_fusion": True}
 multiplications and additions by itself."""
 
 
+def specialised(numbers: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]:
+    """What decides a variant of integers that a kernel lets Triton specialise: multiples of 16, ones, and those beyond
+    32 bits are compiled in ways of their own; the last also where it does not specialise."""
+    return tuple([(number % 16 == 0, number == 1, number >= 2**31) for number in numbers])
+
+
 class Launcher(NamedTuple):
     """How a compiled kernel is launched: `call(*grid, stream, *fixed, *arguments)`, tensors as addresses or not."""
 
@@ -36,19 +42,20 @@ class Kernel:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[torch.Tensor, ...],
+        tensors: tuple[torch.Tensor | None, ...],
         numbers: tuple[float, ...],
         constants: tuple[Any, ...],
         key: tuple[Any, ...],
         **options: Any,
     ) -> Launcher | None:
-        """Launch. `key` holds whatever decides the compiled variant besides the alignment of `tensors`.
+        """Launch. `key` holds whatever decides the compiled variant besides the alignment of `tensors`, all but the
+        first of which may be `None`.
 
         Returns:
             How to launch the same variant again; `None` in the interpreter and under a Triton whose launch is not
             known: every launch then goes through Triton.
         """
-        key = (key, *[t.data_ptr() % 16 for t in tensors])
+        key = (key, *[None if t is None else t.data_ptr() % 16 for t in tensors])
         launcher = self.variants.get(key)
         if launcher is None:
             compiled = self.function[grid](*tensors, *numbers, *constants, **ALWAYS, **options)
@@ -56,6 +63,7 @@ class Kernel:
             if launcher is not None:
                 self.variants[key] = launcher
             return launcher
+        assert tensors[0] is not None
         stream = current_raw_stream(tensors[0].device.index)
         launcher.call(*grid, stream, *launcher.fixed, *tensors, *numbers, *constants)
         return launcher

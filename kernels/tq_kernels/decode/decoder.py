@@ -1,4 +1,4 @@
-"""Launch decode attention, cheaply: three kernels, the first of which may also write the newest row to the window.
+"""Launch decode attention, cheaply: three kernels, the first of which may also append the newest token.
 
 `Decoder` is for tensors that stay from step to step: what does not change is worked out once, and a step only fills in
 addresses and what belongs to the query.
@@ -19,14 +19,27 @@ from ..common.packed import Packed
 from ..common.softmax import LOG2E
 from .append import rotate_and_append
 from .plan import plan_decode
+from .preallocated import append_and_rotate
 from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split
 from .split_fragments import decode_split_fragments
-from .step import Arguments, Held, Launches, NewRow, Step
+from .step import Arguments, First, Held, Launches, NewRow, NewToken, Step
 
-ROTATE, ROTATE_AND_APPEND = Kernel(rotate_query), Kernel(rotate_and_append)
+ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (
+    Kernel(function) for function in (rotate_query, rotate_and_append, append_and_rotate)
+)
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
+
+
+def new_states(row: NewRow | NewToken | None, capacity: int) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """The tensors of a call, and the numbers, that the first kernel takes before those that rotate."""
+    if row is None:
+        return (), ()
+    keys, values = row[:2]
+    if isinstance(row, NewToken):
+        return (keys, values, *row.counts), row.appender.numbers(keys.stride(), values.stride(), row.max_cache_len)
+    return (keys, values), (row.slot, capacity, *keys.stride()[:2], *values.stride()[:2])
 
 
 class Decoder:
@@ -83,7 +96,7 @@ class Decoder:
         causal: bool = True,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
-        row: NewRow | None = None,
+        row: NewRow | NewToken | None = None,
     ) -> torch.Tensor:
         """Attention of S queries, in three launches.
 
@@ -102,7 +115,7 @@ class Decoder:
                 sinks are older than all queries).
             softcap: cap of cap * tanh(logit / cap).
             s_aux: `[Hq]` logits of sinks that take weight but have no value.
-            row: A row to write to the window first.
+            row: A row to write to the window first, or a token to append.
 
         Returns:
             `out`. Rows that attend to nothing are 0.
@@ -133,20 +146,19 @@ class Decoder:
         if step is None:
             step = self._steps[key] = self._step(query, out, scaling, mask_rows, causal, softcap, s_aux)
         scratch = allocate(step.plan.scratch.size)
-        launches = step.launches.get(row is not None)
+        kept = step.launches.get(type(row))
         # The common case, with nothing left to look up: all is compiled, for tensors that are aligned like these.
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
         blocks_at, rows_at, sinks_at = num_blocks.data_ptr(), num_window.data_ptr(), num_sinks.data_ptr()
         mask_at = scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
         bits = query_at | scratch_at | out_at | blocks_at | rows_at | sinks_at | mask_at | aux_at
-        keys_at = values_at = row_numbers = None
-        if row is not None:
-            row_numbers = (row.slot, *row.keys.stride()[:2], *row.values.stride()[:2])
-            keys_at, values_at = row.keys.data_ptr(), row.values.data_ptr()
-            bits |= keys_at | values_at
+        new, row_numbers = new_states(row, step.capacity)
+        new_at = tuple([tensor.data_ptr() for tensor in new])
+        for address in new_at:
+            bits |= address
         aligned = bits & 15 == 0 and self.aligned
-        if launches is None or not aligned:
+        if kept is None or not aligned:
             tensors = (
                 query,
                 scratch,
@@ -156,22 +168,24 @@ class Decoder:
                 num_sinks,
                 scratch if mask is None else mask.view(torch.uint8),
                 scratch if s_aux is None else s_aux,
-                *((None, None) if row is None else row[:2]),
             )
-            arguments = step.arguments(self.tensors, mask_strides, row_numbers, *tensors)
-            launched = self._launch(step, arguments, row is not None)
+            written = row.appender.tensors if isinstance(row, NewToken) else self.tensors.dense[2:] if row else ()
+            arguments = step.arguments(self.tensors, mask_strides, ((*new, *written), row_numbers), *tensors)
+            first = step.first(row)
+            launched = self._launch(step, first, arguments, row)
             if aligned and launched is not None:
-                step.launches[row is not None] = launched
+                step.launches[type(row)] = first, launched
             return out
         stream = current_raw_stream(index)
-        (rotate_at, rotate_numbers), (split_at, split_numbers), (reduce_at, reduce_numbers) = step.arguments(
-            self.addresses, mask_strides, row_numbers,
-            query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at, keys_at, values_at,
+        at = self.addresses
+        written_at = row.appender.addresses if isinstance(row, NewToken) else at.dense[2:] if row else ()
+        (first_at, first_numbers), (split_at, split_numbers), (reduce_at, reduce_numbers) = step.arguments(
+            at, mask_strides, ((*new_at, *written_at), row_numbers),
+            query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at,
         )  # fmt: skip
-        rotate, split, reduce = launches
+        (grid, constants), (launch, split, reduce) = kept
         plan = step.plan
-        constants = step.rotate_constants if row is None else step.append_constants
-        rotate.call(*plan.rotate_grid, stream, *rotate.fixed, *rotate_at, *rotate_numbers, *constants)
+        launch.call(*grid, stream, *launch.fixed, *first_at, *first_numbers, *constants)
         split.call(*step.split_grid, stream, *split.fixed, *split_at, *split_numbers, *plan.split_constants)
         reduce.call(*plan.reduce_grid, stream, *reduce.fixed, *reduce_at, *reduce_numbers, *plan.reduce_constants)
         return out
@@ -227,32 +241,38 @@ class Decoder:
             capacity=window.shape[2],
         )
 
-    def _launch(self, step: Step, arguments: Arguments, appends: bool) -> Launches | None:
+    def _launch(self, step: Step, first: First, arguments: Arguments, row: NewRow | NewToken | None) -> Launches | None:
         """The same by kernels that find or compile the variant for these tensors."""
         plan, device = step.plan, self.device.index
         options = {"launch_pdl": True} if target(self.device).dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
+        appends = isinstance(row, NewToken)
+        # It reads counts before it waits: it cannot start before they are written.
+        split_options = {} if appends else options
         # What decides a variant besides constants: the dtypes of pointers.
-        rotate_arguments, split_arguments, reduce_arguments = arguments
-        query, out, s_aux = rotate_arguments[0][-4], reduce_arguments[0][-1], reduce_arguments[0][-2]
+        first_arguments, split_arguments, reduce_arguments = arguments
+        query, out, s_aux = first_arguments[0][-4], reduce_arguments[0][-1], reduce_arguments[0][-2]
         dense = self.tensors.dense[0].dtype
-        constants = step.append_constants if appends else step.rotate_constants
-        rotate = (ROTATE_AND_APPEND if appends else ROTATE)(
-            plan.rotate_grid,
-            *rotate_arguments,
-            constants,
-            (constants, query.dtype, dense, device),
-            num_warps=2,
+        if isinstance(row, NewToken):
+            kernel, first_options = APPEND_AND_ROTATE, row.appender.options
+        else:
+            kernel, first_options = ROTATE if row is None else ROTATE_AND_APPEND, {"num_warps": 2}
+        launch = kernel(
+            first.grid,
+            *first_arguments,
+            first.constants,
+            (first.constants, query.dtype, dense, device),
+            **first_options,
         )
         split = (SPLIT_FRAGMENTS if target(self.device).fragments else SPLIT)(
             step.split_grid,
             *split_arguments,
             plan.split_constants,
-            (plan.split_constants, plan.config, dense, device),
+            (plan.split_constants, plan.config, dense, device, appends),
             num_warps=plan.config.warps,
             num_stages=plan.config.stages,
             **limit,
-            **options,
+            **split_options,
         )
         reduce = REDUCE(
             plan.reduce_grid,
@@ -262,4 +282,4 @@ class Decoder:
             num_warps=plan.reduce_warps,
             **options,
         )
-        return Launches(rotate, split, reduce) if rotate and split and reduce else None
+        return Launches(launch, split, reduce) if launch and split and reduce else None

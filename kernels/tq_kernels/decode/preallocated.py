@@ -1,26 +1,19 @@
-"""Append one token a sequence to a preallocated store, every length on the device, in one launch.
+"""Append one token a sequence to a preallocated store, every length on the device, and rotate queries in that launch.
 
 The store's counts are int32 tensors (see `tq_hf/stores/preallocated.py`): `state` is what is held between calls;
 `step_counts` is what this step attends to, the slot of the first window row, and the blocks that become due, in entries
 16 bytes apart. One program a head appends the keys, another the values: it writes the row and, if a block is due,
-encodes it. All work out the counts from `state`; the last program to have read it writes them.
+encodes it. All work out the counts from `state`; the last program to have read it writes them. Queries are rotated by
+programs of their own, which wait for nobody.
 """
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
 
 from ..codec.encode import HALF_TOKENS, block_rows, encode_block, resident_rotation
-from ..codec.launch import MATRIX_TYPES, encode_config
-from ..codec.quantise import CORRECTIONS, LEVELS
-from ..common.compat import current_device, current_raw_stream
-from ..common.device import target
-from ..common.launcher import Kernel, Launcher
-from ..common.packed import Packed
 from ..format import TOKENS, due_blocks_in_kernel
 from .append import load_row
+from .rotate import rotate_rows
 
 
 @triton.jit
@@ -82,7 +75,7 @@ def _append(
 @triton.jit(  # without `debug` the assertion would not be compiled
     debug=True,
     do_not_specialize=(
-        "heads keys_b keys_h values_b values_h max_sinks capacity residual max_cache_len blocks_b blocks_h"
+        "keys_b keys_h values_b values_h max_sinks capacity residual max_cache_len blocks_b blocks_h heads"
     ).split(),
 )
 def append_and_encode(
@@ -101,9 +94,8 @@ def append_and_encode(
     key_means,  # anything without HAS_MEAN
     key_rotation,
     value_rotation,
-    key_factors,
     value_factors,
-    heads,
+    key_factors,
     keys_b,
     keys_h,
     values_b,
@@ -114,6 +106,7 @@ def append_and_encode(
     max_cache_len,
     blocks_b,  # strides of the packed tensors, in blocks
     blocks_h,
+    heads,
     DK: tl.constexpr,
     DKP: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -178,103 +171,92 @@ def append_and_encode(
         )  # fmt: skip
 
 
-APPEND = Kernel(append_and_encode)
+@triton.jit(
+    debug=True,
+    do_not_specialize=(
+        "keys_b keys_h values_b values_h max_sinks capacity residual max_cache_len blocks_b blocks_h "
+        "rows queries heads query_b query_h query_s plain_at scale_at"
+    ).split(),
+)
+def append_and_rotate(
+    keys,  # as for `append_and_encode`
+    values,
+    state,
+    step_counts,
+    length,
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
+    key_words,
+    value_words,
+    scales,
+    key_means,
+    key_rotation,
+    value_rotation,
+    value_factors,
+    query,  # as for `rotate_query`
+    query_rotation,
+    key_factors,
+    scratch,
+    keys_b,
+    keys_h,
+    values_b,
+    values_h,
+    max_sinks,
+    capacity,
+    residual,
+    max_cache_len,
+    blocks_b,
+    blocks_h,
+    rows,
+    queries,
+    heads,
+    query_b,
+    query_h,
+    query_s,
+    plain_at,
+    scale_at,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_LEVELS: tl.constexpr,
+    KEY_CORRECTION: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_LEVELS: tl.constexpr,
+    VALUE_CORRECTION: tl.constexpr,
+    VALUE_STEP: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    MATRIX: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
 
-
-class Appender:
-    """Appends one token a sequence to tensors that stay, for any number of calls.
-
-    Args:
-        packed: The blocks. They get the bits that `tq_kernels.codec.launch.encode` would give them.
-        sinks: Keys `[B, Hkv, S0, Dk]` and values `[B, Hkv, S0, Dv]`, contiguous.
-        window: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
-        key_rotation, value_rotation: As for `encode`.
-        bits: Of keys and of values.
-        corrections: Of keys and of values, as for `encode`.
-        residual_length: Tokens that stay dense.
+    Grid: (B * H, 2 + rows / BLOCK_R * DKP / COLUMNS). The kernel that attends reads the counts before it would wait for
+    this one: it must be launched after this one has ended.
     """
-
-    def __init__(
-        self,
-        packed: Packed,
-        sinks: tuple[torch.Tensor, torch.Tensor],
-        window: tuple[torch.Tensor, torch.Tensor],
-        key_rotation: torch.Tensor,
-        value_rotation: torch.Tensor,
-        *,
-        bits: tuple[int, int],
-        corrections: tuple[str, str],
-        residual_length: int,
-    ) -> None:
-        ring = window[0]
-        self.device, on = ring.device, target(ring.device)
-        words, scales = (packed.key_words, packed.value_words), packed.scalars.view(torch.float16)
-        means = scales if packed.key_means is None else packed.key_means
-        factors = (packed.key_factors, packed.value_factors)
-        self.tensors = (*sinks, *window, *words, scales, means, key_rotation, value_rotation, *factors)
-        # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
-        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
-        self.grid = (ring.shape[0] * ring.shape[1], 2, 1)
-        self.heads, self.sizes = ring.shape[1], (sinks[0].shape[2], ring.shape[2], residual_length)
-        self.block_strides = packed.block_strides
-        constants: list[object] = []
-        warps = 0
-        for states, rotation, own, correction in zip(
-            window, (key_rotation, value_rotation), bits, corrections, strict=True
-        ):
-            dim = rotation.shape[0]
-            tile = max(16, triton.next_power_of_2(dim))
-            config = encode_config(tile, dim, bits, states.element_size(), on.capability)
-            warps = max(warps, config.warps)
-            constants += [states.shape[3], dim, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step]
-        # The interpreter cannot multiply bf16.
-        matrix = tl.float32 if self.device.type == "cpu" else MATRIX_TYPES[ring.dtype]
-        precision = "tf32x3" if on.asm else "ieee"
-        self.constants = (*constants, packed.key_means is not None, matrix, precision, on.asm)
-        # `sanitize_overflow` is what `debug` turns on.
-        self.options = {"num_warps": warps, "sanitize_overflow": False}
-        self.launcher: Launcher | None = None
-        """How to launch with tensors that are all aligned, once that is compiled."""
-
-    def __call__(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        max_cache_len: int,
-    ) -> None:
-        """Write one token's rows to the sinks or the ring, encode the block that becomes due, and write the counts.
-
-        Args:
-            keys: `[B, Hkv, 1, Dk]` in the window's dtype, last dimension contiguous.
-            values: `[B, Hkv, 1, Dv]`.
-            counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
-            max_cache_len: Tokens there is room for. A full store is not written to, and on a GPU the launch fails.
-        """
-        index = self.device.index
-        if self.device.type == "cuda" and index != current_device():
-            # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
-            with torch.cuda.device(self.device):
-                return self(keys, values, counts, max_cache_len)
-        key_b, key_h, _, _ = keys.stride()
-        value_b, value_h, _, _ = values.stride()
-        numbers = (self.heads, key_b, key_h, value_b, value_h, *self.sizes, max_cache_len, *self.block_strides)
-        state, step_counts, length = counts
-        given = (keys.data_ptr(), values.data_ptr(), state.data_ptr(), step_counts.data_ptr(), length.data_ptr())
-        aligned = (given[0] | given[1]) & 15 == 0
-        if self.launcher is not None and aligned:
-            launcher = self.launcher
-            stream = current_raw_stream(index)
-            launcher.call(*self.grid, stream, *launcher.fixed, *given, *self.addresses, *numbers, *self.constants)
-            return None
-        launcher = APPEND(
-            self.grid,
-            (keys, values, *counts, *self.tensors),
-            numbers,
-            self.constants,
-            (self.constants, keys.dtype, index),
-            **self.options,
-        )
-        if aligned:
-            self.launcher = launcher
-        return None
+    if tl.program_id(1) < 2:
+        append_and_encode(
+            keys, values, state, step_counts, length, sink_keys, sink_values, window_keys, window_values,
+            key_words, value_words, scales, key_means, key_rotation, value_rotation, value_factors, key_factors,
+            keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len, blocks_b, blocks_h, heads,
+            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_CORRECTION, KEY_STEP,
+            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_CORRECTION, VALUE_STEP,
+            HAS_MEAN, MATRIX, PRECISION, ASM,
+        )  # fmt: skip
+    else:
+        TILES: tl.constexpr = (DKP + COLUMNS - 1) // COLUMNS
+        tile = tl.program_id(1) - 2
+        rotate_rows(
+            query, query_rotation, key_factors, scratch, None, tile // TILES, tile % TILES,
+            rows, queries, heads, query_b, query_h, query_s, plain_at, scale_at,
+            DK, DKP, KEY_TILE, BLOCK_R, COLUMNS,
+        )  # fmt: skip

@@ -11,6 +11,8 @@ from triton.language.extra import cuda
 
 LINE = tl.constexpr(32)
 """Offsets into the scratch tensor count lines of 32 float32, so that the compiler knows them to be aligned."""
+ROTATE_COLUMNS = tl.constexpr(32)
+"""Channels of a program of `rotate_query`, of two warps."""
 
 
 @triton.jit
@@ -20,6 +22,8 @@ def rotate_rows(
     factors,
     scratch,
     tokens,  # [S + 1] int32, or None
+    row_tile,
+    tile,
     rows,
     queries,
     kv_heads,
@@ -32,14 +36,14 @@ def rotate_rows(
     DKP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """What a program of `rotate_query` does. With `tokens`, where the new tokens of S sequences start, query s is that
-    of sequence s if it has one token, else 0."""
+    """Channels `tile` * COLUMNS and on of rows `row_tile` * BLOCK_R and on of this program's head. With `tokens`, where
+    the new tokens of S sequences start, query s is that of sequence s if it has one token, else 0."""
     head = tl.program_id(0)
-    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    tile = tl.program_id(2)
+    r = row_tile * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
-    column = tile * 32 + tl.arange(0, 32)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
     batch = (head // kv_heads).to(tl.int64)
     head_q = (head % kv_heads) * (rows // queries) + r // queries
     if tokens is None:
@@ -72,9 +76,9 @@ def rotate_rows(
     factor = tl.load(factors + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
     matrix = (matrix.to(tl.float32) * (1.0 / factor)[None, :]).to(tl.float16)
     if BLOCK_R == 1:  # no product for matrix units
-        rotated = tl.sum(matrix.to(tl.float32) * tl.trans(q).to(tl.float32), 1, keep_dims=True) * (DKP**-0.5)  # [32, 1]
+        rotated = tl.sum(matrix.to(tl.float32) * tl.trans(q).to(tl.float32), 1, keep_dims=True) * (DKP**-0.5)  # [BC, 1]
     else:
-        rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [32, BR]
+        rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [BC, BR]
     out = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (head * rows + r)[None, :] * DKP + column[:, None]
     tl.store(out, rotated.to(tl.float16), mask=(column < DKP)[:, None] & (r < rows)[None, :])
 
@@ -108,6 +112,8 @@ def rotate_query(
         factors,
         scratch,
         None,
+        tl.program_id(1),
+        tl.program_id(2),
         rows,
         queries,
         kv_heads,
@@ -120,4 +126,5 @@ def rotate_query(
         DKP,
         BLOCK_D,
         BLOCK_R,
+        ROTATE_COLUMNS,
     )

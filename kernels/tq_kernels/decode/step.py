@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.launcher import Launcher
+from .appender import Appender
 from .plan import Plan
 
 
@@ -17,6 +18,17 @@ class NewRow(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     slot: int
+
+
+class NewToken(NamedTuple):
+    """One token's keys and values, as of a `NewRow`, that `appender` has still to append to tensors whose counts are on
+    the device; see `Appender.__call__`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    max_cache_len: int
+    appender: Appender
 
 
 class Held(NamedTuple):
@@ -30,17 +42,24 @@ class Held(NamedTuple):
     value_factors: Any
 
 
+class First(NamedTuple):
+    """The kernel that rotates queries, and may write a row before: its grid and constants."""
+
+    grid: tuple[int, int, int]
+    constants: tuple[Any, ...]
+
+
 class Launches(NamedTuple):
     """The kernels of a step, ready to be called."""
 
-    rotate: Launcher
+    first: Launcher
     split: Launcher
     reduce: Launcher
 
 
 Pointers = tuple[tuple[Any, ...], tuple[float, ...]]
 Arguments = tuple[Pointers, Pointers, Pointers]
-"""Pointers and numbers of the kernels that rotate, split and reduce, in order."""
+"""Pointers and numbers of the first kernel, and of those that split and reduce, in order."""
 
 
 class Step:
@@ -48,7 +67,7 @@ class Step:
 
     Args:
         plan: What to launch.
-        rotate, reduce: The numbers that these kernels are
+        rotate, reduce: The numbers that these kernels are given.
         split: Those of the split, before and after the mask's strides.
         row_constants: Constants that `rotate_and_append` has before those of `rotate_query`.
         capacity: Rows of the window.
@@ -67,17 +86,27 @@ class Step:
         self.rotate_numbers, self.reduce_numbers = rotate, reduce
         self.split_before_mask, self.split_after_mask = split
         self.split_grid = (plan.workers, 1, 1)
-        self.rotate_constants = plan.rotate_constants
-        self.append_constants = (*row_constants, *plan.rotate_constants)
+        self.row_constants = row_constants
         self.capacity = capacity
-        # By whether a row is written; `Decoder` fills it when a call with aligned tensors has compiled all kernels.
-        self.launches: dict[bool, Launches] = {}
+        # By what is written first; `Decoder` fills it when a call with aligned tensors has compiled all kernels.
+        self.launches: dict[type, tuple[First, Launches]] = {}
+
+    def first(self, row: NewRow | NewToken | None) -> First:
+        """The first kernel of a step that writes `row`."""
+        plan = self.plan
+        if not isinstance(row, NewToken):
+            return First(plan.rotate_grid, (*(() if row is None else self.row_constants), *plan.rotate_constants))
+        heads, row_tiles, _ = plan.rotate_grid
+        _, stored_dim, _, rows, _ = plan.rotate_constants
+        columns = row.appender.columns
+        programs = 2 + row_tiles * -(-stored_dim // columns)
+        return First((heads, programs, 1), (*row.appender.constants, columns, rows))
 
     def arguments(
         self,
         held: Held,
         mask_strides: tuple[int, int, int],
-        row_numbers: tuple[int, int, int, int, int] | None,
+        row: Pointers,
         query: Any,
         scratch: Any,
         out: Any,
@@ -86,35 +115,16 @@ class Step:
         num_sinks: Any,
         mask: Any,
         s_aux: Any,
-        row_keys: Any,
-        row_values: Any,
     ) -> Arguments:
         """The arguments of every kernel, but for its constants, from the tensors of a call or their addresses.
 
-        `row_numbers` are the slot of the row to write, and the strides of its keys and of its values in batch and
-        heads. What a call does not have stands for another tensor; of rows nothing is read then.
+        `row` are those that the first kernel takes before what rotates. What a call does not have stands for another
+        tensor.
         """
-        rotate: Pointers
-        if row_numbers is None:
-            rotate = (query, held.key_rotation, held.key_factors, scratch), self.rotate_numbers
-        else:
-            rotate = (
-                (
-                    row_keys,
-                    row_values,
-                    *held.dense[2:],
-                    query,
-                    held.key_rotation,
-                    held.key_factors,
-                    scratch,
-                ),
-                (
-                    row_numbers[0],
-                    self.capacity,
-                    *row_numbers[1:],
-                    *self.rotate_numbers,
-                ),
-            )
+        rotate = (
+            (*row[0], query, held.key_rotation, held.key_factors, scratch),
+            (*row[1], *self.rotate_numbers),
+        )
         split = (
             (
                 scratch,

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.sequences import lengths, ring_rows
-from ..decode.rotate import rotate_rows
+from ..decode.rotate import ROTATE_COLUMNS, rotate_rows
 from ..format import TOKENS
 
 TAIL_ROWS = tl.constexpr(32)
@@ -98,6 +98,8 @@ def rotate_and_append_single(
         factors,
         scratch,
         cu_q,
+        tl.program_id(1),
+        tl.program_id(2),
         head_rows,
         count,
         kv_heads,
@@ -110,6 +112,7 @@ def rotate_and_append_single(
         DKP,
         BLOCK_D,
         BLOCK_R,
+        ROTATE_COLUMNS,
     )
 
 

@@ -12,13 +12,12 @@ import triton.language as tl
 
 from ..common.compat import current_device
 from ..common.device import Target, target
-from ..common.launcher import Kernel
+from ..common.launcher import Kernel, specialised
 from ..common.softmax import LOG2E
 from .dense import dense_attention, mask_spans
-from .launch import mask_layout, prefix_splits
-from .merge import merge_splits
+from .launch import mask_layout, merge, prefix_splits
 
-ATTEND, SPANS, MERGE = Kernel(dense_attention), Kernel(mask_spans), Kernel(merge_splits)
+ATTEND, SPANS = Kernel(dense_attention), Kernel(mask_spans)
 MATRIX_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 MAX_DIM = 256
 SPLIT_TOKENS = 128
@@ -130,7 +129,14 @@ def attend_dense(
     spans = spans.view(torch.int32)
     seen = query if mask is None else mask.view(torch.uint8)
     if kind == 2:
-        SPANS((queries, batch, 1), (seen, spans), (tokens, *mask_strides), (1024,), (device.index,), num_warps=4)
+        SPANS(
+            (queries, batch, 1),
+            (seen, spans),
+            (tokens, *mask_strides),
+            (1024,),
+            (specialised(mask_strides), device.index),
+            num_warps=4,
+        )
     # The interpreter cannot multiply bf16.
     matrix = tl.float32 if device.type == "cpu" else MATRIX_TYPES[query.dtype]
     aux = query if s_aux is None else s_aux
@@ -140,25 +146,14 @@ def attend_dense(
     strides = (*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3])
     counts = (rows, groups, kv_heads, queries, tokens)
     logits = (scaling * LOG2E.value, (softcap or 1.0) * LOG2E.value)
-    # Triton compiles strides that are multiples of 16, 1 or beyond 32 bits in ways of their own.
-    strided = tuple((stride % 16 == 0, stride == 1, stride >= 2**31) for stride in (*strides, *mask_strides))
     ATTEND(
         (row_tiles, heads, splits),
         (query, keys, values, seen, spans, aux, out, partial, lse),
         (*strides, *mask_strides, *counts, *logits, row_tiles),
         constants,
-        (constants, strided, query.dtype, seen.dtype, aux.dtype, device.index),
+        (constants, specialised((*strides, *mask_strides)), query.dtype, seen.dtype, aux.dtype, device.index),
         num_warps=config.warps,
     )
     if splits > 1:
-        block_rows = max(1, 2048 // block_dv)
-        merge_constants = (value_dim, block_dv, block_rows, s_aux is not None, None)
-        MERGE(
-            (-(-heads * rows // block_rows), 1, 1),
-            (partial, lse, aux, out),
-            (rows, groups, kv_heads, heads * rows, splits, *out.stride()[:3]),
-            merge_constants,
-            (merge_constants, aux.dtype, out.dtype, device.index),
-            num_warps=4,
-        )
+        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=s_aux is not None)
     return out

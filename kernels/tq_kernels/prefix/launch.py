@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import triton
 
+from ..common.compat import current_device
 from ..common.device import Target, target
-from ..common.launcher import ALWAYS
+from ..common.launcher import Kernel, specialised
 from ..common.packed import Packed
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS, padded_dim
@@ -28,11 +29,16 @@ __all__ = [
     "PrefixConfig",
     "attend_prefix",
     "block_of",
+    "merge",
     "prefix_config",
     "prefix_constants",
     "prefix_splits",
     "prefix_takes",
 ]
+
+
+ATTEND, ATTEND_FRAGMENTS = Kernel(prefix_attention), Kernel(prefix_attention_fragments)
+MERGE = Kernel(merge_splits)
 
 
 @dataclass(frozen=True)
@@ -187,7 +193,7 @@ def attend_prefix(
         `out`. Rows that attend to nothing are 0.
     """
     device = query.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if device.type == "cuda" and device.index != current_device():
         with torch.cuda.device(device):
             return attend_prefix(
                 query, packed, num_blocks, sinks, window, num_window, new,
@@ -215,85 +221,101 @@ def attend_prefix(
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
         options["maxnreg"] = config.registers
-    (prefix_attention_fragments if on.fragments else prefix_attention)[(row_tiles, heads, splits)](
-        query,
-        packed.key_words,
-        packed.value_words,
-        packed.scalars,
-        packed.scalars if packed.key_means is None else packed.key_means,
-        key_rotation,
-        value_rotation,
-        packed.key_factors,
-        packed.value_factors,
-        *sinks,
-        *window,
-        *fresh,
-        query if mask is None else mask,
-        query if s_aux is None else s_aux,
-        out,
-        partial,
-        lse,
-        operand_rows.view(torch.float16),
-        *query.stride()[:3],
-        *packed.block_strides,
-        *sinks[0].stride()[:2],
-        *sinks[1].stride()[:2],
-        *window[0].stride()[:2],
-        *window[1].stride()[:2],
-        *fresh[0].stride()[:3],
-        *fresh[1].stride()[:3],
-        *out.stride()[:3],
-        rows,
-        groups,
-        kv_heads,
-        num_blocks,
-        sinks[0].shape[2],
-        num_window,
-        num_blocks * BLOCK_TOKENS % capacity,
-        capacity,
-        fresh[0].shape[2],
-        queries,
-        *mask_strides,
-        scaling * LOG2E.value,
-        (softcap or 1.0) * LOG2E.value,
-        row_tiles,
-        *prefix_constants(
-            key_dim,
-            value_dim,
-            key_bits,
-            value_bits,
-            packed.key_means is not None,
-            causal and mask is None,
-            mask_kind,
-            softcap is not None,
-            s_aux is not None,
-            splits > 1,
-            config,
-            on,
-        ),
-        **ALWAYS,
-        **options,
+    constants = prefix_constants(
+        key_dim,
+        value_dim,
+        key_bits,
+        value_bits,
+        packed.key_means is not None,
+        causal and mask is None,
+        mask_kind,
+        softcap is not None,
+        s_aux is not None,
+        splits > 1,
+        config,
+        on,
     )
-    if splits > 1:
-        block_dv = block_of(value_dim)
-        block_rows = max(1, 2048 // block_dv)
-        merge_splits[(-(-heads * rows // block_rows),)](
+    seen, aux = query if mask is None else mask, query if s_aux is None else s_aux
+    query_strides, out_strides = query.stride()[:3], out.stride()[:3]
+    dense_strides = (*sinks[0].stride()[:2], *sinks[1].stride()[:2], *window[0].stride()[:2], *window[1].stride()[:2])
+    fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
+    strides = specialised((*query_strides, *dense_strides, *fresh_strides, *out_strides, *mask_strides))
+    dtypes = (query.dtype, sinks[0].dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
+    (ATTEND_FRAGMENTS if on.fragments else ATTEND)(
+        (row_tiles, heads, splits),
+        (
+            query,
+            packed.key_words,
+            packed.value_words,
+            packed.scalars,
+            packed.scalars if packed.key_means is None else packed.key_means,
+            key_rotation,
+            value_rotation,
+            packed.key_factors,
+            packed.value_factors,
+            *sinks,
+            *window,
+            *fresh,
+            seen,
+            aux,
+            out,
             partial,
             lse,
-            query if s_aux is None else s_aux,
-            out,
+            operand_rows.view(torch.float16),
+        ),
+        (
+            *query_strides,
+            *packed.block_strides,
+            *dense_strides,
+            *fresh_strides,
+            *out_strides,
             rows,
             groups,
             kv_heads,
-            heads * rows,
-            splits,
-            *out.stride()[:3],
-            value_dim,
-            block_dv,
-            block_rows,
-            s_aux is not None,
-            None,
-            num_warps=4,
-            **ALWAYS,
-        )
+            num_blocks,
+            sinks[0].shape[2],
+            num_window,
+            num_blocks * BLOCK_TOKENS % capacity,
+            capacity,
+            fresh[0].shape[2],
+            queries,
+            *mask_strides,
+            scaling * LOG2E.value,
+            (softcap or 1.0) * LOG2E.value,
+            row_tiles,
+        ),
+        constants,
+        (constants, config, strides, dtypes, device.index),
+        **options,
+    )
+    if splits > 1:
+        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=s_aux is not None)
     return out
+
+
+def merge(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    aux: torch.Tensor,
+    out: torch.Tensor,
+    rows: int,
+    groups: int,
+    kv_heads: int,
+    count: int,
+    splits: int,
+    *,
+    has_aux: bool,
+) -> None:
+    """Launch `merge_splits`; arguments are the kernel's. Without `has_aux`, `aux` stands for anything."""
+    value_dim = out.shape[3]
+    block_dv = max(16, triton.next_power_of_2(value_dim))
+    block_rows = max(1, 2048 // block_dv)
+    constants = (value_dim, block_dv, block_rows, has_aux, None)
+    MERGE(
+        (-(-count // block_rows), 1, 1),
+        (partial, lse, aux, out),
+        (rows, groups, kv_heads, count, splits, *out.stride()[:3]),
+        constants,
+        (constants, specialised(out.stride()[:3]), aux.dtype, out.dtype, out.device.index),
+        num_warps=4,
+    )

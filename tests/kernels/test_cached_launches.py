@@ -1,0 +1,139 @@
+"""Encoders, dequantisers and kernels of many queries are launched as decode's are: by the variant that was compiled for
+such arguments."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers import all_packed, states
+
+pytest.importorskip("triton")
+
+from kernel_cases import INTERPRETED  # noqa: E402
+from launch_recorder import Recorder  # noqa: E402
+from tq_kernels.codec import launch as codec  # noqa: E402
+from tq_kernels.common.launcher import Kernel  # noqa: E402
+from tq_kernels.prefix import launch as prefix  # noqa: E402
+
+from tq_hf.ops import triton_backend  # noqa: E402
+from tq_hf.ops.workspace import release_workspaces  # noqa: E402
+from tq_hf.tensors.blocks import PackedBlocks  # noqa: E402
+from tq_hf.tensors.layer_tensors import LayerTensors  # noqa: E402
+from tq_hf.tensors.view import StoreView  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+
+CONFIG = all_packed()
+KERNELS = {codec: ("ENCODE", "DEQUANTISE"), prefix: ("ATTEND", "MERGE")}
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is launched where kernels serve CPU tensors."""
+    log: list[tuple[Any, ...]] = []
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Kernel(Recorder(name, log)))
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    release_workspaces()
+    with torch.no_grad():
+        yield log
+    release_workspaces()
+
+
+def half(tokens: int, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return states(0, heads=heads, tokens=tokens, dim=64, dtype=torch.float16)
+
+
+def room(blocks: int) -> PackedBlocks:
+    return PackedBlocks.allocate(CONFIG.layout(64, 64), 1, 2, blocks, torch.device("cpu"))
+
+
+def how(log: list[tuple[Any, ...]]) -> list[str]:
+    kinds = [kind for _, kind, *_ in log]
+    log.clear()
+    return kinds
+
+
+def test_other_lengths_are_launched_by_what_was_compiled(log) -> None:
+    """1, 16 and others: Triton would compile each in a way of its own."""
+    blocks = room(40)
+    for count, kind in ((3, "compiled"), (1, "launched"), (16, "launched"), (17, "launched")):
+        keys, values = half(128 * count)
+        triton_backend.encode(CONFIG, keys.transpose(1, 2).contiguous().transpose(1, 2), values, blocks, count)
+        # Keys whose tokens follow each other by 2 heads, values by one: strides over tokens are 128 and 64 throughout.
+        assert how(log) == [kind, kind], count
+        keys, values = (torch.empty(1, 2, 40 * 128, 64, dtype=torch.float16) for _ in range(2))
+        part = blocks.slice(0, count)
+        triton_backend.dequantise(CONFIG, part, keys[:, :, : 128 * count], values[:, :, : 128 * count])
+        assert how(log) == [kind, kind], count
+
+
+def test_a_launch_passes_what_the_compiling_one_did(log) -> None:
+    blocks, (keys, values) = room(4), half(256)
+    for _ in range(2):
+        triton_backend.encode(CONFIG, keys, values, blocks, 1)
+    assert [(name, kind) for name, kind, *_ in log] == [("ENCODE", "compiled")] * 2 + [("ENCODE", "launched")] * 2
+    assert [entry[3] for entry in log[:2]] == [entry[3] for entry in log[2:]]
+
+
+def test_strides_that_are_compiled_in_their_own_way_are_another_variant(log) -> None:
+    blocks = room(4)
+    keys, values = half(256)
+    triton_backend.encode(CONFIG, keys, values, blocks, 0)
+    assert how(log) == ["compiled"] * 2
+    odd = torch.empty(1, 2, 256, 65, dtype=torch.float16)[..., :64]  # rows are 65 apart: no multiple of 16
+    triton_backend.encode(CONFIG, odd, odd, blocks, 0)
+    assert how(log) == ["compiled"] * 2
+    apart = torch.empty(2 * 256 * 64 + 1, dtype=torch.float16)[1:].view(1, 2, 256, 64)  # not aligned
+    triton_backend.encode(CONFIG, apart, apart, blocks, 0)
+    assert how(log) == ["compiled"] * 2
+    for given in ((keys, values), (odd, odd), (apart, apart)):
+        triton_backend.encode(CONFIG, *given, blocks, 0)
+    assert how(log) == ["launched"] * 6
+
+
+def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> None:
+    blocks = room(40)
+    ring, empty = half(512), half(0)
+    tensors = LayerTensors(CONFIG, blocks, empty, ring)
+    kinds = []
+    for num_blocks, num_window, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
+        query = torch.zeros(1, 4, queries, 64, dtype=torch.float16)
+        view = StoreView(tensors, num_blocks, num_window, num_blocks * 128 + num_window, None, half(queries))
+        out = triton_backend.attend_many(query, view, None, scaling=0.3, causal=True, softcap=None, s_aux=None)
+        assert out.shape == (1, queries, 4, 64)
+        kinds.append(how(log))
+    assert {kind for kind in kinds[0]} == {"compiled"}
+    assert all(kind == "launched" for later in kinds[1:] for kind in later), kinds
+
+
+@pytest.mark.parametrize(
+    ("kernel", "others"),
+    [
+        (codec.ENCODE, {"stride_batch", "stride_head", "stride_token"}),
+        (codec.DEQUANTISE, {"stride_batch", "stride_head", "stride_token"}),
+        (prefix.ATTEND, None),
+        (prefix.ATTEND_FRAGMENTS, None),
+        (prefix.MERGE, set()),
+    ],
+    ids=["encode", "dequantise", "attend", "attend on Turing", "merge"],
+)
+def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: set[str] | None) -> None:
+    """The key has strides; whatever else is a number must not be specialised."""
+    parameters = kernel.function.params
+    numbers = [p for p in parameters if not p.is_constexpr and not p.do_not_specialize]
+    strided = {p.name for p in numbers if re.search(r"_(v?[bhst]|batch|head|token)$", p.name)}
+    pointers = {
+        *("states", "words", "scales", "means", "rotation", "factors", "query", "key_words", "value_words", "scalars"),
+        *("key_means", "key_rotation", "value_rotation", "key_factors", "value_factors", "sink_keys", "sink_values"),
+        *("window_keys", "window_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
+        *("operand_rows", "rotated", "table", "tokens", "cu_q", "cu_k"),
+    }
+    assert {p.name for p in numbers} - strided <= pointers
+    if others is not None:
+        assert strided == others

@@ -1,0 +1,33 @@
+"""In place of Triton kernels: what is launched, without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class Recorder:
+    """In place of a Triton kernel: keeps what is launched, through `kernel[grid]` or through what that returned."""
+
+    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
+        self.name, self.log = name, log
+        self.options: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def compile_and_launch(*arguments: Any, **options: Any) -> Any:
+            assert options["enable_fp_fusion"] is True  # Triton 3.9 warns where nobody says it
+            self.options.append(options)
+            self._keep("compiled", grid, arguments)
+            return SimpleNamespace(run=self._run, function=None, packed_metadata=None)
+
+        return compile_and_launch
+
+    def _run(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        self._keep("launched", (x, y, z), arguments[5:])
+
+    def _keep(self, how: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
+        by_address = not any(isinstance(x, torch.Tensor) for x in arguments)
+        self.log.append((self.name, how, by_address, (grid, values)))
