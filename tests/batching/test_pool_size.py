@@ -8,6 +8,7 @@ from batching_cases import Session, greedy, mixed, model_of, options, paged, pro
 from transformers import ContinuousBatchingConfig, LlamaConfig
 
 from tq_hf import TurboQuantBatching
+from tq_hf.batching import paged_cache
 from tq_hf.batching.memory_handler import TurboQuantMemory
 from tq_hf.ops.paged_windows import WINDOW_BYTES
 
@@ -58,6 +59,20 @@ def test_pages_of_a_model_with_windows_hold_as_many_tokens_as_asked_for() -> Non
         assert 0 <= cache.num_sectors * cache.bytes_per_sector - 300 * (packed + dense) <= 2 * cache.bytes_per_sector
         predicted = memory.compute_memory_footprint(cache.max_batch_tokens, cache.num_sectors)
         assert tensors_held(session) + WINDOW_BYTES <= predicted
+
+
+def test_scratch_of_the_steps_that_are_captured_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(paged_cache, "decode_scratch_bytes", lambda *args: asked.append(args) or 1 << 24)
+    predicted = {}
+    for requests in (8, 16):
+        with Session(model_of(), num_blocks=20, max_batch_tokens=64, max_requests_per_batch=requests) as session:
+            session.run(prompts([5]), greedy(1))
+            cache = session.cache
+            predicted[requests] = cache.memory.compute_memory_footprint(64, cache.num_sectors)
+            cache.memory.scratch_bytes -= 1 << 24
+            assert predicted[requests] - cache.memory.compute_memory_footprint(64, cache.num_sectors) == 1 << 24
+    assert [args[:2] for args in asked] == [(8, (4, 2)), (16, (4, 2))]
 
 
 @pytest.mark.parametrize(("preset", "times"), [("k8v4", 2.6), ("4bit_nc", 3.8), ("3bit_nc", 5.0), ("2bit_nc", 7.2)])

@@ -18,7 +18,10 @@ from tq_hf import TurboQuantCache, graph_decoding
 module = sys.modules[graph_decoding.__module__]
 
 # Of a tiny model compiled by transformers alone.
-pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+    pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled"),
+]
 
 ROOM, WINDOW = 256, 96
 
@@ -56,7 +59,9 @@ def compare(model, *args, **options) -> torch.Tensor:
     for mine, theirs in zip(cache.layers, plain.layers, strict=True):
         if mine.is_sliding:  # of a full window the first row is never read again
             rows = slice(int(lengths[0][0] >= WINDOW), lengths[0][0])
-            torch.testing.assert_close(mine.keys[:, :, rows], theirs.keys[:, :, rows], atol=1e-4, rtol=1e-4)
+            # Kernels compute products of fp16, and the two ways are compiled apart: roundings differ on a GPU.
+            close = 5e-3 if mine.keys.is_cuda else 1e-4
+            torch.testing.assert_close(mine.keys[:, :, rows], theirs.keys[:, :, rows], atol=close, rtol=close)
     assert module._kept[cache].graph is not None
     return tokens
 

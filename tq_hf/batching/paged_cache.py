@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.utils import find_num_key_value
 
 from ..config import TurboQuantConfig
 from ..ops.paged import paged_step
+from ..ops.paged_triton import decode_scratch_bytes
 from ..ops.paged_windows import WINDOW_BYTES, windowed_step
 from ..ops.window_plan import WindowStep, plan_step
 from ..tensors.factors import Factors
@@ -98,8 +99,15 @@ class TurboQuantPagedCache(PagedAttentionCache):
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=model_supports_logits_to_keep,
         )
+        # transformers captures steps of 1, 2, 4, ... requests, up to so many.
+        most = continuous_batching_config.max_requests_per_batch or 1024
+        groups = config.num_attention_heads // find_num_key_value_heads(config)
+        like = torch.empty(0, dtype=dtype, device=device)
+        self.memory.scratch_bytes = decode_scratch_bytes(
+            most, (heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like
+        )
         if self.windows is not None:
-            self.memory.scratch_bytes = WINDOW_BYTES
+            self.memory.scratch_bytes += WINDOW_BYTES
             self.memory.max_blocks_per_request = self.max_blocks_per_request
         sizes = self.memory.infer_max_batch_tokens_and_num_sectors()
         if distributed_helper.tp_size > 1:

@@ -25,6 +25,7 @@ if HAS_TRITON:
         append_new_rows,
         attend_single,
         encode_new_blocks,
+        single_scratch_bytes,
         takes_sinks,
     )
     from tq_kernels.paged.prompts import attend_many, takes_prompts
@@ -48,6 +49,17 @@ def decodes(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout)
     can be captured in a CUDA graph. (On Turing they read no sinks.)"""
     takes = triton_backend.serves(states, layout) and layout.key_dim % 8 == 0
     return takes and (not config.sink_tokens or takes_sinks(states.device))
+
+
+def decode_scratch_bytes(
+    requests: int, heads: tuple[int, int], config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
+) -> int:
+    """Bytes of scratch of a decode step of so many requests, with query and KV `heads` whose states are `like` these;
+    what its captured graph holds for good. 0 without kernels."""
+    if not decodes(like, config, layout):
+        return 0
+    bits = (config.key_bits, config.value_bits)
+    return single_scratch_bytes(requests, *heads, layout.key_dim, bits, config.sink_tokens, like.device)
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:

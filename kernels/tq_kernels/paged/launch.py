@@ -15,10 +15,10 @@ import triton.language as tl
 
 from ..codec.launch import MATRIX_TYPES, encode_config
 from ..codec.quantise import CORRECTIONS, LEVELS
-from ..common.device import target
+from ..common.device import Target, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E
-from ..decode.plan import plan_decode
+from ..decode.plan import Plan, plan_decode
 from ..format import BLOCK_TOKENS
 from .append import TAIL_ROWS, append_tails, rotate_and_append_single
 from .encode import encode_completed
@@ -126,6 +126,31 @@ def _strides(*states: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride // 8 for x in states for stride in x.stride()[:2])
 
 
+def _plan(
+    count: int,
+    query_heads: int,
+    kv_heads: int,
+    dim: int,
+    bits: tuple[int, int, bool],
+    room: tuple[int, int],
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    on: Target,
+) -> Plan:
+    """What a decode step of `count` sequences launches. `bits` are those of keys and of values, and whether blocks have
+    means; `room` is that for blocks and for dense rows of a sequence."""
+    options = (False, 0, softcap is not None, s_aux is not None)  # neither causal nor masked
+    return plan_decode(count, query_heads, kv_heads, 1, dim, dim, *bits, *room, *options, on)
+
+
+def single_scratch_bytes(
+    count: int, query_heads: int, kv_heads: int, dim: int, bits: tuple[int, int], sinks: int, device: torch.device
+) -> int:
+    """Bytes of scratch that `attend_single` takes for `count` sequences of any length."""
+    room = (1 << 20, BLOCK_TOKENS + sinks)
+    return 4 * _plan(count, query_heads, kv_heads, dim, (*bits, True), room, None, None, target(device)).scratch.size
+
+
 def attend_single(
     tokens: Tokens,
     pages: Pages,
@@ -151,24 +176,9 @@ def attend_single(
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
     groups, width, device = query_heads // kv_heads, geometry.table.shape[1], query.device
     on = target(device)
-    plan = plan_decode(
-        count,
-        query_heads,
-        kv_heads,
-        1,
-        dim,
-        dim,
-        pages.key_bits,
-        pages.value_bits,
-        pages.key_means is not None,
-        max(width - pages.before_blocks, 0),
-        BLOCK_TOKENS + pages.sinks,
-        False,
-        0,
-        softcap is not None,
-        s_aux is not None,
-        on,
-    )
+    bits = (pages.key_bits, pages.value_bits, pages.key_means is not None)
+    room = (max(width - pages.before_blocks, 0), BLOCK_TOKENS + pages.sinks)
+    plan = _plan(count, query_heads, kv_heads, dim, bits, room, softcap, s_aux, on)
     at = plan.scratch
     scratch = allocate(at.size)
     place = (pages.page_rows, pages.block_words)
@@ -187,7 +197,6 @@ def attend_single(
         (constants, query.dtype, pages.rows.dtype, device.index),
         num_warps=2,
     )  # fmt: skip
-    bits = (pages.key_bits, pages.value_bits, pages.key_means is not None)
     sinks = () if on.fragments else (pages.sinks,)
     constants = (dim, rotations[0].shape[0], *bits, softcap is not None, *sinks, *place, block_b, *plan.tile_constants)
     (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
