@@ -27,9 +27,10 @@ from typing import Any
 import bench_generate
 import bench_models
 import bench_prefix
-import bench_serve
 import plots
 import torch
+import transformers
+from packaging.version import Version
 from report import RESULTS, provenance, slug
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -47,6 +48,8 @@ from tq_hf.ops import dispatch, triton_backend
 from tq_hf.tensors.blocks import PackedBlocks
 from tq_hf.tensors.layer_tensors import LayerTensors
 
+SERVES = Version(transformers.__version__) >= Version("5.19")
+"""Older ones have another engine for many requests."""
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
 HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
 PRESETS = ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"]
@@ -275,9 +278,14 @@ def main() -> None:
     command.set_defaults(run=lambda arguments: bench_prefix.run())
     command = commands.add_parser("prefill", help="time to the first token, and a prefill of a million tokens")
     command.set_defaults(run=lambda arguments: bench_prefix.run_prefill())
-    command = commands.add_parser("serve", help="many requests, on transformers' pages and on packed ones")
-    bench_serve.add_arguments(command)
-    command.set_defaults(run=lambda arguments: bench_serve.run(arguments, arguments.save, read_gigabytes_per_second))
+    if SERVES:
+        import bench_serve
+
+        command = commands.add_parser("serve", help="many requests, on transformers' pages and on packed ones")
+        bench_serve.add_arguments(command)
+        command.set_defaults(
+            run=lambda arguments: bench_serve.run(arguments, arguments.save, read_gigabytes_per_second)
+        )
     for command in commands.choices.values():
         command.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
