@@ -59,9 +59,9 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
         most = 4
     else:
         most = 6 if min(key_bits, value_bits) > 2 and max(key_tile, value_tile) <= 64 else 8
-    # Slower than these 98 us (4 bits, 128 channels, 8 x 32k): 6 programs (109), 8 with one buffer (143), 2 of four warps
-    # (153), 8 of one warp (132), channels in quarters (102), three buffers (103), fragments (118), levels by a cubic in
-    # fp16 (106 for values alone). Levels that cost nothing to look up would take 92.
+    # Slower than these 98 us (4 bits, 128 channels, 8 x 32k): 6 programs (109), 8 with one buffer (143), 2 of four
+    # warps (153), 8 of one warp (132), channels in quarters (102), three buffers (103), fragments (118), levels by a
+    # cubic in fp16 (106 for values alone). Levels that cost nothing to look up would take 92.
     programs = max(1, min(on.shared_bytes // program_bytes, most) // 2 * 2)
     registers = 65536 // (32 * warps * programs) // 8 * 8
     return SplitConfig(
