@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -14,8 +16,13 @@ from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 
+def slow(*values: int) -> Any:
+    """A case that compiles for long, and much like others."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("rotates", [False, True], ids=["append", "append and rotate"])
-@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100])
+@pytest.mark.parametrize("arch", [75, 80, slow(86), slow(89), 90, slow(100)])
 def test_a_full_store_is_asserted_on_the_device(arch: int, rotates: bool) -> None:
     assert append_and_encode.debug and append_and_rotate.debug, "without it a launch compiles no assertion"
     built = builds.build_preallocated_append(arch, (4, 4), rotates=rotates)
@@ -25,8 +32,11 @@ def test_a_full_store_is_asserted_on_the_device(arch: int, rotates: bool) -> Non
     assert resources(built).stack <= (72 if arch == 100 else 0)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("arch", [75, 80, 90])
+@pytest.mark.parametrize(
+    ("arch", "dim"),
+    [(75, 128), (80, 128), *[(90, dim) for dim in (64, 96, 128, 256)]]
+    + [slow(arch, dim) for arch in (75, 80) for dim in (64, 96, 256)],
+)
 def test_rotating_takes_no_registers_or_memory_from_appending(arch: int, dim: int) -> None:
     alone, both = (
         builds.build_preallocated_append(arch, (4, 4), dim=dim, rotates=rotates) for rotates in (False, True)
