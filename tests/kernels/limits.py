@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 import triton
 
 SET_WITH = (3, 7)
@@ -13,6 +16,19 @@ shared memory. On sm_90, encoding 128 channels takes 2 to 5 % more instructions 
 many queries spills 112 bytes with 3.9 (224 on sm_80) and stores tiles two bytes at a time."""
 
 HOLD = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) == SET_WITH
+
+
+ALIKE = (86, 89, "gfx1100")
+"""Cards that cost more of CI's time than they tell: 86 and 89 have 80's code in less shared memory, on gfx1100 kernels
+spill. `make test-slow` compiles for them."""
+
+
+def cards(every: Iterable[int | str], *others: Any) -> list[Any]:
+    """Cards to compile for, with values of other parameters; those of `ALIKE` in slow tests."""
+    names = {x: "-".join(map(str, (x, *others))) for x in every}
+    return [
+        pytest.param(x, *others, id=name, marks=[pytest.mark.slow] if x in ALIKE else []) for x, name in names.items()
+    ]
 
 
 def within(found: float, limit: float) -> bool:

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from builds import build_append, build_reduce, build_rotate  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from limits import within  # noqa: E402
+from limits import cards, within  # noqa: E402
 from sass import SHARED, build_split, inner_loop, per_element, plan, resources  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -52,8 +52,7 @@ def test_instructions_per_element_on_turing(preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "preset"),
-    [(arch, preset) for arch in SHARED for preset in ("4bit_nc", "3bit_nc")] + [(80, "k8v4"), (90, "k8v4")],
-    ids=str,
+    [*cards(SHARED, "4bit_nc"), *cards(SHARED, "3bit_nc"), *cards([80, 90], "k8v4")],
 )
 def test_compiles_for(arch: int | str, preset: str) -> None:
     key_bits, value_bits = BITS[preset]
@@ -84,7 +83,7 @@ def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" and arch != 75 else 0)
 
 
-@pytest.mark.parametrize("arch", SHARED, ids=str)
+@pytest.mark.parametrize("arch", cards(SHARED))
 @pytest.mark.parametrize("dim", [128, 256])
 def test_small_kernels_compile_for(arch: int | str, dim: int) -> None:
     for build in (build_rotate, build_append, build_reduce):

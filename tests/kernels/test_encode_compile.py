@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 
 import builds  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from limits import within  # noqa: E402
+from limits import cards, within  # noqa: E402
 from sass import SHARED, disassemble, resources  # noqa: E402
 from tq_kernels.codec.launch import encode_config  # noqa: E402
 
@@ -64,7 +64,7 @@ def test_instructions_per_element_on_sm_90(bits: int) -> None:
 
 
 @pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize("arch", SHARED, ids=str)
+@pytest.mark.parametrize("arch", cards(SHARED))
 def test_encode_compiles_for(arch: int | str, is_value: bool) -> None:
     compiled = build_encode(arch, 4, is_value=is_value)
     if isinstance(arch, int):

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 
 from builds import MATRIX, tile_of  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from limits import within  # noqa: E402
+from limits import cards, within  # noqa: E402
 from sass import SHARED, build, build_split, inner_loop, loops, per_element, resources, target_of  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
 from tq_kernels.codec.launch import encode_config  # noqa: E402
@@ -85,7 +85,9 @@ def test_the_table_costs_the_inner_loop_little_on_sm_90(preset: str) -> None:
     assert loop["I2F"] == loop["F2F"] == 0 and loop["STS"] <= 8 and loop["LDG"] <= 9
 
 
-@pytest.mark.parametrize("preset", BITS)
+@pytest.mark.parametrize(
+    "preset", [p if p in ("4bit_nc", "3bit_nc") else pytest.param(p, marks=pytest.mark.slow) for p in BITS]
+)
 def test_sinks_cost_the_inner_loop_little_on_sm_90(preset: str) -> None:
     compiled, p = build_paged_split(90, preset, sinks=4)
     plain, _ = build_paged_split(90, preset)
@@ -94,7 +96,7 @@ def test_sinks_cost_the_inner_loop_little_on_sm_90(preset: str) -> None:
     assert found <= 1.02 * without and loop["STL"] == 0 and within(loop["LDL"], 2 if preset == "2bit_nc" else 0)
 
 
-@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("arch", cards(CARDS))
 @pytest.mark.parametrize("preset", ["4bit_nc", "3bit_nc"])
 def test_decode_compiles_for(arch: int, preset: str) -> None:
     compiled, _ = build_paged_split(arch, preset)
@@ -139,7 +141,7 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     return [rotate, reduce, append]
 
 
-@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("arch", cards(CARDS))
 @pytest.mark.parametrize("dim", [128, 256])
 def test_small_kernels_compile_for(arch: int, dim: int) -> None:
     for compiled in build_small(arch, dim):
@@ -160,8 +162,8 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     return build(encode_completed, types, constants, arch, num_warps=config.warps)
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("sinks", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", cards(CARDS))
 def test_encode_compiles_for(arch: int, sinks: int) -> None:
     compiled = build_completed(arch, dtype="bf16" if arch > 75 else "fp16", sinks=sinks)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
@@ -196,8 +198,8 @@ def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool 
     return compiled
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("arch", CARDS[1:])
+@pytest.mark.parametrize("sinks", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", cards(CARDS[1:]))
 def test_prompts_compile_for(arch: int, sinks: int) -> None:
     compiled = build_prompts(arch, "4bit_nc", sinks=sinks)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
@@ -221,7 +223,7 @@ WINDOWED = [dict(), dict(dim=64, split=True), dict(dim=80, dtype="fp16"), dict(d
 
 
 @pytest.mark.parametrize("shape", WINDOWED, ids=str)
-@pytest.mark.parametrize("arch", CARDS[1:])
+@pytest.mark.parametrize("arch", cards(CARDS[1:]))
 def test_decode_over_windows_compiles_for(arch: int, shape: dict[str, Any]) -> None:
     compiled = build_windows(arch, **shape)
     # Two programs a multiprocessor at least.

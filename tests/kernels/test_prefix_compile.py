@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from builds import build_prefix  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
-from limits import HOLD  # noqa: E402
+from limits import HOLD, cards  # noqa: E402
 from sass import SHARED, build, disassemble, target_of  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits  # noqa: E402
@@ -83,7 +83,7 @@ def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
 
 
-@pytest.mark.parametrize("arch", SHARED, ids=str)
+@pytest.mark.parametrize("arch", cards(SHARED))
 def test_the_merge_compiles_for(arch: int | str) -> None:
     types = ["*fp32", "*fp32", "*fp32", "*fp16", *["i32"] * 8]
     compiled = build(merge_splits, types, (128, 128, 16, True, None), arch, num_warps=4)
