@@ -22,7 +22,9 @@ def slow(*values: int) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("rotates", [False, True], ids=["append", "append and rotate"])
+@pytest.mark.parametrize(
+    "rotates", [pytest.param(False, marks=pytest.mark.slow), True], ids=["append", "append and rotate"]
+)
 @pytest.mark.parametrize("arch", cards([75, 80, 86, 89, 90, 100]))
 def test_a_full_store_is_asserted_on_the_device(arch: int, rotates: bool) -> None:
     assert append_and_encode.debug and append_and_rotate.debug, "without it a launch compiles no assertion"

@@ -77,7 +77,7 @@ def test_a_kernel_is_taken(kernel: str, arch: int | str, shape: dict[str, Any]) 
 
 @pytest.mark.usefixtures("frontend_only")
 @pytest.mark.parametrize("shape", [(75, 128), (80, 72), (90, 64), (90, 128), (90, 256)], ids=str)
-@pytest.mark.parametrize("preset", ["4bit_nc", "k3v4_nc"])
+@pytest.mark.parametrize("preset", ["4bit_nc", pytest.param("k3v4_nc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", PAGED)
 def test_a_kernel_over_pages_is_taken(kernel: str, preset: str, shape: tuple[int, int]) -> None:
     arch, dim = shape

@@ -35,6 +35,7 @@ from tq_hf.tensors.pages import rows_per_page  # noqa: E402
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 CARDS = [75, 80, 86, 89, 90, 100]
+PRESETS = [p if p in ("k8v4", "4bit_nc", "3bit_nc") else pytest.param(p, marks=pytest.mark.slow) for p in BITS]
 SEQUENCES = 64
 STACK = {75: 80, 100: 80}
 """Bytes of stack the encoder is allowed where it is not 0; alone, keys take 64 and 72."""
@@ -73,7 +74,7 @@ def build_paged_split(
     return compiled, p
 
 
-@pytest.mark.parametrize("preset", BITS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_the_table_costs_the_inner_loop_little_on_sm_90(preset: str) -> None:
     key_bits, value_bits = BITS[preset]
     compiled, p = build_paged_split(90, preset)
@@ -85,9 +86,7 @@ def test_the_table_costs_the_inner_loop_little_on_sm_90(preset: str) -> None:
     assert loop["I2F"] == loop["F2F"] == 0 and loop["STS"] <= 8 and loop["LDG"] <= 9
 
 
-@pytest.mark.parametrize(
-    "preset", [p if p in ("4bit_nc", "3bit_nc") else pytest.param(p, marks=pytest.mark.slow) for p in BITS]
-)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_sinks_cost_the_inner_loop_little_on_sm_90(preset: str) -> None:
     compiled, p = build_paged_split(90, preset, sinks=4)
     plain, _ = build_paged_split(90, preset)
