@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from tq_kernels.common.launcher import Kernel
+
+from tq_hf.ops import triton_backend
+from tq_hf.ops.workspace import release_workspaces
 
 
 class Recorder:
@@ -31,3 +38,20 @@ class Recorder:
         values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
         by_address = not any(isinstance(x, torch.Tensor) for x in arguments)
         self.log.append((self.name, how, by_address, (grid, values)))
+
+
+@contextmanager
+def recorded(
+    monkeypatch: pytest.MonkeyPatch, kernels: Mapping[ModuleType, Sequence[str]]
+) -> Iterator[list[tuple[Any, ...]]]:
+    """What is launched of these kernels of modules, while kernels serve CPU tensors."""
+    log: list[tuple[Any, ...]] = []
+    for module, names in kernels.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Kernel(Recorder(name, log)))
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    release_workspaces()
+    with torch.no_grad():
+        yield log
+    release_workspaces()

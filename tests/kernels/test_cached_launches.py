@@ -13,13 +13,12 @@ from helpers import all_packed, states
 pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
-from launch_recorder import Recorder  # noqa: E402
+from launch_recorder import recorded  # noqa: E402
 from tq_kernels.codec import launch as codec  # noqa: E402
 from tq_kernels.common.launcher import Kernel  # noqa: E402
 from tq_kernels.prefix import launch as prefix  # noqa: E402
 
 from tq_hf.ops import triton_backend  # noqa: E402
-from tq_hf.ops.workspace import release_workspaces  # noqa: E402
 from tq_hf.tensors.blocks import PackedBlocks  # noqa: E402
 from tq_hf.tensors.layer_tensors import LayerTensors  # noqa: E402
 from tq_hf.tensors.view import StoreView  # noqa: E402
@@ -32,17 +31,8 @@ KERNELS = {codec: ("ENCODE", "DEQUANTISE"), prefix: ("ATTEND", "MERGE")}
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is launched where kernels serve CPU tensors."""
-    log: list[tuple[Any, ...]] = []
-    for module, names in KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(module, name, Kernel(Recorder(name, log)))
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    release_workspaces()
-    with torch.no_grad():
+    with recorded(monkeypatch, KERNELS) as log:
         yield log
-    release_workspaces()
 
 
 def half(tokens: int, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from tq_hf.stores.preallocated import PreallocatedStore
 pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
-from launch_recorder import Recorder  # noqa: E402
+from launch_recorder import Recorder, recorded  # noqa: E402
 from tq_kernels.common import compat, launcher
 from tq_kernels.decode import decoder  # noqa: E402
 
@@ -33,17 +33,9 @@ KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"
 
 @pytest.fixture
 def log(monkeypatch) -> list[tuple[Any, ...]]:
-    """What is launched where kernels serve CPU tensors."""
-    log: list[tuple[Any, ...]] = []
-    for name in KERNELS:
-        monkeypatch.setattr(decoder, name, launcher.Kernel(Recorder(name, log)))
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
     monkeypatch.setattr(triton_backend, "encode", lambda *arguments: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    release_workspaces()
-    with torch.no_grad():
+    with recorded(monkeypatch, {decoder: KERNELS}) as log:
         yield log
-    release_workspaces()
 
 
 def token(seed: int, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ..common.softmax import finite, soft_capped
 from .schedule import DENSE_TOKENS
+from .tiles import fetch
 
 
 @triton.jit
@@ -82,14 +83,7 @@ def prefetch_rows(row, DIM: tl.constexpr):
     """Start to move rows of DIM elements, to which `row` [32] points, to the L2 cache."""
     LINE_ELEMENTS: tl.constexpr = 1024 // row.dtype.element_ty.primitive_bitwidth
     for line in tl.static_range((DIM + LINE_ELEMENTS - 1) // LINE_ELEMENTS):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [row + line * LINE_ELEMENTS],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        fetch(row + line * LINE_ELEMENTS)
 
 
 @triton.jit

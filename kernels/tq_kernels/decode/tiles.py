@@ -16,18 +16,19 @@ def level_unit(BITS: tl.constexpr, SMALL: tl.constexpr):
 
 
 @triton.jit
+def fetch(pointers):
+    """Start to move what `pointers` point to, with the lines around it, to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def prefetch(pointer, LINES: tl.constexpr, valid):
     """Start to move LINES lines of 128 bytes to the L2 cache."""
     line = tl.arange(0, triton.next_power_of_2(LINES))
     if valid:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointer + tl.minimum(line, LINES - 1) * 32],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        fetch(pointer + tl.minimum(line, LINES - 1) * 32)
 
 
 @triton.jit

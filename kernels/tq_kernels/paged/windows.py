@@ -19,8 +19,7 @@ from ..common.device import target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
 from ..prefix.dense_launch import MATRIX_TYPES, MAX_DIM, SPLIT_TOKENS, dense_config
-from ..prefix.launch import prefix_splits
-from ..prefix.merge import merge_splits
+from ..prefix.launch import merge, prefix_splits
 
 
 @triton.jit(
@@ -135,7 +134,7 @@ def window_attention(
         tl.store(at[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-ATTEND, MERGE = Kernel(window_attention), Kernel(merge_splits)
+ATTEND = Kernel(window_attention)
 STAGES = 3
 """Of these, one is ahead in loading rows, and two in looking up their pages."""
 
@@ -221,14 +220,6 @@ def attend_windows(
         num_warps=config.warps,
     )
     if splits > 1:
-        rows, block_rows = count * groups, max(1, 2048 // block_d)
-        merge_constants = (dim, block_d, block_rows, s_aux is not None, None)
-        MERGE(
-            (-(-kv_heads * rows // block_rows), 1, 1),
-            (partial, lse, aux, out),
-            (rows, groups, kv_heads, kv_heads * rows, splits, 0, query_heads * dim, dim),
-            merge_constants,
-            (merge_constants, aux.dtype, out.dtype, device.index),
-            num_warps=4,
-        )
+        rows, has_aux = count * groups, s_aux is not None
+        merge(partial, lse, aux, out[None], rows, groups, kv_heads, kv_heads * rows, splits, has_aux=has_aux)
     return out
