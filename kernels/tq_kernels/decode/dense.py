@@ -15,20 +15,16 @@ def allowed_tile(mask, t, r_offset, stride_t, valid):
 
 
 @triton.jit
-def dense_logits(
+def dense_states(
     k_row,
     v_row,
     inside,
-    q,
-    factor,
-    cap_log2,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DK: tl.constexpr,
     BLOCK_DM: tl.constexpr,
-    SOFTCAP: tl.constexpr,
 ):
-    """Logits [32, BR] and values [BDM, 32] of the dense tokens whose rows `k_row` and `v_row` [32] point to; those not
+    """Keys [32, BDK] and values [BDM, 32] of the dense tokens whose rows `k_row` and `v_row` [32] point to; those not
     `inside` [32] read 0."""
     dk = tl.arange(0, BLOCK_DK)
     dv = tl.arange(0, BLOCK_DM)
@@ -38,10 +34,16 @@ def dense_logits(
     v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0).to(
         tl.float16
     )  # [BDM, 32]
-    x = tl.dot(k, q) * factor[None, :]  # [32, BR]
+    return k, v
+
+
+@triton.jit
+def dense_logits(k, q, factor, cap_log2, SOFTCAP: tl.constexpr):
+    """Logits [32, BR] of keys [32, BDK] and queries [BDK, BR]."""
+    x = tl.dot(k, q) * factor[None, :]
     if SOFTCAP:
         x = soft_capped(x, cap_log2)
-    return x, v
+    return x
 
 
 @triton.jit
@@ -94,8 +96,9 @@ def dense_job(
     window_start,
     window_capacity,
     packed_count,
-    q,
-    factor,
+    query,
+    scale,
+    scaling_log2,
     cap_log2,
     sink_keys,
     sink_values,
@@ -116,12 +119,17 @@ def dense_job(
     SOFTCAP: tl.constexpr,
 ):
     """Attention over dense tokens `low` to `low + 32`, counting sinks, then window: (sum [BDM, BR], total [BR],
-    maximum [BR])."""
+    maximum [BR]). `query` and `scale` [BR] point to the rows' queries and to the factors these were divided by."""
     k_row, v_row, t, inside = dense_rows_of(
         low, sink_count, window_count, window_start, window_capacity, sink_keys, sink_values, window_keys,
         window_values, DK, DV,
     )  # fmt: skip
-    x, v = dense_logits(k_row, v_row, inside, q, factor, cap_log2, DK, DV, BLOCK_DK, BLOCK_DM, SOFTCAP)
+    # States first: the compiler lets a product wait for its queries before it loads what comes after them.
+    k, v = dense_states(k_row, v_row, inside, DK, DV, BLOCK_DK, BLOCK_DM)
+    d = tl.arange(0, BLOCK_DK)
+    q = tl.load(query[None, :] + d[:, None], mask=(d < DK)[:, None] & (r < rows)[None, :], other=0.0)  # [BDK, BR]
+    factor = tl.load(scale, mask=r < rows, other=1.0) * scaling_log2  # [BR]
+    x = dense_logits(k, q, factor, cap_log2, SOFTCAP)
     allowed = inside[:, None] & (r < rows)[None, :]
     if CAUSAL:
         allowed = allowed & ((t - sink_count)[:, None] <= (window_count - queries + r % queries)[None, :])

@@ -59,7 +59,7 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
         most = 4
     else:
         most = 6 if min(key_bits, value_bits) > 2 and max(key_tile, value_tile) <= 64 else 8
-    # Slower than these 98 us (4 bits, 128 channels, 8 x 32k): 6 programs (109), 8 with one buffer (143), 2 of four
+    # Slower, when this took 98 us (4 bits, 128 channels, 8 x 32k): 6 programs (109), 8 with one buffer (143), 2 of four
     # warps (153), 8 of one warp (132), channels in quarters (102), three buffers (103), fragments (118), levels by a
     # cubic in fp16 (106 for values alone). Levels that cost nothing to look up would take 92.
     programs = max(1, min(on.shared_bytes // program_bytes, most) // 2 * 2)
@@ -123,7 +123,7 @@ class ScratchLayout:
     @classmethod
     def of(cls, heads: int, rows: int, slots: int, tile_rows: int, key_dim: int, value_dim: int) -> ScratchLayout:
         """Layout for `heads` = B * Hkv, `rows` = G * S and partial results in `slots` of `tile_rows` rows."""
-        at, offsets = 0, []
+        at, offsets = 1, []  # a line for the count of claimed jobs
         for size in (
             heads * rows * padded_dim(key_dim) // 2,
             -(-heads * rows * key_dim // 2),
@@ -207,7 +207,8 @@ def plan_decode(
         scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
         rotate_grid=(heads, -(-rows // rotate_rows), -(-dkp // 32)),
         reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
-        reduce_warps=8 if reduce_rows == 1 and reduce_slots * block_dv > 4096 else 4,
+        # Two need no more registers than a program of the split, and so begin as soon as one of those ends.
+        reduce_warps=2 if reduce_rows == 1 and reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
         rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),
         tile_constants=tile_constants,
         split_constants=(

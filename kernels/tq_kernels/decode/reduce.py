@@ -10,7 +10,7 @@ from triton.language.extra import cuda
 
 from ..common.softmax import LOG2E, finite
 from .rotate import LINE
-from .schedule import balance, dense_jobs, owner
+from .schedule import counted, dense_jobs, holder
 
 
 @triton.jit
@@ -41,21 +41,11 @@ def _slots_of_row(
 
 
 @triton.jit
-def _take_in(logs, part, out, total, maximum):
-    """Add partial results `part` [BS, BC] with logarithms [BS] to a weighted sum [BC], the sum of weights, and the
-    maximum so far."""
-    new_maximum = tl.maximum(maximum, tl.max(logs, 0))
-    shift = finite(new_maximum)
-    decay = tl.exp2(maximum - shift)
-    weight = tl.exp2(logs - shift)  # [BS]
-    return out * decay + tl.sum(part * weight[:, None], 0), total * decay + tl.sum(weight, 0), new_maximum
-
-
-@triton.jit
 def _merge_rows(
     lse, partial, first, last, stride, row, valid, out, total, maximum, column, DIM: tl.constexpr, DM: tl.constexpr
 ):
-    """The same for rows `row` [BR], one slot at a time: out [BR, BC], total and maximum [BR]."""
+    """Add the partial results of slots `first` to `last` of rows `row` [BR], one slot at a time: weighted sum out
+    [BR, BC], sum of weights total [BR] and maximum so far [BR]."""
     partial += (first * stride).to(tl.int64) * DM
     for i in tl.range(0, last - first, loop_unroll_factor=4):
         logs = tl.load(lse + (first + i) * stride + row, mask=valid, other=-float("inf"))  # [BR]
@@ -123,24 +113,25 @@ def merge_stream(
         out_c = tl.zeros([BLOCK_C], tl.float32)
         largest = tl.max(maximum, 0)
         weights = tl.sum(total, 0)
-        # All first loads at once: the time of this kernel is that of its longest chain of loads.
-        dense_logs, dense_part = _slots_of_row(
-            lse, partial, dense_first, 0, dense_last, tile_rows, row, c, DV, DM, BLOCK_DENSE
-        )
-        for start in tl.range(0, last - first, BLOCK_S):
-            logs, part = _slots_of_row(lse, partial, first, start, last, tile_rows, row, d, DVP, DM, BLOCK_S)
-            out_d, weights, largest = _take_in(logs, part, out_d, weights, largest)
-        before = largest + tl.zeros([1], tl.float32)
-        out_c, weights, largest = _take_in(dense_logs, dense_part, out_c, weights, largest)
-        for start in tl.range(BLOCK_DENSE, dense_last - dense_first, BLOCK_DENSE):
-            logs, part = _slots_of_row(
-                lse, partial, dense_first, start, dense_last, tile_rows, row, c, DV, DM, BLOCK_DENSE
+        # Once, but for the longest rows. The time of this kernel is that of its longest chain: all loads are issued at
+        # once, and one maximum serves them all.
+        times = tl.maximum(tl.cdiv(last - first, BLOCK_S), tl.cdiv(dense_last - dense_first, BLOCK_DENSE))
+        for i in tl.range(0, times):
+            logs, part = _slots_of_row(lse, partial, first, i * BLOCK_S, last, tile_rows, row, d, DVP, DM, BLOCK_S)
+            dense_logs, dense_part = _slots_of_row(
+                lse, partial, dense_first, i * BLOCK_DENSE, dense_last, tile_rows, row, c, DV, DM, BLOCK_DENSE
             )
-            out_c, weights, largest = _take_in(logs, part, out_c, weights, largest)
-        rotated = out_d[None, :]  # [1, BD]
-        plain = out_c[None, :]  # [1, BC]
+            new_largest = tl.maximum(largest, tl.maximum(tl.max(logs, 0), tl.max(dense_logs, 0)))
+            shift = finite(new_largest)
+            decay = tl.exp2(largest - shift)
+            weight, dense_weight = tl.exp2(logs - shift), tl.exp2(dense_logs - shift)
+            weights = weights * decay + (tl.sum(weight, 0) + tl.sum(dense_weight, 0))
+            out_d = out_d * decay + tl.sum(part * weight[:, None], 0)
+            out_c = out_c * decay + tl.sum(dense_part * dense_weight[:, None], 0)
+            largest = new_largest
+        rotated, plain = out_d[None, :], out_c[None, :]  # [1, BD], [1, BC]
         total = weights + tl.zeros([1], tl.float32)
-        maximum = largest + tl.zeros([1], tl.float32)
+        decay = tl.full([1], 1.0, tl.float32)
     else:
         rotated = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         plain = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
@@ -152,7 +143,7 @@ def merge_stream(
         plain, total, maximum = _merge_rows(
             lse, partial, dense_first, dense_last, tile_rows, local, valid, plain, total, maximum, c, DV, DM
         )
-    decay = tl.exp2(before - finite(maximum))  # [BR]
+        decay = tl.exp2(before - finite(maximum))  # [BR]
     # Normalised rows: fp16 then holds any output to 11 bits.
     peak = tl.max(tl.abs(rotated), 1)
     peak = tl.where(peak > 0, peak, 1.0)
@@ -165,8 +156,8 @@ def merge_stream(
         back = tl.dot(matrix, operand)  # [BC out, DOT_R]
         if BLOCK_R != DOT_R:
             back = tl.sum(tl.where(tl.arange(0, DOT_R)[None, :] == 0, back, 0.0), 1, keep_dims=True)  # [BC out, 1]
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)  # [BR]
     packed = tl.trans(back) * (peak * decay * (DVP**-0.5))[:, None] / factor[None, :]
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)  # [BR]
     return (plain + packed) * inverse[:, None]  # [BR, BC]
 
 
@@ -228,16 +219,17 @@ def reduce_splits(
     factor = tl.load(factors + head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     blocks = tl.load(num_blocks)
     dense_tokens = tl.load(num_sinks) + tl.load(num_window)
-    work, extra, cost = balance(blocks, streams, workers, dense_tokens)
-    block = stream * blocks
-    first = owner(block, workers, work, extra, cost) + stream
-    last = tl.where(blocks > 0, owner(block + blocks - 1, workers, work, extra, cost) + stream + 1, first)
+    per_stream = counted(blocks)
+    first = holder(stream * per_stream, workers, per_stream * streams) + stream
+    last = holder((stream + 1) * per_stream - 1, workers, per_stream * streams) + stream + 1
+    last = tl.where(blocks > 0, last, first)
     dense_first = workers + streams + stream * dense_splits
     dense_last = dense_first + dense_jobs(dense_tokens)
+    head_q = (head % kv_heads) * (rows // queries) + r // queries  # [BR]
+    at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h  # [BR]
     if PDL:
         cuda.gdc_wait()
 
-    head_q = (head % kv_heads) * (rows // queries) + r // queries  # [BR]
     result = merge_stream(
         scratch,
         matrix,
@@ -265,7 +257,6 @@ def reduce_splits(
         DOT_R,
         HAS_AUX,
     )
-    at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h  # [BR]
     tl.store(
         out + at[:, None] + c[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & (c < DV)[None, :]
     )

@@ -11,6 +11,8 @@ from triton.language.extra import cuda
 
 LINE = tl.constexpr(32)
 """Offsets into the scratch tensor count lines of 32 float32, so that the compiler knows them to be aligned."""
+ROTATED = tl.constexpr(2 * 32)
+"""Where the rotated queries begin in scratch, in fp16: behind a line for the count of claimed jobs."""
 ROTATE_COLUMNS = tl.constexpr(32)
 """Channels of a program of `rotate_query`, of two warps."""
 
@@ -44,6 +46,11 @@ def rotate_rows(
     r = row_tile * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    # All loads at once: behind the stores below, these would wait for the queries first.
+    matrix = tl.load(
+        rotation + column[:, None] * DKP + d[None, :], mask=(column < DKP)[:, None] & (d < DKP)[None, :], other=0.0
+    )
+    factor = tl.load(factors + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
     batch = (head // kv_heads).to(tl.int64)
     head_q = (head % kv_heads) * (rows // queries) + r // queries
     if tokens is None:
@@ -70,16 +77,15 @@ def rotate_rows(
         )
         tl.store(plain, q, mask=inside)
         tl.store(scratch + LINE * scale_at + head * rows + r, scale, mask=r < rows)
-    matrix = tl.load(
-        rotation + column[:, None] * DKP + d[None, :], mask=(column < DKP)[:, None] & (d < DKP)[None, :], other=0.0
-    )
-    factor = tl.load(factors + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
+    if (head == 0) & (row_tile == 0) & (tile == 0):
+        tl.store(scratch.to(tl.pointer_type(tl.int32), bitcast=True), 0)
     matrix = (matrix.to(tl.float32) * (1.0 / factor)[None, :]).to(tl.float16)
     if BLOCK_R == 1:  # no product for matrix units
         rotated = tl.sum(matrix.to(tl.float32) * tl.trans(q).to(tl.float32), 1, keep_dims=True) * (DKP**-0.5)  # [BC, 1]
     else:
         rotated = tl.dot(matrix, q) * (DKP**-0.5)  # [BC, BR]
-    out = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + (head * rows + r)[None, :] * DKP + column[:, None]
+    out = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
+    out += (head * rows + r)[None, :] * DKP + column[:, None]
     tl.store(out, rotated.to(tl.float16), mask=(column < DKP)[:, None] & (r < rows)[None, :])
 
 

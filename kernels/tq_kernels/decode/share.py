@@ -7,7 +7,7 @@ from ..common.sequences import without_sinks
 from ..common.softmax import finite, log2_sum, soft_capped
 from ..format import TOKENS
 from .dense import allowed_tile
-from .rotate import LINE
+from .rotate import LINE, ROTATED
 from .tiles import (
     ROWS32,
     add_chunks,
@@ -44,8 +44,7 @@ def attend_share(
     row_mask,
     local,
     store_rows,
-    worker,
-    stream,
+    slot,
     queries,
     sink_count,
     mask_s,
@@ -75,7 +74,7 @@ def attend_share(
     ASM: tl.constexpr,
     SINKS: tl.constexpr = 0,
 ):
-    """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `worker + stream`.
+    """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `slot`.
 
     Block i of the packed tensors is `batch * blocks_b + kv_head * blocks_h + i`, or with a table of pages
     `table[i] * blocks_b + kv_head * blocks_h`.
@@ -102,8 +101,8 @@ def attend_share(
     MEAN_SIZE: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else DKP
     KEY_WIDTH: tl.constexpr = DKP // KEY_CHUNKS
     VALUE_HEIGHT: tl.constexpr = DVP // VALUE_CHUNKS
-    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
-    rotated = halves + (head_row + r)[None, :] * DKP + kc[:, None]
+    queries_at = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
+    rotated = queries_at + (head_row + r)[None, :] * DKP + kc[:, None]
     q_mask = (kc < KEY_WIDTH)[:, None] & row_mask[None, :]
     q0 = tl.load(rotated, mask=q_mask, other=0.0)  # [BKC, BR]
     q1 = q0
@@ -117,7 +116,7 @@ def attend_share(
     km = tl.arange(0, BLOCK_MEAN)
     q_mean = q0
     if HAS_MEAN and (KEY_CHUNKS > 1 or BLOCK_MEAN != BLOCK_KC):
-        whole = halves + (head_row + r)[None, :] * DKP + km[:, None]
+        whole = queries_at + (head_row + r)[None, :] * DKP + km[:, None]
         q_mean = tl.load(whole, mask=(km < DKP)[:, None] & row_mask[None, :], other=0.0)  # [BM, BR]
     a0 = tl.zeros([BLOCK_VC, BLOCK_R], tl.float32)
     if VALUE_CHUNKS > 1:
@@ -232,7 +231,6 @@ def attend_share(
 
     total = tl.sum(sums, 0)  # [BR]
     gain = tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor
-    slot = worker + stream
     tl.store(
         scratch + LINE * lse_at + slot * tile_rows + local,
         log2_sum(maximum * gain - PROBABILITY_BITS, total),

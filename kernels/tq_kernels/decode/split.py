@@ -12,7 +12,7 @@ in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
 Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
 G * S and TILE rows in a tile of rows:
 
-    query_rotated [P, ROWS, DKP] fp16 · query_plain [P, ROWS, DK] fp16 · query_scale [P, ROWS]
+    claims, a line of int32 · query_rotated [P, ROWS, DKP] fp16 · query_plain [P, ROWS, DK] fp16 · query_scale [P, ROWS]
     lse [SLOTS, TILE] · partial [SLOTS, TILE, DM], DM = max(DV, DVP); SLOTS = workers + streams + streams * dense_splits
 """
 
@@ -24,7 +24,7 @@ from ..common.softmax import log2_sum
 from ..format import TOKENS
 from .dense import dense_job, dense_rows_of, prefetch_rows
 from .rotate import LINE
-from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
+from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, share_start
 from .share import attend_share
 from .tiles import per_lane, prefetch
 
@@ -106,99 +106,48 @@ def decode_split(
     window_count = tl.load(num_window)
     sink_count = tl.load(num_sinks)
     halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     local = tl.arange(0, BLOCK_R)
     store_rows = local < tile_rows
 
-    work, extra, cost = balance(blocks, streams, workers, sink_count + window_count)
-    start = share_start(worker, workers, work, extra, cost)
-    end = share_start(worker + 1, workers, work, extra, cost)
-    per_stream = tl.maximum(blocks, 1)
+    total = counted(blocks) * streams
+    start = share_start(worker, workers, total)
+    end = share_start(worker + 1, workers, total)
+    per_stream = tl.maximum(counted(blocks), 1)
     jobs = dense_jobs(sink_count + window_count)
+    # Of fewer blocks than workers, the first workers have one each.
+    without_share = tl.maximum(workers - total, 0)
+    first_job = worker - (workers - without_share)
     window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
+    # The places of the share's streams are counted: a division takes 100 ns of those between the wait and the end.
+    first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
+    tile, head = first_stream % row_tiles, first_stream // row_tiles
+    batch, kv_head = head // kv_heads, head % kv_heads
     if ASM:
-        # The first dense rows and the share's first block are on their way while queries are made.
-        if worker < jobs * streams:
-            first_head = worker // jobs // row_tiles
-            sink_at = (first_head // kv_heads).to(tl.int64) * sink_b + first_head % kv_heads * sink_h
-            window_at = (first_head // kv_heads).to(tl.int64) * window_b + first_head % kv_heads * window_h
+        # What comes first is on its way while queries are made.
+        own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
+        own_block += tl.maximum(start % per_stream - START, 0)
+        prefetch(scalars + own_block * TOKENS, TOKENS // 32, start < end)
+        prefetch(key_words + own_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
+        prefetch(value_words + own_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
+        if (first_job >= 0) & (first_job < jobs * streams):
+            job_head = first_job // jobs // row_tiles
+            own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
+            own_window = (job_head // kv_heads).to(tl.int64) * window_b + job_head % kv_heads * window_h
             k_row, v_row, _, _ = dense_rows_of(
-                worker % jobs * DENSE_TOKENS, sink_count, window_count, window_start, window_capacity,
-                sink_keys + sink_at * DK, sink_values + sink_at * DV, window_keys + window_at * DK,
-                window_values + window_at * DV, DK, DV,
+                first_job % jobs * DENSE_TOKENS, sink_count, window_count, window_start, window_capacity,
+                sink_keys + own_sinks * DK, sink_values + own_sinks * DV, window_keys + own_window * DK,
+                window_values + own_window * DV, DK, DV,
             )  # fmt: skip
             prefetch_rows(k_row, DK)
             prefetch_rows(v_row, DV)
-        first_head = start // per_stream // row_tiles
-        first_block = (
-            (first_head // kv_heads).to(tl.int64) * blocks_b
-            + (first_head % kv_heads).to(tl.int64) * blocks_h
-            + start % per_stream
-        )
-        prefetch(scalars + first_block * TOKENS, TOKENS // 32, start < end)
-        prefetch(key_words + first_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
-        prefetch(value_words + first_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
     if PDL:
         cuda.gdc_wait()
 
-    # Unpipelined: its buffers would cost the packed part occupancy.
-    for job in tl.range(worker, jobs * streams, workers, num_stages=1):
-        stream = job // jobs
-        part = job % jobs
-        head = stream // row_tiles
-        batch = head // kv_heads
-        kv_head = head % kv_heads
-        r = (stream % row_tiles) * BLOCK_R + local
-        row_mask = r < rows
-        factor = tl.load(scratch + LINE * scale_at + head * rows + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
-        dk = tl.arange(0, BLOCK_DK)
-        plain = halves + (2 * LINE) * plain_at + (head * rows + r)[None, :] * DK + dk[:, None]
-        q = tl.load(plain, mask=(dk < DK)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
-        sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-        window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
-        out, dense_total, dense_maximum = dense_job(
-            part * DENSE_TOKENS,
-            sink_count,
-            window_count,
-            window_start,
-            window_capacity,
-            blocks * TOKENS,
-            q,
-            factor,
-            cap_log2,
-            sink_keys + sink_at * DK,
-            sink_values + sink_at * DV,
-            window_keys + window_at * DK,
-            window_values + window_at * DV,
-            mask + batch.to(tl.int64) * mask_b if MASK else mask,
-            mask_t,
-            (r % queries) * mask_s,
-            queries,
-            r,
-            rows,
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DM,
-            CAUSAL,
-            MASK,
-            SOFTCAP,
-        )
-        slot = workers + streams + stream * dense_splits + part
-        tl.store(
-            scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(dense_maximum, dense_total), mask=store_rows
-        )
-        d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
-        at = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
-        tl.store(scratch + LINE * partial_at + at, out * inverse[None, :], mask=store_rows[None, :] & (d < DV)[:, None])
-
-    for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream, num_stages=1):
-        first = tl.maximum(start - stream * per_stream, 0)
-        last = tl.minimum(end - stream * per_stream, per_stream)
-        last = per_lane(last, ASM)
-        head = stream // row_tiles
-        batch = head // kv_heads
-        kv_head = head % kv_heads
-        r = (stream % row_tiles) * BLOCK_R + local
+    for stream in tl.range(first_stream, last_stream, num_stages=1):
+        first = tl.maximum(start - stream * per_stream - START, 0)
+        last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
+        r = tile * BLOCK_R + local
         attend_share(
             scratch,
             key_words,
@@ -213,13 +162,12 @@ def decode_split(
             kv_head,
             blocks_b,
             blocks_h,
-            head * rows,
+            (batch * kv_heads + kv_head) * rows,
             r,
             r < rows,
             local,
             store_rows,
-            worker,
-            stream,
+            worker + stream,
             queries,
             sink_count,
             mask_s,
@@ -248,3 +196,56 @@ def decode_split(
             SMALL,
             ASM,
         )
+        tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
+        batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
+
+    job = first_job
+    if job < 0:
+        job = without_share + claim(claims)
+    while job < jobs * streams:
+        stream = job // jobs
+        part = job % jobs
+        head = stream // row_tiles
+        batch, kv_head = head // kv_heads, head % kv_heads
+        r = (stream % row_tiles) * BLOCK_R + local
+        sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
+        window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
+        out, dense_total, dense_maximum = dense_job(
+            part * DENSE_TOKENS,
+            sink_count,
+            window_count,
+            window_start,
+            window_capacity,
+            blocks * TOKENS,
+            halves + (2 * LINE) * plain_at + (head * rows + r) * DK,
+            scratch + LINE * scale_at + head * rows + r,
+            scaling_log2,
+            cap_log2,
+            sink_keys + sink_at * DK,
+            sink_values + sink_at * DV,
+            window_keys + window_at * DK,
+            window_values + window_at * DV,
+            mask + batch.to(tl.int64) * mask_b if MASK else mask,
+            mask_t,
+            (r % queries) * mask_s,
+            queries,
+            r,
+            rows,
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DM,
+            CAUSAL,
+            MASK,
+            SOFTCAP,
+        )
+        slot = workers + streams + stream * dense_splits + part
+        tl.store(
+            scratch + LINE * lse_at + slot * tile_rows + local,
+            log2_sum(dense_maximum, dense_total),
+            mask=store_rows,
+        )
+        d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
+        at = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
+        tl.store(scratch + LINE * partial_at + at, out * inverse[None, :], mask=store_rows[None, :] & (d < DV)[:, None])
+        job = without_share + claim(claims)

@@ -32,8 +32,8 @@ from ..common.fragments import (
 from ..common.softmax import log2_sum
 from ..common.unpack import small_unit
 from ..format import TOKENS
-from .rotate import LINE
-from .schedule import DENSE_TOKENS, balance, dense_jobs, share_start
+from .rotate import LINE, ROTATED
+from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, share_start
 
 
 @triton.jit
@@ -189,11 +189,63 @@ def decode_split_fragments(
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
-    work, extra, cost = balance(blocks, streams, workers, sink_count + window_count)
+
+    total = counted(blocks) * streams
+    start = share_start(worker, workers, total)
+    end = share_start(worker + 1, workers, total)
+    per_stream = tl.maximum(counted(blocks), 1)
+    KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
+    VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
+    KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
+    for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream):
+        first = tl.maximum(start - stream * per_stream - START, 0)
+        last = tl.minimum(end - stream * per_stream - START, blocks)
+        head = stream // row_tiles
+        batch = head // kv_heads
+        kv_head = head % kv_heads
+        first_row = (stream % row_tiles) * (8 * TILES)
+        factor = factors_of(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
+        gain = ones(TILES) if SOFTCAP else factor
+        q = operands(halves + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
+        sums, maximum = initial(TILES)
+        acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
+        block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
+        mask_row = mask + batch.to(tl.int64) * mask_b
+        for step in tl.range(2 * first, 2 * last):
+            block = step // 2
+            half = step % 2
+            at = block0 + block
+            allowed = ()
+            if MASK:
+                for plane in tl.static_range(4):
+                    for tile in tl.static_range(TILES):
+                        for i in tl.static_range(4):
+                            token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
+                            r = first_row + 8 * tile + 2 * t + i % 2
+                            seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
+                            allowed += (load_flag(seen, r < rows),)
+            acc, sums, maximum = attend_packed(
+                acc, sums, maximum, q, factor, cap_log2,
+                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
+                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                scalars + at * TOKENS + half * 16,
+                key_means + at * DKP if HAS_MEAN else key_means,
+                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
+            )  # fmt: skip
+        store_partial(
+            lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, small_unit(VALUE_BITS),
+            tile_rows, g, t, DVP, DM, VALUE_QUARTERS, TILES, False,
+        )  # fmt: skip
 
     jobs = dense_jobs(sink_count + window_count)
     window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
-    for job in tl.range(worker, jobs * streams, workers):
+    claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
+    # Of fewer blocks than workers, the first workers have one each.
+    without_share = tl.maximum(workers - total, 0)
+    job = worker - (workers - without_share)
+    if job < 0:
+        job = without_share + claim(claims)
+    while job < jobs * streams:
         stream = job // jobs
         part = job % jobs
         head = stream // row_tiles
@@ -247,49 +299,4 @@ def decode_split_fragments(
             gain = ones(TILES)
         slot = workers + streams + stream * dense_splits + part
         store_partial(lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DV, DM, 1, TILES, True)
-
-    start = share_start(worker, workers, work, extra, cost)
-    end = share_start(worker + 1, workers, work, extra, cost)
-    per_stream = tl.maximum(blocks, 1)
-    KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
-    VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
-    KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
-    for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream):
-        first = tl.maximum(start - stream * per_stream, 0)
-        last = tl.minimum(end - stream * per_stream, per_stream)
-        head = stream // row_tiles
-        batch = head // kv_heads
-        kv_head = head % kv_heads
-        first_row = (stream % row_tiles) * (8 * TILES)
-        factor = factors_of(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
-        gain = ones(TILES) if SOFTCAP else factor
-        q = operands(halves, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
-        sums, maximum = initial(TILES)
-        acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
-        block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-        mask_row = mask + batch.to(tl.int64) * mask_b
-        for step in tl.range(2 * first, 2 * last):
-            block = step // 2
-            half = step % 2
-            at = block0 + block
-            allowed = ()
-            if MASK:
-                for plane in tl.static_range(4):
-                    for tile in tl.static_range(TILES):
-                        for i in tl.static_range(4):
-                            token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
-                            r = first_row + 8 * tile + 2 * t + i % 2
-                            seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
-                            allowed += (load_flag(seen, r < rows),)
-            acc, sums, maximum = attend_packed(
-                acc, sums, maximum, q, factor, cap_log2,
-                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
-                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                scalars + at * TOKENS + half * 16,
-                key_means + at * DKP if HAS_MEAN else key_means,
-                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
-            )  # fmt: skip
-        store_partial(
-            lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, small_unit(VALUE_BITS),
-            tile_rows, g, t, DVP, DM, VALUE_QUARTERS, TILES, False,
-        )  # fmt: skip
+        job = without_share + claim(claims)

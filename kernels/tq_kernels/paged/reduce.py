@@ -6,8 +6,9 @@ from triton.language.extra import cuda
 
 from ..common.sequences import lengths
 from ..decode.reduce import merge_stream
+from ..decode.schedule import holder
 from ..format import TOKENS
-from .schedule import dense_jobs_of, dense_slots, holder, stream_items
+from .schedule import dense_jobs_of, dense_slots, stream_items
 
 
 @triton.jit(do_not_specialize="tokens count kv_heads groups row_tiles tile_rows workers lse_at partial_at".split())

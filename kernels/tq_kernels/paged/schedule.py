@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..common.sequences import lengths, located, sinks_of
-from ..decode.schedule import DENSE_TOKENS
+from ..decode.schedule import DENSE_TOKENS, share_start
 from ..format import TOKENS
 
 
@@ -30,18 +30,6 @@ def dense_jobs_of(past, SINKS: tl.constexpr):
 def stream_items(new, past, SINKS: tl.constexpr):
     """Items of each stream of a sequence."""
     return tl.where(new == 1, past // TOKENS + dense_jobs_of(past, SINKS), 0)
-
-
-@triton.jit
-def share_start(worker, workers, total):
-    """First item of a worker's share of `total` (of the next worker: its end)."""
-    return (total.to(tl.int64) * worker // workers).to(tl.int32)
-
-
-@triton.jit
-def holder(item, workers, total):
-    """The worker whose share holds `item`: the last one that starts at or before it."""
-    return (((item + 1).to(tl.int64) * workers - 1) // tl.maximum(total, 1)).to(tl.int32)
 
 
 @triton.jit

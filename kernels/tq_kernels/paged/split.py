@@ -10,7 +10,7 @@ from triton.language.extra import cuda
 
 from ..common.sequences import dense_rows, lengths, sinks_of
 from ..common.softmax import log2_sum
-from ..decode.dense import dense_logits, dense_sums
+from ..decode.dense import dense_logits, dense_states, dense_sums
 from ..decode.rotate import LINE
 from ..decode.schedule import DENSE_TOKENS
 from ..decode.share import attend_share
@@ -118,10 +118,6 @@ def decode_split_paged(
 
         # Unpipelined: its buffers would cost the packed part occupancy.
         for job in tl.range(tl.maximum(first - blocks, 0), last - blocks, num_stages=1):
-            factor = tl.load(scratch + LINE * scale_at + head_row + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
-            dk = tl.arange(0, BLOCK_DK)
-            plain = halves + (2 * LINE) * plain_at + (head_row + r)[None, :] * DIM + dk[:, None]
-            q = tl.load(plain, mask=(dk < DIM)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
             t = job * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
             sinks, held = sinks_of(past, SINKS), past % TOKENS
             length = sinks + held + 1
@@ -130,7 +126,12 @@ def decode_split_paged(
                 key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, ROWS, BLOCK_WORDS,
             )  # fmt: skip
             inside = t < length
-            x, v = dense_logits(k_row, v_row, inside, q, factor, cap_log2, DIM, DIM, BLOCK_DK, BLOCK_DM, SOFTCAP)
+            k, v = dense_states(k_row, v_row, inside, DIM, DIM, BLOCK_DK, BLOCK_DM)
+            dk = tl.arange(0, BLOCK_DK)
+            plain = halves + (2 * LINE) * plain_at + (head_row + r)[None, :] * DIM + dk[:, None]
+            q = tl.load(plain, mask=(dk < DIM)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
+            factor = tl.load(scratch + LINE * scale_at + head_row + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
+            x = dense_logits(k, q, factor, cap_log2, SOFTCAP)
             x = tl.where(inside[:, None] & row_mask[None, :], x, -float("inf"))
             out, total, maximum = dense_sums(x, v)
             slot = workers + heads * count + stream * dense_slots(SINKS) + job
@@ -160,8 +161,7 @@ def decode_split_paged(
                 row_mask,
                 local,
                 store_rows,
-                worker,
-                stream,
+                worker + stream,
                 1,
                 0,
                 0,

@@ -8,7 +8,7 @@ from ..common.fragment_tiles import PROBABILITY_BITS, attend_dense, attend_packe
 from ..common.fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
 from ..common.sequences import dense_rows, lengths
 from ..common.unpack import small_unit
-from ..decode.rotate import LINE
+from ..decode.rotate import LINE, ROTATED
 from ..decode.schedule import DENSE_TOKENS
 from ..decode.split_fragments import factors_of, operands, store_partial
 from ..format import TOKENS
@@ -130,7 +130,9 @@ def decode_split_paged_fragments(
         if first < blocks:
             factor = factors_of(scale, row0, count, first_row, groups, t, scaling_log2 / small_unit(KEY_BITS), TILES)
             packed_gain = ones(TILES) if SOFTCAP else factor
-            rotated = operands(halves, row0, count, first_row, groups, g, t, DIMP, KEY_WIDTH, KEY_QUARTERS, TILES)
+            rotated = operands(
+                halves + ROTATED, row0, count, first_row, groups, g, t, DIMP, KEY_WIDTH, KEY_QUARTERS, TILES
+            )
             packed_sums, packed_maximum = initial(TILES)
             packed = zero_quads(value_tiles(DIMP, VALUE_BITS) * TILES)
             for step in tl.range(2 * first, 2 * tl.minimum(last, blocks)):
