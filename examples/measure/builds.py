@@ -76,10 +76,12 @@ def build_prefix(
     flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
     constants = prefix_constants(*dims, *bits, has_mean=True, config=config, on=on, **flags)
     kernel = prefix_attention_fragments if on.fragments else prefix_attention
-    numbers = len(kernel.arg_names) - len(constants) - 21
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
-    types += ["*fp32", "*fp16"] + ["i32"] * (numbers - 3) + ["fp32", "fp32", "i32"]
+    types += ["*fp32", "*fp16"]
+    table, sizes = ([], []) if on.fragments else ([None] * 3, ["i32"] * 2)
+    numbers = len(kernel.arg_names) - len(constants) - len(types) - len(table) - len(sizes) - 3
+    types += [*table, *["i32"] * numbers, "fp32", "fp32", "i32", *sizes]
     limit = {"maxnreg": config.registers} if config.registers else {}
     return build(kernel, types, constants, arch, num_warps=config.warps, **limit)
 
