@@ -117,9 +117,9 @@ def paged_step(step: Step) -> None:
 
 
 def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
-    """Of as many requests: how many decides tiles."""
+    """As many requests: their number is a size of tiles."""
     kinds = []
-    for past, new in (((0, 300, 5), (20, 1, 3)), ((200, 0, 0), (2, 30, 14)), ((500, 16, 128), (16, 1, 16))):
+    for past, new in (((0, 300, 5), (20, 1, 3)), ((200, 0, 0), (2, 14, 8)), ((500, 16, 128), (16, 1, 2))):
         paged_step(Step(past=past, new=new, Hq=1))
         assert [name for name, *_ in log] == ["ATTEND", "MERGE", "ROTATE", "SPLIT", "REDUCE", "ENCODE", "APPEND"]
         kinds.append(how(log))
