@@ -28,6 +28,8 @@ if HAS_TRITON:
     from tq_kernels.decode.appender import Appender
     from tq_kernels.decode.counts import device_int
     from tq_kernels.decode.decoder import Decoder
+    from tq_kernels.decode.reorder import reorder as reorder_sequences
+    from tq_kernels.decode.reorder import takes_reorder
     from tq_kernels.decode.step import NewRow, NewToken
     from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense_launch import attends_dense
@@ -245,6 +247,18 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         **options,
     )
+
+
+def can_reorder(tensors: list[torch.Tensor], sources: torch.Tensor) -> bool:
+    """Whether the kernel puts the sequences of these tensors in another order."""
+    on_gpu = HAS_TRITON and (sources.is_cuda or interpreted()) and backend.chosen != "torch"
+    return on_gpu and takes_reorder(tensors)
+
+
+@explains_failures
+def reorder(tensors: list[torch.Tensor], sources: torch.Tensor) -> None:
+    """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `can_reorder`."""
+    reorder_sequences(tensors, sources.contiguous())
 
 
 def _appender_of(tensors: LayerTensors) -> Appender:

@@ -292,9 +292,12 @@ class GrowingStore(LayerStore):
         self.window.write_late_row()
         return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.handed_on)
 
-    def reorder(self, beam_idx: torch.Tensor) -> GrowingStore:
+    @outside_inference_mode
+    def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
-        return self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self.encode_prompt()
+        self.window.write_late_row()
+        super().reorder(beam_idx)
 
     def reset(self) -> None:
         """See `LayerStore.reset`: all memory is released."""

@@ -88,7 +88,14 @@ class Decoder:
         at = self.addresses
         self.aligned = all(x % 16 == 0 for x in (*at.packed, *at.dense, *at[2:]))
         self.sinks, self.value_dim = sinks[0].shape[2], window[1].shape[3]
-        dense = (window[0].dtype, self.sinks, window[0].shape[2:], self.value_dim, sinks[0].stride(), window[0].stride())
+        dense = (
+            window[0].dtype,
+            self.sinks,
+            window[0].shape[2:],
+            self.value_dim,
+            sinks[0].stride(),
+            window[0].stride(),
+        )
         blocks = (self.bits, packed.key_means is None, packed.key_words.shape[1:3], packed.block_strides)
         self._steps = steps_of((self.device, dense, blocks))
 
