@@ -62,12 +62,11 @@ def buffered_attend(
 
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     """Put sequence `sources[b]` in place b of every tensor, which stays where it is. `sources` are `[B]`."""
-    held = [tensor for tensor in tensors.arguments() if tensor.numel()]
     sources = sources.to(tensors.row.device)
-    if triton_backend.can_reorder(held, sources):
-        triton_backend.reorder(held, sources)
+    if triton_backend.can_reorder(tensors):
+        triton_backend.reorder(tensors, sources)
         return
-    for tensor in held:
+    for tensor in tensors.arguments():
         tensor.copy_(tensor.index_select(0, sources))
 
 

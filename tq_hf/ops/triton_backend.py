@@ -28,8 +28,7 @@ if HAS_TRITON:
     from tq_kernels.decode.appender import Appender
     from tq_kernels.decode.counts import device_int
     from tq_kernels.decode.decoder import Decoder
-    from tq_kernels.decode.reorder import reorder as reorder_sequences
-    from tq_kernels.decode.reorder import takes_reorder
+    from tq_kernels.decode.reorder import Reorderer
     from tq_kernels.decode.step import NewRow, NewToken
     from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense_launch import attends_dense
@@ -249,16 +248,22 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
     )
 
 
-def can_reorder(tensors: list[torch.Tensor], sources: torch.Tensor) -> bool:
+def _reorderer_of(tensors: LayerTensors) -> Reorderer:
+    """The kernel that reorders sequences, on these tensors, made once."""
+    reorderer = Reorderer(tensors.arguments())
+    tensors.keep(reorderer=reorderer)
+    return reorderer
+
+
+def can_reorder(tensors: LayerTensors) -> bool:
     """Whether the kernel puts the sequences of these tensors in another order."""
-    on_gpu = HAS_TRITON and (sources.is_cuda or interpreted()) and backend.chosen != "torch"
-    return on_gpu and takes_reorder(tensors)
+    return runs(tensors.ring[0]) and (tensors.reorderer or _reorderer_of(tensors)).takes
 
 
 @explains_failures
-def reorder(tensors: list[torch.Tensor], sources: torch.Tensor) -> None:
+def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `can_reorder`."""
-    reorder_sequences(tensors, sources.contiguous())
+    (tensors.reorderer or _reorderer_of(tensors))(sources.contiguous())
 
 
 def _appender_of(tensors: LayerTensors) -> Appender:

@@ -196,7 +196,6 @@ class PreallocatedStore(LayerStore):
         self.encode_prompt()
         return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.handed_on)
 
-    @outside_inference_mode
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
         self.encode_prompt()

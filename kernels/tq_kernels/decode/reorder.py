@@ -96,42 +96,50 @@ def reorder_sequences(
 REORDER = Kernel(reorder_sequences)
 
 
-def takes_reorder(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether `reorder` takes these tensors: so many, of so many sequences, each of whole units."""
-    return (
-        len(tensors) <= TENSORS
-        and tensors[0].shape[0] <= MOST_SEQUENCES
-        and all(
-            x.is_contiguous() and x.data_ptr() % UNIT == 0 and x.stride(0) * x.element_size() % UNIT == 0
-            for x in tensors
-        )
-    )
-
-
-def reorder(tensors: Sequence[torch.Tensor], sources: torch.Tensor) -> None:
-    """Put sequence `sources[b]` in place b of every tensor.
+class Reorderer:
+    """Puts the sequences of tensors that stay in another order, for any number of calls.
 
     Args:
-        tensors: `[B, ..]`, those that `takes_reorder`.
-        sources: `[B]` int32 or int64 on the same device, contiguous. On a GPU the launch fails if one is not a
-            sequence's.
+        tensors: `[B, ..]`, of any dtypes.
     """
-    device, count = sources.device, sources.shape[0]
-    if device.type == "cuda" and device.index != current_device():
-        with torch.cuda.device(device):
-            return reorder(tensors, sources)
-    units = [x.stride(0) * x.element_size() // UNIT for x in tensors]
-    spare = TENSORS - len(tensors)
-    block_b = triton.next_power_of_2(count)
-    piece = PIECE_WORDS // block_b
-    programs = min(-(-4 * max(units) // piece), 8 * target(device).multiprocessors)
-    constants = (block_b, piece)
-    REORDER(
-        (max(1, programs), TENSORS, 1),
-        (sources, *tensors, *[tensors[0]] * spare),
-        (*units, *[0] * spare, count),
-        constants,
-        (constants, sources.dtype, *[x.dtype for x in tensors], device.index),
-        num_warps=4,
-        sanitize_overflow=False,  # what `debug` turns on
-    )
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        held = [tensor for tensor in tensors if tensor.numel()]
+        first, spare = held[0], TENSORS - len(held)
+        sizes = [tensor.stride(0) * tensor.element_size() for tensor in held]
+        self.device, self.count = first.device, first.shape[0]
+        self.takes = (
+            spare >= 0
+            and self.count <= MOST_SEQUENCES
+            and all(x.is_contiguous() and x.data_ptr() % UNIT == 0 for x in held)
+            and all(size % UNIT == 0 for size in sizes)
+        )
+        """Whether the kernel takes them: so many, of so many sequences, each of whole units."""
+        self.tensors = (*held, *[first] * spare)
+        self.numbers = (*[size // UNIT for size in sizes], *[0] * spare, self.count)
+        block_b = triton.next_power_of_2(self.count)
+        piece = PIECE_WORDS // block_b
+        self.grid = (min(-(-max(sizes) // (4 * piece)), 8 * target(self.device).multiprocessors), TENSORS, 1)
+        self.constants = (block_b, piece)
+        self.dtypes = tuple(tensor.dtype for tensor in self.tensors)
+
+    def __call__(self, sources: torch.Tensor) -> None:
+        """Put sequence `sources[b]` in place b of every tensor.
+
+        Args:
+            sources: `[B]` int32 or int64 on the tensors' device, contiguous. On a GPU the launch fails if one is not a
+                sequence's.
+        """
+        index = self.device.index
+        if self.device.type == "cuda" and index != current_device():
+            with torch.cuda.device(self.device):
+                return self(sources)
+        REORDER(
+            self.grid,
+            (sources, *self.tensors),
+            self.numbers,
+            self.constants,
+            (self.constants, sources.dtype, self.dtypes, index),
+            num_warps=4,
+            sanitize_overflow=False,  # what `debug` turns on
+        )
