@@ -20,6 +20,7 @@ from tq_kernels.decode.append import rotate_and_append
 from tq_kernels.decode.appender import rotate_columns
 from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
 from tq_kernels.decode.reduce import reduce_splits
+from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.format import padded_dim
 from tq_kernels.prefix.attention import prefix_attention
@@ -115,6 +116,13 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     constants = (dim, tile_of(dim, 1), *plan(arch, *bits, dim=dim).rotate_constants)
     types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
     return build(rotate_and_append, types, constants, arch, num_warps=2)
+
+
+def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
+    """`reorder_sequences` of a layer's tensors."""
+    types = ["*i64", *[f"*{dtype}"] * 4, "*fp16", "*fp16", *["*i32"] * 3, "*fp16", *["i32"] * (TENSORS + 1)]
+    options = {"debug": True, "sanitize_overflow": False, "num_warps": 4}
+    return build(reorder_sequences, types, (sequences, PIECE_WORDS // sequences), arch, **options)
 
 
 def build_preallocated_append(
