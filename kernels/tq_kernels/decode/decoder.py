@@ -46,7 +46,7 @@ def new_states(row: NewRow | NewToken | None, capacity: int) -> tuple[tuple[torc
 @lru_cache(maxsize=256)
 def steps_of(geometry: tuple[Any, ...]) -> dict[tuple[Any, ...], Step]:
     """The steps of all decoders on tensors like these: a step knows no addresses, so layers share it, and so does the
-    decoder of tensors that take the place of others (they were moved to another device and back, or to other beams)."""
+    decoder of tensors that take the place of others (a layer that was offloaded comes back)."""
     return {}
 
 
