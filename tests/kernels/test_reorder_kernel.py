@@ -11,6 +11,7 @@ from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.backend import HAS_TRITON
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.layer_tensors import LayerTensors
 
 CPU = torch.device("cpu")
 ORDERS = [[0], [0, 1], [1, 0], [2, 0, 0], [1, 2, 3, 0], [0, 0, 1, 2], [6, 6, 2, 3, 3, 0, 5], [*range(16, -1, -1)]]
@@ -88,21 +89,37 @@ def test_tensors_that_torch_reorders(tensors: list[torch.Tensor]) -> None:
     assert not Reorderer(tensors).takes
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (8, 12), (5, 3)], ids=str)
-@pytest.mark.parametrize("preallocated", [False, True])
-def test_a_store_is_reordered_in_place(preallocated: bool, dims: tuple[int, int]) -> None:
-    """By the kernel or, of tensors that it does not take, by torch: every tensor stays."""
+def check_store(preallocated: bool, dims: tuple[int, int], device: torch.device) -> LayerTensors:
     config = all_packed(sink_tokens=4)
-    pair = states(0, batch=3, heads=1, tokens=300, dim=dims[0], value_dim=dims[1], dtype=torch.float16)
+    made = states(0, batch=3, heads=1, tokens=300, dim=dims[0], value_dim=dims[1], dtype=torch.float16)
+    pair = (made[0].to(device), made[1].to(device))
     store: GrowingStore | PreallocatedStore = filled(config, pair)
     if preallocated:
         store = PreallocatedStore.allocate(config, *pair, 400)
         store.append(*pair)
-    order = torch.tensor([2, 0, 0])
+    order = torch.tensor([2, 0, 0], device=device)
     places = [tensor.data_ptr() for tensor in store.tensors.arguments()]
     expected = [states[order] for states in dispatch.dense(store.view())]
     store.reorder(order)
     assert [tensor.data_ptr() for tensor in store.tensors.arguments()] == places
     assert all(map(torch.equal, dispatch.dense(store.view()), expected))
-    if INTERPRETED:
-        assert triton_backend.can_reorder(store.tensors) == (dims == (64, 64))
+    return store.tensors
+
+
+DIMS = [(64, 64), (8, 12), (5, 3)]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_a_store_is_reordered_in_place(preallocated: bool, dims: tuple[int, int]) -> None:
+    """By the kernel or, of tensors that it does not take, by torch: every tensor stays."""
+    tensors = check_store(preallocated, dims, CPU)
+    assert triton_backend.can_reorder(tensors) == (INTERPRETED and dims == (64, 64))
+
+
+@gpu
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_a_store_is_reordered_in_place_on_a_gpu(preallocated: bool, dims: tuple[int, int]) -> None:
+    tensors = check_store(preallocated, dims, torch.device("cuda", 0))
+    assert triton_backend.can_reorder(tensors) == (dims == (64, 64))
