@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.common.launcher import Kernel
+from tq_kernels.decode.decoder import steps_of
 
 from tq_hf.ops import triton_backend
 from tq_hf.ops.workspace import release_workspaces
@@ -51,7 +52,10 @@ def recorded(
             monkeypatch.setattr(module, name, Kernel(Recorder(name, log)))
     monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    # What earlier launches left to later ones is other kernels'.
+    steps_of.cache_clear()
     release_workspaces()
     with torch.no_grad():
         yield log
     release_workspaces()
+    steps_of.cache_clear()

@@ -3,8 +3,9 @@
     python examples/measure/bench_host.py [--layers 32] [--profile]
 
 `update` of every layer and attention on what it returned, as a model's layers call them, for a cache that grows and for
-a preallocated one. The tensors are on the CPU: what torch itself takes for one on a GPU (about 1 us more for each it
-makes) and the driver's time for each launch come on top.
+a preallocated one; also with what beam search does before each step (beams change places) and with what offloading does
+(layers are moved away and back; on a CPU that is all but the copies). The tensors are on the CPU: what torch itself
+takes for one on a GPU (about 1 us more for each it makes) and the driver's time for each launch come on top.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ CONTEXT, STEPS = 300, 100
 def empty_launches() -> Iterator[list[int]]:
     """Kernels that do nothing. Yields the number of launches so far, in a list."""
     launches = [0]
+    decoder.steps_of.cache_clear()  # which would launch what it kept
 
     def count(*_: Any, **__: Any) -> None:
         launches[0] += 1
@@ -55,7 +57,25 @@ def empty_launches() -> Iterator[list[int]]:
         yield launches
 
 
-def decode_steps(layers: int, max_cache_len: int | None) -> Iterator[float]:
+def as_before(cache: TurboQuantCache) -> None:
+    """A step of plain decoding."""
+
+
+def reordered(cache: TurboQuantCache) -> None:
+    """A step of a beam search."""
+    cache.reorder_cache(torch.tensor([0]))
+
+
+def moved(cache: TurboQuantCache) -> None:
+    """A step with offloaded layers."""
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+
+
+def decode_steps(
+    layers: int, max_cache_len: int | None, prepare: Callable[[TurboQuantCache], None] = as_before
+) -> Iterator[float]:
     """Seconds of each step over all layers, the first few among them; of this thread, whatever else runs."""
     config = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": layers})
     config._attn_implementation = "turboquant"
@@ -72,6 +92,7 @@ def decode_steps(layers: int, max_cache_len: int | None) -> Iterator[float]:
     query, keys, values = states(1)
     for _ in range(STEPS):
         start = time.thread_time()
+        prepare(cache)
         for layer in range(layers):
             held = cache.update(keys, values, layer)
             turboquant_attention(module, query, *held, None, scaling=dim**-0.5)
@@ -85,11 +106,17 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name, room in (("growing", None), ("preallocated", 1024)):
+    for name, room, prepare in (
+        ("growing", None, as_before),
+        ("preallocated", 1024, as_before),
+        ("growing, beams change places", None, reordered),
+        ("preallocated, beams change places", 1024, reordered),
+        ("growing, moved away and back", None, moved),
+    ):
         with empty_launches() as launches:
             profile = cProfile.Profile()
             seconds = []
-            for index, second in enumerate(decode_steps(arguments.layers, room)):
+            for index, second in enumerate(decode_steps(arguments.layers, room, prepare)):
                 seconds.append(second)
                 if arguments.profile and index == 10:
                     profile.enable()

@@ -20,6 +20,7 @@ from tq_kernels.decode.append import rotate_and_append
 from tq_kernels.decode.appender import rotate_columns
 from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
 from tq_kernels.decode.reduce import reduce_splits
+from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.format import padded_dim
 from tq_kernels.prefix.attention import prefix_attention
@@ -76,10 +77,12 @@ def build_prefix(
     flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
     constants = prefix_constants(*dims, *bits, has_mean=True, config=config, on=on, **flags)
     kernel = prefix_attention_fragments if on.fragments else prefix_attention
-    numbers = len(kernel.arg_names) - len(constants) - 21
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
-    types += ["*fp32", "*fp16"] + ["i32"] * (numbers - 3) + ["fp32", "fp32", "i32"]
+    types += ["*fp32", "*fp16"]
+    table, sizes = ([], []) if on.fragments else ([None] * 3, ["i32"] * 2)
+    numbers = len(kernel.arg_names) - len(constants) - len(types) - len(table) - len(sizes) - 3
+    types += [*table, *["i32"] * numbers, "fp32", "fp32", "i32", *sizes]
     limit = {"maxnreg": config.registers} if config.registers else {}
     return build(kernel, types, constants, arch, num_warps=config.warps, **limit)
 
@@ -113,6 +116,13 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     constants = (dim, tile_of(dim, 1), *plan(arch, *bits, dim=dim).rotate_constants)
     types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
     return build(rotate_and_append, types, constants, arch, num_warps=2)
+
+
+def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
+    """`reorder_sequences` of a layer's tensors."""
+    types = ["*i64", *[f"*{dtype}"] * 4, "*fp16", "*fp16", *["*i32"] * 3, "*fp16", *["i32"] * (TENSORS + 1)]
+    options = {"debug": True, "sanitize_overflow": False, "num_warps": 4}
+    return build(reorder_sequences, types, (sequences, PIECE_WORDS // sequences), arch, **options)
 
 
 def build_preallocated_append(

@@ -4,6 +4,7 @@ such arguments."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
 from launch_recorder import recorded  # noqa: E402
+from paged_cases import Step, make  # noqa: E402
 from tq_kernels.codec import launch as codec  # noqa: E402
 from tq_kernels.common.launcher import Kernel  # noqa: E402
+from tq_kernels.paged import launch as paged  # noqa: E402
+from tq_kernels.paged import prompts  # noqa: E402
 from tq_kernels.prefix import launch as prefix  # noqa: E402
 
-from tq_hf.ops import triton_backend  # noqa: E402
+from tq_hf.ops import paged_triton, triton_backend  # noqa: E402
 from tq_hf.tensors.blocks import PackedBlocks  # noqa: E402
 from tq_hf.tensors.layer_tensors import LayerTensors  # noqa: E402
 from tq_hf.tensors.view import StoreView  # noqa: E402
@@ -26,7 +30,12 @@ from tq_hf.tensors.view import StoreView  # noqa: E402
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
 CONFIG = all_packed()
-KERNELS = {codec: ("ENCODE", "DEQUANTISE"), prefix: ("ATTEND", "MERGE")}
+KERNELS = {
+    codec: ("ENCODE", "DEQUANTISE"),
+    prefix: ("ATTEND", "MERGE"),
+    prompts: ("ATTEND",),
+    paged: ("ROTATE", "SPLIT", "REDUCE", "ENCODE", "APPEND"),
+}
 
 
 @pytest.fixture
@@ -102,6 +111,39 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
     assert all(kind == "launched" for later in kinds[1:] for kind in later), kinds
 
 
+def paged_step(step: Step) -> None:
+    inputs = make(step)
+    paged_triton.paged_step(*inputs.tokens, inputs.pages, inputs.sequences, **inputs.options)
+
+
+def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:
+    """As many requests: their number is a size of tiles."""
+    kinds = []
+    for past, new in (((0, 300, 5), (20, 1, 3)), ((200, 0, 0), (2, 14, 8)), ((500, 16, 128), (16, 1, 2))):
+        paged_step(Step(past=past, new=new, Hq=1))
+        assert [name for name, *_ in log] == ["ATTEND", "MERGE", "ROTATE", "SPLIT", "REDUCE", "ENCODE", "APPEND"]
+        kinds.append(how(log))
+    assert kinds == [["compiled"] * 7, ["launched"] * 7, ["launched"] * 7]
+
+
+def test_dtypes_of_prompts_over_pages_are_variants(log) -> None:
+    step = Step(past=(0, 300), new=(130, 2))
+    for changed in ({}, dict(dtype=torch.bfloat16), dict(s_aux=True), dict(sinks=4)):
+        for kind in ("compiled", "launched"):
+            paged_step(replace(step, **changed))
+            assert how(log)[0] == kind, changed
+
+
+def test_a_merge_over_pages_is_not_that_of_one_batch(log) -> None:
+    """It reads on the device how many tokens there are."""
+    partial, lse, aux, out = torch.zeros(2, 8, 64), torch.zeros(2, 8), torch.zeros(4), torch.zeros(1, 2, 4, 64)
+    for tokens in (None, torch.zeros(1, dtype=torch.int32)):
+        for kind in ("compiled", "launched"):
+            prefix.merge(partial, lse, aux, out, 4, 2, 2, 8, 2, has_aux=False, tokens=tokens)
+            given = log[0][3][1][4]
+            assert given == (None if tokens is None else tokens.data_ptr()) and how(log) == [kind]
+
+
 @pytest.mark.parametrize(
     ("kernel", "others"),
     [
@@ -110,8 +152,9 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
         (prefix.ATTEND, None),
         (prefix.ATTEND_FRAGMENTS, None),
         (prefix.MERGE, set()),
+        (prompts.ATTEND, None),
     ],
-    ids=["encode", "dequantise", "attend", "attend on Turing", "merge"],
+    ids=["encode", "dequantise", "attend", "attend on Turing", "merge", "attend over pages"],
 )
 def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: set[str] | None) -> None:
     """The key has strides; whatever else is a number must not be specialised."""

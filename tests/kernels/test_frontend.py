@@ -8,6 +8,7 @@ code of each kernel for one card of each kind; what that takes, the tests of `*_
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ triton = pytest.importorskip("triton")
 
 import sass  # noqa: E402
 import tq_kernels  # noqa: E402
-from builds import BUILDERS, build_rotate, launched  # noqa: E402
+from builds import BUILDERS, build_reorder, build_rotate, launched  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
 from test_paged_compile import build_completed, build_paged_split, build_prompts, build_small, build_windows  # noqa: E402
@@ -90,6 +91,23 @@ def test_a_kernel_over_pages_is_taken(kernel: str, preset: str, shape: tuple[int
 @pytest.mark.parametrize("arch", [80, 90])
 def test_prompts_over_pages_are_taken(arch: int) -> None:
     build_prompts(arch, "4bit_nc", sinks=4)
+
+
+@pytest.mark.usefixtures("frontend_only")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
+def test_the_kernel_that_reorders_is_taken(arch: int | str, dtype: str) -> None:
+    build_reorder(arch, dtype)
+
+
+def test_the_kernel_that_reorders_becomes_machine_code_that_moves_16_bytes_at_a_time() -> None:
+    for sequences in (4, 256):
+        ptx = build_reorder(90, "bf16", sequences).asm["ptx"]
+        loads, stores = (re.findall(rf"{way}\.global[.\w]*\.v4", ptx) for way in ("ld", "st"))
+        # 4096 words of 128 threads; all loads come before a barrier, and all stores after.
+        assert len(loads) == len(stores) == 8
+        last, first = ptx.rindex(loads[-1]), ptx.index(stores[0])
+        assert "bar.sync" in ptx[last:first]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

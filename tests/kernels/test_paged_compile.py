@@ -16,7 +16,6 @@ from sass import SHARED, build, build_split, inner_loop, loops, per_element, res
 from test_decode_compile import BITS  # noqa: E402
 from tq_kernels.codec.launch import encode_config  # noqa: E402
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS  # noqa: E402
-from tq_kernels.common.launcher import ALWAYS  # noqa: E402
 from tq_kernels.decode.plan import Plan, plan_decode  # noqa: E402
 from tq_kernels.format import padded_dim  # noqa: E402
 from tq_kernels.paged.append import append_tails, rotate_and_append_single  # noqa: E402
@@ -27,7 +26,7 @@ from tq_kernels.paged.split_fragments import decode_split_paged_fragments  # noq
 from tq_kernels.paged.windows import STAGES, window_attention  # noqa: E402
 from tq_kernels.prefix.attention import prefix_attention  # noqa: E402
 from tq_kernels.prefix.dense_launch import dense_config  # noqa: E402
-from tq_kernels.prefix.launch import NO_TABLE, prefix_config, prefix_constants  # noqa: E402
+from tq_kernels.prefix.launch import prefix_config, prefix_constants  # noqa: E402
 
 from tq_hf.config import TurboQuantConfig  # noqa: E402
 from tq_hf.tensors.pages import rows_per_page  # noqa: E402
@@ -173,28 +172,12 @@ def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool 
     on, bits = target_of(arch), BITS[preset]
     config = prefix_config(128, 128, *bits, on)
     flags = (True, True, 0, softcap, False, split)
-    constants = prefix_constants(128, 128, *bits, *flags, config, on)[: -len(NO_TABLE)]
-    # Arguments after the constants are given by name to every launch but in this order to the compiler.
-    names = prefix_attention.arg_names
-    first, after = names.index("DK"), names.index("cu_q")
+    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES, sinks))
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
-    types += ["i32"] * (first - len(types) - 3) + ["fp32", "fp32", "i32"]
-    tail = dict(zip(names[after:], ["*i32", "*i32", "*i32", "i32", "i32", *["constexpr"] * 4], strict=True))
-    signature = dict(zip(names[:first], types, strict=True)) | dict.fromkeys(names[first:after], "constexpr") | tail
-    values = dict(zip(names[first:after], constants, strict=True))
-    values |= dict(zip(names[-4:], (*place(preset, 128), SEQUENCES, sinks), strict=True))
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    aligned = [n for n, kind in signature.items() if kind[0] == "*" or n not in prefix_attention.do_not_specialize]
-    source = ASTSource(
-        prefix_attention,
-        signature,
-        {(names.index(n),): x for n, x in values.items()},
-        {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n not in values},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ALWAYS | dict(num_warps=config.warps))
-    return compiled
+    types += ["*i32"] * 3
+    numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5
+    types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
+    return build(prefix_attention, types, constants, arch, num_warps=config.warps)
 
 
 @pytest.mark.parametrize("sinks", [0, pytest.param(4, marks=pytest.mark.slow)])

@@ -251,9 +251,11 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store = self.store.map(function)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take sequence `beam_idx[i]` to place i, in place if preallocated."""
-        if self.store is not None:
-            self.store = self.store.reorder(beam_idx)
+        """Take sequence `beam_idx[i]` to place i: in place, unless that makes more or fewer."""
+        if self.batch_size != beam_idx.shape[0]:
+            self.batch_select_indices(beam_idx)
+        elif self.store is not None:
+            self.store.reorder(beam_idx)
 
     def offload(self) -> None:
         """Move the store to the CPU, unless it waits for the queries of a prompt."""

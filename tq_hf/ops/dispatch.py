@@ -9,6 +9,7 @@ import torch
 from ..codec import reference
 from ..config import TurboQuantConfig
 from ..tensors.blocks import PackedBlocks
+from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
 from . import buffered_attention, tiled_attention, triton_backend
@@ -57,6 +58,16 @@ def buffered_attend(
     keys, values = workspace.acquire(requests).values()
     _write_dense(view, keys, values)
     return buffered_attention.attend_buffer(query, keys, values, mask, scaling=scaling, causal=causal)
+
+
+def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
+    """Put sequence `sources[b]` in place b of every tensor, which stays where it is. `sources` are `[B]`."""
+    sources = sources.to(tensors.row.device)
+    if triton_backend.can_reorder(tensors):
+        triton_backend.reorder(tensors, sources)
+        return
+    for tensor in tensors.arguments():
+        tensor.copy_(tensor.index_select(0, sources))
 
 
 def check_mask(mask: torch.Tensor, length: int) -> None:

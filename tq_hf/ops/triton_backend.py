@@ -28,6 +28,7 @@ if HAS_TRITON:
     from tq_kernels.decode.appender import Appender
     from tq_kernels.decode.counts import device_int
     from tq_kernels.decode.decoder import Decoder
+    from tq_kernels.decode.reorder import Reorderer
     from tq_kernels.decode.step import NewRow, NewToken
     from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense_launch import attends_dense
@@ -245,6 +246,24 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         **options,
     )
+
+
+def _reorderer_of(tensors: LayerTensors) -> Reorderer:
+    """The kernel that reorders sequences, on these tensors, made once."""
+    reorderer = Reorderer(tensors.arguments())
+    tensors.keep(reorderer=reorderer)
+    return reorderer
+
+
+def can_reorder(tensors: LayerTensors) -> bool:
+    """Whether the kernel puts the sequences of these tensors in another order."""
+    return runs(tensors.ring[0]) and (tensors.reorderer or _reorderer_of(tensors)).takes
+
+
+@explains_failures
+def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
+    """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `can_reorder`."""
+    (tensors.reorderer or _reorderer_of(tensors))(sources.contiguous())
 
 
 def _appender_of(tensors: LayerTensors) -> Appender:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops import dispatch
 from ..tensors.blocks import PackedBlocks
 from ..tensors.factors import Factors
 from ..tensors.layer_tensors import LayerTensors
@@ -112,7 +113,7 @@ class LayerStore(ABC):
 
     @abstractmethod
     def view(self) -> StoreView:
-        """All tokens held, as a query that adds none would read them. Changes nothing; good until the next append."""
+        """All tokens held, as a query that adds none would read them. Changes nothing; good until the next change."""
 
     @abstractmethod
     def crop(self, tokens: int) -> None:
@@ -123,9 +124,11 @@ class LayerStore(ABC):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
         """A store of the results of `function` on every tensor of the tokens (batch selection, device moves)."""
 
-    @abstractmethod
-    def reorder(self, beam_idx: torch.Tensor) -> LayerStore:
-        """A store with sequence `beam_idx[i]` in place i: itself, if it must not move."""
+    def reorder(self, beam_idx: torch.Tensor) -> None:
+        """Put sequence `beam_idx[i]` in place i, for as many as are held. The tensors stay where they are, so whatever
+        knows their addresses stays good: captured graphs, and what a backend has worked out."""
+        assert beam_idx.shape == (self.batch_size,)
+        dispatch.reorder(self.tensors, beam_idx)
 
     @abstractmethod
     def reset(self) -> LayerStore | None:

@@ -158,12 +158,16 @@ class GrowingStore(LayerStore):
         """See `LayerStore.waits`."""
         return self._prompt is not None
 
-    @outside_inference_mode
     def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
         """See `LayerStore.encode_prompt`."""
-        if self._prompt is None:
-            return
-        (keys, values), to_sinks = self._prompt
+        if self._prompt is not None:
+            self._encode_prompt(*self._prompt, queries, attended)
+
+    @outside_inference_mode
+    def _encode_prompt(
+        self, prompt: KeyValue, to_sinks: int, queries: torch.Tensor | None, attended: torch.Tensor | None
+    ) -> None:
+        keys, values = prompt
         before = vars(self) | {"window": self.window.snapshot()}
         self._prompt = None
         if self.config.balance and not self.handed_on and not self.num_blocks:
@@ -292,9 +296,11 @@ class GrowingStore(LayerStore):
         self.window.write_late_row()
         return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.handed_on)
 
-    def reorder(self, beam_idx: torch.Tensor) -> GrowingStore:
+    def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
-        return self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self.encode_prompt()
+        self.window.write_late_row()
+        super().reorder(beam_idx)
 
     def reset(self) -> None:
         """See `LayerStore.reset`: all memory is released."""

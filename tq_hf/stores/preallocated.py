@@ -196,12 +196,10 @@ class PreallocatedStore(LayerStore):
         self.encode_prompt()
         return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.handed_on)
 
-    def reorder(self, beam_idx: torch.Tensor) -> PreallocatedStore:
-        """See `LayerStore.reorder`: in place, because captured graphs know the addresses."""
+    def reorder(self, beam_idx: torch.Tensor) -> None:
+        """See `LayerStore.reorder`."""
         self.encode_prompt()
-        for tensor in self.tensors.arguments():
-            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
-        return self
+        super().reorder(beam_idx)
 
     def reset(self) -> PreallocatedStore:
         """See `LayerStore.reset`: the tensors stay where they are."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -60,11 +59,14 @@ class PackedBlocks:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
         """These blocks with `function` applied to every tensor, the factors among them."""
-        return replace(self._map_blocks(function), factors=self.factors.map(function))
+        return self._map_blocks(function, self.factors.map(function))
 
-    def _map_blocks(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
-        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors().items()}
-        return replace(self, **changed)
+    def _map_blocks(
+        self, function: Callable[[torch.Tensor], torch.Tensor], factors: Factors | None = None
+    ) -> PackedBlocks:
+        means = None if self.key_means is None else function(self.key_means)
+        words = (function(self.key_words), function(self.value_words), function(self.scalars))
+        return PackedBlocks(self.layout, *words, means, factors or self.factors)
 
     def slice(self, start: int, stop: int) -> PackedBlocks:
         """Views of blocks `start` to `stop`."""

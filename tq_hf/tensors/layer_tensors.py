@@ -52,6 +52,8 @@ class LayerTensors:
     """What a backend has worked out for these tensors. It knows their addresses, so it dies with this object."""
     appender: Any = field(init=False, repr=False, default=None)
     """Likewise, for a preallocated store's appends."""
+    reorderer: Any = field(init=False, repr=False, default=None)
+    """Likewise, for sequences that change places."""
 
     def __post_init__(self) -> None:
         keys, values = self.ring
@@ -63,10 +65,10 @@ class LayerTensors:
         # Without what a backend has worked out: it knows the addresses of these tensors, not of their copies.
         return LayerTensors, (self.config, self.blocks, self.sinks, self.ring)
 
-    def keep(self, *, decoder: Any = None, appender: Any = None) -> None:
-        """Fill a slot that a backend may write."""
-        object.__setattr__(self, "decoder", decoder or self.decoder)
-        object.__setattr__(self, "appender", appender or self.appender)
+    def keep(self, **slots: Any) -> None:
+        """Fill slots that a backend may write: `decoder`, `appender`, `reorderer`."""
+        for name, made in slots.items():
+            object.__setattr__(self, name, made)
 
     @property
     def layout(self) -> BlockLayout:

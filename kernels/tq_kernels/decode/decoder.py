@@ -7,6 +7,7 @@ addresses and what belongs to the query.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def new_states(row: NewRow | NewToken | None, capacity: int) -> tuple[tuple[torc
     if isinstance(row, NewToken):
         return (keys, values, *row.counts), row.appender.numbers(keys.stride(), values.stride(), row.max_cache_len)
     return (keys, values), (row.slot, capacity, *keys.stride()[:2], *values.stride()[:2])
+
+
+@lru_cache(maxsize=256)
+def steps_of(geometry: tuple[Any, ...]) -> dict[tuple[Any, ...], Step]:
+    """The steps of all decoders on tensors like these: a step knows no addresses, so layers share it, and so does the
+    decoder of tensors that take the place of others (a layer that was offloaded comes back)."""
+    return {}
 
 
 class Decoder:
@@ -80,7 +88,16 @@ class Decoder:
         at = self.addresses
         self.aligned = all(x % 16 == 0 for x in (*at.packed, *at.dense, *at[2:]))
         self.sinks, self.value_dim = sinks[0].shape[2], window[1].shape[3]
-        self._steps: dict[tuple[Any, ...], Step] = {}
+        dense = (
+            window[0].dtype,
+            self.sinks,
+            window[0].shape[2:],
+            self.value_dim,
+            sinks[0].stride(),
+            window[0].stride(),
+        )
+        blocks = (self.bits, packed.key_means is None, packed.key_words.shape[1:3], packed.block_strides)
+        self._steps = steps_of((self.device, dense, blocks))
 
     def __call__(
         self,
@@ -146,7 +163,8 @@ class Decoder:
         if step is None:
             step = self._steps[key] = self._step(query, out, scaling, mask_rows, causal, softcap, s_aux)
         scratch = allocate(step.plan.scratch.size)
-        kept = step.launches.get(type(row))
+        kind = row.appender.constants if isinstance(row, NewToken) else type(row)
+        kept = step.launches.get(kind)
         # The common case, with nothing left to look up: all is compiled, for tensors that are aligned like these.
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
         blocks_at, rows_at, sinks_at = num_blocks.data_ptr(), num_window.data_ptr(), num_sinks.data_ptr()
@@ -174,7 +192,7 @@ class Decoder:
             first = step.first(row)
             launched = self._launch(step, first, arguments, row)
             if aligned and launched is not None:
-                step.launches[type(row)] = first, launched
+                step.launches[kind] = first, launched
             return out
         stream = current_raw_stream(index)
         at = self.addresses

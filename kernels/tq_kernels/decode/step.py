@@ -88,8 +88,9 @@ class Step:
         self.split_grid = (plan.workers, 1, 1)
         self.row_constants = row_constants
         self.capacity = capacity
-        # By what is written first; `Decoder` fills it when a call with aligned tensors has compiled all kernels.
-        self.launches: dict[type, tuple[First, Launches]] = {}
+        # By what is written first: nothing, a row, or a token by an appender of these constants. `Decoder` fills it
+        # when a call with aligned tensors has compiled all kernels.
+        self.launches: dict[type | tuple[Any, ...], tuple[First, Launches]] = {}
 
     def first(self, row: NewRow | NewToken | None) -> First:
         """The first kernel of a step that writes `row`."""

@@ -9,12 +9,13 @@ import torch
 import triton
 
 from ..common.device import target
-from ..common.launcher import ALWAYS
+from ..common.launcher import Kernel, specialised
 from ..common.softmax import LOG2E
 from ..prefix.attention import prefix_attention
-from ..prefix.launch import NO_TABLE, block_of, prefix_config, prefix_constants, prefix_splits, prefix_takes
-from ..prefix.merge import merge_splits
+from ..prefix.launch import block_of, merge, prefix_config, prefix_constants, prefix_splits, prefix_takes
 from .launch import Geometry, Pages, Tokens
+
+ATTEND = Kernel(prefix_attention)
 
 
 def takes_prompts(dim: int, device: torch.device) -> bool:
@@ -71,74 +72,60 @@ def attend_many(
         splits > 1,
         config,
         on,
+        (pages.page_rows, pages.block_words, triton.next_power_of_2(count), pages.sinks),
     )
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
         options["maxnreg"] = config.registers
-    (query_s, query_h), (new_t, new_h), (new_vt, new_vh) = (x.stride()[:2] for x in tokens)
-    prefix_attention[(row_tiles, kv_heads, splits)](
-        query,
-        pages.key_words,
-        pages.value_words,
-        pages.scalars,
-        pages.means,
-        *rotations,
-        pages.key_factors,
-        pages.value_factors,
-        *[pages.rows] * 4,
-        key,
-        value,
-        query,
-        aux,
-        out,
-        partial,
-        lse,
-        operand_rows.view(torch.float16),
-        *(0, query_h, query_s),
-        *(pages.page_blocks, 1),
-        *[0] * 8,
-        *(0, new_h, new_t),
-        *(0, new_vh, new_vt),
-        *(0, *out.stride()[:2]),
-        rows,
-        groups,
-        kv_heads,
-        *[0] * 7,
-        *(0, 0, 0),
-        scaling * LOG2E.value,
-        (softcap or 1.0) * LOG2E.value,
-        row_tiles,
-        *constants[: -len(NO_TABLE)],
-        geometry.cu_q,
-        geometry.cu_k,
-        geometry.table,
-        count,
-        width,
-        pages.page_rows,
-        pages.block_words,
-        triton.next_power_of_2(count),
-        pages.sinks,
-        **ALWAYS,
-        **options,
-    )
-    if splits > 1:
-        block_rows = max(1, 2048 // block_of(dim))
-        merge_splits[(-(-kv_heads * rows // block_rows),)](
-            partial,
-            lse,
+    (query_s, query_h), (new_t, new_h), (new_vt, new_vh), (out_s, out_h) = (x.stride()[:2] for x in (*tokens, out))
+    strides = specialised((query_s, query_h, new_t, new_h, new_vt, new_vh, out_s, out_h))
+    dtypes = (query.dtype, pages.rows.dtype, key.dtype, aux.dtype, out.dtype)
+    ATTEND(
+        (row_tiles, kv_heads, splits),
+        (
+            query,
+            pages.key_words,
+            pages.value_words,
+            pages.scalars,
+            pages.means,
+            *rotations,
+            pages.key_factors,
+            pages.value_factors,
+            *[pages.rows] * 4,
+            key,
+            value,
+            query,
             aux,
             out,
+            partial,
+            lse,
+            operand_rows.view(torch.float16),
+            *geometry,
+        ),
+        (
+            *(0, query_h, query_s),
+            *(pages.page_blocks, 1),
+            *[0] * 8,
+            *(0, new_h, new_t),
+            *(0, new_vh, new_vt),
+            *(0, out_s, out_h),
             rows,
             groups,
             kv_heads,
-            kv_heads * rows,
-            splits,
-            *(0, *out.stride()[:2]),
-            dim,
-            block_of(dim),
-            block_rows,
-            s_aux is not None,
-            geometry.cu_q[count:],
-            num_warps=4,
-            **ALWAYS,
-        )
+            *[0] * 7,
+            *(0, 0, 0),
+            scaling * LOG2E.value,
+            (softcap or 1.0) * LOG2E.value,
+            row_tiles,
+            count,
+            width,
+        ),
+        constants,
+        (constants, config, strides, dtypes, query.device.index),
+        **options,
+    )
+    if splits > 1:
+        merge(
+            partial, lse, aux, out[None], rows, groups, kv_heads, kv_heads * rows, splits,
+            has_aux=s_aux is not None, tokens=geometry.cu_q[count:],
+        )  # fmt: skip

@@ -60,6 +60,9 @@ def prefix_attention(
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
     lse,  # [splits, B * Hkv * rows] float32, base 2; first what rows have in common with the reference key
     operand_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
+    cu_q,  # with a table: [B + 1] int32
+    cu_k,  # [B + 1] int32
+    table,  # [B, W] int32, or None
     query_b,
     query_h,
     query_s,
@@ -98,6 +101,8 @@ def prefix_attention(
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     tile_count,  # tiles of rows
+    count,  # with a table: B
+    width,  # W
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
@@ -116,15 +121,10 @@ def prefix_attention(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
-    cu_q=None,  # with a table: [B + 1] int32
-    cu_k=None,  # [B + 1] int32
-    table=None,  # [B, W] int32
-    count=None,  # B
-    width=None,  # W
-    ROWS: tl.constexpr = 0,
-    BLOCK_WORDS: tl.constexpr = 0,
-    BLOCK_B: tl.constexpr = 0,
-    SINKS: tl.constexpr = 0,
+    ROWS: tl.constexpr,  # this and the rest: 0 without a table
+    BLOCK_WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
 

@@ -25,7 +25,6 @@ from .attention_fragments import prefix_attention_fragments
 from .merge import merge_splits
 
 __all__ = [
-    "NO_TABLE",
     "PrefixConfig",
     "attend_prefix",
     "block_of",
@@ -60,10 +59,6 @@ class PrefixConfig:
     stages: int
     registers: int | None
     programs_per_multiprocessor: int
-
-
-NO_TABLE = (None, None, None, None, None, 0, 0, 0, 0)
-"""The arguments of `prefix_attention` that come with a table of pages, without one."""
 
 
 def block_of(dim: int) -> int:
@@ -136,14 +131,16 @@ def prefix_constants(
     split: bool,
     config: PrefixConfig,
     on: Target,
+    pages: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> tuple[Any, ...]:
-    """The constexpr arguments of the attention kernel on this target, in order."""
+    """The constexpr arguments of the attention kernel on this target, in order; `pages` are those that only a table of
+    pages needs."""
     dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
     flags = (key_bits, value_bits, has_mean, causal, mask, has_softcap, has_aux, split)
     if on.fragments:
         return (*dims, *flags, config.block_rows // 8)
     tiles = (config.block_rows, config.step, config.stages, on.asm)
-    return (*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *NO_TABLE)
+    return (*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *pages)
 
 
 def attend_prefix(
@@ -239,6 +236,8 @@ def attend_prefix(
     query_strides, out_strides = query.stride()[:3], out.stride()[:3]
     dense_strides = (*sinks[0].stride()[:2], *sinks[1].stride()[:2], *window[0].stride()[:2], *window[1].stride()[:2])
     fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
+    # The kernel of inline matrix products knows no tables.
+    no_table, no_size = ((), ()) if on.fragments else ((None, None, None), (0, 0))
     strides = specialised((*query_strides, *dense_strides, *fresh_strides, *out_strides, *mask_strides))
     dtypes = (query.dtype, sinks[0].dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
     (ATTEND_FRAGMENTS if on.fragments else ATTEND)(
@@ -262,6 +261,7 @@ def attend_prefix(
             partial,
             lse,
             operand_rows.view(torch.float16),
+            *no_table,
         ),
         (
             *query_strides,
@@ -283,6 +283,7 @@ def attend_prefix(
             scaling * LOG2E.value,
             (softcap or 1.0) * LOG2E.value,
             row_tiles,
+            *no_size,
         ),
         constants,
         (constants, config, strides, dtypes, device.index),
@@ -305,15 +306,16 @@ def merge(
     splits: int,
     *,
     has_aux: bool,
+    tokens: torch.Tensor | None = None,
 ) -> None:
     """Launch `merge_splits`; arguments are the kernel's. Without `has_aux`, `aux` stands for anything."""
     value_dim = out.shape[3]
     block_dv = max(16, triton.next_power_of_2(value_dim))
     block_rows = max(1, 2048 // block_dv)
-    constants = (value_dim, block_dv, block_rows, has_aux, None)
+    constants = (value_dim, block_dv, block_rows, has_aux)
     MERGE(
         (-(-count // block_rows), 1, 1),
-        (partial, lse, aux, out),
+        (partial, lse, aux, out, tokens),
         (rows, groups, kv_heads, count, splits, *out.stride()[:3]),
         constants,
         (constants, specialised(out.stride()[:3]), aux.dtype, out.dtype, out.device.index),

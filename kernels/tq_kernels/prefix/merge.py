@@ -12,6 +12,7 @@ def merge_splits(
     lse,  # [splits, count] float32, base 2
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous
+    tokens,  # [] int32 on the device: no more queries than so many are written; or None
     rows,  # G * S
     groups,  # G
     kv_heads,
@@ -24,7 +25,6 @@ def merge_splits(
     BLOCK_DV: tl.constexpr,
     BLOCK_R: tl.constexpr,
     HAS_AUX: tl.constexpr,
-    tokens,  # [] int32 on the device: no more queries than so many are written; or None
 ):
     """Weigh the splits of each row by their share of the softmax. Grid: (count / BLOCK_R,)."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)

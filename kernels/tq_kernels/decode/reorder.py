@@ -1,0 +1,145 @@
+"""Put the sequences of a batch in another order where they are: beam search takes beams to each other's places in every
+step.
+
+One launch for all tensors of a layer, which stay where they are, and with them everything that knows their addresses. A
+program reads the same piece of all sequences before it writes it to any; those that keep their place are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.compat import current_device
+from ..common.device import target
+from ..common.launcher import Kernel
+
+TENSORS = 10
+"""Tensors that one launch takes at most."""
+MOST_SEQUENCES = 256
+"""More leave pieces of less than 64 bytes."""
+UNIT = 16
+"""Bytes that a sequence must have a multiple of in each tensor."""
+PIECE_WORDS = 4096
+"""int32 words of a program at a time, of all sequences."""
+
+
+@triton.jit
+def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
+    """Pointer and int32 words of this tensor if it is `which`, else `at` and `size`."""
+    words = tensor.to(tl.pointer_type(tl.int32), bitcast=True)
+    return tl.where(which == INDEX, words, at), tl.where(which == INDEX, units.to(tl.int64) * 4, size)
+
+
+@triton.jit(  # without `debug` the assertion would not be compiled
+    debug=True,
+    do_not_specialize="units0 units1 units2 units3 units4 units5 units6 units7 units8 units9 count".split(),
+)
+def reorder_sequences(
+    sources,  # [B] int32 or int64, whose states sequence b gets
+    tensor0,  # [B, ..] contiguous, aligned
+    tensor1,
+    tensor2,
+    tensor3,
+    tensor4,
+    tensor5,
+    tensor6,
+    tensor7,
+    tensor8,
+    tensor9,
+    units0,  # 16 bytes each that a sequence has in a tensor
+    units1,
+    units2,
+    units3,
+    units4,
+    units5,
+    units6,
+    units7,
+    units8,
+    units9,
+    count,  # B
+    BLOCK_B: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Grid: (programs, 10)."""
+    which = tl.program_id(1)
+    at = tensor0.to(tl.pointer_type(tl.int32), bitcast=True)
+    size = units0.to(tl.int64) * 4
+    at, size = selected(tensor1, units1, which, 1, at, size)
+    at, size = selected(tensor2, units2, which, 2, at, size)
+    at, size = selected(tensor3, units3, which, 3, at, size)
+    at, size = selected(tensor4, units4, which, 4, at, size)
+    at, size = selected(tensor5, units5, which, 5, at, size)
+    at, size = selected(tensor6, units6, which, 6, at, size)
+    at, size = selected(tensor7, units7, which, 7, at, size)
+    at, size = selected(tensor8, units8, which, 8, at, size)
+    at, size = selected(tensor9, units9, which, 9, at, size)
+    place = tl.arange(0, BLOCK_B)
+    source = tl.load(sources + place, mask=place < count, other=0).to(tl.int64)
+    exists = (source >= 0) & (source < count)
+    tl.device_assert(exists, "`beam_idx` names a sequence that the cache does not have")
+    moves = (place < count) & exists & (source != place)
+    read = at + source[:, None] * size
+    written = at + place.to(tl.int64)[:, None] * size
+    for piece in range(tl.program_id(0), (size + PIECE - 1) // PIECE, tl.num_programs(0)):
+        word = piece * PIECE + tl.arange(0, PIECE)[None, :]  # int64, as `size`
+        inside = moves[:, None] & (word < size)
+        words = tl.load(read + word, mask=inside, other=0)
+        # Another thread may have read what this one writes to.
+        tl.debug_barrier()
+        tl.store(written + word, words, mask=inside)
+
+
+REORDER = Kernel(reorder_sequences)
+
+
+class Reorderer:
+    """Puts the sequences of tensors that stay in another order, for any number of calls.
+
+    Args:
+        tensors: `[B, ..]`, of any dtypes.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        held = [tensor for tensor in tensors if tensor.numel()]
+        first, spare = held[0], TENSORS - len(held)
+        sizes = [tensor.stride(0) * tensor.element_size() for tensor in held]
+        self.device, self.count = first.device, first.shape[0]
+        self.takes = (
+            spare >= 0
+            and self.count <= MOST_SEQUENCES
+            and all(x.is_contiguous() and x.data_ptr() % UNIT == 0 for x in held)
+            and all(size % UNIT == 0 for size in sizes)
+        )
+        """Whether the kernel takes them: so many, of so many sequences, each of whole units."""
+        self.tensors = (*held, *[first] * spare)
+        self.numbers = (*[size // UNIT for size in sizes], *[0] * spare, self.count)
+        block_b = triton.next_power_of_2(self.count)
+        piece = PIECE_WORDS // block_b
+        self.grid = (min(-(-max(sizes) // (4 * piece)), 8 * target(self.device).multiprocessors), TENSORS, 1)
+        self.constants = (block_b, piece)
+        self.dtypes = tuple(tensor.dtype for tensor in self.tensors)
+
+    def __call__(self, sources: torch.Tensor) -> None:
+        """Put sequence `sources[b]` in place b of every tensor.
+
+        Args:
+            sources: `[B]` int32 or int64 on the tensors' device, contiguous. On a GPU the launch fails if one is not a
+                sequence's.
+        """
+        index = self.device.index
+        if self.device.type == "cuda" and index != current_device():
+            with torch.cuda.device(self.device):
+                return self(sources)
+        REORDER(
+            self.grid,
+            (sources, *self.tensors),
+            self.numbers,
+            self.constants,
+            (self.constants, sources.dtype, self.dtypes, index),
+            num_warps=4,
+            sanitize_overflow=False,  # what `debug` turns on
+        )

@@ -1,0 +1,125 @@
+"""Sequences that change places, where they lie: in Triton's interpreter, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import all_packed, filled, states
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, gpu
+
+from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops.backend import HAS_TRITON
+from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.layer_tensors import LayerTensors
+
+CPU = torch.device("cpu")
+ORDERS = [[0], [0, 1], [1, 0], [2, 0, 0], [1, 2, 3, 0], [0, 0, 1, 2], [6, 6, 2, 3, 3, 0, 5], [*range(16, -1, -1)]]
+
+
+def tensors_of(batch: int, device: torch.device, longest: int) -> list[torch.Tensor]:
+    """Tensors of several dtypes and sizes: less than a piece of a program, several, and nothing."""
+    generator = torch.Generator().manual_seed(batch)
+    kinds = [(0, torch.float16), (3, torch.float32), (longest, torch.int32), (700, torch.bfloat16), (40, torch.float16)]
+    made = [torch.randint(-99, 99, (batch, 2, size, 8), generator=generator).to(dtype) for size, dtype in kinds]
+    return [tensor.to(device) for tensor in made]
+
+
+def check(order: list[int], device: torch.device, longest: int = 1500) -> None:
+    from tq_kernels.decode.reorder import Reorderer
+
+    tensors = tensors_of(len(order), device, longest)
+    for dtype in (torch.int64, torch.int32):
+        sources = torch.tensor(order, device=device, dtype=dtype)
+        expected, places = [x[sources.long()] for x in tensors], [x.data_ptr() for x in tensors]
+        reorderer = Reorderer(tensors)
+        assert reorderer.takes
+        reorderer(sources)
+        assert [x.data_ptr() for x in tensors] == places
+        for tensor, want in zip(tensors, expected, strict=True):
+            assert torch.equal(tensor, want)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+def test_all_cases_in_the_interpreter() -> None:
+    """Runs this file again with the interpreter switched on before Triton is imported."""
+    pytest.importorskip("triton")
+    assert_passes_in_the_interpreter(__file__)
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("order", ORDERS, ids=str)
+    def test_sequences_are_where_they_were_asked_to_be(order: list[int]) -> None:
+        check(order, CPU)
+
+    @pytest.mark.parametrize("order", [[0, 2], [-1, 1]], ids=str)
+    def test_a_sequence_that_does_not_exist_is_not_read(order: list[int]) -> None:
+        """On a GPU the launch also fails, which the interpreter does not show."""
+        from tq_kernels.decode.reorder import Reorderer
+
+        tensors = tensors_of(2, CPU, 10)
+        before = [tensor.clone() for tensor in tensors]
+        Reorderer(tensors)(torch.tensor(order))
+        assert all(map(torch.equal, tensors, before))
+
+
+@gpu
+@pytest.mark.parametrize("order", [*ORDERS, [*range(1, 256), 0]], ids=lambda order: str(len(order)))
+def test_sequences_are_where_they_were_asked_to_be_on_a_gpu(order: list[int]) -> None:
+    """More pieces than programs, too."""
+    check(order, torch.device("cuda", 0), 2_000_000 // len(order))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.zeros(2, 3, 5, dtype=torch.float16)],  # 30 bytes a sequence
+        [torch.zeros(2, 8, 4).transpose(1, 2)],
+        [torch.zeros(300, 4)],
+        [torch.zeros(2, 4)] * 11,
+        [torch.zeros(9)[1:].view(2, 4)],
+    ],
+    ids=["half a unit", "not contiguous", "many sequences", "many tensors", "not aligned"],
+)
+def test_tensors_that_torch_reorders(tensors: list[torch.Tensor]) -> None:
+    from tq_kernels.decode.reorder import Reorderer
+
+    assert not Reorderer(tensors).takes
+
+
+def check_store(preallocated: bool, dims: tuple[int, int], device: torch.device) -> LayerTensors:
+    config = all_packed(sink_tokens=4)
+    made = states(0, batch=3, heads=1, tokens=300, dim=dims[0], value_dim=dims[1], dtype=torch.float16)
+    pair = (made[0].to(device), made[1].to(device))
+    store: GrowingStore | PreallocatedStore = filled(config, pair)
+    if preallocated:
+        store = PreallocatedStore.allocate(config, *pair, 400)
+        store.append(*pair)
+    order = torch.tensor([2, 0, 0], device=device)
+    places = [tensor.data_ptr() for tensor in store.tensors.arguments()]
+    expected = [states[order] for states in dispatch.dense(store.view())]
+    store.reorder(order)
+    assert [tensor.data_ptr() for tensor in store.tensors.arguments()] == places
+    assert all(map(torch.equal, dispatch.dense(store.view()), expected))
+    return store.tensors
+
+
+DIMS = [(64, 64), (8, 12), (5, 3)]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_a_store_is_reordered_in_place(preallocated: bool, dims: tuple[int, int]) -> None:
+    """By the kernel or, of tensors that it does not take, by torch: every tensor stays."""
+    tensors = check_store(preallocated, dims, CPU)
+    assert triton_backend.can_reorder(tensors) == (INTERPRETED and dims == (64, 64))
+
+
+@gpu
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_a_store_is_reordered_in_place_on_a_gpu(preallocated: bool, dims: tuple[int, int]) -> None:
+    tensors = check_store(preallocated, dims, torch.device("cuda", 0))
+    assert triton_backend.can_reorder(tensors) == (dims == (64, 64))
