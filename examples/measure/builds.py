@@ -142,9 +142,9 @@ def build_preallocated_append(
     options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
     if not rotates:
         return build(append_and_encode, [*types, "*fp16", "*fp16", *["i32"] * 11], constants, arch, **options)
-    rows = plan(arch, *bits, dim=dim).rotate_constants[3]
+    rows, overlaps = plan(arch, *bits, dim=dim).rotate_constants[3:]
     types += ["*fp16", *states, "*fp16", "*fp16", "*fp32", *["i32"] * 18]
-    constants += (rotate_columns(tile, config.warps), rows)
+    constants += (rotate_columns(tile, config.warps), rows, overlaps)
     return build(append_and_rotate, types, constants, arch, **options)
 
 

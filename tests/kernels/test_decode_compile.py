@@ -44,7 +44,7 @@ def test_instructions_per_element_on_turing(preset: str) -> None:
     compiled = build_split(75, key_bits=key_bits, value_bits=value_bits)
     used, config = resources(compiled), plan(75, key_bits, value_bits).config
     assert per_element(compiled, plan(75, key_bits, value_bits), 128, True)["total"] <= TURING_BUDGET
-    assert used.stack == used.shared == 0
+    assert used.stack == 0 and used.shared <= 4  # through which one lane tells the others of what it claimed
     assert used.registers * 32 * config.warps * config.programs_per_multiprocessor <= 65536
     assert inner_loop(compiled)["HMMA"] >= 128  # and no product by FMA
     assert inner_loop(compiled)["FFMA"] <= 64

@@ -111,18 +111,20 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         log.clear()
 
 
-def test_a_split_that_reads_counts_starts_when_they_are_written(preallocated, monkeypatch):
-    """It loads them before it would wait for the kernel in front of it, so it is no early launch there."""
+def test_a_split_reads_counts_when_they_are_written(preallocated, log, monkeypatch):
+    """Behind the kernel that appends it waits first; behind another it reads them while that may still run."""
     on = decoder.target(torch.device("cpu"))
     monkeypatch.setattr(decoder, "target", lambda device: replace(on, capability=(9, 0)))
-    view = preallocated.append(*token(2))
-    for _ in range(2):  # the second has nothing to append
-        graph_ops.attend_token(view, query(), None, scaling=0.3)
-    early = [options.get("launch_pdl", False) for options in decoder.SPLIT.function.options]
-    assert early == [False, True]
-    assert [options["launch_pdl"] for options in decoder.REDUCE.function.options] == [True]
-    first = decoder.APPEND_AND_ROTATE.function.options
-    assert len(first) == 1 and not first[0].get("launch_pdl", False)
+    for seed in (2, 3):
+        view = preallocated.append(*token(seed))
+        for _ in range(2):  # the second has nothing to append
+            graph_ops.attend_token(view, query(), None, scaling=0.3)
+    waits = [(how, values[1][-1]) for name, how, _, values in log if name == "SPLIT"]
+    assert waits == [("compiled", 2), ("compiled", 1), ("launched", 2), ("launched", 1)]
+    assert [values[1][-1] for name, *_, values in log if name == "APPEND_AND_ROTATE"] == [True, True]
+    for kernel in (decoder.SPLIT, decoder.REDUCE):
+        assert all(options["launch_pdl"] for options in kernel.function.options)
+    assert not any(options.get("launch_pdl", False) for options in decoder.APPEND_AND_ROTATE.function.options)
 
 
 def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):

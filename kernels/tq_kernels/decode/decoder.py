@@ -201,10 +201,10 @@ class Decoder:
             at, mask_strides, ((*new_at, *written_at), row_numbers),
             query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at,
         )  # fmt: skip
-        (grid, constants), (launch, split, reduce) = kept
+        (grid, constants, split_constants), (launch, split, reduce) = kept
         plan = step.plan
         launch.call(*grid, stream, *launch.fixed, *first_at, *first_numbers, *constants)
-        split.call(*step.split_grid, stream, *split.fixed, *split_at, *split_numbers, *plan.split_constants)
+        split.call(*step.split_grid, stream, *split.fixed, *split_at, *split_numbers, *split_constants)
         reduce.call(*plan.reduce_grid, stream, *reduce.fixed, *reduce_at, *reduce_numbers, *plan.reduce_constants)
         return out
 
@@ -264,9 +264,6 @@ class Decoder:
         plan, device = step.plan, self.device.index
         options = {"launch_pdl": True} if target(self.device).dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
-        appends = isinstance(row, NewToken)
-        # It reads counts before it waits: it cannot start before they are written.
-        split_options = {} if appends else options
         # What decides a variant besides constants: the dtypes of pointers.
         first_arguments, split_arguments, reduce_arguments = arguments
         query, out, s_aux = first_arguments[0][-4], reduce_arguments[0][-1], reduce_arguments[0][-2]
@@ -285,12 +282,12 @@ class Decoder:
         split = (SPLIT_FRAGMENTS if target(self.device).fragments else SPLIT)(
             step.split_grid,
             *split_arguments,
-            plan.split_constants,
-            (plan.split_constants, plan.config, dense, device, appends),
+            first.split_constants,
+            (first.split_constants, plan.config, dense, device),
             num_warps=plan.config.warps,
             num_stages=plan.config.stages,
             **limit,
-            **split_options,
+            **options,
         )
         reduce = REDUCE(
             plan.reduce_grid,

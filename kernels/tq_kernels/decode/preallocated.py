@@ -9,6 +9,7 @@ programs of their own, which wait for nobody.
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from ..codec.encode import HALF_TOKENS, block_rows, encode_block, resident_rotation
 from ..format import TOKENS, due_blocks_in_kernel
@@ -237,12 +238,14 @@ def append_and_rotate(
     ASM: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
 
-    Grid: (B * H, 2 + rows / BLOCK_R * DKP / COLUMNS). The kernel that attends reads the counts before it would wait for
-    this one: it must be launched after this one has ended.
+    Grid: (B * H, 2 + rows / BLOCK_R * DKP / COLUMNS).
     """
+    if PDL:
+        cuda.gdc_launch_dependents()
     if tl.program_id(1) < 2:
         append_and_encode(
             keys, values, state, step_counts, length, sink_keys, sink_values, window_keys, window_values,

@@ -93,13 +93,16 @@ def decode_split(
     BLOCK_R: tl.constexpr,
     SMALL: tl.constexpr,
     ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # the kernel in front: 0: has ended, 1: may still run, 2: may still run and writes the counts
 ):
     """Every worker's share: `partial` and `lse`. Grid: (workers,)."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DV if DV > DVP else DVP
+    if PDL == 2:
+        cuda.gdc_wait()
     if PDL:
+        # After that wait: the merge reads the counts before its own.
         cuda.gdc_launch_dependents()
     # Before the wait: nothing that the kernel in front writes, which is queries and perhaps a row of the window.
     blocks = tl.load(num_blocks)
@@ -141,7 +144,7 @@ def decode_split(
             )  # fmt: skip
             prefetch_rows(k_row, DK)
             prefetch_rows(v_row, DV)
-    if PDL:
+    if PDL == 1:
         cuda.gdc_wait()
 
     for stream in tl.range(first_stream, last_stream, num_stages=1):

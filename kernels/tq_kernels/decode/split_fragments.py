@@ -183,8 +183,6 @@ def decode_split_fragments(
     g = lane // 4
     t = lane % 4
     blocks = tl.load(num_blocks)
-    window_count = tl.load(num_window)
-    sink_count = tl.load(num_sinks)
     halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
@@ -211,6 +209,7 @@ def decode_split_fragments(
         acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
         block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
         mask_row = mask + batch.to(tl.int64) * mask_b
+        sinks = tl.load(num_sinks) if MASK else 0
         for step in tl.range(2 * first, 2 * last):
             block = step // 2
             half = step % 2
@@ -222,7 +221,7 @@ def decode_split_fragments(
                         for i in tl.static_range(4):
                             token = block * TOKENS + half * 16 + 32 * plane + 4 * (g // 2) + g % 2 + 2 * (i // 2)
                             r = first_row + 8 * tile + 2 * t + i % 2
-                            seen = mask_row + (sink_count + token).to(tl.int64) * mask_t + (r % queries) * mask_s
+                            seen = mask_row + (sinks + token).to(tl.int64) * mask_t + (r % queries) * mask_s
                             allowed += (load_flag(seen, r < rows),)
             acc, sums, maximum = attend_packed(
                 acc, sums, maximum, q, factor, cap_log2,
@@ -237,6 +236,9 @@ def decode_split_fragments(
             tile_rows, g, t, DVP, DM, VALUE_QUARTERS, TILES, False,
         )  # fmt: skip
 
+    # Not before: the loop above has no register to spare.
+    window_count = tl.load(num_window)
+    sink_count = tl.load(num_sinks)
     jobs = dense_jobs(sink_count + window_count)
     window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)

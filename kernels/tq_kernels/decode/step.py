@@ -43,10 +43,11 @@ class Held(NamedTuple):
 
 
 class First(NamedTuple):
-    """The kernel that rotates queries, and may write a row before: its grid and constants."""
+    """The kernel that rotates queries, and may write a row before: its grid and constants, and the split's after it."""
 
     grid: tuple[int, int, int]
     constants: tuple[Any, ...]
+    split_constants: tuple[Any, ...]
 
 
 class Launches(NamedTuple):
@@ -96,12 +97,15 @@ class Step:
         """The first kernel of a step that writes `row`."""
         plan = self.plan
         if not isinstance(row, NewToken):
-            return First(plan.rotate_grid, (*(() if row is None else self.row_constants), *plan.rotate_constants))
+            constants = (*(() if row is None else self.row_constants), *plan.rotate_constants)
+            return First(plan.rotate_grid, constants, plan.split_constants)
         heads, row_tiles, _ = plan.rotate_grid
-        _, stored_dim, _, rows, _ = plan.rotate_constants
+        _, stored_dim, _, rows, overlaps = plan.rotate_constants
         columns = row.appender.columns
         programs = 2 + row_tiles * -(-stored_dim // columns)
-        return First((heads, programs, 1), (*row.appender.constants, columns, rows))
+        # The split may not read the counts before they are written.
+        split = (*plan.split_constants[:-1], 2) if overlaps else plan.split_constants
+        return First((heads, programs, 1), (*row.appender.constants, columns, rows, overlaps), split)
 
     def arguments(
         self,
