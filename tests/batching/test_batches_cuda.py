@@ -76,8 +76,9 @@ def test_memory_stays_within_the_prediction(model: PreTrainedModel) -> None:
         for _ in range(32):
             result = manager.get_result(timeout=120)
             assert result is not None and result.error is None
-    # A tenth of what is free is left alone for what the arithmetic does not count (an MLP's intermediate states).
-    assert torch.cuda.max_memory_allocated() - before < 1.1 * predicted
+    # A tenth of what is free is left alone for what the arithmetic does not count (an MLP's intermediate states). This
+    # pool is so small that cuBLAS's workspaces count: 32 MiB on Hopper for each stream, that of captures among them.
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * predicted + 2 * 2**25
 
 
 def test_a_step_without_room_for_scratch_fails_its_requests_only(
