@@ -1,8 +1,9 @@
 """Decode time and memory of generate(), with transformers' caches and ours, on an 8B-shaped random Llama or any model.
 
 A cache is filled with random keys and values for `context` tokens (the time of a prefill would dwarf the rest), then
-`generate` continues from it, for two numbers of new tokens; the difference of the two times over the difference of the
-numbers is the time of a step. Every generation starts from a fresh fill of the same length.
+`generate` continues from it. The time of a step is the mean of the last ones, between notes of the clock that the host
+takes in each step: what comes before (compilation, the capture of graphs) differs by more than a step from one
+generation to the next. Every generation starts from a fresh fill of the same length.
 
 With `--host-work 2` the step that is one graph is also measured on a host that takes twice as long over each step.
 """
@@ -18,7 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 from report import LLAMA_8B, provenance
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, QuantizedCache, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+    StoppingCriteria,
+)
 from transformers.cache_utils import Cache
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -27,7 +36,8 @@ from tq_hf.late_flags import LateFlags
 from tq_hf.stores.ticket import redeem
 
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
-NEW_TOKENS = (8, 40)
+NEW_TOKENS, TIMED = 40, 32
+"""New tokens of a generation, and how many of its steps are timed, the last ones."""
 ROOM = 256
 ONE_GRAPH = "4bit_nc, graph_decoding"
 
@@ -93,28 +103,39 @@ def variants(model: PreTrainedModel, batch: int, context: int, host_work: float 
     return chosen
 
 
+class Clock(StoppingCriteria):
+    """Notes the time of each token, after which `generate()` asks the device whether to go on."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options: Any) -> Any:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 @contextmanager
-def slowed_host(factor: float) -> Iterator[None]:
-    """Let the host work `factor` times as long over each step of `graph_decoding`.
+def timed_flags(host_work: float = 1.0) -> Iterator[list[float]]:
+    """Note when `graph_decoding` has read the flags of each step, on a host that works `host_work` times as long.
 
-    What it does of itself lies between two reads of the late flags, in which it waits for the GPU: it then spins for as
-    long as that took, `factor - 1` times.
+    What it does of itself lies between two reads, in which it waits for the GPU: it then spins for as long as that
+    took, `host_work - 1` times.
     """
-    read, last = LateFlags._read, 0.0
+    read = LateFlags._read
+    times: list[float] = []
 
-    def slowed(flags: LateFlags, step: int) -> bool:
-        nonlocal last
+    def noting(flags: LateFlags, step: int) -> bool:
         now = time.perf_counter()
-        until = now + (factor - 1) * (now - last) if step else now
+        until = now + (host_work - 1) * (now - times[-1]) if step and times else now
         while time.perf_counter() < until:
             pass
         all_ended = read(flags, step)
-        last = time.perf_counter()
+        times.append(time.perf_counter())
         return all_ended
 
-    LateFlags._read = slowed  # type: ignore[method-assign]
+    LateFlags._read = noting  # type: ignore[method-assign]
     try:
-        yield
+        yield times
     finally:
         LateFlags._read = read  # type: ignore[method-assign]
 
@@ -151,34 +172,36 @@ def go_on(
     )
 
 
+def step_seconds(model: PreTrainedModel, variant: Variant, ids: torch.Tensor, cache: Cache) -> float:
+    """Mean time of the last steps of `go_on`."""
+    if variant.one_graph:
+        with timed_flags(variant.host_work) as times:
+            go_on(model, ids, cache, NEW_TOKENS, variant.padding, custom_generate=graph_decoding)
+    else:
+        clock = Clock()
+        go_on(model, ids, cache, NEW_TOKENS, variant.padding, stopping_criteria=[clock])
+        times = clock.times
+    return (times[-1] - times[-1 - TIMED]) / TIMED
+
+
 def measure(model: PreTrainedModel, variant: Variant, batch: int, context: int) -> dict[str, Any]:
     """Milliseconds a step, and peak bytes beyond weights while decoding."""
     model.set_attn_implementation(variant.attention)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(3, vocabulary, (batch, context + 1), device=model.device)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    loop = {"custom_generate": graph_decoding} if variant.one_graph else {}
-    seconds: dict[int, list[float]] = {}
-    peak = 0
-    # The first run compiles and warms up.
-    for repeat in range(3):
-        for new_tokens in NEW_TOKENS if repeat else NEW_TOKENS[:1]:
-            cache = variant.make()
-            fill(cache, model, batch, context)
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            with slowed_host(variant.host_work):
-                go_on(model, ids, cache, new_tokens, variant.padding, **loop)
-            torch.cuda.synchronize()
-            if repeat:
-                seconds.setdefault(new_tokens, []).append(time.perf_counter() - start)
-                peak = torch.cuda.max_memory_allocated() - weights
-            del cache
-    short, long = (min(seconds[n]) for n in NEW_TOKENS)
-    return {"ms_per_step": 1e3 * (long - short) / (NEW_TOKENS[1] - NEW_TOKENS[0]), "peak_bytes_beyond_weights": peak}
+    seconds, peak = [], 0
+    for _ in range(3):  # the first compiles
+        cache = variant.make()
+        fill(cache, model, batch, context)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        seconds.append(step_seconds(model, variant, ids, cache))
+        peak = torch.cuda.max_memory_allocated() - weights
+        del cache
+    return {"ms_per_step": 1e3 * min(seconds[1:]), "peak_bytes_beyond_weights": peak}
 
 
 def run(

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from bench_generate import ONE_GRAPH, SHAPES, fill, go_on, slowed_host, variants
+from bench_generate import NEW_TOKENS, ONE_GRAPH, SHAPES, fill, go_on, step_seconds, timed_flags, variants
 from tiny_models import build
 
 from tq_hf import TurboQuantCache, graph_decoding
@@ -64,7 +64,27 @@ def test_a_slowed_host_takes_so_many_times_as_long_over_its_own_work():
         return time.perf_counter() - start
 
     plain = steps()
-    with slowed_host(3):
+    with timed_flags(3) as times:
         slowed = steps()
-    assert slowed > 2 * plain
+    assert slowed > 2 * plain and len(times) == 10
     assert steps() < 2 * plain
+
+
+@pytest.mark.parametrize("name", ["DynamicCache", ONE_GRAPH])
+def test_only_the_last_steps_are_timed(name, monkeypatch):
+    """The first steps take longer by themselves: they compile and capture."""
+    model = build("llama")
+    variant = variants(model, 1, 20)[name]
+    model.set_attn_implementation(variant.attention)
+    forward, calls = model.forward, []
+
+    def slow(*args, **options):
+        calls.append(None)
+        time.sleep(0.6 if len(calls) <= 5 else 0.02)
+        return forward(*args, **options)
+
+    monkeypatch.setattr(model, "forward", slow)
+    cache = variant.make()
+    fill(cache, model, 1, 20)
+    seconds = step_seconds(model, variant, torch.randint(3, 100, (1, 21)), cache)
+    assert len(calls) == NEW_TOKENS and 0.02 < seconds < 0.06
