@@ -122,7 +122,7 @@ def decode_split(
     without_share = tl.maximum(workers - total, 0)
     first_job = worker - (workers - without_share)
     window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
-    # The places of the share's streams are counted: a division takes 100 ns of those between the wait and the end.
+    # Where the share's streams are is counted on from here: divisions behind the wait would make a short call longer.
     first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
     tile, head = first_stream % row_tiles, first_stream // row_tiles
     batch, kv_head = head // kv_heads, head % kv_heads
