@@ -110,3 +110,23 @@ def test_states_of_a_long_history_that_was_cropped_do_not_come_back() -> None:
     torch.testing.assert_close(keys[:, :, :4], pair[0][:, :, :4])
     torch.testing.assert_close(keys[:, :, 10:11], pair[0][:, :, 10:11])
     assert not keys[:, :, 11:].any()
+
+
+@pytest.mark.parametrize("appends", [True, False])
+def test_a_capture_without_a_kernel_is_refused_in_a_sentence(appends, monkeypatch) -> None:
+    """On a GPU, reading counts on the host would fail as an operation that is not permitted, and say no more."""
+    pair, query = states(0, 2, HEADS, 20, DIM), states(1, 2, HEADS, 1, DIM)[0]
+    store = PreallocatedStore.allocate(TurboQuantConfig(), *pair, 64)
+    store.append(*rows(pair, 0, 19))
+    view = store.append(*rows(pair, 19))
+    if not appends:
+        graph_ops.append_newest(view)
+    before = [count.clone() for count in store.counts]
+    with monkeypatch.context() as captured:
+        captured.setattr(torch.cuda, "is_available", lambda: True)
+        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="keys of 32 channels.*CUDA graph.*`disable_compile=True`"):
+            graph_ops.attend_token(view, query, None, scaling=1.0)
+    assert all(torch.equal(*counts) for counts in zip(store.counts, before, strict=True))
+    assert graph_ops.attend_token(view, query, None, scaling=1.0).isfinite().all()
+    assert int(store.counts.length) == 20

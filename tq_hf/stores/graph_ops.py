@@ -58,6 +58,22 @@ def write_counts(counts: DeviceCounts, store: GrowingStore) -> None:
     counts.length.fill_(store.length)
 
 
+def captures() -> bool:
+    """Whether a CUDA graph is being captured: the host can read nothing then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def check_host_reads(tensors: LayerTensors) -> None:
+    """Raise a `RuntimeError` where the host would have to read counts and cannot."""
+    if captures():
+        key_dim, value_dim = (ring.shape[3] for ring in tensors.ring)
+        raise RuntimeError(
+            f"No kernel attends to these heads (keys of {key_dim} channels, values of {value_dim}) on this device, or "
+            "TQ_HF_BACKEND is torch. What does so in torch reads counts on the host, which a CUDA graph cannot do. "
+            "Generate with `disable_compile=True`, or make the cache without `max_cache_len`."
+        )
+
+
 def append_row(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
@@ -70,10 +86,14 @@ def append_row(
         values: `[B, Hkv, 1, Dv]`.
         max_cache_len: Tokens there is room for. Without a GPU one token more is a `ValueError`; on a GPU a device-side
             assertion fails.
+
+    Raises:
+        RuntimeError: No kernel serves the heads, and a CUDA graph is captured.
     """
     if triton_backend.reads(tensors, tensors.ring[0]):
         triton_backend.append_token(tensors, counts, keys, values, max_cache_len)
         return
+    check_host_reads(tensors)
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
     view = store.append(keys, values)
     slot = view.window.first % view.window.capacity
@@ -148,6 +168,7 @@ def _attend(
 
 def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
     """What a step attends to, its counts read from the device."""
+    check_host_reads(tensors)
     sinks, blocks, rows, *_ = step_counts[:, 0].tolist()
     past = sinks + blocks * tensors.layout.tokens + rows - 1
     return StoreView(tensors.with_sinks(sinks), blocks, rows, past)
@@ -237,7 +258,7 @@ def attend_token(
         out = _attend(tensors, counts, sizes, query, row, mask, max_cache_len, **options)
     except BaseException:
         # What failed may have come after the append.
-        if row is not None and int(counts.length) == num_held:
+        if row is not None and not captures() and int(counts.length) == num_held:
             newest.states = None
         raise
     newest.states = None
