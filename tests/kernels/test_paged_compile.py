@@ -85,7 +85,7 @@ def test_the_table_costs_the_inner_loop_little_on_sm_90(preset: str) -> None:
     assert loop["I2F"] == loop["F2F"] == 0 and loop["STS"] <= 8 and loop["LDG"] <= 9
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [pytest.param(p, marks=() if p == "4bit_nc" else pytest.mark.slow) for p in BITS])
 def test_sinks_cost_the_inner_loop_little_on_sm_90(preset: str) -> None:
     compiled, p = build_paged_split(90, preset, sinks=4)
     plain, _ = build_paged_split(90, preset)
