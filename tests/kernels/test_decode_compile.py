@@ -27,7 +27,12 @@ TURING_BUDGET = 2.6
 """The same on sm_75, for all presets; a T4 reads 4 bits at 13 instructions in the time of an element."""
 
 
-@pytest.mark.parametrize("preset", BITS)
+def slow(preset: str) -> Any:
+    """A preset whose keys and values are those of two others."""
+    return pytest.param(preset, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("preset", [slow(p) if p in ("3.5bit_nc", "k3v4_nc") else p for p in BITS])
 def test_instructions_per_element_on_sm_90(preset: str) -> None:
     key_bits, value_bits = BITS[preset]
     compiled = build_split(90, key_bits=key_bits, value_bits=value_bits)
@@ -77,7 +82,7 @@ def test_compiles_for(arch: int | str, preset: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
     compiled = build_split(arch, key_bits=4, value_bits=4, **shape)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" and arch != 75 else 0)

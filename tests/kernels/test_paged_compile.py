@@ -106,7 +106,7 @@ def test_decode_compiles_for(arch: int, preset: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [dict(dim=64), dict(dim=80), dict(dim=256), dict(softcap=True)], ids=str)
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_decode_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
     compiled, _ = build_paged_split(arch, **shape)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
