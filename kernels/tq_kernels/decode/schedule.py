@@ -49,6 +49,15 @@ def holder(block, workers, total):
 
 
 @triton.jit
-def claim(claims):
-    """How many jobs were claimed before this one."""
-    return tl.atomic_add(claims, 1, sem="relaxed")
+def first_jobs(worker, workers, total):
+    """The job that a worker begins with, less than 0 if it has a share of `total` blocks; and how many workers begin
+    with one."""
+    # Of fewer blocks than workers, the first workers have one each.
+    without_share = tl.maximum(workers - total, 0)
+    return worker - (workers - without_share), without_share
+
+
+@triton.jit
+def claim(claims, without_share):
+    """The next job, behind those that workers begin with."""
+    return without_share + tl.atomic_add(claims, 1, sem="relaxed")

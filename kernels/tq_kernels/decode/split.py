@@ -24,7 +24,7 @@ from ..common.softmax import log2_sum
 from ..format import TOKENS
 from .dense import dense_job, dense_rows_of, prefetch_rows
 from .rotate import LINE
-from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, share_start
+from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, first_jobs, share_start
 from .share import attend_share
 from .tiles import per_lane, prefetch
 
@@ -118,9 +118,7 @@ def decode_split(
     end = share_start(worker + 1, workers, total)
     per_stream = tl.maximum(counted(blocks), 1)
     jobs = dense_jobs(sink_count + window_count)
-    # Of fewer blocks than workers, the first workers have one each.
-    without_share = tl.maximum(workers - total, 0)
-    first_job = worker - (workers - without_share)
+    first_job, without_share = first_jobs(worker, workers, total)
     window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
     # Where the share's streams are is counted on from here: divisions behind the wait would make a short call longer.
     first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
@@ -204,7 +202,7 @@ def decode_split(
 
     job = first_job
     if job < 0:
-        job = without_share + claim(claims)
+        job = claim(claims, without_share)
     while job < jobs * streams:
         stream = job // jobs
         part = job % jobs
@@ -251,4 +249,4 @@ def decode_split(
         d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
         at = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
         tl.store(scratch + LINE * partial_at + at, out * inverse[None, :], mask=store_rows[None, :] & (d < DV)[:, None])
-        job = without_share + claim(claims)
+        job = claim(claims, without_share)

@@ -33,7 +33,7 @@ from ..common.softmax import log2_sum
 from ..common.unpack import small_unit
 from ..format import TOKENS
 from .rotate import LINE, ROTATED
-from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, share_start
+from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, first_jobs, share_start
 
 
 @triton.jit
@@ -242,11 +242,9 @@ def decode_split_fragments(
     jobs = dense_jobs(sink_count + window_count)
     window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Of fewer blocks than workers, the first workers have one each.
-    without_share = tl.maximum(workers - total, 0)
-    job = worker - (workers - without_share)
+    job, without_share = first_jobs(worker, workers, total)
     if job < 0:
-        job = without_share + claim(claims)
+        job = claim(claims, without_share)
     while job < jobs * streams:
         stream = job // jobs
         part = job % jobs
@@ -301,4 +299,4 @@ def decode_split_fragments(
             gain = ones(TILES)
         slot = workers + streams + stream * dense_splits + part
         store_partial(lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DV, DM, 1, TILES, True)
-        job = without_share + claim(claims)
+        job = claim(claims, without_share)
