@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from tq_kernels.format import LARGEST_FACTOR, SMALLEST_FACTOR
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .codec.balance import LARGEST_FACTOR, SMALLEST_FACTOR
 from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
 from .tensors.factors import Factors

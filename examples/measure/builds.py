@@ -12,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from sass import Compiled, build, build_split, plan, target_of
+from tq_kernels.codec.balance import WARPS, balance_constants, channel_factors, sum_squares
 from tq_kernels.codec.dequantise import dequantise_blocks
 from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantise_config, encode_config
@@ -66,6 +67,16 @@ def build_dequantise(
     )
     types = ["*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
     return build(dequantise_blocks, types, constants, arch, num_warps=config.warps)
+
+
+def build_balance(arch: Arch, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16") -> list[Compiled]:
+    """`sum_squares` of a padded prompt whose queries were shown, and `channel_factors`."""
+    sums, factors = balance_constants(dim, value_dim or dim, True)
+    types = [*[f"*{dtype}"] * 3, "*u8", "*fp32", *["i32"] * 16]
+    return [
+        build(sum_squares, types, sums, arch, num_warps=WARPS),
+        build(channel_factors, ["*fp32", "*fp16", "*fp16", "i32"], factors, arch, num_warps=WARPS),
+    ]
 
 
 def build_prefix(

@@ -5,6 +5,7 @@ that a kernel unpacks a word into four matrix operands (`tq_hf.codec.packing` dr
 """
 
 from importlib.util import find_spec
+from typing import NamedTuple
 
 BLOCK_TOKENS = 128
 """Tokens of a packed block."""
@@ -31,6 +32,27 @@ FP8_LEVEL_SCALE = 2.0**-8
 factor, scales undo it."""
 
 
+LEAST_TOKENS = 32
+"""Of fewer tokens nothing is concluded about channels: their factors stay one. A later call of more than 128 tokens
+decides if it comes before the first block is encoded. Shorter ones do not: their rows are in the window when queries
+are known."""
+SAMPLED_BLOCKS = 8
+"""Blocks of a prompt that are looked at, evenly spread."""
+NEAR, FAR = 1.6, 2.5
+"""A channel is balanced wholly if its factor is `FAR` times the median one's or a `FAR`-th of it, not at all below
+`NEAR`, and in proportion (of logarithms) between."""
+SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-11, 2.0**12
+"""Rotated queries, divided by a factor, then fit into fp16, as queries are normalised (`tq_kernels.decode.rotate`)."""
+OUT_OF_RANGE = 2.0**8
+"""States of an RMS beyond this, or below its inverse, are brought to an RMS of about 1."""
+QUIETEST = 2.0**-10
+"""Least RMS of a channel that is believed, over that of the loudest."""
+LARGEST_STATE = 2.0**56
+"""States are clamped to this, so that squares of them can be summed in float32."""
+LARGEST_RATIO = 2.0**60
+"""Largest ratio of RMS, and its inverse the smallest, that is told from larger ones."""
+
+
 def padded_dim(head_dim: int) -> int:
     """`head_dim` rounded up to the multiple the packing needs (64, 80, 96, 128, 192, 256 stay as they are)."""
     return -(-head_dim // CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE
@@ -47,6 +69,29 @@ def due_blocks(length: int, sinks: int, residual: int) -> int:
     return max(0, length - sinks - residual) // BLOCK_TOKENS
 
 
+class Sample(NamedTuple):
+    """Where a prompt is looked at: `pieces` of `size` tokens among the `whole` blocks from token `first` on."""
+
+    first: int
+    size: int
+    whole: int
+    pieces: int
+
+    def start(self, piece: int) -> int:
+        """Where a piece begins."""
+        return self.first + BLOCK_TOKENS * ((self.whole - 1) * piece // max(1, self.pieces - 1))
+
+
+def sample(tokens: int, first: int) -> Sample:
+    """Up to `SAMPLED_BLOCKS` whole blocks of a prompt of `tokens`, of which the `first` are sinks, the last block among
+    them; or what there is."""
+    whole = (tokens - first) // BLOCK_TOKENS
+    if whole < 1:
+        start = min(first, max(0, tokens - LEAST_TOKENS))
+        return Sample(start, tokens - start, 1, 1)
+    return Sample(first, BLOCK_TOKENS, whole, min(SAMPLED_BLOCKS, whole))
+
+
 # The host's rules serve installations without Triton too.
 if find_spec("triton") is not None:
     import triton
@@ -61,3 +106,8 @@ if find_spec("triton") is not None:
     def due_blocks_in_kernel(length, sinks, residual):
         """`due_blocks` of int32 scalars."""
         return tl.maximum(length - sinks - residual, 0) // TOKENS
+
+    @triton.jit
+    def sampled_start(first, whole, pieces, piece):
+        """`Sample.start` of int32 scalars."""
+        return first + TOKENS * ((whole - 1) * piece // tl.maximum(pieces - 1, 1))

@@ -46,7 +46,8 @@ def kernels(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(Silent()))
     monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
-    monkeypatch.setattr(triton_backend, "encode_blocks", lambda *arguments, **options: None)
+    for name in ("encode_blocks", "balance_channels"):
+        monkeypatch.setattr(triton_backend, name, lambda *arguments, **options: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     release_workspaces()
     yield

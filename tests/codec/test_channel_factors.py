@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import BLOCK, all_packed, encoded, relative_error, states
+from tq_kernels.format import SAMPLED_BLOCKS
 
 from tq_hf import PRESETS
 from tq_hf.codec import balance, reference
@@ -185,7 +186,7 @@ def test_one_token_that_is_not_finite_spoils_no_statistics(what):
 @pytest.mark.parametrize("tokens, first", [(0, 4), (3, 4), (100, 4), (131, 4), (132, 4), (1000, 0), (100_000, 4)])
 def test_a_prompt_is_looked_at_in_whole_blocks_evenly_spread(tokens, first):
     places = balance.sampled_blocks(tokens, first)
-    assert len(places) <= balance.SAMPLED_BLOCKS
+    assert len(places) <= SAMPLED_BLOCKS
     assert all(0 <= a.start and a.stop <= tokens for a in places)
     assert all(a.stop <= b.start for a, b in zip(places, places[1:], strict=False))
     if tokens - first >= BLOCK:

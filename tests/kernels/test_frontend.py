@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 
 import sass  # noqa: E402
 import tq_kernels  # noqa: E402
-from builds import BUILDERS, build_reorder, build_rotate, launched  # noqa: E402
+from builds import BUILDERS, build_balance, build_reorder, build_rotate, launched  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
 from test_paged_compile import build_completed, build_paged_split, build_prompts, build_small, build_windows  # noqa: E402
@@ -98,6 +98,17 @@ def test_prompts_over_pages_are_taken(arch: int) -> None:
 @pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
 def test_the_kernel_that_reorders_is_taken(arch: int | str, dtype: str) -> None:
     build_reorder(arch, dtype)
+
+
+@pytest.mark.usefixtures("frontend_only")
+@pytest.mark.parametrize("shape", [(128, "bf16"), (72, "fp32"), (256, "fp16")], ids=str)
+@pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
+def test_the_kernels_of_factors_are_taken(arch: int | str, shape: tuple[int, str]) -> None:
+    build_balance(arch, dim=shape[0], dtype=shape[1])
+
+
+def test_the_kernels_of_factors_become_machine_code_that_keeps_to_registers() -> None:
+    assert [sass.resources(kernel).stack for kernel in build_balance(90, dtype="bf16")] == [0, 0]
 
 
 def test_the_kernel_that_reorders_becomes_machine_code_that_moves_16_bytes_at_a_time() -> None:

@@ -21,26 +21,20 @@ from __future__ import annotations
 import math
 
 import torch
+from tq_kernels.format import (
+    FAR,
+    LARGEST_FACTOR,
+    LARGEST_RATIO,
+    LARGEST_STATE,
+    LEAST_TOKENS,
+    NEAR,
+    OUT_OF_RANGE,
+    QUIETEST,
+    SMALLEST_FACTOR,
+    sample,
+)
 
-from ..layout import BlockLayout
 from ..tensors.factors import Factors
-
-LEAST_TOKENS = 32
-"""Of fewer tokens nothing is concluded: factors stay one. A later call of more than 128 tokens decides if it comes
-before the first block is encoded. Shorter ones do not: their rows are in the window when queries are known."""
-SAMPLED_BLOCKS = 8
-"""Blocks of the prompt that are looked at, evenly spread."""
-NEAR, FAR = 1.6, 2.5
-"""A channel is balanced wholly if its factor is `FAR` times the median one's or a `FAR`-th of it, not at all below
-`NEAR`, and in proportion (of logarithms) between."""
-SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-11, 2.0**12
-"""Rotated queries, divided by a factor, then fit into fp16, as queries are normalised (`tq_kernels.decode.rotate`)."""
-OUT_OF_RANGE = 2.0**8
-"""States of an RMS beyond this, or below its inverse, are brought to an RMS of about 1."""
-QUIETEST = 2.0**-10
-"""Least RMS of a channel that is believed, over that of the loudest."""
-_HUGE = 2.0**56
-"""States are clamped to this, so that squares of them can be summed in float32."""
 
 
 def _sum_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -55,13 +49,8 @@ def _sum_tokens(x: torch.Tensor) -> torch.Tensor:
 def sampled_blocks(tokens: int, first: int) -> list[slice]:
     """Where to look in a prompt of `tokens`, of which the `first` are sinks: up to `SAMPLED_BLOCKS` whole blocks, the
     last one among them, or what there is."""
-    size = BlockLayout.tokens
-    whole = (tokens - first) // size
-    if whole < 1:
-        return [slice(min(first, max(0, tokens - LEAST_TOKENS)), tokens)]
-    count = min(SAMPLED_BLOCKS, whole)
-    indices = [(whole - 1) * i // max(1, count - 1) if count > 1 else 0 for i in range(count)]
-    return [slice(first + size * i, first + size * (i + 1)) for i in indices]
+    at = sample(tokens, first)
+    return [slice(start, start + at.size) for start in map(at.start, range(at.pieces))]
 
 
 def _known(x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +58,7 @@ def _known(x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, t
     counts = x.isfinite().all(-1, keepdim=True)
     if valid is not None:
         counts = counts & valid[:, None, :, None]
-    return torch.where(counts, x.float(), 0).clamp(-_HUGE, _HUGE), counts.float()
+    return torch.where(counts, x.float(), 0).clamp(-LARGEST_STATE, LARGEST_STATE), counts.float()
 
 
 class Statistics:
@@ -138,7 +127,7 @@ def _factors(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor) -> 
     factor = torch.where(known, share * away, 0).exp()
     size = ((sigma / factor).square().mean(-1, keepdim=True)).sqrt()
     outside = known & ((size > OUT_OF_RANGE) | (size < 1 / OUT_OF_RANGE))
-    factor = factor * torch.where(outside, _power_of_two(size.clamp(2.0**-60, 2.0**60)), 1)
+    factor = factor * torch.where(outside, _power_of_two(size.clamp(1 / LARGEST_RATIO, LARGEST_RATIO)), 1)
     return (1 / factor).clamp(SMALLEST_FACTOR, LARGEST_FACTOR).bfloat16().half()
 
 
@@ -155,14 +144,14 @@ def key_factors(found: Statistics) -> torch.Tensor:
     if "queries" not in found.sums:
         return _factors(torch.ones_like(k), k, known)
     q, asked = found.rms("queries"), found.known("keys") & found.known("queries")
-    wanted = torch.where(asked, k / torch.where(asked, q, 1), 1).clamp(2.0**-60, 2.0**60).sqrt()
+    wanted = torch.where(asked, k / torch.where(asked, q, 1), 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO).sqrt()
     return _factors(wanted, k, known)
 
 
 def value_factors(found: Statistics) -> torch.Tensor:
     """1 / t, `[B, Hkv, Dv]` fp16 in `[SMALLEST_FACTOR, LARGEST_FACTOR]`."""
     v, known = found.rms("values"), found.known("values")
-    return _factors(torch.where(known, v, 1).clamp(2.0**-60, 2.0**60), v, known)
+    return _factors(torch.where(known, v, 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO), v, known)
 
 
 def factors(

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tq_kernels.format import NEAR
 from transformers.utils import logging
 
-from ..codec.balance import NEAR, key_gain
+from ..codec.balance import key_gain
 from ..tensors.window import KeyValue
 from .compressed import TurboQuantLayer
 

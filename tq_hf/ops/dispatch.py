@@ -7,13 +7,32 @@ from typing import Any
 import torch
 
 from ..codec import reference
+from ..codec.balance import factors
 from ..config import TurboQuantConfig
 from ..tensors.blocks import PackedBlocks
+from ..tensors.factors import Factors
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
 from . import buffered_attention, tiled_attention, triton_backend
 from .workspace import Scratch, current_workspace
+
+
+def balance(
+    queries: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: Factors,
+    *,
+    first: int,
+    valid: torch.Tensor | None,
+) -> None:
+    """Write factors of channels; arguments as of `tq_hf.codec.balance.factors`."""
+    if triton_backend.runs(keys) and max(keys.shape[-1], values.shape[-1]) <= triton_backend.MAX_HEAD_DIM:
+        triton_backend.balance(queries, keys, values, out, first=first, valid=valid)
+        return
+    for held, chosen in zip(out, factors(queries, keys, values, first=first, valid=valid), strict=True):
+        held.copy_(chosen)
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:

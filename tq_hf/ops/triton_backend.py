@@ -13,6 +13,7 @@ from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
+from ..tensors.factors import Factors
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import DeviceCounts, StoreView
 from ..tensors.window import KeyValue
@@ -21,6 +22,7 @@ from .backend import HAS_TRITON, explains_failures
 from .workspace import allocator, current_workspace
 
 if HAS_TRITON:
+    from tq_kernels.codec.balance import balance as balance_channels
     from tq_kernels.codec.launch import dequantise as dequantise_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
@@ -128,6 +130,25 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
     if serves(like, layout):
         for dtype in (torch.float32, torch.float16):
             rotations(config, layout, like.device, dtype)
+
+
+@explains_failures
+def balance(
+    queries: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: Factors,
+    *,
+    first: int,
+    valid: torch.Tensor | None,
+) -> None:
+    """`tq_hf.codec.balance.factors` on the GPU."""
+    if valid is not None and len(valid) != len(keys):
+        valid = valid.expand(len(keys), -1)
+    with launching_on(keys.device):
+        balance_channels(
+            None if queries is None else _rows(queries), _rows(keys), _rows(values), *out, first=first, valid=valid
+        )
 
 
 @explains_failures

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import torch
+from tq_kernels.format import LARGEST_FACTOR, SMALLEST_FACTOR
 
-from ..codec.balance import LARGEST_FACTOR, SMALLEST_FACTOR
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..stores.base import Counts

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from ..codec import balance
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
@@ -171,9 +170,7 @@ class GrowingStore(LayerStore):
         before = vars(self) | {"window": self.window.snapshot()}
         self._prompt = None
         if self.config.balance and not self.handed_on and not self.num_blocks:
-            chosen = balance.factors(queries, keys, values, first=to_sinks, valid=attended)
-            for held, factor in zip(self.blocks.factors, chosen, strict=True):
-                held.copy_(factor)
+            dispatch.balance(queries, keys, values, self.blocks.factors, first=to_sinks, valid=attended)
         try:
             self._append_long((keys[:, :, to_sinks:], values[:, :, to_sinks:]))
         except BaseException:

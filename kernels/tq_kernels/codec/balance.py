@@ -1,0 +1,294 @@
+"""Factors of channels from a first prompt, in two launches: what `tq_hf.codec.balance` takes a thousand for.
+
+The first sums squares: a program takes one piece of the prompt and one KV head of one sequence, with its queries. The
+second adds the pieces up and makes the factors. Sums are in fp32, each in an order that depends on shapes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.launcher import Kernel
+from ..format import (
+    FAR,
+    LARGEST_FACTOR,
+    LARGEST_RATIO,
+    LARGEST_STATE,
+    LEAST_TOKENS,
+    NEAR,
+    OUT_OF_RANGE,
+    QUIETEST,
+    SAMPLED_BLOCKS,
+    SMALLEST_FACTOR,
+    TOKENS,
+    sample,
+    sampled_start,
+)
+
+_LARGEST_STATE, _LARGEST_RATIO, _QUIETEST = map(tl.constexpr, (LARGEST_STATE, LARGEST_RATIO, QUIETEST))
+_OUT_OF_RANGE, _LEAST_TOKENS = tl.constexpr(OUT_OF_RANGE), tl.constexpr(LEAST_TOKENS)
+_SMALLEST, _LARGEST = tl.constexpr(SMALLEST_FACTOR), tl.constexpr(LARGEST_FACTOR)
+WARPS = 8
+_LOG2_NEAR, _SLOPE = tl.constexpr(math.log2(NEAR)), tl.constexpr(1 / math.log2(FAR / NEAR))
+
+
+@triton.jit
+def _clamped(x, limit):
+    """x, at most `limit` and at least its inverse."""
+    return tl.minimum(tl.maximum(x, 1.0 / limit), limit)
+
+
+@triton.jit
+def _tile(states, stride, token, exists, channel, DIM: tl.constexpr):
+    """Rows `token` [T] in fp32, zeros for those that do not count; and which count."""
+    x = tl.load(
+        states + token.to(tl.int64)[:, None] * stride + channel[None, :],
+        mask=exists[:, None] & (channel < DIM)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    counts = exists & (tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) == 1)
+    x = tl.where(counts[:, None], x, 0.0)
+    return tl.minimum(tl.maximum(x, -_LARGEST_STATE), _LARGEST_STATE), counts
+
+
+@triton.jit
+def _existing(start, first, size, valid, valid_t, ROWS: tl.constexpr):
+    """Tokens `start` and on of a piece, and which of them there are."""
+    i = start + tl.arange(0, ROWS)
+    exists = i < size
+    if valid is not None:
+        exists = exists & (tl.load(valid + (first + i) * valid_t, mask=exists, other=0) != 0)
+    return first + i, exists
+
+
+@triton.jit
+def _squares(
+    states, stride, first, size, valid, valid_t, channel, DIM: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr
+):
+    """Sums of squares [D] over the tokens of a piece, if CENTRED about their mean, and how many tokens count."""
+    mean = tl.zeros([channel.shape[0]], tl.float32)
+    if CENTRED:
+        number = tl.zeros([1], tl.int32)
+        for start in tl.range(0, TOKENS, ROWS):
+            token, exists = _existing(start, first, size, valid, valid_t, ROWS)
+            x, counts = _tile(states, stride, token, exists, channel, DIM)
+            mean += tl.sum(x, 0)
+            number += tl.sum(counts.to(tl.int32), 0)
+        mean = mean / tl.maximum(number, 1).to(tl.float32)
+    squares = tl.zeros([channel.shape[0]], tl.float32)
+    number = tl.zeros([1], tl.int32)
+    for start in tl.range(0, TOKENS, ROWS):
+        token, exists = _existing(start, first, size, valid, valid_t, ROWS)
+        x, counts = _tile(states, stride, token, exists, channel, DIM)
+        x = tl.where(counts[:, None], x - mean[None, :], 0.0)
+        squares += tl.sum(x * x, 0)
+        number += tl.sum(counts.to(tl.int32), 0)
+    return squares, number
+
+
+@triton.jit(
+    do_not_specialize=(
+        "kv_heads group first size whole query_b query_h query_s key_b key_h key_s value_b value_h value_s "
+        "valid_b valid_t"
+    ).split()
+)
+def sum_squares(
+    keys,  # [B, Hkv, T, DK]
+    values,  # [B, Hkv, T, DV]
+    queries,  # [B, Hkv * group, T, DK], or None
+    valid,  # [B, T] uint8, or None
+    sums,  # [B * Hkv, pieces, 3, WIDTH + 1] float32: keys, values and queries, each with its number of tokens behind
+    kv_heads,
+    group,
+    first,  # of a `Sample`, like the next two
+    size,
+    whole,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    query_b,
+    query_h,
+    query_s,
+    valid_b,
+    valid_t,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid: (B * Hkv, pieces)."""
+    program, piece = tl.program_id(0), tl.program_id(1)
+    batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
+    first = sampled_start(first, whole, tl.num_programs(1), piece)
+    if valid is not None:
+        valid += batch * valid_b
+    dk, dv, last = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), WIDTH + tl.arange(0, 1)
+    sums += (program * tl.num_programs(1) + piece) * (3 * (WIDTH + 1))
+    keys += batch * key_b + head * key_h
+    squares, number = _squares(keys, key_s, first, size, valid, valid_t, dk, DK, ROWS, True)
+    tl.store(sums + dk, squares, mask=dk < DK)
+    tl.store(sums + last, number.to(tl.float32))
+    sums += WIDTH + 1
+    values += batch * value_b + head * value_h
+    squares, number = _squares(values, value_s, first, size, valid, valid_t, dv, DV, ROWS, False)
+    tl.store(sums + dv, squares, mask=dv < DV)
+    tl.store(sums + last, number.to(tl.float32))
+    if queries is not None:
+        sums += WIDTH + 1
+        queries += batch * query_b + head * group * query_h
+        squares = tl.zeros([BLOCK_K], tl.float32)
+        number = tl.zeros([1], tl.int32)
+        for g in tl.range(0, group):
+            own = queries + g * query_h.to(tl.int64)
+            more, tokens = _squares(own, query_s, first, size, valid, valid_t, dk, DK, ROWS, False)
+            squares += more
+            number += tokens
+        tl.store(sums + dk, squares, mask=dk < DK)
+        tl.store(sums + last, number.to(tl.float32))
+
+
+@triton.jit
+def _rms(sums, pieces, channel, DIM: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr):
+    """RMS of channels [D] from sums of squares of all pieces, at least `QUIETEST` of the loudest, and whether it is
+    known."""
+    piece = tl.arange(0, PIECES)
+    at = sums + piece * (3 * (WIDTH + 1))
+    parts = tl.load(
+        at[:, None] + channel[None, :], mask=(piece < pieces)[:, None] & (channel < DIM)[None, :], other=0.0
+    )
+    squares, number = tl.sum(parts, 0), tl.sum(tl.load(at + WIDTH, mask=piece < pieces, other=0.0), 0)
+    sigma = tl.sqrt(squares / tl.maximum(number, 1.0))
+    known = (number >= _LEAST_TOKENS) & (tl.max(squares, 0) > 0)
+    return tl.maximum(sigma, tl.max(sigma, 0) * _QUIETEST), known
+
+
+@triton.jit
+def _median(x, channel, DIM: tl.constexpr):
+    """The lower one of the first DIM elements of x [D]: that which as many come before as `(DIM - 1) // 2`."""
+    x = tl.where(channel < DIM, x, float("inf"))
+    before = (x[None, :] < x[:, None]) | ((x[None, :] == x[:, None]) & (channel[None, :] < channel[:, None]))
+    return tl.sum(tl.where(tl.sum(before.to(tl.int32), 1) == (DIM - 1) // 2, x, 0.0), 0)
+
+
+@triton.jit
+def _store_inverse(out, wanted, sigma, known, channel, DIM: tl.constexpr):
+    """Store one over `wanted` [D] where that is far from the median channel's, times a power of two where what would be
+    stored is out of range."""
+    away = tl.log2(wanted)
+    away -= _median(away, channel, DIM)
+    share = tl.minimum(tl.maximum((tl.abs(away) - _LOG2_NEAR) * _SLOPE, 0.0), 1.0)
+    factor = tl.exp2(tl.where(known, share * away, 0.0))
+    stored = tl.where(channel < DIM, sigma / factor, 0.0)
+    size = tl.sqrt(tl.sum(stored * stored, 0) / DIM)
+    outside = known & ((size > _OUT_OF_RANGE) | (size < 1.0 / _OUT_OF_RANGE))
+    power = _clamped(size, _LARGEST_RATIO).to(tl.int32, bitcast=True) & 0x7F800000
+    factor *= tl.where(outside, power.to(tl.float32, bitcast=True), 1.0)
+    inverse = tl.minimum(tl.maximum(1.0 / factor, _SMALLEST), _LARGEST)
+    # Rounded to bf16, to nearest even, which fp16 holds.
+    word = inverse.to(tl.int32, bitcast=True)
+    word = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
+    tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < DIM)
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def channel_factors(
+    sums,  # as `sum_squares` leaves them
+    key_factors,  # [B, Hkv, DK] fp16
+    value_factors,  # [B, Hkv, DV] fp16
+    pieces,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECES: tl.constexpr,
+    SHOWN: tl.constexpr,
+):
+    """Grid: (B * Hkv, 2), of keys and of values."""
+    head = tl.program_id(0)
+    sums += head * pieces * (3 * (WIDTH + 1))
+    if tl.program_id(1) == 0:
+        d = tl.arange(0, BLOCK_K)
+        sigma, known = _rms(sums, pieces, d, DK, WIDTH, PIECES)
+        wanted = tl.full([BLOCK_K], 1.0, tl.float32)
+        if SHOWN:
+            asking, shown = _rms(sums + 2 * (WIDTH + 1), pieces, d, DK, WIDTH, PIECES)
+            asked = known & shown
+            wanted = tl.sqrt(_clamped(tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0), _LARGEST_RATIO))
+        _store_inverse(key_factors + head * DK, wanted, sigma, known, d, DK)
+    else:
+        d = tl.arange(0, BLOCK_V)
+        sigma, known = _rms(sums + (WIDTH + 1), pieces, d, DV, WIDTH, PIECES)
+        wanted = _clamped(tl.where(known, sigma, 1.0), _LARGEST_RATIO)
+        _store_inverse(value_factors + head * DV, wanted, sigma, known, d, DV)
+
+
+SUMS, FACTORS = Kernel(sum_squares), Kernel(channel_factors)
+
+
+def balance_constants(key_dim: int, value_dim: int, shown: bool) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """The constants of both kernels."""
+    tiles = tuple(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    sizes = (key_dim, value_dim, *tiles, max(key_dim, value_dim))
+    # Of 128 channels 32 registers of a thread.
+    return (*sizes, 64 if max(tiles) <= 128 else 32), (*sizes, SAMPLED_BLOCKS, shown)
+
+
+def balance(
+    queries: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_factors: torch.Tensor,
+    value_factors: torch.Tensor,
+    *,
+    first: int,
+    valid: torch.Tensor | None = None,
+) -> None:
+    """Write the factors of a first prompt's channels, in two launches.
+
+    Args:
+        queries: `[B, Hq, T, Dk]` of the same tokens, like `keys`, or `None` where nobody has shown them.
+        keys: `[B, Hkv, T, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
+        values: `[B, Hkv, T, Dv]`, like `keys`.
+        key_factors, value_factors: `[B, Hkv, D]` fp16, contiguous: written.
+        first: Tokens at the start that stay dense.
+        valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
+    """
+    batch, heads, tokens, key_dim = keys.shape
+    at = sample(tokens, first)
+    shown = queries is not None
+    constants, last_constants = balance_constants(key_dim, values.shape[-1], shown)
+    sums = keys.new_empty(batch * heads, at.pieces, 3, max(key_dim, values.shape[-1]) + 1, dtype=torch.float32)
+    kind = (keys.dtype, None if queries is None else queries.dtype, valid is None, keys.device.index)
+    SUMS(
+        (batch * heads, at.pieces, 1),
+        (keys, values, queries, None if valid is None else valid.view(torch.uint8), sums),
+        (
+            *(heads, 0 if queries is None else queries.shape[1] // heads, at.first, at.size, at.whole),
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            *((0, 0, 0) if queries is None else queries.stride()[:3]),
+            *((0, 0) if valid is None else valid.stride()),
+        ),
+        constants,
+        (constants, kind),
+        num_warps=WARPS,
+    )
+    FACTORS(
+        (batch * heads, 2, 1),
+        (sums, key_factors, value_factors),
+        (at.pieces,),
+        last_constants,
+        (last_constants, keys.device.index),
+        num_warps=WARPS,
+    )
