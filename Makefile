@@ -20,6 +20,9 @@ OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py cache/test_compiled.py
 OLDEST_TRITON := "triton==3.5.0; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
 SPREAD := -n $(WORKERS)
+QUICK := not slow and not cuda and not child
+# Those with a test that runs the file again in Triton's interpreter (kernels, and what chooses between them and torch).
+INTERPRETED_TESTS = $(shell grep -rl '^@child$$' tests)
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.
 PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
@@ -62,17 +65,18 @@ format: $(STAMP)
 test: lint test-newest test-oldest
 
 test-newest: $(STAMP)
-	$(PARALLEL) $(PYTEST) $(SPREAD) -m "not slow and not cuda" --nbmake --ignore=tests/kernels tests examples
+	$(PARALLEL) $(PYTEST) $(SPREAD) -m "$(QUICK)" --nbmake --ignore=tests/kernels tests examples
 
 # What touches transformers most, on its oldest supported version, and every kernel on the oldest Triton.
 test-oldest: $(OLDEST_STAMP)
 	$(PARALLEL) $(OLDEST)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) \
-		-m "not slow and not cuda" -o cache_dir=.pytest_cache/oldest $(OLDEST_TESTS)
+		-m "$(QUICK)" -o cache_dir=.pytest_cache/oldest $(OLDEST_TESTS)
 
 # The kernels by themselves: in Triton's interpreter, and compiled for every GPU they are written for. (The frontend's
 # tests are for the oldest Triton: under the newest, all that they compile is compiled here, too.)
 test-kernels: $(STAMP)
-	$(PARALLEL) $(PYTEST) $(SPREAD) -m "not slow and not cuda" --ignore=tests/kernels/test_frontend.py tests/kernels
+	$(PARALLEL) $(PYTEST) $(SPREAD) -m "$(QUICK)" --ignore=tests/kernels/test_frontend.py tests/kernels
+	$(PARALLEL) TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST) $(SPREAD) -m "$(QUICK)" $(INTERPRETED_TESTS)
 
 test-slow: $(STAMP)
 	$(PARALLEL) $(PYTEST) $(SPREAD) -m "slow and not cuda" tests

@@ -56,6 +56,7 @@ def _patch_interpreter() -> None:
 
 
 if INTERPRETED:
+    pytest.importorskip("triton")
     _patch_interpreter()
 
 
@@ -63,6 +64,12 @@ def gpu(function: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that needs a GPU."""
     skip = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
     return pytest.mark.cuda(skip(function))
+
+
+def child(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that runs its file again, in the interpreter. `make test` leaves these out, and runs all such files
+    in the interpreter together: a child spends most of its time on imports."""
+    return pytest.mark.child(pytest.mark.skipif(INTERPRETED, reason="this is the child process")(function))
 
 
 def assert_passes_in_the_interpreter(file: str) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import pytest
 import torch
 from helpers import assert_unchanged, snapshot
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child
 from tiny_models import VOCAB, build
 from transformers import CompileConfig
 
@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 model_on = lru_cache(lambda device: build("llama", num_hidden_layers=2).to(device))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child")
+@child
 def test_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     assert_passes_in_the_interpreter(__file__)

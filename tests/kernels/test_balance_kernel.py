@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import states
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, gpu
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child, gpu
 
 from tq_hf import TurboQuantConfig
 from tq_hf.codec import balance
@@ -81,7 +81,7 @@ def check(
     return found
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+@child
 def test_all_cases_in_the_interpreter() -> None:
     """Runs this file again with the interpreter switched on before Triton is imported."""
     pytest.importorskip("triton")

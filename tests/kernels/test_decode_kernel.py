@@ -11,6 +11,7 @@ from kernel_cases import (
     INTERPRETED,
     Case,
     assert_passes_in_the_interpreter,
+    child,
     gpu,
     make_inputs,
     oracle,
@@ -88,7 +89,7 @@ def check(case: Case, device: torch.device) -> None:
     assert relative_rms(run_decode(inputs), oracle(inputs)) <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+@child
 def test_all_cases_in_the_interpreter() -> None:
     """Runs this file again with the interpreter switched on before Triton is imported."""
     assert_passes_in_the_interpreter(__file__)

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, gpu, packed_of, random_factors, relative_rms
+from kernel_cases import (
+    INTERPRETED,
+    assert_passes_in_the_interpreter,
+    child,
+    gpu,
+    packed_of,
+    random_factors,
+    relative_rms,
+)
 
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise as reference_dequantise
@@ -97,7 +105,7 @@ def check(case: Case, device: torch.device) -> None:
         assert room.isnan().sum() == room.numel() - got.numel(), "wrote outside of the given rows"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+@child
 def test_all_cases_in_the_interpreter() -> None:
     """Runs this file again with the interpreter switched on before Triton is imported."""
     assert_passes_in_the_interpreter(__file__)

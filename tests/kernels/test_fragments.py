@@ -11,6 +11,7 @@ from kernel_cases import (
     INTERPRETED,
     Case,
     assert_passes_in_the_interpreter,
+    child,
     make_inputs,
     oracle,
     relative_rms,
@@ -49,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+@child
 def test_all_cases_in_the_interpreter() -> None:
     assert_passes_in_the_interpreter(__file__)
 

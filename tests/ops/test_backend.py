@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import assert_unchanged, snapshot
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter
+from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child
 
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import reference_attention
@@ -21,7 +21,7 @@ DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] + (["cpu"] if INTERPRET
 HEADS, GROUP, DIM = 2, 3, 32
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child")
+@child
 def test_under_the_interpreter():
     assert_passes_in_the_interpreter(__file__)
 
