@@ -72,10 +72,10 @@ def build_dequantise(
 def build_balance(arch: Arch, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16") -> list[Compiled]:
     """`sum_squares` of a padded prompt whose queries were shown, and `channel_factors`."""
     sums, factors = balance_constants(dim, value_dim or dim, True)
-    types = [*[f"*{dtype}"] * 3, "*u8", "*fp32", *["i32"] * 16]
+    types = [*[f"*{dtype}"] * 3, "*u8", "*fp32", *["i32"] * 15]
     return [
         build(sum_squares, types, sums, arch, num_warps=WARPS),
-        build(channel_factors, ["*fp32", "*fp16", "*fp16", "i32"], factors, arch, num_warps=WARPS),
+        build(channel_factors, ["*fp32", "*fp16", "*fp16", "i32", "i32"], factors, arch, num_warps=WARPS),
     ]
 
 

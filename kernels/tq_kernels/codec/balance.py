@@ -1,7 +1,7 @@
 """Factors of channels from a first prompt, in two launches: what `tq_hf.codec.balance` takes a thousand for.
 
-The first sums squares: a program takes one piece of the prompt and one KV head of one sequence, with its queries. The
-second adds the pieces up and makes the factors. Sums are in fp32, each in an order that depends on shapes alone.
+The first sums squares: a program takes one piece of the prompt and one head of one sequence, of keys, of values or of
+queries. The second adds the pieces up and makes the factors. Sums are in fp32, in an order that depends on shapes alone.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ def _squares(
 
 @triton.jit(
     do_not_specialize=(
-        "kv_heads group first size whole query_b query_h query_s key_b key_h key_s value_b value_h value_s "
-        "valid_b valid_t"
+        "kv_heads first size whole query_b query_h query_s key_b key_h key_s value_b value_h value_s valid_b valid_t"
     ).split()
 )
 def sum_squares(
@@ -102,9 +101,8 @@ def sum_squares(
     values,  # [B, Hkv, T, DV]
     queries,  # [B, Hkv * group, T, DK], or None
     valid,  # [B, T] uint8, or None
-    sums,  # [B * Hkv, pieces, 3, WIDTH + 1] float32: keys, values and queries, each with its number of tokens behind
+    sums,  # [B * Hkv, pieces, 2 + group, WIDTH + 1] float32, each with its number of tokens behind
     kv_heads,
-    group,
     first,  # of a `Sample`, like the next two
     size,
     whole,
@@ -126,49 +124,45 @@ def sum_squares(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid: (B * Hkv, pieces)."""
-    program, piece = tl.program_id(0), tl.program_id(1)
+    """Grid: (B * Hkv, pieces, 2 + group): keys, values, and each head of queries."""
+    program, piece, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
     first = sampled_start(first, whole, tl.num_programs(1), piece)
     if valid is not None:
         valid += batch * valid_b
-    dk, dv, last = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), WIDTH + tl.arange(0, 1)
-    sums += (program * tl.num_programs(1) + piece) * (3 * (WIDTH + 1))
-    keys += batch * key_b + head * key_h
-    squares, number = _squares(keys, key_s, first, size, valid, valid_t, dk, DK, ROWS, True)
-    tl.store(sums + dk, squares, mask=dk < DK)
-    tl.store(sums + last, number.to(tl.float32))
-    sums += WIDTH + 1
-    values += batch * value_b + head * value_h
-    squares, number = _squares(values, value_s, first, size, valid, valid_t, dv, DV, ROWS, False)
-    tl.store(sums + dv, squares, mask=dv < DV)
-    tl.store(sums + last, number.to(tl.float32))
-    if queries is not None:
-        sums += WIDTH + 1
-        queries += batch * query_b + head * group * query_h
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        number = tl.zeros([1], tl.int32)
-        for g in tl.range(0, group):
-            own = queries + g * query_h.to(tl.int64)
-            more, tokens = _squares(own, query_s, first, size, valid, valid_t, dk, DK, ROWS, False)
-            squares += more
-            number += tokens
+    dk, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    sums += ((program * tl.num_programs(1) + piece) * tl.num_programs(2) + kind) * (WIDTH + 1)
+    last = sums + WIDTH + tl.arange(0, 1)
+    if kind == 0:
+        keys += batch * key_b + head * key_h
+        squares, number = _squares(keys, key_s, first, size, valid, valid_t, dk, DK, ROWS, True)
         tl.store(sums + dk, squares, mask=dk < DK)
-        tl.store(sums + last, number.to(tl.float32))
+        tl.store(last, number.to(tl.float32))
+    elif kind == 1:
+        values += batch * value_b + head * value_h
+        squares, number = _squares(values, value_s, first, size, valid, valid_t, dv, DV, ROWS, False)
+        tl.store(sums + dv, squares, mask=dv < DV)
+        tl.store(last, number.to(tl.float32))
+    elif queries is not None:
+        queries += batch * query_b + (head * (tl.num_programs(2) - 2) + kind - 2) * query_h
+        squares, number = _squares(queries, query_s, first, size, valid, valid_t, dk, DK, ROWS, False)
+        tl.store(sums + dk, squares, mask=dk < DK)
+        tl.store(last, number.to(tl.float32))
 
 
 @triton.jit
-def _rms(sums, pieces, channel, DIM: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr):
-    """RMS of channels [D] from sums of squares of all pieces, at least `QUIETEST` of the loudest, and whether it is
-    known."""
+def _rms(sums, pieces, kinds, first, last, channel, DIM: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr):
+    """RMS of channels [D] from sums of squares of kinds `first` to `last` of all pieces, at least `QUIETEST` of the
+    loudest, and whether it is known."""
     piece = tl.arange(0, PIECES)
-    at = sums + piece * (3 * (WIDTH + 1))
-    parts = tl.load(
-        at[:, None] + channel[None, :], mask=(piece < pieces)[:, None] & (channel < DIM)[None, :], other=0.0
-    )
-    squares, number = tl.sum(parts, 0), tl.sum(tl.load(at + WIDTH, mask=piece < pieces, other=0.0), 0)
+    squares, number = tl.zeros([channel.shape[0]], tl.float32), tl.zeros([1], tl.float32)
+    for kind in tl.range(first, last):
+        at = sums + (piece * kinds + kind) * (WIDTH + 1)
+        exists = (piece < pieces)[:, None] & (channel < DIM)[None, :]
+        squares += tl.sum(tl.load(at[:, None] + channel[None, :], mask=exists, other=0.0), 0)
+        number += tl.sum(tl.load(at + WIDTH, mask=piece < pieces, other=0.0), 0)
     sigma = tl.sqrt(squares / tl.maximum(number, 1.0))
-    known = (number >= _LEAST_TOKENS) & (tl.max(squares, 0) > 0)
+    known = (tl.max(number, 0) >= _LEAST_TOKENS) & (tl.max(squares, 0) > 0)
     return tl.maximum(sigma, tl.max(sigma, 0) * _QUIETEST), known
 
 
@@ -200,12 +194,13 @@ def _store_inverse(out, wanted, sigma, known, channel, DIM: tl.constexpr):
     tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < DIM)
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["pieces", "kinds"])
 def channel_factors(
     sums,  # as `sum_squares` leaves them
     key_factors,  # [B, Hkv, DK] fp16
     value_factors,  # [B, Hkv, DV] fp16
     pieces,
+    kinds,  # 2 + group
     DK: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -216,19 +211,19 @@ def channel_factors(
 ):
     """Grid: (B * Hkv, 2), of keys and of values."""
     head = tl.program_id(0)
-    sums += head * pieces * (3 * (WIDTH + 1))
+    sums += head * pieces * kinds * (WIDTH + 1)
     if tl.program_id(1) == 0:
         d = tl.arange(0, BLOCK_K)
-        sigma, known = _rms(sums, pieces, d, DK, WIDTH, PIECES)
+        sigma, known = _rms(sums, pieces, kinds, 0, 1, d, DK, WIDTH, PIECES)
         wanted = tl.full([BLOCK_K], 1.0, tl.float32)
         if SHOWN:
-            asking, shown = _rms(sums + 2 * (WIDTH + 1), pieces, d, DK, WIDTH, PIECES)
+            asking, shown = _rms(sums, pieces, kinds, 2, kinds, d, DK, WIDTH, PIECES)
             asked = known & shown
             wanted = tl.sqrt(_clamped(tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0), _LARGEST_RATIO))
         _store_inverse(key_factors + head * DK, wanted, sigma, known, d, DK)
     else:
         d = tl.arange(0, BLOCK_V)
-        sigma, known = _rms(sums + (WIDTH + 1), pieces, d, DV, WIDTH, PIECES)
+        sigma, known = _rms(sums, pieces, kinds, 1, 2, d, DV, WIDTH, PIECES)
         wanted = _clamped(tl.where(known, sigma, 1.0), _LARGEST_RATIO)
         _store_inverse(value_factors + head * DV, wanted, sigma, known, d, DV)
 
@@ -268,13 +263,14 @@ def balance(
     at = sample(tokens, first)
     shown = queries is not None
     constants, last_constants = balance_constants(key_dim, values.shape[-1], shown)
-    sums = keys.new_empty(batch * heads, at.pieces, 3, max(key_dim, values.shape[-1]) + 1, dtype=torch.float32)
+    kinds = 2 if queries is None else 2 + queries.shape[1] // heads
+    sums = keys.new_empty(batch * heads, at.pieces, kinds, max(key_dim, values.shape[-1]) + 1, dtype=torch.float32)
     kind = (keys.dtype, None if queries is None else queries.dtype, valid is None, keys.device.index)
     SUMS(
-        (batch * heads, at.pieces, 1),
+        (batch * heads, at.pieces, kinds),
         (keys, values, queries, None if valid is None else valid.view(torch.uint8), sums),
         (
-            *(heads, 0 if queries is None else queries.shape[1] // heads, at.first, at.size, at.whole),
+            *(heads, at.first, at.size, at.whole),
             *keys.stride()[:3],
             *values.stride()[:3],
             *((0, 0, 0) if queries is None else queries.stride()[:3]),
@@ -287,7 +283,7 @@ def balance(
     FACTORS(
         (batch * heads, 2, 1),
         (sums, key_factors, value_factors),
-        (at.pieces,),
+        (at.pieces, kinds),
         last_constants,
         (last_constants, keys.device.index),
         num_warps=WARPS,
