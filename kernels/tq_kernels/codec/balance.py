@@ -1,7 +1,7 @@
 """Factors of channels from a first prompt, in two launches: what `tq_hf.codec.balance` takes a thousand for.
 
 The first sums squares: a program takes one piece of the prompt and one head of one sequence, of keys, of values or of
-queries. The second adds the pieces up and makes the factors. Sums are in fp32, in an order that depends on shapes alone.
+queries. The second adds pieces up and makes the factors. Sums are in fp32, in an order that depends on shapes alone.
 """
 
 from __future__ import annotations
