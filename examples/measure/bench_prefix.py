@@ -12,7 +12,7 @@ import gc
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.common.device import target
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from triton.testing import do_bench
 
 from tq_hf import TurboQuantCache, TurboQuantConfig
@@ -199,9 +199,8 @@ def run() -> dict[str, Any]:
     return record
 
 
-def first_token_seconds(layers: int, tokens: int, device: torch.device) -> dict[str, float]:
+def first_token_seconds(model: PreTrainedModel, tokens: int, device: torch.device) -> dict[str, float]:
     """Median time of the forward of a fresh prompt by cache, and its share in DynamicCache's."""
-    model = random_llama(device, layers)
     ids = torch.randint(3, LLAMA_8B["vocab_size"], (1, tokens), device=device)
     seconds: dict[str, list[float]] = {"DynamicCache": [], "4bit_nc": []}
     with torch.inference_mode():
@@ -217,7 +216,7 @@ def first_token_seconds(layers: int, tokens: int, device: torch.device) -> dict[
                     times.append(time.perf_counter() - start)
                 del cache
     result = {name: statistics.median(times) for name, times in seconds.items()}
-    return {**result, "ratio": result["4bit_nc"] / result["DynamicCache"]}
+    return {"prompt": tokens, **result, "ratio": result["4bit_nc"] / result["DynamicCache"]}
 
 
 def million(tokens: int, chunk: int, device: torch.device) -> list[dict[str, Any]]:
@@ -250,12 +249,21 @@ def million(tokens: int, chunk: int, device: torch.device) -> list[dict[str, Any
     return checkpoints
 
 
-def run_prefill(layers: int = 4, prompt: int = 32768, tokens: int = 1 << 20, chunk: int = 8192) -> dict[str, Any]:
+def run_prefill(
+    layers: int = 32,
+    prompts: Sequence[int] = (128, 512, 2048, 8192, 32768),
+    tokens: int = 1 << 20,
+    chunk: int = 8192,
+) -> dict[str, Any]:
     """Time to the first token, and the long prefill; prints lines and returns the record."""
     device = torch.device("cuda", 0)
     record: dict[str, Any] = provenance(device, f"random Llama, 8B shape, {layers} layers and 1 layer")
-    record["first_token"] = {"layers": layers, "prompt": prompt, **first_token_seconds(layers, prompt, device)}
-    print(record["first_token"], flush=True)
+    model = random_llama(device, layers)
+    record["first_token"] = []
+    for prompt in prompts:
+        record["first_token"].append(first_token_seconds(model, prompt, device))
+        print(record["first_token"][-1], flush=True)
+    del model
     gc.collect()
     torch.cuda.empty_cache()
     record["million"] = million(tokens, chunk, device)

@@ -256,11 +256,16 @@ def prefix(record: dict[str, Any]) -> str:
 
 def prefill(record: dict[str, Any]) -> str:
     """Time to the first token, and a long prompt in chunks."""
-    first = record["first_token"]
-    took = f"{first['4bit_nc']:.3f} s with `4bit_nc`, {first['DynamicCache']:.3f} s with DynamicCache"
-    text = (
-        f"First token after {first['prompt']:,} tokens, {first['layers']} layers: {took} ({first['ratio']:.3f}×).\n\n"
-    )
+    first = [
+        [
+            f"{row['prompt']:,}",
+            f"{1e3 * row['DynamicCache']:,.1f} ms",
+            f"{1e3 * row['4bit_nc']:,.1f} ms",
+            f"{row['ratio']:.2f}×",
+        ]
+        for row in record["first_token"]
+    ]
+    text = table(["prompt, all layers", "DynamicCache", "`4bit_nc`", "times as long"], first) + "\n\n"
     lines = [
         [
             f"{point['tokens']:,}",

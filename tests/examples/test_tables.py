@@ -51,7 +51,7 @@ PREFIX = {
     "sweep": [{"new": 17, "history": 4096, "ms": {"fused": 0.087, "flash": 0.042}}],
 }
 PREFILL = {
-    "first_token": {"layers": 4, "prompt": 32768, "DynamicCache": 0.168, "4bit_nc": 0.1695, "ratio": 1.0075},
+    "first_token": [{"prompt": 32768, "DynamicCache": 0.168, "4bit_nc": 0.1695, "ratio": 1.0075}],
     "million": [{"tokens": 131072, "seconds": 0.6, "cache_bytes": 150 * 2**20, "peak_bytes_beyond": 900 * 2**20}],
 }
 MULTI_GPU = {
@@ -157,7 +157,7 @@ EXPECTED = [
     ("generate", GENERATE, ["| `4bit_nc`, graph_decoding, host work × 2 | – | – | **8.4** ms, 2.0 GiB |"]),
     ("prefix", PREFIX, ["| 2,048 on 30,720, `4bit_nc`, fused | 3.50 ms | **0.87×** | 309 | 16 MiB | 2.8e-03 |"]),
     ("prefix", PREFIX, ["| new on history | fused | flash |", "| 17 on 4,096 | 0.087 | 0.042 |"]),
-    ("prefill", PREFILL, ["0.170 s with `4bit_nc`, 0.168 s", "(1.008×)", "| 131,072 | 0.6 s | 150 MiB | 900 MiB |"]),
+    ("prefill", PREFILL, ["| 32,768 | 168.0 ms | 169.5 ms | 1.01× |", "| 131,072 | 0.6 s | 150 MiB | 900 MiB |"]),
     ("multi-gpu", MULTI_GPU, ["| eager, `4bit_nc` | 37.5 ms | 38.5 ms | – |", "63 of 64 tokens"]),
     ("multi-gpu", MULTI_GPU, ["| compiled, `4bit_nc` | 11.5 ms | – | 7.5 ms |", "5.00 + 4.00 GiB | 4.50 + 4.50 GiB |"]),
     ("quality", QUALITY, ["| `4bit_nc` | 158 | 134 | 0.00023 (0.00023 to 0.00023) |", "| 99.5% | 100.0% | – |"]),

@@ -101,10 +101,10 @@ def test_the_kernel_that_reorders_is_taken(arch: int | str, dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("frontend_only")
-@pytest.mark.parametrize("shape", [(128, "bf16"), (72, "fp32"), (256, "fp16")], ids=str)
+@pytest.mark.parametrize("shape", [(128, 128, "bf16"), (72, 12, "fp32"), (192, 256, "fp16")], ids=str)
 @pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
-def test_the_kernels_of_factors_are_taken(arch: int | str, shape: tuple[int, str]) -> None:
-    build_balance(arch, dim=shape[0], dtype=shape[1])
+def test_the_kernels_of_factors_are_taken(arch: int | str, shape: tuple[int, int, str]) -> None:
+    build_balance(arch, dim=shape[0], value_dim=shape[1], dtype=shape[2])
 
 
 def test_the_kernels_of_factors_become_machine_code_that_keeps_to_registers() -> None:

@@ -67,10 +67,22 @@ def _existing(start, first, size, valid, valid_t, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _squares(
-    states, stride, first, size, valid, valid_t, channel, DIM: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr
+def _store_squares(
+    sums,
+    states,
+    stride,
+    first,
+    size,
+    valid,
+    valid_t,
+    channel,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
-    """Sums of squares [D] over the tokens of a piece, if CENTRED about their mean, and how many tokens count."""
+    """Store sums of squares [D] over the tokens of a piece, if CENTRED about their mean, and behind them how many
+    tokens count."""
     mean = tl.zeros([channel.shape[0]], tl.float32)
     if CENTRED:
         number = tl.zeros([1], tl.int32)
@@ -88,7 +100,8 @@ def _squares(
         x = tl.where(counts[:, None], x - mean[None, :], 0.0)
         squares += tl.sum(x * x, 0)
         number += tl.sum(counts.to(tl.int32), 0)
-    return squares, number
+    tl.store(sums + channel, squares, mask=channel < DIM)
+    tl.store(sums + WIDTH + tl.arange(0, 1), number.to(tl.float32))
 
 
 @triton.jit(
@@ -132,22 +145,15 @@ def sum_squares(
         valid += batch * valid_b
     dk, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     sums += ((program * tl.num_programs(1) + piece) * tl.num_programs(2) + kind) * (WIDTH + 1)
-    last = sums + WIDTH + tl.arange(0, 1)
     if kind == 0:
         keys += batch * key_b + head * key_h
-        squares, number = _squares(keys, key_s, first, size, valid, valid_t, dk, DK, ROWS, True)
-        tl.store(sums + dk, squares, mask=dk < DK)
-        tl.store(last, number.to(tl.float32))
+        _store_squares(sums, keys, key_s, first, size, valid, valid_t, dk, DK, WIDTH, ROWS, True)
     elif kind == 1:
         values += batch * value_b + head * value_h
-        squares, number = _squares(values, value_s, first, size, valid, valid_t, dv, DV, ROWS, False)
-        tl.store(sums + dv, squares, mask=dv < DV)
-        tl.store(last, number.to(tl.float32))
+        _store_squares(sums, values, value_s, first, size, valid, valid_t, dv, DV, WIDTH, ROWS, False)
     elif queries is not None:
         queries += batch * query_b + (head * (tl.num_programs(2) - 2) + kind - 2) * query_h
-        squares, number = _squares(queries, query_s, first, size, valid, valid_t, dk, DK, ROWS, False)
-        tl.store(sums + dk, squares, mask=dk < DK)
-        tl.store(last, number.to(tl.float32))
+        _store_squares(sums, queries, query_s, first, size, valid, valid_t, dk, DK, WIDTH, ROWS, False)
 
 
 @triton.jit
@@ -194,6 +200,38 @@ def _store_inverse(out, wanted, sigma, known, channel, DIM: tl.constexpr):
     tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < DIM)
 
 
+@triton.jit
+def _key_factors(
+    sums,
+    out,
+    pieces,
+    kinds,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECES: tl.constexpr,
+    SHOWN: tl.constexpr,
+):
+    d = tl.arange(0, BLOCK)
+    sigma, known = _rms(sums, pieces, kinds, 0, 1, d, DIM, WIDTH, PIECES)
+    wanted = tl.full([BLOCK], 1.0, tl.float32)
+    if SHOWN:
+        asking, shown = _rms(sums, pieces, kinds, 2, kinds, d, DIM, WIDTH, PIECES)
+        asked = known & shown
+        wanted = tl.sqrt(_clamped(tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0), _LARGEST_RATIO))
+    _store_inverse(out, wanted, sigma, known, d, DIM)
+
+
+@triton.jit
+def _value_factors(
+    sums, out, pieces, kinds, DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr
+):
+    d = tl.arange(0, BLOCK)
+    sigma, known = _rms(sums, pieces, kinds, 1, 2, d, DIM, WIDTH, PIECES)
+    wanted = _clamped(tl.where(known, sigma, 1.0), _LARGEST_RATIO)
+    _store_inverse(out, wanted, sigma, known, d, DIM)
+
+
 @triton.jit(do_not_specialize=["pieces", "kinds"])
 def channel_factors(
     sums,  # as `sum_squares` leaves them
@@ -213,19 +251,9 @@ def channel_factors(
     head = tl.program_id(0)
     sums += head * pieces * kinds * (WIDTH + 1)
     if tl.program_id(1) == 0:
-        d = tl.arange(0, BLOCK_K)
-        sigma, known = _rms(sums, pieces, kinds, 0, 1, d, DK, WIDTH, PIECES)
-        wanted = tl.full([BLOCK_K], 1.0, tl.float32)
-        if SHOWN:
-            asking, shown = _rms(sums, pieces, kinds, 2, kinds, d, DK, WIDTH, PIECES)
-            asked = known & shown
-            wanted = tl.sqrt(_clamped(tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0), _LARGEST_RATIO))
-        _store_inverse(key_factors + head * DK, wanted, sigma, known, d, DK)
+        _key_factors(sums, key_factors + head * DK, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES, SHOWN)
     else:
-        d = tl.arange(0, BLOCK_V)
-        sigma, known = _rms(sums, pieces, kinds, 1, 2, d, DV, WIDTH, PIECES)
-        wanted = _clamped(tl.where(known, sigma, 1.0), _LARGEST_RATIO)
-        _store_inverse(value_factors + head * DV, wanted, sigma, known, d, DV)
+        _value_factors(sums, value_factors + head * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES)
 
 
 SUMS, FACTORS = Kernel(sum_squares), Kernel(channel_factors)
