@@ -206,8 +206,10 @@ class GrowingStore(LayerStore):
         lead = min(rows, -held % tokens)
         whole = max(0, due - (held + lead) // tokens)
         begun = due - whole  # blocks due that have rows in the old window
-        completed = self.window.copied(ring_capacity(held + lead))
-        completed.append(*(x[:, :, :lead] for x in rest))
+        completed = self.window
+        if held:
+            completed = completed.copied(ring_capacity(held + lead))
+            completed.append(*(x[:, :, :lead] for x in rest))
         for skipped, part in completed.parts(0, begun * tokens):
             self._encode(part, self.num_blocks + skipped // tokens)
         end = lead + whole * tokens

@@ -77,7 +77,8 @@ class PackedBlocks:
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
             out = tensor.new_zeros(*tensor.shape[:2], blocks, tensor.shape[3])
-            out[:, :, :used] = tensor[:, :, :used]
+            if used:
+                out[:, :, :used] = tensor[:, :, :used]
             return out
 
         return self._map_blocks(resize)
