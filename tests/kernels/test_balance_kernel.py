@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def check(
     expected = balance.factors(queries, *made[1:], first=first, valid=valid)
     out = Factors(*(torch.full_like(x, NAN).to(device) for x in expected))
     there = [None if x is None else x.to(device) for x in (queries, *made[1:], valid)]
-    kernel(*there[:3], *out, first=first, valid=there[3])
+    kernel(*there[:3], *out, first=first, valid=there[3], allocate=partial(torch.empty, device=device))
     found = out.map(lambda x: x.cpu())
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, a.bfloat16().half())

@@ -95,11 +95,11 @@ def test_one_model_in_two_threads_with_caches_of_different_presets(models, scrat
 
 
 def test_this_test_notices_a_workspace_shared_by_threads(models, scratch_is_held, monkeypatch):
-    """The same run with one workspace for all threads goes wrong, at the latest the fifth time: the tests above can
-    fail. (On a busy machine one thread may end before the other begins.)"""
+    """The same run with one workspace for all threads goes wrong, at the latest the thirtieth time: the tests above
+    can fail. (On a busy machine one thread may end before the other begins.)"""
     monkeypatch.setattr(workspace, "_local", SimpleNamespace(workspaces={}))
     alone = [generate(model, seed) for seed, model in enumerate(models)]
-    runs = (at_once([lambda m=m, s=s: generate(m, s) for s, m in enumerate(models)]) for _ in range(5))
+    runs = (at_once([lambda m=m, s=s: generate(m, s) for s, m in enumerate(models)]) for _ in range(30))
     assert any(not torch.equal(*pair) for together in runs for pair in zip(together, alone, strict=True))
 
 

@@ -28,7 +28,7 @@ def balance(
     valid: torch.Tensor | None,
 ) -> None:
     """Write factors of channels; arguments as of `tq_hf.codec.balance.factors`."""
-    if triton_backend.runs(keys) and max(keys.shape[-1], values.shape[-1]) <= triton_backend.MAX_HEAD_DIM:
+    if triton_backend.can_balance(keys, values):
         triton_backend.balance(queries, keys, values, out, first=first, valid=valid)
         return
     for held, chosen in zip(out, factors(queries, keys, values, first=first, valid=valid), strict=True):

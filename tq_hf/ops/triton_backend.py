@@ -132,6 +132,11 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
             rotations(config, layout, like.device, dtype)
 
 
+def can_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether kernels find the factors of these states' channels."""
+    return runs(keys) and max(keys.shape[-1], values.shape[-1]) <= MAX_HEAD_DIM
+
+
 @explains_failures
 def balance(
     queries: torch.Tensor | None,
@@ -147,7 +152,13 @@ def balance(
         valid = valid.expand(len(keys), -1)
     with launching_on(keys.device):
         balance_channels(
-            None if queries is None else _rows(queries), _rows(keys), _rows(values), *out, first=first, valid=valid
+            None if queries is None else _rows(queries),
+            _rows(keys),
+            _rows(values),
+            *out,
+            first=first,
+            valid=valid,
+            allocate=allocator(current_workspace(keys.device), "balance", keys.device),
         )
 
 

@@ -7,6 +7,7 @@ queries. The second adds pieces up and makes the factors. Sums are in fp32, in a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -275,6 +276,7 @@ def balance(
     value_factors: torch.Tensor,
     *,
     first: int,
+    allocate: Callable[[int], torch.Tensor],
     valid: torch.Tensor | None = None,
 ) -> None:
     """Write the factors of a first prompt's channels, in two launches.
@@ -285,6 +287,7 @@ def balance(
         values: `[B, Hkv, T, Dv]`, like `keys`.
         key_factors, value_factors: `[B, Hkv, D]` fp16, contiguous: written.
         first: Tokens at the start that stay dense.
+        allocate: Gives scratch: float32, of at least so many elements.
         valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
     """
     batch, heads, tokens, key_dim = keys.shape
@@ -292,7 +295,7 @@ def balance(
     shown = queries is not None
     constants, last_constants = balance_constants(key_dim, values.shape[-1], shown)
     kinds = 2 if queries is None else 2 + queries.shape[1] // heads
-    sums = keys.new_empty(batch * heads, at.pieces, kinds, max(key_dim, values.shape[-1]) + 1, dtype=torch.float32)
+    sums = allocate(batch * heads * at.pieces * kinds * (max(key_dim, values.shape[-1]) + 1))
     kind = (keys.dtype, None if queries is None else queries.dtype, valid is None, keys.device.index)
     SUMS(
         (batch * heads, at.pieces, kinds),
