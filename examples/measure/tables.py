@@ -265,7 +265,7 @@ def prefill(record: dict[str, Any]) -> str:
         ]
         for row in record["first_token"]
     ]
-    text = table(["prompt, all layers", "DynamicCache", "`4bit_nc`", "times as long"], first) + "\n\n"
+    text = table(["prompt, all layers", "DynamicCache", "`4bit_nc`", "times as long"], first) + "\n"
     lines = [
         [
             f"{point['tokens']:,}",
@@ -276,7 +276,7 @@ def prefill(record: dict[str, Any]) -> str:
         for point in record["million"]
     ]
     headings = ["tokens read, one layer", "after", "cache", "peak beyond cache and weights"]
-    return text + table(headings, lines) + source(record)
+    return text + table(headings, lines) + note(record) + source(record)
 
 
 def multi_gpu(record: dict[str, Any]) -> str:
