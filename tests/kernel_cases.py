@@ -67,8 +67,8 @@ def gpu(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def child(function: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that runs its file again, in the interpreter. `make test` leaves these out, and runs all such files
-    in the interpreter together: a child spends most of its time on imports."""
+    """Marks a test that runs its file again, in the interpreter. `make` leaves these out: `make test-kernels` runs all
+    such files there together, because a child spends much of its time on imports."""
     return pytest.mark.child(pytest.mark.skipif(INTERPRETED, reason="this is the child process")(function))
 
 

@@ -88,6 +88,30 @@ def test_a_kernel_that_fails_names_the_switch_and_leaves_the_cache_as_it_was(ker
     assert torch.equal(cache.layers[0].keys, undisturbed.layers[0].keys)
 
 
+def test_factors_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatch):
+    prompt = states(0, heads=2, tokens=300)
+    queries = torch.randn(1, 4, 300, prompt[0].shape[3], generator=torch.Generator().manual_seed(1))
+
+    def fail(*args, **kwargs):
+        raise FAILURES[0]
+
+    cache, undisturbed = (TurboQuantCache(llama_config(1)) for _ in range(2))
+    for one in (cache, undisturbed):
+        one.update(*prompt, 0)
+    store, other = (one.layers[0].store for one in (cache, undisturbed))
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(triton_backend, "balance_channels", fail, raising=False)
+        with pytest.raises(RuntimeError, match="does not compile or launch on cpu"):
+            store.encode_prompt(queries)
+    assert store.waits and store.length == 300
+    monkeypatch.setattr(backend, "chosen", "torch")
+    for one in (store, other):
+        one.encode_prompt(queries)
+    assert not store.waits and store.counts == other.counts
+    assert all(map(torch.equal, store.blocks.factors, other.blocks.factors))
+    assert torch.equal(store.blocks.key_words, other.blocks.key_words)
+
+
 def test_errors_of_others_stay_what_they_are(kernels_run, monkeypatch):
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -169,9 +169,9 @@ class GrowingStore(LayerStore):
         keys, values = prompt
         before = vars(self) | {"window": self.window.snapshot()}
         self._prompt = None
-        if self.config.balance and not self.handed_on and not self.num_blocks:
-            dispatch.balance(queries, keys, values, self.blocks.factors, first=to_sinks, valid=attended)
         try:
+            if self.config.balance and not self.handed_on and not self.num_blocks:
+                dispatch.balance(queries, keys, values, self.blocks.factors, first=to_sinks, valid=attended)
             self._append_long((keys[:, :, to_sinks:], values[:, :, to_sinks:]))
         except BaseException:
             vars(self).update(before)
@@ -206,7 +206,7 @@ class GrowingStore(LayerStore):
         lead = min(rows, -held % tokens)
         whole = max(0, due - (held + lead) // tokens)
         begun = due - whole  # blocks due that have rows in the old window
-        completed = self.window
+        completed = self.window  # of no rows: nothing to complete
         if held:
             completed = completed.copied(ring_capacity(held + lead))
             completed.append(*(x[:, :, :lead] for x in rest))

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.launcher import Kernel
+from ..common.launcher import Kernel, specialised
 from ..format import (
     FAR,
     LARGEST_FACTOR,
@@ -34,7 +34,6 @@ from ..format import (
 _LARGEST_STATE, _LARGEST_RATIO, _QUIETEST = map(tl.constexpr, (LARGEST_STATE, LARGEST_RATIO, QUIETEST))
 _OUT_OF_RANGE, _LEAST_TOKENS = tl.constexpr(OUT_OF_RANGE), tl.constexpr(LEAST_TOKENS)
 _SMALLEST, _LARGEST = tl.constexpr(SMALLEST_FACTOR), tl.constexpr(LARGEST_FACTOR)
-WARPS = 8
 _LOG2_NEAR, _SLOPE = tl.constexpr(math.log2(NEAR)), tl.constexpr(1 / math.log2(FAR / NEAR))
 
 
@@ -258,6 +257,7 @@ def channel_factors(
 
 
 SUMS, FACTORS = Kernel(sum_squares), Kernel(channel_factors)
+WARPS = 8
 
 
 def balance_constants(key_dim: int, value_dim: int, shown: bool) -> tuple[tuple[int, ...], tuple[Any, ...]]:
@@ -296,19 +296,19 @@ def balance(
     constants, last_constants = balance_constants(key_dim, values.shape[-1], shown)
     kinds = 2 if queries is None else 2 + queries.shape[1] // heads
     sums = allocate(batch * heads * at.pieces * kinds * (max(key_dim, values.shape[-1]) + 1))
+    strides = (
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *((0, 0, 0) if queries is None else queries.stride()[:3]),
+        *((0, 0) if valid is None else valid.stride()),
+    )
     kind = (keys.dtype, None if queries is None else queries.dtype, valid is None, keys.device.index)
     SUMS(
         (batch * heads, at.pieces, kinds),
         (keys, values, queries, None if valid is None else valid.view(torch.uint8), sums),
-        (
-            *(heads, at.first, at.size, at.whole),
-            *keys.stride()[:3],
-            *values.stride()[:3],
-            *((0, 0, 0) if queries is None else queries.stride()[:3]),
-            *((0, 0) if valid is None else valid.stride()),
-        ),
+        (heads, at.first, at.size, at.whole, *strides),
         constants,
-        (constants, kind),
+        (constants, kind, specialised(strides)),
         num_warps=WARPS,
     )
     FACTORS(
