@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
 SPREAD := -n $(WORKERS)
 QUICK := not slow and not cuda and not child
 # Those with a test that runs the file again in Triton's interpreter (kernels, and what chooses between them and torch).
-INTERPRETED_TESTS = $(shell grep -rl '^@child$$' tests)
+INTERPRETED_TESTS = $(shell grep -rl '= child(__file__)' tests)
 # One thread a worker: two workers with a thread each finish sooner than one with two, and do not fight over cores.
 PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 

@@ -66,23 +66,26 @@ def gpu(function: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.cuda(skip(function))
 
 
-def child(function: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that runs its file again, in the interpreter. `make` leaves these out: `make test-kernels` runs all
-    such files there together, because a child spends much of its time on imports."""
-    return pytest.mark.child(pytest.mark.skipif(INTERPRETED, reason="this is the child process")(function))
+def child(file: str) -> Callable[[], None]:
+    """A test that runs the tests of `file` that need no GPU again, in a child process with Triton's interpreter. `make`
+    leaves these out: `make test-kernels` runs all such files there together, because a child spends much of its time on
+    imports."""
 
+    @pytest.mark.child
+    @pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+    def passes_in_the_interpreter() -> None:
+        pytest.importorskip("triton")
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not cuda", "-p", "no:cacheprovider", file],
+            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+        assert " passed" in result.stdout
 
-def assert_passes_in_the_interpreter(file: str) -> None:
-    """Run the tests of `file` that need no GPU in a child process with Triton's interpreter."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not cuda", "-p", "no:cacheprovider", file],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    return passes_in_the_interpreter
 
 
 @dataclass(frozen=True)

@@ -199,9 +199,9 @@ def run() -> dict[str, Any]:
     return record
 
 
-def first_token_seconds(model: PreTrainedModel, tokens: int, device: torch.device) -> dict[str, float]:
+def first_token_seconds(model: PreTrainedModel, tokens: int) -> dict[str, float]:
     """Median time of the forward of a fresh prompt by cache, and its share in DynamicCache's."""
-    ids = torch.randint(3, LLAMA_8B["vocab_size"], (1, tokens), device=device)
+    ids = torch.randint(3, LLAMA_8B["vocab_size"], (1, tokens), device=model.device)
     seconds: dict[str, list[float]] = {"DynamicCache": [], "4bit_nc": []}
     with torch.inference_mode():
         for repeat in range(6):
@@ -261,7 +261,7 @@ def run_prefill(
     model = random_llama(device, layers)
     record["first_token"] = []
     for prompt in prompts:
-        record["first_token"].append(first_token_seconds(model, prompt, device))
+        record["first_token"].append(first_token_seconds(model, prompt))
         print(record["first_token"][-1], flush=True)
     del model
     gc.collect()

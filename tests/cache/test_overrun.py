@@ -10,7 +10,7 @@ from functools import lru_cache
 import pytest
 import torch
 from helpers import assert_unchanged, snapshot
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child
+from kernel_cases import INTERPRETED, child
 from tiny_models import VOCAB, build
 from transformers import CompileConfig
 
@@ -23,10 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 model_on = lru_cache(lambda device: build("llama", num_hidden_layers=2).to(device))
 
 
-@child
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    assert_passes_in_the_interpreter(__file__)
+test_under_the_interpreter = child(__file__)
 
 
 def held(cache: TurboQuantCache) -> list[dict[str, object]]:

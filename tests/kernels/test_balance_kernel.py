@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import states
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child, gpu
+from kernel_cases import INTERPRETED, child, gpu
 
 from tq_hf import TurboQuantConfig
 from tq_hf.codec import balance
@@ -82,25 +82,16 @@ def check(
     return found
 
 
-@child
-def test_all_cases_in_the_interpreter() -> None:
-    """Runs this file again with the interpreter switched on before Triton is imported."""
-    pytest.importorskip("triton")
-    assert_passes_in_the_interpreter(__file__)
+test_all_cases_in_the_interpreter = child(__file__)
 
 
-def split(shape: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What says how a prompt is made, and the rest."""
-    made = ("tokens", "dims", "dtype", "batch")
-    return {k: v for k, v in shape.items() if k in made}, {k: v for k, v in shape.items() if k not in made}
-
-
-def check_shape(shape: dict[str, Any], device: torch.device) -> None:
-    made, options = split(shape)
-    found = check(prompt(**made), device, **options)
-    enough = made.get("tokens", 300) >= 32
+def check_shape(
+    device: torch.device, first: int = 0, shown: bool = True, padding: int = 0, tokens: int = 300, **made: Any
+) -> None:
+    found = check(prompt(tokens, **made), device, first, shown, padding)
+    enough = tokens >= 32
     assert (found.values != 1).any() == enough
-    assert (found.keys != 1).any() == (enough and options.get("shown", True))
+    assert (found.keys != 1).any() == (enough and shown)
 
 
 def check_strange(what: str, which: int, device: torch.device) -> None:
@@ -137,7 +128,7 @@ if INTERPRETED:
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_factors_are_those_of_torch(shape: dict[str, Any]) -> None:
-        check_shape(shape, CPU)
+        check_shape(CPU, **shape)
 
     @pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
     @pytest.mark.parametrize("what", STRANGE)
@@ -154,7 +145,7 @@ if INTERPRETED:
 @gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_factors_are_those_of_torch_on_a_gpu(shape: dict[str, Any]) -> None:
-    check_shape(shape, GPU)
+    check_shape(GPU, **shape)
 
 
 @gpu
@@ -174,7 +165,7 @@ def test_a_store_asks_for_them_on_a_gpu() -> None:
     check_store(GPU)
 
 
-def test_wide_heads_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_heads_are_left_to_torch() -> None:
     """Of more than 256 channels, as is everything of theirs."""
     made = prompt(dims=(264, 8), tokens=64)
     out = Factors.ones(2, HEADS, 264, 8, CPU)

@@ -10,7 +10,6 @@ import torch
 from kernel_cases import (
     INTERPRETED,
     Case,
-    assert_passes_in_the_interpreter,
     child,
     gpu,
     make_inputs,
@@ -89,10 +88,7 @@ def check(case: Case, device: torch.device) -> None:
     assert relative_rms(run_decode(inputs), oracle(inputs)) <= TOLERANCE[case.dtype]
 
 
-@child
-def test_all_cases_in_the_interpreter() -> None:
-    """Runs this file again with the interpreter switched on before Triton is imported."""
-    assert_passes_in_the_interpreter(__file__)
+test_all_cases_in_the_interpreter = child(__file__)
 
 
 if INTERPRETED:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child, relative_rms
+from kernel_cases import INTERPRETED, child, relative_rms
 from tiny_models import VOCAB, build
 
 from tq_hf import TurboQuantCache
@@ -191,6 +191,4 @@ def test_a_model_runs_no_tiles_in_python_on_a_gpu(name: str, monkeypatch) -> Non
     check_model(name, "cuda", monkeypatch)
 
 
-@child
-def test_passes_in_the_interpreter() -> None:
-    assert_passes_in_the_interpreter(__file__)
+test_passes_in_the_interpreter = child(__file__)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from kernel_cases import (
     INTERPRETED,
-    assert_passes_in_the_interpreter,
     child,
     gpu,
     packed_of,
@@ -105,10 +104,7 @@ def check(case: Case, device: torch.device) -> None:
         assert room.isnan().sum() == room.numel() - got.numel(), "wrote outside of the given rows"
 
 
-@child
-def test_all_cases_in_the_interpreter() -> None:
-    """Runs this file again with the interpreter switched on before Triton is imported."""
-    assert_passes_in_the_interpreter(__file__)
+test_all_cases_in_the_interpreter = child(__file__)
 
 
 if INTERPRETED:

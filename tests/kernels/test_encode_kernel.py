@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child, gpu, packed_of, random_factors
+from kernel_cases import INTERPRETED, child, gpu, packed_of, random_factors
 
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
@@ -251,10 +251,7 @@ def check_e4m3(device: torch.device) -> None:
     assert ((got_codes - rows).abs() <= (rows.abs() * 2**-4 + 2**-10) * 1.001).all()
 
 
-@child
-def test_all_cases_in_the_interpreter() -> None:
-    """Runs this file again with the interpreter switched on before Triton is imported."""
-    assert_passes_in_the_interpreter(__file__)
+test_all_cases_in_the_interpreter = child(__file__)
 
 
 if INTERPRETED:

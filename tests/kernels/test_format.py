@@ -7,17 +7,14 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child
+from kernel_cases import INTERPRETED, child
 from tq_kernels.format import due_blocks
 
 LENGTHS = [0, 1, 4, 5, 127, 128, 131, 132, 133, 259, 260, 261, 387, 388, 2**31 - 1]
 WINDOWS = [(0, 0), (4, 0), (4, 128), (0, 1), (130, 200)]
 
 
-@child
-def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    assert_passes_in_the_interpreter(__file__)
+test_under_the_interpreter = child(__file__)
 
 
 @pytest.mark.parametrize(("sinks", "residual"), WINDOWS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child, gpu, relative_rms
+from kernel_cases import INTERPRETED, child, gpu, relative_rms
 from paged_cases import Inputs, Step, cumulative, make, sequences_of
 
 pytest.importorskip("triton")
@@ -84,10 +84,7 @@ def check(step: Step, device: torch.device) -> None:
     assert_same_pool(inputs, expected)
 
 
-@child
-def test_all_steps_in_the_interpreter() -> None:
-    """Runs this file again with the interpreter switched on before Triton is imported."""
-    assert_passes_in_the_interpreter(__file__)
+test_all_steps_in_the_interpreter = child(__file__)
 
 
 def check_chunks(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, Case, assert_passes_in_the_interpreter, child, gpu, relative_rms
+from kernel_cases import INTERPRETED, Case, child, gpu, relative_rms
 from prefix_cases import make_prefix_inputs, oracle, run_prefix
 
 from tq_hf import TurboQuantConfig
@@ -60,10 +60,7 @@ def check(case: Case, beside: bool, device: torch.device, **options: object) -> 
     assert relative_rms(out, oracle(prefix.inputs)) <= TOLERANCE[case.dtype]
 
 
-@child
-def test_all_cases_in_the_interpreter() -> None:
-    """Runs this file again with the interpreter switched on before Triton is imported."""
-    assert_passes_in_the_interpreter(__file__)
+test_all_cases_in_the_interpreter = child(__file__)
 
 
 if INTERPRETED:

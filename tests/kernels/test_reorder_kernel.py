@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import all_packed, filled, states
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child, gpu
+from kernel_cases import INTERPRETED, child, gpu
 
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.backend import HAS_TRITON
@@ -40,11 +40,7 @@ def check(order: list[int], device: torch.device, longest: int = 300) -> None:
             assert torch.equal(tensor, want)
 
 
-@child
-def test_all_cases_in_the_interpreter() -> None:
-    """Runs this file again with the interpreter switched on before Triton is imported."""
-    pytest.importorskip("triton")
-    assert_passes_in_the_interpreter(__file__)
+test_all_cases_in_the_interpreter = child(__file__)
 
 
 if INTERPRETED:

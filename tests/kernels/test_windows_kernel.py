@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child, gpu, relative_rms
+from kernel_cases import INTERPRETED, child, gpu, relative_rms
 from window_cases import CHUNKS, TOTALS, Requests, cumulative
 
 pytest.importorskip("triton")
@@ -53,10 +53,7 @@ def check(requests: Requests, dtype: torch.dtype, steps: list[list[int]], **opti
                 assert relative_rms(out, expected) <= TOLERANCE[dtype]
 
 
-@child
-def test_all_steps_in_the_interpreter() -> None:
-    """Runs this file again with the interpreter switched on before Triton is imported."""
-    assert_passes_in_the_interpreter(__file__)
+test_all_steps_in_the_interpreter = child(__file__)
 
 
 def test_a_copied_step_is_not_taken_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

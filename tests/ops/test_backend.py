@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import assert_unchanged, snapshot
-from kernel_cases import INTERPRETED, assert_passes_in_the_interpreter, child
+from kernel_cases import INTERPRETED, child
 
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import reference_attention
@@ -21,9 +21,7 @@ DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] + (["cpu"] if INTERPRET
 HEADS, GROUP, DIM = 2, 3, 32
 
 
-@child
-def test_under_the_interpreter():
-    assert_passes_in_the_interpreter(__file__)
+test_under_the_interpreter = child(__file__)
 
 
 def states(tokens: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

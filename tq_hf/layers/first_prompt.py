@@ -14,6 +14,7 @@ from tq_kernels.format import NEAR
 from transformers.utils import logging
 
 from ..codec.balance import key_gain
+from ..stores.graph_ops import captures
 from ..tensors.window import KeyValue
 from .compressed import TurboQuantLayer
 
@@ -42,9 +43,7 @@ class FirstPrompt:
     @property
     def ready(self) -> bool:
         """Whether there is one, and the device may be waited for: not while a graph of its work is made."""
-        if not self.seen or torch.compiler.is_compiling():
-            return False
-        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        return bool(self.seen) and not (torch.compiler.is_compiling() or captures())
 
     def see(self, index: int, keys: torch.Tensor) -> None:
         """A layer is given keys `[B, Hkv, S, D]`, which count if they are numbers."""

@@ -148,8 +148,6 @@ def balance(
     valid: torch.Tensor | None,
 ) -> None:
     """`tq_hf.codec.balance.factors` on the GPU."""
-    if valid is not None and len(valid) != len(keys):
-        valid = valid.expand(len(keys), -1)
     with launching_on(keys.device):
         balance_channels(
             None if queries is None else _rows(queries),
@@ -157,7 +155,7 @@ def balance(
             _rows(values),
             *out,
             first=first,
-            valid=valid,
+            valid=None if valid is None else valid.expand(len(keys), -1),
             allocate=allocator(current_workspace(keys.device), "balance", keys.device),
         )
 
