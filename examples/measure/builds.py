@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from sass import Compiled, build, build_split, plan, target_of
@@ -19,20 +20,37 @@ from tq_kernels.codec.launch import dequantise_config, encode_config
 from tq_kernels.codec.quantise import CORRECTIONS, LEVELS
 from tq_kernels.decode.append import rotate_and_append
 from tq_kernels.decode.appender import rotate_columns
+from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
 from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.format import padded_dim
+from tq_kernels.paged.append import append_tails, rotate_and_append_single
+from tq_kernels.paged.encode import encode_completed
+from tq_kernels.paged.reduce import reduce_splits_paged
+from tq_kernels.paged.split import decode_split_paged
+from tq_kernels.paged.split_fragments import decode_split_paged_fragments
+from tq_kernels.paged.windows import STAGES, window_attention
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.attention_fragments import prefix_attention_fragments
 from tq_kernels.prefix.dense import dense_attention
 from tq_kernels.prefix.dense_launch import dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 
+from tq_hf import PRESETS, TurboQuantConfig
+from tq_hf.tensors.pages import rows_per_page
+
 Arch = int | str
 Bits = tuple[int, int]
+SEQUENCES = 64
+"""Sequences of a batch that kernels over pages are compiled for."""
 MATRIX = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
+
+
+def bits_of(preset: str) -> Bits:
+    """Bits of a preset's keys and values."""
+    return PRESETS[preset].key_bits, PRESETS[preset].value_bits
 
 
 def tile_of(dim: int, least: int = 16) -> int:
@@ -164,6 +182,102 @@ def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     p = plan(arch, *bits, dim=dim)
     types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", *["i32"] * 13]
     return build(reduce_splits, types, p.reduce_constants, arch, num_warps=p.reduce_warps)
+
+
+def place(preset: str, dim: int) -> tuple[int, int]:
+    """Rows of a ring's page, and words of a block."""
+    layout = TurboQuantConfig.from_preset(preset).layout(dim)
+    return rows_per_page(layout, torch.float16), layout.block_bytes // 4
+
+
+def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
+    bits = bits_of(preset)
+    return plan_decode(SEQUENCES, 32, 8, 1, dim, dim, *bits, True, 256, 128, False, 0, softcap, False, target_of(arch))
+
+
+def build_paged_split(
+    arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False, sinks: int = 0
+) -> tuple[Any, Plan]:
+    p, bits = plan_for(arch, preset, dim, softcap), bits_of(preset)
+    before = () if arch == 75 else (sinks,)
+    constants = (dim, dim, *bits, True, softcap, *before, *place(preset, dim), SEQUENCES, *p.tile_constants)
+    limit = {"maxnreg": p.config.registers} if p.config.registers else {}
+    compiled = build(
+        decode_split_paged_fragments if arch == 75 else decode_split_paged,
+        ["*fp32", "*i32", "*i32", "*i32", "*fp16", *["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 9, "fp32", "fp32",
+         *["i32"] * 6],
+        constants,
+        arch,
+        num_warps=p.config.warps,
+        num_stages=p.config.stages,
+        **limit,
+        **({"launch_pdl": True} if arch >= 90 else {}),
+    )  # fmt: skip
+    return compiled, p
+
+
+def build_small(arch: int, dim: int = 128) -> list[Any]:
+    """The kernels that rotate and append a step's rows, reduce splits, and append the rows that no block took."""
+    p, tile = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim)
+    rotate = build(
+        rotate_and_append_single,
+        [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
+        (dim, tile, *place("4bit_nc", dim), *p.rotate_constants[1:]),
+        arch,
+        num_warps=2,
+    )
+    reduce = build(
+        reduce_splits_paged,
+        ["*fp32", "*fp16", "*fp16", "*fp32", "*i32", "*i32", "*fp16", *["i32"] * 9],
+        (True, 4, SEQUENCES, *p.reduce_constants),
+        arch,
+        num_warps=p.reduce_warps,
+    )
+    append = build(
+        append_tails,
+        [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7],
+        (dim, tile, *place("4bit_nc", dim)),
+        arch,
+        num_warps=4,
+    )
+    return [rotate, reduce, append]
+
+
+def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16", sinks: int = 0) -> Any:
+    """The encoder of blocks that new tokens complete."""
+    on, bits, stored = target_of(arch), bits_of(preset), padded_dim(dim)
+    config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
+    constants = (
+        *(dim, stored, tile_of(stored), *bits, True, *[LEVELS[own] for own in bits]),
+        *(CORRECTIONS["norm"], CORRECTIONS["projection"], MATRIX[dtype], config.k_step),
+        *("tf32x3" if on.asm else "ieee", sinks, *place(preset, dim), SEQUENCES, on.asm),
+    )
+    types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
+    return build(encode_completed, types, constants, arch, num_warps=config.warps)
+
+
+def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False, sinks: int = 0) -> Any:
+    on, bits = target_of(arch), bits_of(preset)
+    config = prefix_config(128, 128, *bits, on)
+    flags = (True, True, 0, softcap, False, split)
+    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES, sinks))
+    types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
+    types += ["*i32"] * 3
+    numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5
+    types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
+    return build(prefix_attention, types, constants, arch, num_warps=config.warps)
+
+
+def build_windows(
+    arch: int | str, dim: int = 128, *, dtype: str = "bf16", softcap: bool = False, split: bool = False
+) -> Any:
+    """Decode over sliding windows, with learned sinks."""
+    tile = tile_of(dim)
+    config = dense_config(tile, 1, False, target_of(arch))
+    flags = (softcap, True, split, MATRIX[dtype])
+    constants = (dim, tile, 37, *flags, config.block_rows, config.block_tokens, STAGES)
+    types = [*[f"*{dtype}"] * 4, "*i32", "*i32", *[f"*{dtype}"] * 2, "*fp32", "*fp32", *["i32"] * 13, "fp32", "fp32"]
+    return build(window_attention, types, constants, arch, num_warps=config.warps)
 
 
 BUILDERS: dict[str, Callable[..., Compiled]] = {

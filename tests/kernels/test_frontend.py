@@ -20,10 +20,20 @@ triton = pytest.importorskip("triton")
 
 import sass  # noqa: E402
 import tq_kernels  # noqa: E402
-from builds import BUILDERS, build_balance, build_reorder, build_rotate, launched  # noqa: E402
+from builds import (  # noqa: E402
+    BUILDERS,
+    build_balance,
+    build_completed,
+    build_paged_split,
+    build_prompts,
+    build_reorder,
+    build_rotate,
+    build_small,
+    build_windows,
+    launched,
+)
 from kernel_cases import INTERPRETED  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
-from test_paged_compile import build_completed, build_paged_split, build_prompts, build_small, build_windows  # noqa: E402
 from triton._C.libtriton import ir  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 
