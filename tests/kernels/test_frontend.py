@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tq_kernels
+from triton._C.libtriton import ir
+from triton.compiler import make_backend
 
-triton = pytest.importorskip("triton")
-
-import sass  # noqa: E402
-import tq_kernels  # noqa: E402
-from builds import (  # noqa: E402
+from examples.measure.compile import sass
+from examples.measure.compile.builds import (
     BUILDERS,
     build_balance,
     build_completed,
@@ -32,10 +32,8 @@ from builds import (  # noqa: E402
     build_windows,
     launched,
 )
-from kernel_cases import INTERPRETED  # noqa: E402
-from test_decode_compile import BITS  # noqa: E402
-from triton._C.libtriton import ir  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
+from tests.kernels.test_decode_compile import BITS
+from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

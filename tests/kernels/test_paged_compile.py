@@ -6,19 +6,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tq_kernels.paged.append import append_tails, rotate_and_append_single
+from tq_kernels.paged.encode import encode_completed
+from tq_kernels.paged.reduce import reduce_splits_paged
+from tq_kernels.paged.split import decode_split_paged
+from tq_kernels.paged.windows import window_attention
 
-triton = pytest.importorskip("triton")
-
-from builds import build_completed, build_paged_split, build_prompts, build_small, build_windows  # noqa: E402
-from kernel_cases import INTERPRETED  # noqa: E402
-from limits import cards, within  # noqa: E402
-from sass import SHARED, build_split, inner_loop, loops, per_element, resources  # noqa: E402
-from test_decode_compile import BITS  # noqa: E402
-from tq_kernels.paged.append import append_tails, rotate_and_append_single  # noqa: E402
-from tq_kernels.paged.encode import encode_completed  # noqa: E402
-from tq_kernels.paged.reduce import reduce_splits_paged  # noqa: E402
-from tq_kernels.paged.split import decode_split_paged  # noqa: E402
-from tq_kernels.paged.windows import window_attention  # noqa: E402
+from examples.measure.compile.builds import (
+    build_completed,
+    build_paged_split,
+    build_prompts,
+    build_small,
+    build_windows,
+)
+from examples.measure.compile.sass import SHARED, build_split, inner_loop, loops, per_element, resources
+from tests.kernels.test_decode_compile import BITS
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.limits import cards, within
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
