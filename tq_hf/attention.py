@@ -10,10 +10,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from .compat import is_tracing, takes_attention_functions
+from .layers.handle import observe_queries, resolve
 from .ops import dispatch, triton_backend
 from .stores import graph_ops
 from .stores.checks import check_room
-from .stores.ticket import redeem, show_queries
 from .tensors.view import StepView, is_first
 
 NAME = "turboquant"
@@ -61,13 +61,13 @@ def turboquant_attention(
     Raises:
         ValueError: The arguments ask for what there is no way to compute.
     """
-    show_queries(key, query, attention_mask)
+    observe_queries(key, query, attention_mask)
     if sinks is not None:
         raise ValueError(
             f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
             'with `attn_implementation="eager"`; the cache works with it.'
         )
-    held, key, value = redeem(key, value, module)
+    held, key, value = resolve(key, value, module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if block_indices is not None:
         # Made by the model itself for "eager" and "sdpa", by name; other functions are left to it.

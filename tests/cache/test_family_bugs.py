@@ -9,7 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from examples.measure.quality.family_check import difference, forward
 from examples.measure.quality.family_configs import tiny_model
 from tq_hf import TurboQuantCache, TurboQuantLayer
-from tq_hf.stores.watched import Watched
+from tq_hf.layers.handle import LazyStates
 
 DENSE = dict(residual_length=10**6)
 
@@ -36,13 +36,13 @@ def returned(monkeypatch):
     return seen
 
 
-def test_a_ticket_is_refused_with_other_values():
+def test_a_handle_is_refused_with_other_values():
     """DiffLlama gives attention the keys of `update` and other values."""
     model = tiny_model("diffllama", "turboquant")
     cache = TurboQuantCache(model.config, **DENSE)
     logits = forward(model, cache)
     assert difference(logits, forward(model, DynamicCache(config=model.config))) < 2e-3
-    assert not layer_of(cache)._receipt.signed
+    assert not layer_of(cache).reads_packed
 
 
 def test_a_model_that_computes_with_cached_values_gets_them(returned):
@@ -51,24 +51,23 @@ def test_a_model_that_computes_with_cached_values_gets_them(returned):
     cache = TurboQuantCache(model.config, **DENSE)
     logits = forward(model, cache)
     assert difference(logits, forward(model, DynamicCache(config=model.config))) < 2e-3
-    assert layer_of(cache)._receipt.signed
-    assert all(type(keys) is Watched and type(values) is Watched for keys, values in returned)
+    assert layer_of(cache).reads_packed
+    assert all(type(keys) is LazyStates and type(values) is LazyStates for keys, values in returned)
 
 
-def test_placeholders_only_where_the_model_left_states_alone(returned):
-    """Each kind of call is watched once; after that its stand-ins are not watched, and nobody reads them."""
+def test_states_of_a_model_that_leaves_them_alone_are_never_made(returned):
     model = tiny_model("llama", "turboquant")
     cache = TurboQuantCache(model.config, **DENSE)
     with torch.no_grad():
         for length in (9, 1, 3, 1, 3):
             model(ids(1, length), past_key_values=cache)
     layers = len(cache.layers)
-    watched = [type(keys) is Watched for keys, _ in returned[::layers]]
-    assert watched == [True, True, True, False, False]
-    assert all(bool(keys.isnan().all()) for keys, _ in returned[-layers:])
+    assert [type(keys) is LazyStates for keys, _ in returned[::layers]] == [True] * 5
+    assert not any(tensor._handle.touched for pair in returned for tensor in pair)
+    assert all(layer.is_untouched for layer in cache.layers)
 
 
-def test_a_prompt_is_not_watched_for_other_attention(returned):
+def test_a_prompt_is_not_lazy_for_other_attention(returned):
     model = tiny_model("llama")
     with torch.no_grad():
         model(ids(1, 9), past_key_values=TurboQuantCache(model.config))
@@ -78,7 +77,7 @@ def test_a_prompt_is_not_watched_for_other_attention(returned):
 @pytest.mark.parametrize(
     "operation", [lambda x: x + 0, lambda x: torch.cat([x, x]), lambda x: x.cpu(), lambda x: x[..., 0]]
 )
-def test_a_watched_tensor_becomes_the_states_at_any_operation(operation):
+def test_a_lazy_tensor_becomes_the_states_at_any_operation(operation):
     model = tiny_model("llama", "turboquant")
     cache = TurboQuantCache(model.config, **DENSE)
     with torch.no_grad():
@@ -86,9 +85,9 @@ def test_a_watched_tensor_becomes_the_states_at_any_operation(operation):
     layer = layer_of(cache)
     new = torch.randn(1, 4, 1, 16)
     keys, _ = layer.update(new, new)
-    assert type(keys) is Watched and keys.shape == (1, 4, 10, 16) and not layer._receipt.read
+    assert type(keys) is LazyStates and keys.shape == (1, 4, 10, 16) and layer.is_untouched
     assert torch.equal(operation(keys), operation(layer.keys))
-    assert layer._receipt.read
+    assert not layer.is_untouched
 
 
 @pytest.mark.parametrize("room", [None, 40])

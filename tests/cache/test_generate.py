@@ -224,7 +224,7 @@ def test_the_attention_function_reads_the_packed_store_only_where_it_gets_the_ke
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)
     logits = decode_logits(model, cache, prompts(1, 140))
     assert logits.isfinite().all()
-    assert all(layer._receipt.signed == (name == "llama") for layer in packed_layers(cache))
+    assert all(layer.reads_packed == (name == "llama") for layer in packed_layers(cache))
 
 
 def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():

@@ -32,7 +32,7 @@ def test_a_filled_cache_is_read_as_after_a_prefill(name, room):
     cache = TurboQuantCache(model.config, max_cache_len=room)
     fill(cache, model, batch=2, context=60)
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {60}
-    assert all(layer.reads_store for layer in cache.layers if not layer.is_sliding)
+    assert all(layer.reads_packed for layer in cache.layers if not layer.is_sliding)
     ids = torch.randint(3, 100, (2, 61))
     go_on(model, ids, cache, 3, **({} if room is None else {"custom_generate": graph_decoding}))
     assert int(cache.get_seq_length()) == 63

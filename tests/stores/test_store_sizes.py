@@ -24,11 +24,9 @@ from tests.support.helpers import (
 from tests.support.store_cases import SIZES, configs
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
 from tq_hf.config import GROWTH
+from tq_hf.layers.handle import LazyStates, resolve
 from tq_hf.ops import dispatch
 from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.ticket import redeem, step_placeholders
-from tq_hf.stores.watched import Watched
-from tq_hf.tensors.layer_tensors import RowKind
 
 # Sizes and work
 
@@ -179,31 +177,32 @@ def test_a_preallocated_layer_holds_and_shows_what_a_growing_one_does(config, pr
 
 @pytest.mark.parametrize("name", ["turboquant", "sdpa", "eager"])
 def test_a_layer_knows_the_attention_its_model_has_now(name):
-    """By the config of the module that took its ticket, whatever config the cache was made from."""
+    """By the config of the module that resolved its handle, whatever config the cache was made from."""
     module = SimpleNamespace(config=llama_config(1))
     layer = TurboQuantLayer(all_packed())
     for attention in ("turboquant", name, "turboquant"):
         module.config._attn_implementation = attention
         keys, values = layer.update(*states(0, tokens=2))
-        assert redeem(keys, values, module)[0] is not None
+        assert resolve(keys, values, module)[0] is not None
         keys, _ = layer.update(*states(1, tokens=2))
-        assert (type(keys) is Watched) == (attention == "turboquant")
+        assert (type(keys) is LazyStates) == (attention == "turboquant")
 
 
-def test_placeholders_of_a_step_are_those_of_any_call():
-    nan = torch.full((1, 1, 1, 1), torch.nan, dtype=torch.bfloat16)
-    other = nan.float()
-    for heads, tokens, dim, one in [
-        (2, 5, 16, nan),
-        (2, 5, 16, nan),
-        (2, 6, 16, nan),
-        (4, 6, 16, nan),
-        (4, 6, 16, other),
+def test_lazy_states_have_the_shape_of_what_they_stand_for_and_a_handle_each():
+    for heads, length, dim, dtype in [
+        (2, 5, 16, torch.bfloat16),
+        (2, 6, 16, torch.bfloat16),
+        (4, 6, 16, torch.float32),
     ]:
-        kind = RowKind((1, heads, 1, dim), (1, heads, 1, 8), one.dtype, one.device)
-        keys, values = step_placeholders(kind, tokens, one)
-        assert (keys.shape, values.shape) == ((1, heads, tokens, dim), (1, heads, tokens, 8))
-        assert keys.dtype == values.dtype == one.dtype and keys.isnan().all() and values.isnan().all()
-        again, _ = step_placeholders(kind, tokens, one)
-        keys.ticket = 1
-        assert not hasattr(again, "ticket")
+        layer = TurboQuantLayer(all_packed())
+        module = SimpleNamespace(config=llama_config(1))
+        module.config._attn_implementation = "turboquant"
+        resolve(*layer.update(*states(0, heads=heads, tokens=length, dim=dim, dtype=dtype)), module)
+        pairs = [layer.update(*states(1, heads=heads, tokens=1, dim=dim, dtype=dtype)) for _ in range(2)]
+        for added, (keys, values) in enumerate(pairs, 1):
+            assert (keys.shape, values.shape) == ((1, heads, length + added, dim), (1, heads, length + added, dim))
+            assert keys.size(2) == keys.size(dim=-2) == length + added and keys.dim() == values.ndim == 4
+            assert not keys._handle.touched
+            assert keys.dtype == values.dtype == dtype and keys.as_subclass(torch.Tensor).isnan().all()
+            assert keys._handle is values._handle and type(keys) is type(values) is LazyStates
+        assert pairs[0][0]._handle is not pairs[1][0]._handle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,34 +17,30 @@ from ..stores.base import LayerStore
 from ..stores.checks import check_room, check_states
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
-from ..stores.ticket import Receipt, Ticket, attach, step_placeholders
-from ..stores.watched import Watch
 from ..tensors.factors import Factors
 from ..tensors.view import StepView, StoreView, is_first
 from ..tensors.window import KeyValue
 from . import advice
 from .base import FullAttentionLayer, check_crop
-
-_FIRST, _SEVERAL, _ONE = "a prompt", "several tokens", "one token"
-"""Kinds of call: a model may treat each in its own way."""
+from .handle import Handle, placeholders
 
 
 class TurboQuantLayer(FullAttentionLayer):
     """A full-attention layer whose keys and values are held compressed.
 
-    What `update` returns depends on who will read it. The attention function "turboquant" reads the packed store, by a
-    ticket on the keys (see `tq_hf.stores.ticket`). Any other attention reads dequantised states; so does a model whose
-    keys never reach the attention function as they left `update` (MLA latents, models without an attention interface).
-    The layer finds out by itself: `update` returns real states with a ticket attached, and only after the attention
-    function of a model has taken one, and while that model still uses it, stand-ins. Those become real states if the
-    model computes with them (see `tq_hf.stores.watched`); only where it was seen to leave them alone in a call of the
-    same kind (a prompt, several tokens after it, one token) they are placeholders.
+    What `update` returns depends on who reads it. The attention function "turboquant" reads the packed store, by a
+    handle on the keys and values (see `tq_hf.layers.handle`); a layer whose handle it has resolved returns lazy states,
+    for as long as that model uses it. Any other attention reads dequantised states; so does a model whose keys do not
+    reach attention as they left `update` (MLA latents, models without an attention interface).
+
+    A compiled step goes by one bit: did the last eager call hand its states to attention and do nothing else with them?
+    If so it returns placeholders, otherwise dequantised states.
 
     Args:
         config: What to compress to.
         max_cache_len: Tokens to preallocate for and never exceed, or `None`.
         model_config: The config of the model, held weakly. While it names another attention than "turboquant" the
-            states of a prompt are not watched: other attention functions may be compiled.
+            states of a prompt are not lazy: other attention functions may be compiled.
     """
 
     is_sliding = False
@@ -68,11 +63,12 @@ class TurboQuantLayer(FullAttentionLayer):
         """Factors of channels to use, if they were handed on."""
         self.awaits_queries = True
         """Whether a prompt is encoded only when attention has shown its queries, or something else is asked of it."""
-        self._receipt = Receipt()
         self._model_config = None if model_config is None else weakref.ref(model_config)
-        self._call = _FIRST
-        self._left_alone: set[str] = set()
-        """Kinds of call in which the model did nothing with the states but hand them to attention."""
+        self.reader: weakref.ref[Any] | None = None
+        """The config of the attention module that resolved a handle of this layer, held weakly; it names the attention
+        function that the model uses now."""
+        self.is_untouched = False
+        """Whether the last eager call was seen to do nothing with the states but hand them to attention."""
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -125,56 +121,58 @@ class TurboQuantLayer(FullAttentionLayer):
                 check_room(key_states.shape[2], 0, self.max_cache_len)
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        view = self.store.append(
-            key_states, value_states, wait=self.awaits_queries and not torch.compiler.is_compiling()
-        )
-        call = _FIRST if is_first(view) else _ONE if key_states.shape[2] == 1 else _SEVERAL
-        last = self._receipt
-        reader = None if last.reader is None else last.reader()
-        reads_store = reader is not None and attention_implementation(reader) == "turboquant"
-        if torch.compiler.is_compiling():  # compiled steps go on as the prefill before them did
-            known = last.left_alone or self._call in self._left_alone or call in self._left_alone
-            # Compiled code can neither watch states nor put attributes on what operators return.
-            if not (reads_store and known) and call != _FIRST:
-                return self._dense(view)
-        else:
-            if last.read:
-                self._left_alone.clear()
-            elif last.left_alone and reads_store:
-                self._left_alone.add(self._call)
-            known = call in self._left_alone
-            self._receipt, self._call = Receipt(), call
-        prompt = (key_states, value_states) if is_first(view) else None
-        return self._offered(view, prompt, reads_store, known)
+        compiling = torch.compiler.is_compiling()
+        view = self.store.append(key_states, value_states, wait=self.awaits_queries and not compiling)
+        if is_first(view):
+            return self._first_states(view, self._shown((key_states, value_states)))
+        if compiling:
+            return self._compiled_states(view)
+        handle = Handle(self, view)
+        if self.reads_packed:
+            return handle.lazy((self._nan, self._nan))
+        if key_states.shape[2] == 1 and self._nan.is_cuda:
+            advice.of_dequantised_steps(self.store.layout, self._may_read_packed())
+        return handle.attached(self.dense(view))
 
-    def _offered(self, view: StoreView | StepView, prompt: KeyValue | None, reads_store: bool, known: bool) -> KeyValue:
-        """States for `view` with a ticket on them; `prompt` are those of a first call. If attention is expected to read
-        the store they are stand-ins, watched ones unless the model is `known` to leave them alone."""
-        assert self.store is not None
-        dense: Callable[[], KeyValue]
-        if prompt is not None:
-            dense = partial(self._shown, prompt)
-            # An alias: with the ticket on the very tensor its view holds, they would keep each other alive.
-            keys, values = dense()
-            states = (keys.view_as(keys), values)
-            watches = self._may_read_store() and not torch.compiler.is_compiling()
-        else:
-            dense = partial(self._dense, view)
-            if not reads_store and self._call == _ONE and self._nan.is_cuda and not torch.compiler.is_compiling():
-                advice.of_dequantised_steps(self.store.layout, self._may_read_store())
-            states = step_placeholders(view.tensors.row, self._length(view), self._nan) if reads_store else dense()
-            watches = reads_store and not known
-        if watches:
-            self._receipt.watched = True
-            states = Watch(dense, self._receipt.note_read).over(states)
-        waiting = self.store if self.store.waits else None
-        return attach(states, Ticket(view, self._receipt, states[1], dense, waiting))
+    def _first_states(self, view: StoreView | StepView, states: KeyValue) -> KeyValue:
+        """What a first call returns: its own states."""
+        keys, values = states
+        if torch.compiler.is_compiling():
+            return states
+        handle = Handle(self, view, states)
+        # Aliases: a handle on the very tensors that it holds would keep itself alive.
+        if self._may_read_packed():
+            return handle.lazy(states)
+        return handle.attached((keys.view_as(keys), values.view_as(values)))
 
-    def _length(self, view: StoreView | StepView) -> int:
+    def _compiled_states(self, view: StoreView | StepView) -> KeyValue:
+        """What a later call within a graph returns."""
+        if self.reads_packed and self.is_untouched:
+            return placeholders(Handle(self, view), self._nan)
+        return self.dense(view)
+
+    def _may_read_packed(self) -> bool:
+        """Whether the model's config names "turboquant", or nothing is known of it."""
+        if self._model_config is None:
+            return True
+        return attention_implementation(self._model_config()) in ("turboquant", None)
+
+    @property
+    def reads_packed(self) -> bool:
+        """Whether the attention function reads the packed store at the next step: a model that uses it now has
+        resolved a handle of this layer."""
+        reader = None if self.reader is None else self.reader()
+        return reader is not None and attention_implementation(reader) == "turboquant"
+
+    def read_like(self, other: TurboQuantLayer) -> None:
+        """Let the next step read this layer as it would read `other`."""
+        self.reader, self.is_untouched = other.reader, other.is_untouched
+
+    def shown_length(self, view: StoreView | StepView) -> int:
         """Tokens that states for `view` must have."""
         return max(view.length, self.get_max_length()) if self.shows_room else view.length
 
-    def _dense(self, view: StoreView | StepView) -> KeyValue:
+    def dense(self, view: StoreView | StepView) -> KeyValue:
         """The states `view` stands for, dequantised."""
         assert self.store is not None
         return self._shown(self.store.dense(view))
@@ -186,20 +184,6 @@ class TurboQuantLayer(FullAttentionLayer):
             return states
         keys, values = (torch.nn.functional.pad(x, (0, 0, 0, room)) for x in states)
         return keys, values
-
-    def _may_read_store(self) -> bool:
-        if self._model_config is None:
-            return True
-        return attention_implementation(self._model_config()) in ("turboquant", None)
-
-    @property
-    def reads_store(self) -> bool:
-        """Whether the attention function of a model took the last ticket: the next step reads the packed store."""
-        return self._receipt.signed
-
-    def read_like(self, other: TurboQuantLayer) -> None:
-        """Let the next step read this layer as it would read `other`."""
-        self._receipt = other._receipt
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor held, by the kind `memory_footprint` reports; `{}` before the first update."""
@@ -243,8 +227,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is not None:
             self.store = self.store.reset()
         self.is_initialized = self.store is not None
-        self._receipt = Receipt()
-        self._left_alone.clear()
+        self.reader, self.is_untouched = None, False
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:

@@ -32,7 +32,7 @@ def describe(layer: TurboQuantLayer, index: int) -> tuple[dict[str, Any], dict[s
     description = {
         "class": type(layer).__name__,
         "counts": list(counts),
-        "reads_store": layer.reads_store,
+        "reads_store": layer.reader is not None,
         "optional": [name for name in OPTIONAL if name in held],
     }
     return description, held

@@ -266,7 +266,7 @@ def _modes(
                 outcome = Outcome("right" if most < tolerance else "differs", f"{most:.1e}")
                 compressed = [layer for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
                 layers = f"{len(compressed)}/{len(cache.layers)}"
-                read = "packed" if all(layer._receipt.signed for layer in compressed) else "dequantised"
+                read = "packed" if all(layer.reads_packed for layer in compressed) else "dequantised"
                 if not compressed:
                     read = ", ".join(dict.fromkeys(type(layer).__name__ for layer in cache.layers))
             if outcome.kind != "right" and room is not None:

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from examples.provenance import LLAMA_8B, RESULTS, SHIPPED_MODEL, provenance
 from tq_hf import PRESETS, TurboQuantCache
-from tq_hf.stores.ticket import redeem
+from tq_hf.layers.handle import resolve
 
 SHORT, LONG, TURN, ROOM = 4000, 32768, 500, 256
 OTHERS = {"quanto": "optimum.quanto", "hqq": "hqq"}
@@ -109,7 +109,7 @@ class Bench:
                 torch.manual_seed(layer)
                 keys, values = (torch.randn(shape, dtype=self.model.dtype) for _ in range(2))
                 # As a prefill's attention would: a compressed layer learns that its packed states are what is read.
-                redeem(*cache.update(keys, values, layer), self.model)
+                resolve(*cache.update(keys, values, layer), self.model)
             gc.collect()
 
     def steps(self, ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:

@@ -33,7 +33,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from examples.provenance import LLAMA_8B, provenance
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.late_flags import LateFlags
-from tq_hf.stores.ticket import redeem
+from tq_hf.layers.handle import resolve
 
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
 NEW_TOKENS, TIMED = 40, 32
@@ -151,7 +151,7 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int, ranks: 
         device = next(layer.parameters()).device
         keys, values = (torch.randn(shape, dtype=model.dtype, device=device) for _ in range(2))
         # As a prefill's attention would: a compressed layer learns that its packed states are what is read.
-        redeem(*cache.update(keys, values, index), model)
+        resolve(*cache.update(keys, values, index), model)
 
 
 def go_on(

@@ -29,8 +29,8 @@ from transformers import LlamaConfig
 from examples.provenance import LLAMA_8B
 from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
+from tq_hf.layers.handle import resolve
 from tq_hf.ops import triton_backend
-from tq_hf.stores.ticket import redeem
 
 CONTEXT, STEPS = 300, 100
 
@@ -89,7 +89,7 @@ def decode_steps(
 
     for layer in range(layers):
         _, keys, values = states(CONTEXT)
-        redeem(*cache.update(keys, values, layer), module)
+        resolve(*cache.update(keys, values, layer), module)
     query, keys, values = states(1)
     for _ in range(STEPS):
         start = time.thread_time()

@@ -1,0 +1,178 @@
+"""How attention finds the compressed layer behind the keys and values that a model hands it.
+
+transformers calls attention with tensors only. So `TurboQuantLayer.update` puts a `Handle` on the keys and values that
+it returns, and `turboquant_attention` calls `resolve` to get at the packed store. A tensor that the model makes of the
+keys (an up-projection of latents, repeated heads, a copy on another device) has no handle: attention then reads states.
+
+Where attention will resolve the handle, nobody needs the states, and the tensors are *lazy*. A lazy tensor has the
+shape, dtype and device of the states, and becomes the states at the first operation on it. A model may compute with
+what `update` returns (Doge makes a mask of its values, DiffLlama rearranges them): the result is right, and the layer
+learns that the model does so. A compiler cannot trace lazy tensors; see `TurboQuantLayer`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from ..compat import as_plain_tensors
+from ..stores.base import LayerStore
+from ..tensors.layer_tensors import dense_shapes
+from ..tensors.view import StepView, StoreView, is_first
+from ..tensors.window import KeyValue
+
+
+class Owner(Protocol):
+    """What a handle asks of its layer; see `TurboQuantLayer`."""
+
+    store: LayerStore | None
+    reader: weakref.ref[Any] | None
+    is_untouched: bool
+
+    def dense(self, view: StoreView | StepView) -> KeyValue:
+        """The states of a view."""
+
+    def shown_length(self, view: StoreView | StepView) -> int:
+        """Tokens of these states."""
+
+
+class Handle:
+    """What a layer holds, for one call of the model.
+
+    Args:
+        layer: The layer.
+        view: What the queries of the call attend to.
+        states: The keys and values themselves, if they are there already.
+    """
+
+    def __init__(self, layer: Owner, view: StoreView | StepView, states: KeyValue | None = None) -> None:
+        self.layer = layer
+        self.view = view
+        self._states = states
+        self.is_lazy = False
+        self.touched = False
+        """Whether the model computed with the states."""
+
+    def lazy(self, bases: KeyValue) -> KeyValue:
+        """Lazy keys and values. `bases` have their dtype and device."""
+        self.is_lazy = True
+        keys, values = bases[0].as_subclass(LazyStates), bases[1].as_subclass(LazyStates)
+        keys._handle = values._handle = self
+        keys._index, values._index = 0, 1
+        return keys, values
+
+    def attached(self, states: KeyValue) -> KeyValue:
+        """`states`, with this handle on them."""
+        for tensor in states:
+            tensor._handle = self  # type: ignore[attr-defined]
+        return states
+
+    def shape(self, index: int) -> torch.Size:
+        """Shape of the keys (0) or values (1)."""
+        if self._states is not None:
+            return self._states[index].shape
+        return dense_shapes(self.view.tensors.row, self.layer.shown_length(self.view))[index]
+
+    def states(self) -> KeyValue:
+        """The keys and values, made at the first call. The model is said to have computed with them."""
+        self.touched = True
+        self.layer.is_untouched = False
+        if self._states is None:
+            self._states = self.layer.dense(self.view)
+        return self._states
+
+
+_SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_OF_THE_BASE: set[Any] = {
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dim,
+    torch.Tensor.is_floating_point,
+}
+"""Questions to a lazy tensor that its base answers as the states would."""
+
+
+class LazyStates(torch.Tensor):
+    """Keys or values that are made at the first operation on them; see the module."""
+
+    _handle: Handle
+    _index: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (_SHAPE, torch.Tensor.size):
+            shape = args[0]._handle.shape(args[0]._index)
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            return shape if dim is None else shape[dim]
+        with as_plain_tensors():
+            if func not in _OF_THE_BASE:
+                args, kwargs = _real(args), _real(kwargs)
+            return func(*args, **kwargs)
+
+
+def _real(value: Any) -> Any:
+    """`value`, an argument of an operation, with states in place of lazy tensors."""
+    if isinstance(value, LazyStates):
+        return value._handle.states()[value._index]
+    if type(value) in (tuple, list):
+        return type(value)(_real(item) for item in value)
+    if type(value) is dict:
+        return {name: _real(item) for name, item in value.items()}
+    return value
+
+
+def placeholders(handle: Handle, nan: torch.Tensor) -> KeyValue:
+    """Keys and values of a compiled step that only attention may read, by their handle: right shape, dtype and device,
+    no memory, and NaN for whoever reads them all the same. `nan` is one NaN, `[1, 1, 1, 1]`."""
+    return handle.attached((nan.expand(handle.shape(0)), nan.expand(handle.shape(1))))
+
+
+def _handle_of(tensor: torch.Tensor) -> Handle | None:
+    return getattr(tensor, "_handle", None)
+
+
+def observe_queries(keys: torch.Tensor, query: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Give the queries `[B, Hq, S, Dk]` of a call to the store behind `keys`, if it deferred the encoding of a prompt
+    until it has them. `mask` tells which tokens are padding."""
+    handle = _handle_of(keys)
+    if handle is not None and (store := handle.layer.store) is not None and store.waits:
+        store.encode_prompt(query, _attended(mask, handle.view.length, query.shape[2]))
+
+
+def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tensor | None:
+    """Which of the newest `tokens` of `length` the last query attends to, `[B or 1, tokens]` bool; `None` for all."""
+    if mask is None:
+        return None
+    row = mask[:, 0, -1, length - tokens : length]
+    return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
+
+
+def resolve(
+    keys: torch.Tensor, values: torch.Tensor, module: torch.nn.Module
+) -> tuple[StoreView | StepView | None, torch.Tensor, torch.Tensor]:
+    """What the attention of `module` reads for these keys and values: the view behind them if both have one handle, and
+    the tensors, which are the states where there is no view or the view is of a first call.
+
+    Keys with other values than their own (DiffLlama) have no view.
+    """
+    handle = _handle_of(keys)
+    if handle is None or _handle_of(values) is not handle:
+        return None, _real(keys), _real(values)
+    if not torch.compiler.is_compiling():
+        layer, config = handle.layer, getattr(module, "config", None)
+        if layer.reader is None and config is not None:
+            layer.reader = weakref.ref(config)
+        if handle.is_lazy:
+            layer.is_untouched = not handle.touched
+    if is_first(handle.view):
+        states = handle._states
+        return (handle.view, *(handle.layer.dense(handle.view) if states is None else states))
+    return handle.view, keys, values
