@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from .compat import is_tracing, takes_attention_functions
-from .layers.handle import observe_queries, resolve
+from .layers.handle import LazyStates, observe_queries, resolve
 from .ops import dispatch, triton_backend
 from .stores import graph_ops
 from .stores.checks import check_room
@@ -61,6 +61,9 @@ def turboquant_attention(
     Raises:
         ValueError: The arguments ask for what there is no way to compute.
     """
+    if isinstance(key, LazyStates) and torch.compiler.is_compiling():
+        arguments = (attention_mask, dropout, scaling, is_causal, softcap, s_aux, position_bias, indices, block_indices)
+        return _attend_outside_of_graphs(module, query, key, value, *arguments, sinks, **kwargs)
     observe_queries(key, query, attention_mask)
     if sinks is not None:
         raise ValueError(
@@ -113,6 +116,12 @@ def turboquant_attention(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
     return dispatch.attend_dense(query, key, value, attention_mask, **options), None
+
+
+@torch.compiler.disable
+def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Attention over what an update outside of graphs returned."""
+    return turboquant_attention(*args, **kwargs)
 
 
 def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal: bool) -> torch.Tensor:

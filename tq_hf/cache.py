@@ -27,6 +27,7 @@ from .inference_mode import outside_inference_mode
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
 from .layers.first_prompt import FirstPrompt
+from .layers.handle import with_own_shape
 from .layers.rollback import crop, held_lengths
 from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
@@ -215,6 +216,23 @@ class TurboQuantCache(DynamicCache):
         Raises:
             ValueError: The states do not fit the cache. It is unchanged then.
         """
+        if torch.compiler.is_compiling() and not (key_states.shape[2] == 1 and self._is_traceable(layer_idx)):
+            return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _is_traceable(self, layer_idx: int) -> bool:
+        """Whether a graph may hold the update of a layer by one token."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer is not None and layer.is_compileable and layer.is_initialized
+
+    @torch.compiler.disable
+    def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """An update that no graph can hold: of several tokens, of a layer that grows, or the first of a layer."""
+        return with_own_shape(self._update(*args, **kwargs))
+
+    def _update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "

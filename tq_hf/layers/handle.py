@@ -85,16 +85,17 @@ class Handle:
 
 
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_OF_THE_BASE: set[Any] = {
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dim,
-    torch.Tensor.is_floating_point,
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of a tensor that are tensors of its elements."""
+_METADATA: set[Any] = {
+    getattr(torch.Tensor, name)
+    for name in ("dim", "is_floating_point", "is_conj", "is_neg", "stride", "storage_offset", "untyped_storage", "_is_view")
+} | {
+    attribute.__get__
+    for name, attribute in vars(torch._C.TensorBase).items()
+    if hasattr(attribute, "__set__") and name not in _VIEWS
 }
-"""Questions to a lazy tensor that its base answers as the states would."""
+"""What is asked of a lazy tensor (by compilers, too) and needs no elements: its base answers."""
 
 
 class LazyStates(torch.Tensor):
@@ -113,7 +114,7 @@ class LazyStates(torch.Tensor):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             return shape if dim is None else shape[dim]
         with as_plain_tensors():
-            if func not in _OF_THE_BASE:
+            if func not in _METADATA:
                 args, kwargs = _real(args), _real(kwargs)
             return func(*args, **kwargs)
 
@@ -133,6 +134,16 @@ def placeholders(handle: Handle, nan: torch.Tensor) -> KeyValue:
     """Keys and values of a compiled step that only attention may read, by their handle: right shape, dtype and device,
     no memory, and NaN for whoever reads them all the same. `nan` is one NaN, `[1, 1, 1, 1]`."""
     return handle.attached((nan.expand(handle.shape(0)), nan.expand(handle.shape(1))))
+
+
+def with_own_shape(states: KeyValue) -> KeyValue:
+    """Lazy states for a graph to take in: a graph guards the shape that a tensor has beneath its class."""
+    keys, values = states
+    if not isinstance(keys, LazyStates):
+        return states
+    handle = keys._handle
+    bases = (states[index].as_subclass(torch.Tensor).expand(handle.shape(index)) for index in (0, 1))
+    return handle.lazy((next(bases), next(bases)))
 
 
 def _handle_of(tensor: torch.Tensor) -> Handle | None:
