@@ -22,7 +22,7 @@ from transformers.utils import logging
 from .auto import AutoChoice
 from .balance import Balance
 from .compat import has_attention_heads, takes_attention_functions
-from .config import TurboQuantConfig
+from .config import TurboQuantConfig, is_auto
 from .inference_mode import outside_inference_mode
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
@@ -34,7 +34,7 @@ from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
 from .saving import pickling
 from .saving.cache_file import load_cache, save_cache
-from .stores.checks import check_states
+from .stores.checks import check_states, widened
 
 logger = logging.get_logger(__name__)
 
@@ -102,7 +102,7 @@ class TurboQuantCache(DynamicCache):
             )
         if isinstance(balance, bool):
             overrides["balance"] = balance
-        auto = isinstance(preset, str) and preset.lower() == "auto"
+        auto = is_auto(preset)
         if auto and (bits := sorted(overrides.keys() & {"key_bits", "value_bits"})):
             raise ValueError(
                 f"`preset='auto'` chooses the bits, so {', '.join(bits)} cannot be given beside it. Name a preset "
@@ -303,7 +303,7 @@ class TurboQuantCache(DynamicCache):
         compressed = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)}
         if index not in compressed:
             return
-        check_states(keys, values)
+        check_states(*widened(keys, values, keys.dtype))
         if index not in choice.layers_seen:
             choice.see(index, keys, free=all(layer.store is None for layer in compressed.values()))
             for layer in compressed.values():
