@@ -24,7 +24,7 @@ from .balance import Balance
 from .compat import has_attention_heads, takes_attention_functions
 from .config import TurboQuantConfig, is_auto
 from .inference_mode import outside_inference_mode
-from .layers.base import FullAttentionLayer
+from .layers.base import FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
 from .layers.first_prompt import FirstPrompt
 from .layers.rollback import crop, held_lengths
@@ -224,6 +224,8 @@ class TurboQuantCache(DynamicCache):
             self._choose(self._choice, key_states, value_states, layer_idx)
         if self._waiting is not None:
             self._encode_waiting()
+        if not isinstance(self.layers[layer_idx], TurboQuantLayer):  # which sees to it itself
+            key_states, value_states = like_held(self.layers[layer_idx], key_states, value_states)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[2] > 1:
             layer = self.layers[layer_idx]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..stores.checks import check_kind, widened
+from ..stores.checks import check_same, widened
 from ..tensors.window import KeyValue
 
 
@@ -54,14 +54,16 @@ class FullAttentionLayer(CacheLayerMixin):
 
 
 def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
-    """Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` as a dense layer takes them (see `widened`).
+    """Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` as a layer that is not compressed takes them: see
+    `widened`.
 
     Raises:
         ValueError: The layer holds states of another dtype or on another device.
     """
     keys, values = widened(keys, values, layer.dtype if layer.is_initialized else keys.dtype)
     if layer.is_initialized:
-        check_kind(keys, values, layer.dtype, layer.device)
+        check_same("dtype", layer.dtype, keys.dtype)
+        check_same("device", layer.device, keys.device)
     return keys, values
 
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWin
 
 from ..inference_mode import outside_inference_mode
 from ..tensors.window import KeyValue
-from .base import check_crop, like_held
+from .base import check_crop
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
@@ -31,12 +31,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that their queries may see.
-
-        Raises:
-            ValueError: They have another dtype or device than those held. The layer is unchanged then.
-        """
-        key_states, value_states = like_held(self, key_states, value_states)
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that their queries may see."""
         states = super().update(key_states, value_states, *args, **kwargs)
         # After a single token no more than one row lies outside of the window; a rollback needs all there is.
         if key_states.shape[-2] > 1 and states[0].shape[-2] >= self.sliding_window and not self.record_past:
@@ -93,12 +88,7 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that their queries may see, and
-        empty room.
-
-        Raises:
-            ValueError: They have another dtype or device than those held. The layer is unchanged then.
-        """
-        key_states, value_states = like_held(self, key_states, value_states)
+        empty room."""
         if self.record_past:
             held = self._held() if self._recorded is None else self._recorded
             new = (key_states, value_states)

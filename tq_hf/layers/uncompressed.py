@@ -10,7 +10,7 @@ from transformers.cache_utils import StaticLayer
 
 from ..inference_mode import outside_inference_mode
 from ..stores.checks import check_room
-from .base import FullAttentionLayer, check_crop, like_held
+from .base import FullAttentionLayer, check_crop
 
 
 class PreallocatedLayer(FullAttentionLayer, StaticLayer):
@@ -43,10 +43,9 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         there is room for (always, if that is shown).
 
         Raises:
-            ValueError: The tokens exceed `max_cache_len`, or have another dtype or device than those held. The layer
-                is unchanged then. (In a compiled step torch's own check of the index fails.)
+            ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
+                check of the index fails.)
         """
-        key_states, value_states = like_held(self, key_states, value_states)
         tokens = key_states.shape[-2]
         if tokens == 1 and torch.compiler.is_compiling():
             self.num_held = None

@@ -38,20 +38,14 @@ def widened(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype) -> KeyV
     return keys.to(dtype), values.to(dtype)
 
 
-def check_kind(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise a `ValueError` unless these states have the dtype and are on the device of those held."""
-    if not keys.dtype == values.dtype == dtype:
-        raise _misfit("dtype", dtype, keys.dtype)
-    if not keys.device == values.device == device:
-        raise _misfit("device", device, keys.device)
-
-
-def _misfit(what: str, held: object, came: object) -> ValueError:
-    return ValueError(
-        f"This cache holds states with {what} {held}, but was given keys with {what} {came}. Use a new "
-        "TurboQuantCache for another batch or model, or call `cache.reset()` first (after which a preallocated cache "
-        "still has its batch size, dtype and device)."
-    )
+def check_same(what: str, held: object, came: object) -> None:
+    """Raise a `ValueError` unless keys that came are in this like those a cache holds."""
+    if held != came:
+        raise ValueError(
+            f"This cache holds states with {what} {held}, but was given keys with {what} {came}. Use a new "
+            "TurboQuantCache for another batch or model, or call `cache.reset()` first (after which a preallocated "
+            "cache still has its batch size, dtype and device)."
+        )
 
 
 def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
@@ -66,8 +60,7 @@ def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
         "device": (held.device, keys.device),
     }
     for what, (has, came) in expected.items():
-        if has != came:
-            raise _misfit(what, has, came)
+        check_same(what, has, came)
 
 
 def check_room(tokens: int, held: int, max_cache_len: int) -> None:
