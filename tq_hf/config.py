@@ -160,8 +160,8 @@ def preset_name(name: str) -> str:
     """
     if is_auto(name):
         raise ValueError(
-            f"Preset {name!r} chooses when it sees the first keys: only `TurboQuantCache(model.config, 'auto')` takes it. "
-            f"Name a preset: {', '.join(PRESETS)}."
+            f"Preset {name!r} chooses when it sees the first keys: only `TurboQuantCache(model.config, 'auto')` takes "
+            f"it. Name a preset: {', '.join(PRESETS)}."
         )
     plain = name.lower().removeprefix("turboquant_") if isinstance(name, str) else None
     if plain not in PRESETS:
