@@ -212,6 +212,9 @@ class TurboQuantCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` of a layer; return what attention is given.
 
+        Keys and values have one dtype, which the layer then holds. Under `torch.autocast` they may have two, and the
+        layer holds the wider one.
+
         Raises:
             ValueError: The states do not fit the cache. It is unchanged then.
         """

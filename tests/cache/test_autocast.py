@@ -19,8 +19,8 @@ CALLS = (60, 1, 1, 9, 1)
 """A prompt, decode steps, a second turn and a step: all dense, so that nothing is lost to quantisation."""
 
 
-def on(dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> torch.autocast:
-    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+def on(dtype: torch.dtype = torch.bfloat16, enabled: bool = True, device: str = "cpu") -> torch.autocast:
+    return torch.autocast(device, dtype=dtype, enabled=enabled)
 
 
 def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
@@ -31,12 +31,12 @@ def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
 def logits(model: PreTrainedModel, cache, attention: str, padded: int = 0, order=None, **options):
     """The last logits of each call `[B, calls, V]`, with autocast on or off in each."""
     model.set_attn_implementation(attention)
-    mask, found = torch.ones(2, sum(CALLS), dtype=torch.long), []
+    mask, found = torch.ones(2, sum(CALLS), dtype=torch.long, device=model.device), []
     mask[0, :padded] = 0
     for i, (tokens, enabled) in enumerate(zip(CALLS, order or [True] * len(CALLS), strict=True)):
-        with on(enabled=enabled, **options):
-            held = mask[:, : sum(CALLS[: i + 1])]
-            found.append(model(prompt(tokens, i), past_key_values=cache, attention_mask=held).logits[:, -1:])
+        with on(enabled=enabled, device=model.device.type, **options):
+            held, ids = mask[:, : sum(CALLS[: i + 1])], prompt(tokens, i).to(model.device)
+            found.append(model(ids, past_key_values=cache, attention_mask=held).logits[:, -1:])
     return torch.cat(found, 1)
 
 
@@ -55,6 +55,18 @@ def test_logits_are_those_over_a_dynamic_cache(name, attention, limit, options, 
         assert torch.equal(actual, expected)
     assert relative_error(actual, expected) < 0.05
     assert {layer.dtype for layer in cache.layers} == {torch.float32}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_on_a_gpu_logits_are_those_over_a_dynamic_cache(name, attention, limit, dtype):
+    model = build(name).to("cuda")
+    expected = logits(model, DynamicCache(config=model.config), "sdpa", dtype=dtype)
+    actual = logits(model, TurboQuantCache(model.config, max_cache_len=limit), attention, dtype=dtype)
+    assert actual.dtype == expected.dtype == dtype and relative_error(actual, expected) < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -143,16 +155,23 @@ def test_compiled_steps_are_like_eager_ones(backend, attention):
     torch._dynamo.reset()
 
 
-def test_graph_decoding_makes_another_step_for_autocast():
-    model = build("llama")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_graph_decoding_keeps_a_step_for_its_autocast(device):
+    """What it captured within one context is right in the next."""
+    model, keys = build("llama").to(device), []
     model.set_attn_implementation("turboquant")
-    cache, steps = TurboQuantCache(model.config, max_cache_len=200), []
-    for enabled in (False, True, False):
+    cache = TurboQuantCache(model.config, max_cache_len=200)
+    options = dict(do_sample=False, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
+    for enabled in (True, True, False):
         cache.reset()
-        with on(enabled=enabled):
-            model.generate(prompt(20), past_key_values=cache, max_new_tokens=4, custom_generate=graph_decoding)
-        steps.append(graph_decoding.__globals__["_kept"][cache].key)
-    assert steps[0] != steps[1] and steps[0] == steps[2]
+        with on(enabled=enabled, device=device):
+            ids, plain = prompt(20).to(device), TurboQuantCache(model.config)
+            steps = model.generate(ids, past_key_values=cache, custom_generate=graph_decoding, **options).logits
+            expected = model.generate(ids, past_key_values=plain, **options).logits
+        assert relative_error(torch.stack(steps), torch.stack(expected)) < 0.05
+        keys.append(graph_decoding.__globals__["_kept"][cache].key)
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["loaded without", "loaded within"])
