@@ -86,12 +86,12 @@ test-cuda: $(STAMP)
 
 # The tables of README.md and examples/results/README.md and the pictures, from the results in examples/results.
 tables: $(STAMP)
-	$(BIN)/python examples/measure/plots.py
-	$(BIN)/python examples/measure/make_tables.py
+	$(BIN)/python -m examples.measure.report.plots
+	$(BIN)/python -m examples.measure.report.make_tables
 
 # The notebooks' outputs, on this machine's CPU.
 notebooks: $(STAMP)
-	env CUDA_VISIBLE_DEVICES= $(BIN)/python examples/measure/run_notebooks.py
+	env CUDA_VISIBLE_DEVICES= $(BIN)/python -m examples.measure.report.run_notebooks
 
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ import lm_eval
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from provenance import provenance
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from tq_hf import PRESETS, TurboQuantCache
-
-sys.path.append(str(Path(__file__).resolve().parent / "measure"))
-from report import provenance  # noqa: E402
 
 PLAIN = "plain"
 CACHES = (PLAIN, *PRESETS, "auto")

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/multi_gpu.py --model Qwen/Qwen3-32B            # heads, a process a GPU
 
 Nothing is set for the cache: it follows the model. Prints the answer, and what the cache holds where. What each way
-costs in time is measured by `measure/bench_multi_gpu.py`.
+costs in time is measured by `measure/speed/bench_multi_gpu.py`.
 """
 
 from __future__ import annotations

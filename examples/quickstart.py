@@ -3,8 +3,8 @@
     python examples/quickstart.py
     python examples/quickstart.py --model Qwen/Qwen3-4B --tokens 32000 --presets 4bit_nc 3bit_nc
 
-The default model is the small one in `examples/needle`, made for this by `measure/train_needle.py`: no download, no
-GPU. Any causal model of the hub can take its place.
+The default model is the small one in `examples/needle`, made for this by `train_needle.py`: no download, no GPU.
+Any causal model of the hub can take its place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import needle_data as needle
 import torch
+from provenance import BASELINE, SHIPPED_MODEL, bytes_held, provenance
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,9 +29,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from tq_hf import PRESETS, TurboQuantCache
-
-sys.path.append(str(Path(__file__).resolve().parent / "measure"))
-from report import BASELINE, SHIPPED_MODEL, bytes_held, provenance  # noqa: E402
 
 MIB = 2**20
 

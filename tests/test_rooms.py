@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_packaging import KERNELS, ROOT, imported_modules
+
+from tests.test_packaging import KERNELS, ROOT, imported_modules
 
 ROOMS = {
     "tq_kernels": [["paged"], ["decode", "prefix"], ["codec"], ["common"], ["format"]],

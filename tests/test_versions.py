@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_packaging import ROOT
 
+from tests.test_packaging import ROOT
 from tq_hf import versions
 
 

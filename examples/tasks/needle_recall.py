@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-import needle_data as needle  # noqa: E402
+import needle_data as needle
 
 TOKENS, FACTS, PROMPTS = 1500, 8, 3
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from batching_cases import Stream
 from transformers.generation.continuous_batching import (
     continuous_api,
     input_outputs,
     model_runner,
     offloading_manager,
 )
+
+from tests.support.batching_cases import Stream
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batching_cases import Session, greedy, model_of, options, prompts
 from transformers import PreTrainedModel
 
+from tests.support.batching_cases import Session, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
 
 pytestmark = pytest.mark.cuda

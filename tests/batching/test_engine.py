@@ -11,10 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from batching_cases import Oracle, Session, Steps, Stream, Tokens, answers, greedy, model_of, options, prompts
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
 
+from tests.support.batching_cases import (
+    Oracle,
+    Session,
+    Steps,
+    Stream,
+    Tokens,
+    answers,
+    greedy,
+    model_of,
+    options,
+    prompts,
+)
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.processor import TurboQuantBatchProcessor
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batching_cases import Oracle, Session, answers, greedy, model_of, options, prompts
-from tiny_models import build
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from tests.support.batching_cases import Oracle, Session, answers, greedy, model_of, options, prompts
+from tests.support.tiny_models import build
 from tq_hf import Balance, TurboQuantBatching, continuous_batching
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.batching.entry import inner_model

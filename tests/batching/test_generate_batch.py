@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from batching_cases import Session, Steps, greedy, model_of, prompts
 from transformers import GenerationConfig
+
+from tests.support.batching_cases import Session, Steps, greedy, model_of, prompts
 
 LENGTHS = [5, 120, 128, 129, 300]
 

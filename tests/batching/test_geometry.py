@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batching_cases import paged
 from transformers import LlamaConfig
 
+from tests.support.batching_cases import paged
 from tq_hf.batching.allocator import TurboQuantAllocator
 from tq_hf.batching.geometry import listed_pages, sequences_of
 from tq_hf.tensors.pages import BLOCK

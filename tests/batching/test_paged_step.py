@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import BLOCK, all_packed, dequantised, encoded, states
 
+from tests.support.helpers import BLOCK, all_packed, dequantised, encoded, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops.paged import paged_step
 from tq_hf.ops.tiled_attention import attend_dense

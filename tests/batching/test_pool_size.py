@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batching_cases import Session, greedy, mixed, model_of, options, paged, prompts
 from transformers import ContinuousBatchingConfig, LlamaConfig
 
+from tests.support.batching_cases import Session, greedy, mixed, model_of, options, paged, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import paged_cache
 from tq_hf.batching.memory_handler import TurboQuantMemory

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from batching_cases import Session, greedy, mixed, model_of, prompts
-from batching_worker import LENGTHS, NEW
 
-TESTS = Path(__file__).resolve().parents[1]
+from tests.support.batching_cases import Session, greedy, mixed, model_of, prompts
+from tests.support.batching_worker import LENGTHS, NEW
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
@@ -22,9 +23,9 @@ def test_ranks_answer_as_one_process_and_hold_half_of_the_heads_each(name: str, 
     model = make(name, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
     model.save_pretrained(tmp_path / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(TESTS), *sys.path])
+    path = os.pathsep.join([str(ROOT), *sys.path])
     run = subprocess.run(
-        [*command, str(TESTS / "batching_worker.py"), str(tmp_path)],
+        [*command, "-m", "tests.support.batching_worker", str(tmp_path)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from batching_cases import Session, greedy, model_of, options, prompts
-from tiny_models import CONFIGS, build
 from transformers import ContinuousBatchingConfig, T5Config, T5ForConditionalGeneration
 
 import tq_hf
+from tests.support.batching_cases import Session, greedy, model_of, options, prompts
+from tests.support.tiny_models import CONFIGS, build
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
 from tq_hf.batching import paged_cache
 

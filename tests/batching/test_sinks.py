@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from batching_cases import Oracle, Session, Tokens, greedy, mixed, model_of, prompts
 from transformers import GenerationConfig, PreTrainedModel
+
+from tests.support.batching_cases import Oracle, Session, Tokens, greedy, mixed, model_of, prompts
 
 SINKS = 4
 

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from batching_cases import Oracle, Session, Tokens, greedy, mixed, model_of
 from transformers import PreTrainedModel
 
+from tests.support.batching_cases import Oracle, Session, Tokens, greedy, mixed, model_of
 from tq_hf.batching.paged_cache import TurboQuantPagedCache
 
 NEAR = 0.05

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests, cumulative
 
+from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests, cumulative
 from tq_hf.ops import paged_windows
 from tq_hf.ops.paged_windows import windowed_step
 from tq_hf.ops.window_plan import plan_step

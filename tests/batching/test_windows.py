@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from batching_cases import Session, Steps, greedy, mixed, prompts
 from transformers import GenerationConfig
+
+from tests.support.batching_cases import Session, Steps, greedy, mixed, prompts
 
 LENGTHS = [5, 95, 96, 97, 128, 300, 700]
 

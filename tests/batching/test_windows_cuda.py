@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batching_cases import Session, greedy, mixed, prompts
 from test_batches_cuda import LENGTHS, NEW, agreement
 from transformers import PreTrainedModel
+
+from tests.support.batching_cases import Session, greedy, mixed, prompts
 
 pytestmark = pytest.mark.cuda
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import BLOCK, dequantised, encoded, llama_config, relative_error, states
-from report import RESULTS
-from tiny_models import CONFIGS, build
 
+from examples.provenance import RESULTS
+from tests.support.helpers import BLOCK, dequantised, encoded, llama_config, relative_error, states
+from tests.support.tiny_models import CONFIGS, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, auto
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.rotation import rotate_back

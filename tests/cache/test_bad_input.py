@@ -8,11 +8,11 @@ import pickle
 
 import pytest
 import torch
-from helpers import assert_unchanged, llama_config, snapshot, states
 from transformers import DynamicCache, FalconH1Config, Gemma3TextConfig, LlamaConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 import tq_hf.cache
+from tests.support.helpers import assert_unchanged, llama_config, snapshot, states
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 
 LAYERS = 2

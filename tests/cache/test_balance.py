@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from stress import rescaled
-from tiny_models import VOCAB, build
 from transformers import DynamicCache
 
+from examples.measure.quality.stress import rescaled
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import Balance, TurboQuantCache, TurboQuantConfig
 from tq_hf.layers.compressed import TurboQuantLayer
 from tq_hf.ops import dispatch

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU
-from tiny_models import VOCAB, build
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
+from tests.support.helpers import CPU
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.codec import codebook, rotation
 from tq_hf.ops import tables_cpu, tiled_attention

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from helpers import CPU
 
+from tests.support.helpers import CPU
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import levels

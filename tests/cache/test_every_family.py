@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import NOT_TESTABLE, difference, examine, worst
-from family_configs import model_types
+
+from examples.measure.quality.family_check import NOT_TESTABLE, difference, examine, worst
+from examples.measure.quality.family_configs import model_types
 
 SAMPLE = (
     "afmoe",  # calls .view on what attention returns

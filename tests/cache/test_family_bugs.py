@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import difference, forward
-from family_configs import tiny_model
 from transformers import DynamicCache, EncoderDecoderCache
 
+from examples.measure.quality.family_check import difference, forward
+from examples.measure.quality.family_configs import tiny_model
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.stores.watched import Watched
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from stress import rescaled
-from tiny_models import VOCAB, build
 
+from examples.measure.quality.stress import rescaled
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.layers import first_prompt
 

@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCAB, build, dense_attention
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantLayer
 
 NEW_TOKENS = 12

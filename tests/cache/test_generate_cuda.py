@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,11 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 
+from examples import needle_data as needle
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.ops.workspace import release_workspaces
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import needle_data as needle  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from tiny_models import VOCAB, build
 from transformers import DynamicCache, StoppingCriteria
 
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
 
 module = sys.modules[graph_decoding.__module__]

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 import torch
-from recorded_graph import record_graphs
-from tiny_models import VOCAB, build
 from transformers import Llama4TextConfig
 
+from tests.support.recorded_graph import record_graphs
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
 
 module = sys.modules[graph_decoding.__module__]

@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCAB, build
+from tq_kernels.common.launcher import Kernel
+from tq_kernels.decode import appender, decoder
 
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.ops import triton_backend
 from tq_hf.ops.workspace import release_workspaces
-
-pytest.importorskip("triton")
-
-from kernel_cases import INTERPRETED  # noqa: E402
-from tq_kernels.common.launcher import Kernel  # noqa: E402
-from tq_kernels.decode import appender, decoder  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 

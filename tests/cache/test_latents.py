@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BLOCK, all_packed, dequantised, encoded, relative_error, states
 from test_memory import storages_reachable_from
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Glm4MoeLiteConfig, PreTrainedModel
 
+from tests.support.helpers import BLOCK, all_packed, dequantised, encoded, relative_error, states
 from tq_hf import PRESETS, TurboQuantCache
 
 LATENT, ROTARY = 512, 64

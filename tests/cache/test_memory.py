@@ -7,9 +7,9 @@ import types
 
 import pytest
 import torch
-from helpers import BLOCK, llama_config, prefill_bytes, states
 from transformers import DynamicCache, Gemma3TextConfig
 
+from tests.support.helpers import BLOCK, llama_config, prefill_bytes, states
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer
 from tq_hf.codec.ablation import Ablation
 

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import needle_data as needle
 import pytest
 import torch
 from accelerate import dispatch_model
-from family_configs import tiny_model
-from tiny_models import VOCAB, build
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from examples import needle_data as needle
+from examples.measure.quality.family_configs import tiny_model
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantLayer
 from tq_hf.ops import workspace
 
@@ -108,8 +108,9 @@ def test_the_example_runs_without_gpus(tmp_path):
 
 
 def run_example(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, str(EXAMPLES / "measure" / "bench_multi_gpu.py"), "--tiny", "--layers", "2"]
-    run = subprocess.run([*command, "--output", str(folder / "out.json")], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "examples.measure.speed.bench_multi_gpu", "--tiny", "--layers", "2"]
+    command += ["--output", str(folder / "out.json")]
+    run = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-8000:]
     return json.loads((folder / "out.json").read_text(encoding="utf-8"))
 

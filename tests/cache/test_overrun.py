@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import pytest
 import torch
-from helpers import assert_unchanged, snapshot
-from kernel_cases import INTERPRETED, child
-from tiny_models import VOCAB, build
 from transformers import CompileConfig
 
+from tests.support.helpers import assert_unchanged, snapshot
+from tests.support.kernel_cases import INTERPRETED, child
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantLayer
 
 ROOM = 12

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from stress import rescaled
-from tiny_models import build
 from transformers import PreTrainedModel
 
+from examples.measure.quality.stress import rescaled
+from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache
 
-TESTS = Path(__file__).resolve().parents[1]
-EXAMPLES = TESTS.parent / "examples"
+ROOT = Path(__file__).resolve().parents[2]
 RANKS = (0, 1)
 
 
@@ -55,10 +54,9 @@ def leave_results(folder: Path, model: PreTrainedModel) -> Path:
         model(torch.full((2, 150), 5), past_key_values=cache)
     cache.save(folder / "alone.safetensors", model)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
-    worker = [str(TESTS / "tensor_parallel_worker.py"), str(folder)]
+    worker = ["-m", "tests.support.tensor_parallel_worker", str(folder)]
     # Without GPUs, whatever the machine has: these are the tests of the path over gloo.
-    folders = [str(EXAMPLES), str(EXAMPLES / "measure"), str(TESTS), str(TESTS / "cache"), os.environ.get("PYTHONPATH")]
-    path = os.pathsep.join(filter(None, folders))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     run = subprocess.run(
         [sys.executable, *command, *worker], env=os.environ | hidden, capture_output=True, text=True, timeout=600
@@ -109,7 +107,7 @@ def test_compiled_decoding_is_one_graph(found):
 
 
 def test_local_shards_without_module_guards_give_the_same_tokens_for_caches_of_any_size(found):
-    """As in examples/measure/bench_multi_gpu.py: guards on the cache stay, so that a larger one is compiled anew."""
+    """As in bench_multi_gpu.py: guards on the cache stay, so that a larger one is compiled anew."""
     for rank in RANKS:
         local = found[rank]["local_shards"]
         assert local["tokens"] == [local["expected"]] * 2

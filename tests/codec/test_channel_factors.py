@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BLOCK, all_packed, encoded, relative_error, states
 from tq_kernels.format import SAMPLED_BLOCKS
 
+from tests.support.helpers import BLOCK, all_packed, encoded, relative_error, states
 from tq_hf import PRESETS
 from tq_hf.codec import balance, reference
 from tq_hf.tensors.factors import Factors

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from helpers import CPU
 
+from tests.support.helpers import CPU
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, GAUSSIAN_MSE, POSITIVE_CENTROIDS, boundaries, levels
 from tq_hf.codec.reference import quantize
 

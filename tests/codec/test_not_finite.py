@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BLOCK, all_packed, assert_same, dequantised, encoded, filled, relative_error, rows, states
 
+from tests.support.helpers import (
+    BLOCK,
+    all_packed,
+    assert_same,
+    dequantised,
+    encoded,
+    filled,
+    relative_error,
+    rows,
+    states,
+)
 from tq_hf import PRESETS
 from tq_hf.ops import tiled_attention
 from tq_hf.tensors.window import KeyValue

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
+
+from tests.support.helpers import (
     BLOCK,
     CPU,
     all_packed,
@@ -16,7 +17,6 @@ from helpers import (
     rows,
     states,
 )
-
 from tq_hf import PRESETS
 from tq_hf.codec import reference
 from tq_hf.codec.codebook import levels

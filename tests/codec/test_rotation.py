@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers import CPU
 
+from tests.support.helpers import CPU
 from tq_hf.codec.rotation import hadamard, rotate, rotate_back, rotation_matrix, signs
 
 DIMS = [8, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256]

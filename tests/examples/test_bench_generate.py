@@ -5,12 +5,21 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
-import bench_generate
 import pytest
 import torch
-from bench_generate import NEW_TOKENS, ONE_GRAPH, SHAPES, fill, go_on, step_seconds, timed_flags, variants
-from tiny_models import build
 
+from examples.measure.speed import bench_generate
+from examples.measure.speed.bench_generate import (
+    NEW_TOKENS,
+    ONE_GRAPH,
+    SHAPES,
+    fill,
+    go_on,
+    step_seconds,
+    timed_flags,
+    variants,
+)
+from tests.support.tiny_models import build
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.late_flags import LateFlags
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench_serve
 import pytest
-import tables
-from bench_serve import Engine, Outcome, Request
-from tiny_models import build
 from transformers import ContinuousBatchingConfig
+
+from examples.measure.report import tables
+from examples.measure.speed import bench_serve
+from examples.measure.speed.bench_serve import Engine, Outcome, Request
+from tests.support.tiny_models import build
 
 NEVER = "a GPU's read rate is not measured on a CPU"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cards import CARDS, card_of, load, prediction
-from tables import RENDERERS
+
+from examples.measure.compile.cards import CARDS, card_of, load, prediction
+from examples.measure.report.tables import RENDERERS
 
 
 @pytest.mark.parametrize(

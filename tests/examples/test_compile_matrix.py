@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("triton")
-
-import cards  # noqa: E402
-import compile_matrix  # noqa: E402
-from tables import RENDERERS  # noqa: E402
-
-from tq_hf import PRESETS  # noqa: E402
+from examples.measure.compile import cards, compile_matrix
+from examples.measure.report.tables import RENDERERS
+from tq_hf import PRESETS
 
 RECORD = compile_matrix.load()
 ROWS = RECORD["rows"]

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from report import ROOT, SHIPPED_MODEL
+
+from examples.provenance import ROOT, SHIPPED_MODEL
 
 pytest.importorskip("lm_eval", reason="lm-eval is an extra")
 pytestmark = pytest.mark.slow

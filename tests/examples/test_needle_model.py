@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+from examples import needle_data as needle
 
-import needle_data as needle  # noqa: E402  (the examples are scripts, no installed package)
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 CHECKPOINT = EXAMPLES / "needle"
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_notebooks
+
+from examples.measure.report import run_notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))

@@ -1,4 +1,4 @@
-"""Recall of the shipped model from a fully packed history: `examples/measure/evaluate_passkey.py` in small.
+"""Recall of the shipped model from a fully packed history: `examples/measure/quality/evaluate_passkey.py` in small.
 
 Documents are a multiple of 128 tokens and nothing is kept dense, so that every fact is read from packed blocks. A wrong
 sign in the rotation, mixed-up scales or a lost block mean bring recall to zero; smaller errors are for the tests of
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import needle_data as needle
 import pytest
-from evaluate_passkey import Document, evaluate
-from report import BASELINE, SHIPPED_MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples import needle_data as needle
+from examples.measure.quality.evaluate_passkey import Document, evaluate
+from examples.provenance import BASELINE, SHIPPED_MODEL
 from tq_hf import PRESETS, BlockLayout, TurboQuantCache, TurboQuantConfig
 
 TOKENS = 1280

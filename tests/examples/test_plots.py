@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import drawing
-import make_tables
-import plots
 import pytest
 from test_tables import SERVE as SERVED
+
+from examples.measure.report import drawing, make_tables, plots
 
 DRAWN = {name: panels for name, (make_panels, _) in plots.PICTURES.items() if (panels := make_panels())}
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import needle_data as needle
 import pytest
-import quality
 import torch
-from evaluate_passkey import compress
-from report import SHIPPED_MODEL
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from examples import needle_data as needle
+from examples.measure.quality import quality
+from examples.measure.quality.evaluate_passkey import compress
+from examples.provenance import SHIPPED_MODEL
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.codec import reference
 from tq_hf.codec.ablation import Ablation

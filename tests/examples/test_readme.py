@@ -6,9 +6,10 @@ import ast
 import re
 from pathlib import Path
 
-import make_tables
 import pytest
-from tiny_models import CONFIGS
+
+from examples.measure.report import make_tables
+from tests.support.tiny_models import CONFIGS
 
 ROOT = make_tables.ROOT
 TEXT = make_tables.README.read_text(encoding="utf-8")
@@ -52,7 +53,9 @@ def test_pages_show_pictures() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_name_scripts_that_exist(page: Path) -> None:
-    scripts = re.findall(r"(?<!/)examples/[\w/]+\.py", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    scripts = re.findall(r"(?<!/)examples/[\w/]+\.py", text)
+    scripts += [f"{module.replace('.', '/')}.py" for module in re.findall(r"-m (examples[.\w]+\w)", text)]
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 

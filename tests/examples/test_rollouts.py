@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from report import SHIPPED_MODEL
 from transformers import AutoModelForCausalLM
+
+from examples.provenance import SHIPPED_MODEL
 
 pytest.importorskip("trl", reason="trl is an extra")
 pytest.importorskip("datasets", reason="trl is an extra")
 
-import rollouts
-
+from examples import rollouts
 from tq_hf.batching import TurboQuantBatchingManager
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tables
+
+from examples.measure.report import tables
 
 FROM = {
     "command": "python examples/x.py",

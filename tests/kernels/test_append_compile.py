@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
 
-triton = pytest.importorskip("triton")
-
-import builds  # noqa: E402
-from kernel_cases import INTERPRETED  # noqa: E402
-from sass import SHARED, code, resources  # noqa: E402
-from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate  # noqa: E402
+from examples.measure.compile import builds
+from examples.measure.compile.sass import SHARED, code, resources
+from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import states
-from kernel_cases import INTERPRETED, child, gpu
 
+from tests.support.helpers import states
+from tests.support.kernel_cases import INTERPRETED, child, gpu
 from tq_hf import TurboQuantConfig
 from tq_hf.codec import balance
 from tq_hf.ops import dispatch

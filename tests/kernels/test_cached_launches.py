@@ -9,23 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import all_packed, states
+from tq_kernels.codec import launch as codec
+from tq_kernels.common.launcher import Kernel
+from tq_kernels.paged import launch as paged
+from tq_kernels.paged import prompts
+from tq_kernels.prefix import launch as prefix
 
-pytest.importorskip("triton")
-
-from kernel_cases import INTERPRETED  # noqa: E402
-from launch_recorder import recorded  # noqa: E402
-from paged_cases import Step, make  # noqa: E402
-from tq_kernels.codec import launch as codec  # noqa: E402
-from tq_kernels.common.launcher import Kernel  # noqa: E402
-from tq_kernels.paged import launch as paged  # noqa: E402
-from tq_kernels.paged import prompts  # noqa: E402
-from tq_kernels.prefix import launch as prefix  # noqa: E402
-
-from tq_hf.ops import paged_triton, triton_backend  # noqa: E402
-from tq_hf.tensors.blocks import PackedBlocks  # noqa: E402
-from tq_hf.tensors.layer_tensors import LayerTensors  # noqa: E402
-from tq_hf.tensors.view import StoreView  # noqa: E402
+from tests.support.helpers import all_packed, states
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.launch_recorder import recorded
+from tests.support.paged_cases import Step, make
+from tq_hf.ops import paged_triton, triton_backend
+from tq_hf.tensors.blocks import PackedBlocks
+from tq_hf.tensors.layer_tensors import LayerTensors
+from tq_hf.tensors.view import StoreView
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 

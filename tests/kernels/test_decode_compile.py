@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
-
-from builds import build_append, build_reduce, build_rotate  # noqa: E402
-from kernel_cases import INTERPRETED  # noqa: E402
-from limits import cards, within  # noqa: E402
-from sass import SHARED, build_split, inner_loop, per_element, plan, resources  # noqa: E402
+from examples.measure.compile.builds import build_append, build_reduce, build_rotate
+from examples.measure.compile.sass import SHARED, build_split, inner_loop, per_element, plan, resources
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.limits import cards, within
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

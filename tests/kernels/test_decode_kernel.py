@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_cases import (
+
+from tests.support.kernel_cases import (
     INTERPRETED,
     Case,
     child,
@@ -17,7 +18,6 @@ from kernel_cases import (
     relative_rms,
     run_decode,
 )
-
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference_attention
 from tq_hf.stores.growing import GrowingStore

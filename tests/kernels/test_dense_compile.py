@@ -6,11 +6,9 @@ import re
 
 import pytest
 
-triton = pytest.importorskip("triton")
-
-from builds import build_dense  # noqa: E402
-from kernel_cases import INTERPRETED  # noqa: E402
-from sass import SHARED, disassemble, resources  # noqa: E402
+from examples.measure.compile.builds import build_dense
+from examples.measure.compile.sass import SHARED, disassemble, resources
+from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

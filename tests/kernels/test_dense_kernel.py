@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, child, relative_rms
-from tiny_models import VOCAB, build
 
+from tests.support.kernel_cases import INTERPRETED, child, relative_rms
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.ops import backend, dispatch, tiled_attention, triton_backend
-
-pytest.importorskip("triton")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ import re
 
 import pytest
 
-pytest.importorskip("triton")
-
-from builds import build_dequantise  # noqa: E402
-from kernel_cases import INTERPRETED  # noqa: E402
+from examples.measure.compile.builds import build_dequantise
+from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import (
+
+from tests.support.kernel_cases import (
     INTERPRETED,
     child,
     gpu,
@@ -14,7 +15,6 @@ from kernel_cases import (
     random_factors,
     relative_rms,
 )
-
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise as reference_dequantise
 from tq_hf.codec.reference import encode as reference_encode

@@ -11,14 +11,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tq_kernels.codec.launch import encode_config
 
-triton = pytest.importorskip("triton")
-
-import builds  # noqa: E402
-from kernel_cases import INTERPRETED  # noqa: E402
-from limits import cards, within  # noqa: E402
-from sass import SHARED, disassemble, resources  # noqa: E402
-from tq_kernels.codec.launch import encode_config  # noqa: E402
+from examples.measure.compile import builds
+from examples.measure.compile.sass import SHARED, disassemble, resources
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.limits import cards, within
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, child, gpu, packed_of, random_factors
 
+from tests.support.kernel_cases import INTERPRETED, child, gpu, packed_of, random_factors
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, child
 from tq_kernels.format import due_blocks
+
+from tests.support.kernel_cases import INTERPRETED, child
 
 LENGTHS = [0, 1, 4, 5, 127, 128, 131, 132, 133, 259, 260, 261, 387, 388, 2**31 - 1]
 WINDOWS = [(0, 0), (4, 0), (4, 128), (0, 1), (130, 200)]

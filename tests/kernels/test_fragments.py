@@ -7,7 +7,12 @@ import dataclasses
 
 import pytest
 import torch
-from kernel_cases import (
+from tq_kernels.decode import decoder
+from tq_kernels.paged import launch as paged_launch
+from tq_kernels.paged import prompts
+from tq_kernels.prefix import launch
+
+from tests.support.kernel_cases import (
     INTERPRETED,
     Case,
     child,
@@ -16,18 +21,10 @@ from kernel_cases import (
     relative_rms,
     run_decode,
 )
-
-pytest.importorskip("triton")
-
-from paged_cases import Step, make  # noqa: E402
-from prefix_cases import make_prefix_inputs, run_prefix  # noqa: E402
-from ptx import run_inline_asm  # noqa: E402
-from tq_kernels.decode import decoder  # noqa: E402
-from tq_kernels.paged import launch as paged_launch  # noqa: E402
-from tq_kernels.paged import prompts  # noqa: E402
-from tq_kernels.prefix import launch  # noqa: E402
-
-from tq_hf.ops import paged_triton  # noqa: E402
+from tests.support.paged_cases import Step, make
+from tests.support.prefix_cases import make_prefix_inputs, run_prefix
+from tests.support.ptx import run_inline_asm
+from tq_hf.ops import paged_triton
 
 BASE = Case(blocks=1, capacity=2)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -15,17 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tq_kernels
+from triton._C.libtriton import ir
+from triton.compiler import make_backend
 
-triton = pytest.importorskip("triton")
-
-import sass  # noqa: E402
-import tq_kernels  # noqa: E402
-from builds import BUILDERS, build_balance, build_reorder, build_rotate, launched  # noqa: E402
-from kernel_cases import INTERPRETED  # noqa: E402
-from test_decode_compile import BITS  # noqa: E402
-from test_paged_compile import build_completed, build_paged_split, build_prompts, build_small, build_windows  # noqa: E402
-from triton._C.libtriton import ir  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
+from examples.measure.compile import sass
+from examples.measure.compile.builds import (
+    BUILDERS,
+    build_balance,
+    build_completed,
+    build_paged_split,
+    build_prompts,
+    build_reorder,
+    build_rotate,
+    build_small,
+    build_windows,
+    launched,
+)
+from tests.kernels.test_decode_compile import BITS
+from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

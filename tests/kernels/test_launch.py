@@ -10,21 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import all_packed, assert_same, concatenated, filled, rows, states
+from tq_kernels.common import compat, launcher
+from tq_kernels.decode import decoder
 
+from tests.support.helpers import all_packed, assert_same, concatenated, filled, rows, states
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.workspace import Workspace, release_workspaces
 from tq_hf.stores import graph_ops
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
-
-pytest.importorskip("triton")
-
-from kernel_cases import INTERPRETED  # noqa: E402
-from launch_recorder import Recorder, recorded  # noqa: E402
-from tq_kernels.common import compat, launcher
-from tq_kernels.decode import decoder  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 

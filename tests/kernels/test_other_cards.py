@@ -13,18 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import test_decode_kernel as decode
+import test_dequantise_kernel as dequantise
+import test_encode_kernel as encode
+import test_prefix_kernel as prefix
 import torch
+from tq_kernels.common.stand_in import STAND_INS, VARIABLE, stand_in
 
-pytest.importorskip("triton")
-
-import test_decode_kernel as decode  # noqa: E402
-import test_dequantise_kernel as dequantise  # noqa: E402
-import test_encode_kernel as encode  # noqa: E402
-import test_prefix_kernel as prefix  # noqa: E402
-from kernel_cases import INTERPRETED, Case  # noqa: E402
-from tq_kernels.common.stand_in import STAND_INS, VARIABLE, stand_in  # noqa: E402
-
-from tq_hf.config import PRESETS  # noqa: E402
+from tests.support.kernel_cases import INTERPRETED, Case
+from tq_hf.config import PRESETS
 
 pytestmark = [
     pytest.mark.cuda,

@@ -7,17 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, child, gpu, relative_rms
-from paged_cases import Inputs, Step, cumulative, make, sequences_of
+from tq_kernels.paged import launch as paged_launch
 
-pytest.importorskip("triton")
-
-from tq_kernels.paged import launch as paged_launch  # noqa: E402
-
-from tq_hf.config import PRESETS, TurboQuantConfig  # noqa: E402
-from tq_hf.ops import paged_triton  # noqa: E402
-from tq_hf.ops.paged import paged_step  # noqa: E402
-from tq_hf.tensors.pages import Sequences  # noqa: E402
+from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
+from tests.support.paged_cases import Inputs, Step, cumulative, make, sequences_of
+from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.ops import paged_triton
+from tq_hf.ops.paged import paged_step
+from tq_hf.tensors.pages import Sequences
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DECODE = Step(past=(0, 5, 127, 300), new=(1, 1, 1, 1))

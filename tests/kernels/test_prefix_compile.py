@@ -6,16 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits
+from tq_kernels.prefix.merge import merge_splits
 
-pytest.importorskip("triton")
-
-from builds import build_prefix  # noqa: E402
-from kernel_cases import INTERPRETED  # noqa: E402
-from limits import HOLD, cards  # noqa: E402
-from sass import SHARED, build, disassemble, target_of  # noqa: E402
-from test_decode_compile import BITS  # noqa: E402
-from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits  # noqa: E402
-from tq_kernels.prefix.merge import merge_splits  # noqa: E402
+from examples.measure.compile.builds import build_prefix
+from examples.measure.compile.sass import SHARED, build, disassemble, target_of
+from tests.kernels.test_decode_compile import BITS
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.limits import HOLD, cards
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

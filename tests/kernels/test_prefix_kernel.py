@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, Case, child, gpu, relative_rms
-from prefix_cases import make_prefix_inputs, oracle, run_prefix
 
+from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, relative_rms
+from tests.support.prefix_cases import make_prefix_inputs, oracle, run_prefix
 from tq_hf import TurboQuantConfig
 from tq_hf.config import PRESETS
 from tq_hf.ops import dispatch, reference_attention, triton_backend

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import all_packed, filled, states
-from kernel_cases import INTERPRETED, child, gpu
 
+from tests.support.helpers import all_packed, filled, states
+from tests.support.kernel_cases import INTERPRETED, child, gpu
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.backend import HAS_TRITON
 from tq_hf.stores.growing import GrowingStore

@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import filled, states
+from test_launch import KERNELS, addresses, packed_window_and_sinks, query, token
+from tq_kernels.common import launcher
+from tq_kernels.decode import decoder
+from tq_kernels.decode import reorder as reorderer
 
+from tests.support.helpers import filled, states
+from tests.support.kernel_cases import INTERPRETED
+from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
-
-pytest.importorskip("triton")
-
-from kernel_cases import INTERPRETED  # noqa: E402
-from launch_recorder import Recorder, recorded  # noqa: E402
-from test_launch import KERNELS, addresses, packed_window_and_sinks, query, token  # noqa: E402
-from tq_kernels.common import launcher  # noqa: E402
-from tq_kernels.decode import decoder  # noqa: E402
-from tq_kernels.decode import reorder as reorderer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tq_kernels.common.stand_in import VARIABLE, assemble_for, stand_in
+from tq_kernels.decode.rotate import rotate_query
 
-pytest.importorskip("triton")
-
-from kernel_cases import INTERPRETED  # noqa: E402
-from sass import build, disassemble  # noqa: E402
-from tq_kernels.common.stand_in import VARIABLE, assemble_for, stand_in  # noqa: E402
-from tq_kernels.decode.rotate import rotate_query  # noqa: E402
+from examples.measure.compile.sass import build, disassemble
+from tests.support.kernel_cases import INTERPRETED
 
 
 def test_an_unknown_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,14 @@ registers it is meant for, the tests marked `cuda` show.
 
 from __future__ import annotations
 
-import ptx
 import pytest
 import torch
-from kernel_cases import INTERPRETED
+from tq_kernels.common import unpack
 
-pytest.importorskip("triton")
-
-from tq_kernels.common import unpack  # noqa: E402
-
-from tq_hf.codec.codebook import levels as codebook  # noqa: E402
-from tq_hf.codec.packing import PLANES, ROWS, TOKENS, pack  # noqa: E402
+from tests.support import ptx
+from tests.support.kernel_cases import INTERPRETED
+from tq_hf.codec.codebook import levels as codebook
+from tq_hf.codec.packing import PLANES, ROWS, TOKENS, pack
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="no PTX there")
 

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import INTERPRETED, child, gpu, relative_rms
-from window_cases import CHUNKS, TOTALS, Requests, cumulative
+from tq_kernels.paged import windows as window_launch
 
-pytest.importorskip("triton")
-
-from tq_kernels.paged import windows as window_launch  # noqa: E402
-
-from tq_hf.ops import paged_triton  # noqa: E402
-from tq_hf.ops.paged_windows import windowed_step  # noqa: E402
-from tq_hf.ops.window_plan import plan_step  # noqa: E402
-from tq_hf.tensors.pages import Sequences  # noqa: E402
-from tq_hf.tensors.windows import LayerWindows  # noqa: E402
+from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
+from tests.support.window_cases import CHUNKS, TOTALS, Requests, cumulative
+from tq_hf.ops import paged_triton
+from tq_hf.ops.paged_windows import windowed_step
+from tq_hf.ops.window_plan import plan_step
+from tq_hf.tensors.pages import Sequences
+from tq_hf.tensors.windows import LayerWindows
 
 FP16, BF16 = torch.float16, torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {

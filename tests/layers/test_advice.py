@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import states
 
+from tests.support.helpers import states
 from tq_hf import TurboQuantConfig
 from tq_hf.layers import advice
 from tq_hf.layers.compressed import TurboQuantLayer

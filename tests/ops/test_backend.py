@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_unchanged, snapshot
-from kernel_cases import INTERPRETED, child
 
+from tests.support.helpers import assert_unchanged, snapshot
+from tests.support.kernel_cases import INTERPRETED, child
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import reference_attention
 from tq_hf.stores.graph_ops import attend_token

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
-from helpers import llama_config, states
 
+from tests.support.helpers import llama_config, states
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.ops import backend, dispatch, triton_backend
 

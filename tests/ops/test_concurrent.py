@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import all_packed, filled, states
-from tiny_models import VOCAB, build
 from transformers import PreTrainedModel
 
+from tests.support.helpers import all_packed, filled, states
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.ops import dispatch, packed_tile, triton_backend, workspace
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from test_tiled_attention import random, viewed
-from tiny_models import build
 from transformers import DynamicCache
 
+from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_mask
 from tq_hf.ops import buffered_attention, dispatch, reference_attention

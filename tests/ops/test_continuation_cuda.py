@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples import needle_data as needle
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.workspace import current_workspace, release_workspaces
 from tq_hf.stores.growing import GrowingStore
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import needle_data as needle  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 HQ, HKV, DIM = 8, 2, 128

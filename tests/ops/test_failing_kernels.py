@@ -15,19 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_unchanged, filled, snapshot, states
+from triton.backends.compiler import GPUTarget
+from triton.runtime import build, driver
 
-pytest.importorskip("triton")
-
-from kernel_cases import INTERPRETED  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import build, driver  # noqa: E402
-
-from tq_hf import TurboQuantConfig  # noqa: E402
-from tq_hf.ops import backend, dispatch, triton_backend  # noqa: E402
-from tq_hf.ops.workspace import current_workspace  # noqa: E402
-from tq_hf.stores import graph_ops  # noqa: E402
-from tq_hf.stores.preallocated import PreallocatedStore  # noqa: E402
+from tests.support.helpers import assert_unchanged, filled, snapshot, states
+from tests.support.kernel_cases import INTERPRETED
+from tq_hf import TurboQuantConfig
+from tq_hf.ops import backend, dispatch, triton_backend
+from tq_hf.ops.workspace import current_workspace
+from tq_hf.stores import graph_ops
+from tq_hf.stores.preallocated import PreallocatedStore
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

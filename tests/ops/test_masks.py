@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import all_packed, filled, states
 
+from tests.support.helpers import all_packed, filled, states
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore

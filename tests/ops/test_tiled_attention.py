@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import all_packed, assert_same, dequantised, encoded, filled, rows, states
 
+from tests.support.helpers import all_packed, assert_same, dequantised, encoded, filled, rows, states
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference_attention, tiled_attention, workspace
 from tq_hf.ops.tiled_attention import attend_dense

@@ -10,8 +10,8 @@ import weakref
 
 import pytest
 import torch
-from helpers import CPU, filled, states
 
+from tests.support.helpers import CPU, filled, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch, workspace
 from tq_hf.ops.workspace import (

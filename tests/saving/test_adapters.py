@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCAB, build
 
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.saving import fingerprint
 

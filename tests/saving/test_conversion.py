@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCAB, build
 
+from tests.support.tiny_models import CONFIGS, VOCAB, build
 from tq_hf import TurboQuantCache
 
 

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from saving_cases import filled, model_named, run, split, tokens
 
+from tests.support.saving_cases import filled, model_named, run, split, tokens
 from tq_hf import TurboQuantCache
 from tq_hf.saving import safetensors_file
 from tq_hf.saving.cache_file import VERSION

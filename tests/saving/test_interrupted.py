@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCAB, build
 from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 
 

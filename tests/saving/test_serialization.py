@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from helpers import assert_unchanged, snapshot
 from safetensors.torch import load_file
-from saving_cases import assert_continue_alike, filled, model_named, run, split, tokens
-from tiny_models import CONFIGS, build, dense_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from tests.support.helpers import assert_unchanged, snapshot
+from tests.support.saving_cases import assert_continue_alike, filled, model_named, run, split, tokens
+from tests.support.tiny_models import CONFIGS, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
 from tq_hf.codec.ablation import Ablation
 from tq_hf.saving import fingerprint

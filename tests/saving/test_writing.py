@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saving_cases import filled, run, tokens
 
+from tests.support.saving_cases import filled, run, tokens
 from tq_hf import TurboQuantCache
 from tq_hf.saving import safetensors_file
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import rows, states
 
+from tests.support.helpers import rows, states
 from tq_hf import TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch

@@ -7,8 +7,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers import all_packed, assert_same, concatenated, rows, states
 
+from tests.support.helpers import all_packed, assert_same, concatenated, rows, states
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore

@@ -7,7 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.helpers import (
     BLOCK,
     all_packed,
     assert_same,
@@ -22,10 +25,7 @@ from helpers import (
     states,
     window_tensors,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from store_cases import CONFIGS, SIZES, configs, gradients
-
+from tests.support.store_cases import CONFIGS, SIZES, configs, gradients
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.helpers import (
     BLOCK,
     CountedBytes,
     all_packed,
@@ -18,10 +21,7 @@ from helpers import (
     rows,
     states,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from store_cases import SIZES, configs
-
+from tests.support.store_cases import SIZES, configs
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
 from tq_hf.config import GROWTH
 from tq_hf.ops import dispatch

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, __version__
 from tq_hf.tools import cli
 from tq_hf.tools.estimate import Estimator
@@ -77,7 +75,6 @@ def test_help_is_made_of_sentences():
         "estimate_command",
         "chat_command",
         "serve_command",
-        "bench_command",
     }
     for command in cli.app.registered_commands:
         first = command.callback.__doc__.strip().splitlines()[0]
@@ -180,8 +177,6 @@ def test_without_a_checkout_the_default_model_is_explained(monkeypatch, tmp_path
     for command in ("estimate", "chat"):
         message = fails(command)
         assert "not part of an installed package" in message and "Or name a model" in message
-    message = fails("bench", "--tokens", "10")
-    assert "`examples/measure/bench" in message and "of the tq_hf repository" in message and "Clone" in message
 
 
 @pytest.mark.skipif(not (cli.EXAMPLES / "needle" / "config.json").exists(), reason="the shipped model is not there")
@@ -313,17 +308,3 @@ def test_chat_says_what_is_wrong(llama_folder, tmp_path):
     assert "Cannot run on 'tpu9'" in fails("chat", llama_folder, "--device", "tpu9")
     if not torch.cuda.is_available():
         assert "Cannot run on 'cuda'" in fails("chat", llama_folder, "--device", "cuda")
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_bench_passes_everything_on(monkeypatch, tmp_path, gpu):
-    (tmp_path / "measure").mkdir()
-    script = tmp_path / "measure" / ("benchmark.py" if gpu else "bench_cpu.py")
-    script.write_text("import os, sys; print(os.environ['TQ_HF_COMMAND'], sys.argv[1:]); sys.exit(3)")
-    monkeypatch.setattr(cli, "EXAMPLES", tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    calls = []
-    real = subprocess.run
-    monkeypatch.setattr(cli.subprocess, "run", lambda *a, **k: calls.append(a[0]) or real(*a, **k, capture_output=True))
-    run("bench", "--help", "--tokens", "10", "x", status=3)
-    assert calls == [[sys.executable, str(script), "--help", "--tokens", "10", "x"]]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCAB, build
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -27,6 +26,7 @@ from transformers import (
     StaticCache,
 )
 
+from tests.support.tiny_models import CONFIGS, VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.memory import MemoryFootprint, measure

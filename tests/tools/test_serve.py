@@ -11,13 +11,13 @@ import pytest
 import transformers
 from packaging.version import Version
 from test_cli import fails, run, saved_model
-from tiny_models import build
+
+from tests.support.tiny_models import build
 
 if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("continuous batching is of another design", allow_module_level=True)
 
-from batching_cases import Oracle
-
+from tests.support.batching_cases import Oracle
 from tq_hf import Balance
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.tools import serve

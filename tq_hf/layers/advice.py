@@ -1,6 +1,7 @@
 """What is worth knowing about a model, its dtype and its GPU: said once, in the log.
 
-What is predicted is decode attention against reading the same keys and values in 16 bits (`examples/measure/cards.py`).
+What is predicted is decode attention against reading the same keys and values in 16 bits
+(`examples/measure/compile/cards.py`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def choose(*, fused: bool, buffered: bool) -> Way:
     """The way for a call with more queries than the decode kernel takes.
 
     Fused wherever it can be, whatever the sizes: of 17 to 2,048 queries on 4k to 128k tokens at 4 bits, sdpa's faster
-    products repay dequantising for 2,048 on 4k alone, by 2% (H200, `examples/measure/benchmark.py prefix`).
+    products repay dequantising for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
 
     Args:
         fused: Whether the fused kernel takes the call.

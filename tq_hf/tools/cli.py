@@ -1,12 +1,9 @@
-"""The command `tq-hf`: estimate what a cache will take, chat on a compressed one, serve, run the benchmark."""
+"""The command `tq-hf`: estimate what a cache will take, chat on a compressed one, serve."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +24,7 @@ from .estimate_table import Report, as_json, print_table
 from .terminal import converse, print_error
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-"""The folder with the shipped model and the benchmark; there in a checkout, not in an installed wheel."""
+"""The folder with the shipped model; there in a checkout, not in an installed wheel."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_CONTEXT = 32768
@@ -35,8 +32,6 @@ GREETING = """It was made to recall what it read. Try, one line after the other:
   Some words about the weather. <<green lamp = 493817>> And some about the sea.
   What was it? <<green lamp =
 """
-PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of a command whose options, --help among them, are those of the script it runs."""
 
 app = typer.Typer(
     name="tq-hf",
@@ -94,28 +89,22 @@ def _errors_as_sentences() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _example(name: str, what: str) -> Path:
-    """A file or folder of `examples/`.
+def _model_name(model: str | None) -> str:
+    """The model that was named, or the shipped one.
 
     Raises:
-        ValueError: This is not a checkout.
+        ValueError: None was named, and this is not a checkout.
     """
-    path = EXAMPLES / name
-    if not path.exists():
-        raise ValueError(
-            f"{what} is `examples/{name}` of the tq_hf repository and not part of an installed package ({path} does "
-            "not exist). Clone the repository and run `pip install -e .` there."
-        )
-    return path
-
-
-def _model_name(model: str | None) -> str:
     if model is not None:
         return model
-    try:
-        return str(_example("needle", "The small model used by default"))
-    except ValueError as error:
-        raise ValueError(f"{error} Or name a model, e.g. `Qwen/Qwen3-0.6B`.") from None
+    path = EXAMPLES / "needle"
+    if not path.exists():
+        raise ValueError(
+            "The small model used by default is `examples/needle` of the tq_hf repository and not part of an installed "
+            f"package ({path} does not exist). Clone the repository and run `pip install -e .` there. Or name a model, "
+            "e.g. `Qwen/Qwen3-0.6B`."
+        )
+    return str(path)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -300,25 +289,6 @@ def serve_command(
             cb_max_batch_tokens=batch_tokens,
             enable_cors=cors,
         )
-
-
-@app.command("bench", context_settings=PASS_ON)
-@_flowing
-def bench_command(context: typer.Context) -> None:
-    """Measure memory and speed against other caches: on a GPU examples/measure/benchmark.py of the checkout, without
-    one examples/measure/bench_cpu.py, with your arguments.
-
-    `tq-hf bench --help` shows the benchmark's own options.
-    """
-    name = "benchmark.py" if torch.cuda.is_available() else "bench_cpu.py"
-    with _errors_as_sentences():
-        script = _example(f"measure/{name}", "The benchmark")
-    if name == "bench_cpu.py":
-        typer.echo("torch finds no GPU, so this measures on the CPU.", err=True)
-    # Usage lines name the command that was typed.
-    environment = os.environ | {"TQ_HF_COMMAND": "tq-hf bench"}
-    command = [sys.executable, str(script), *context.args]
-    raise typer.Exit(subprocess.run(command, check=False, env=environment).returncode)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,302 @@
+"""Every kernel compiled for any card, with the constants and options its launch would choose for a preset and head_dim.
+
+No GPU needed: `sass.py` reads what the compiler made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from tq_kernels.codec.balance import WARPS, balance_constants, channel_factors, sum_squares
+from tq_kernels.codec.dequantise import dequantise_blocks
+from tq_kernels.codec.encode import encode_blocks
+from tq_kernels.codec.launch import dequantise_config, encode_config
+from tq_kernels.codec.quantise import CORRECTIONS, LEVELS
+from tq_kernels.decode.append import rotate_and_append
+from tq_kernels.decode.appender import rotate_columns
+from tq_kernels.decode.plan import Plan, plan_decode
+from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
+from tq_kernels.decode.reduce import reduce_splits
+from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
+from tq_kernels.decode.rotate import rotate_query
+from tq_kernels.format import padded_dim
+from tq_kernels.paged.append import append_tails, rotate_and_append_single
+from tq_kernels.paged.encode import encode_completed
+from tq_kernels.paged.reduce import reduce_splits_paged
+from tq_kernels.paged.split import decode_split_paged
+from tq_kernels.paged.split_fragments import decode_split_paged_fragments
+from tq_kernels.paged.windows import STAGES, window_attention
+from tq_kernels.prefix.attention import prefix_attention
+from tq_kernels.prefix.attention_fragments import prefix_attention_fragments
+from tq_kernels.prefix.dense import dense_attention
+from tq_kernels.prefix.dense_launch import dense_config
+from tq_kernels.prefix.launch import prefix_config, prefix_constants
+
+from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
+from tq_hf import PRESETS, TurboQuantConfig
+from tq_hf.tensors.pages import rows_per_page
+
+Arch = int | str
+Bits = tuple[int, int]
+SEQUENCES = 64
+"""Sequences of a batch that kernels over pages are compiled for."""
+MATRIX = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
+
+
+def bits_of(preset: str) -> Bits:
+    """Bits of a preset's keys and values."""
+    return PRESETS[preset].key_bits, PRESETS[preset].value_bits
+
+
+def tile_of(dim: int, least: int = 16) -> int:
+    """A power of two."""
+    return max(least, triton.next_power_of_2(dim))
+
+
+def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16") -> Compiled:
+    """`encode_blocks` of keys or of values."""
+    on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
+    config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
+    correction = CORRECTIONS["projection" if is_value else "norm"]
+    constants = (
+        *(dim, stored, tile_of(stored), own, LEVELS[own], correction, is_value, MATRIX[dtype], config.k_step),
+        *("tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
+    )
+    types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
+    options = {"maxnreg": config.registers} if config.registers else {}
+    return build(encode_blocks, [*types, *["i32"] * 8], constants, arch, num_warps=config.warps, **options)
+
+
+def build_dequantise(
+    arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16"
+) -> Compiled:
+    """`dequantise_blocks` of keys or of values."""
+    on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
+    config = dequantise_config(stored, own, on.capability)
+    tile = tile_of(stored, 16 * config.chunks)
+    constants = (
+        *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
+        *(config.resident, on.asm),
+    )
+    types = ["*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
+    return build(dequantise_blocks, types, constants, arch, num_warps=config.warps)
+
+
+def build_balance(arch: Arch, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16") -> list[Compiled]:
+    """`sum_squares` of a padded prompt whose queries were shown, and `channel_factors`."""
+    sums, factors = balance_constants(dim, value_dim or dim, True)
+    types = [*[f"*{dtype}"] * 3, "*u8", "*fp32", *["i32"] * 15]
+    return [
+        build(sum_squares, types, sums, arch, num_warps=WARPS),
+        build(channel_factors, ["*fp32", "*fp16", "*fp16", "i32", "i32"], factors, arch, num_warps=WARPS),
+    ]
+
+
+def build_prefix(
+    arch: Arch, bits: Bits, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16", **options: Any
+) -> Compiled:
+    """The kernel of many queries over packed blocks; `options` as `prefix_constants` takes them."""
+    on, dims = target_of(arch), (dim, value_dim or dim)
+    config = prefix_config(*dims, *bits, on)
+    flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
+    constants = prefix_constants(*dims, *bits, has_mean=True, config=config, on=on, **flags)
+    kernel = prefix_attention_fragments if on.fragments else prefix_attention
+    own = f"*{dtype}"
+    types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
+    types += ["*fp32", "*fp16"]
+    table, sizes = ([], []) if on.fragments else ([None] * 3, ["i32"] * 2)
+    numbers = len(kernel.arg_names) - len(constants) - len(types) - len(table) - len(sizes) - 3
+    types += [*table, *["i32"] * numbers, "fp32", "fp32", "i32", *sizes]
+    limit = {"maxnreg": config.registers} if config.registers else {}
+    return build(kernel, types, constants, arch, num_warps=config.warps, **limit)
+
+
+def build_dense(
+    arch: Arch, *, dim: int = 128, rows: int = 8192, mask: int = 0, softcap: bool = False, split: bool = False
+) -> Compiled:
+    """`dense_attention` of bf16 states, strides as models have them, with learned sinks."""
+    tile = tile_of(dim)
+    config = dense_config(tile, rows, mask == 2, target_of(arch))
+    flags = (mask == 0, mask, softcap, True, split)
+    constants = (dim, dim, tile, tile, *flags, tl.bfloat16, config.block_rows, config.block_tokens, config.stages)
+    types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
+    types += [*["i32"] * 20, "fp32", "fp32", "i32"]
+    return build(dense_attention, types, constants, arch, num_warps=config.warps)
+
+
+def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
+    """`decode_split`, or what takes its place on Turing."""
+    return build_split(arch, f"*{dtype}", key_bits=bits[0], value_bits=bits[1], dim=dim)
+
+
+def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
+    """`rotate_query`."""
+    types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
+    return build(rotate_query, types, plan(arch, *bits, dim=dim).rotate_constants, arch, num_warps=2)
+
+
+def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
+    """`rotate_and_append`."""
+    constants = (dim, tile_of(dim, 1), *plan(arch, *bits, dim=dim).rotate_constants)
+    types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
+    return build(rotate_and_append, types, constants, arch, num_warps=2)
+
+
+def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
+    """`reorder_sequences` of a layer's tensors."""
+    types = ["*i64", *[f"*{dtype}"] * 4, "*fp16", "*fp16", *["*i32"] * 3, "*fp16", *["i32"] * (TENSORS + 1)]
+    options = {"debug": True, "sanitize_overflow": False, "num_warps": 4}
+    return build(reorder_sequences, types, (sequences, PIECE_WORDS // sequences), arch, **options)
+
+
+def build_preallocated_append(
+    arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "bf16", rotates: bool = True
+) -> Compiled:
+    """`append_and_rotate`, or `append_and_encode`."""
+    on, stored = target_of(arch), padded_dim(dim)
+    tile = tile_of(stored)
+    config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
+    halves = [
+        (dim, stored, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step)
+        for own, correction in zip(bits, ("norm", "projection"), strict=True)
+    ]
+    constants = (*halves[0], *halves[1], True, MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
+    states = [f"*{dtype}"]
+    types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
+    options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
+    if not rotates:
+        return build(append_and_encode, [*types, "*fp16", "*fp16", *["i32"] * 11], constants, arch, **options)
+    rows, overlaps = plan(arch, *bits, dim=dim).rotate_constants[3:]
+    types += ["*fp16", *states, "*fp16", "*fp16", "*fp32", *["i32"] * 18]
+    constants += (rotate_columns(tile, config.warps), rows, overlaps)
+    return build(append_and_rotate, types, constants, arch, **options)
+
+
+def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
+    """`reduce_splits`."""
+    p = plan(arch, *bits, dim=dim)
+    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", *["i32"] * 13]
+    return build(reduce_splits, types, p.reduce_constants, arch, num_warps=p.reduce_warps)
+
+
+def place(preset: str, dim: int) -> tuple[int, int]:
+    """Rows of a ring's page, and words of a block."""
+    layout = TurboQuantConfig.from_preset(preset).layout(dim)
+    return rows_per_page(layout, torch.float16), layout.block_bytes // 4
+
+
+def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
+    bits = bits_of(preset)
+    return plan_decode(SEQUENCES, 32, 8, 1, dim, dim, *bits, True, 256, 128, False, 0, softcap, False, target_of(arch))
+
+
+def build_paged_split(
+    arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False, sinks: int = 0
+) -> tuple[Any, Plan]:
+    p, bits = plan_for(arch, preset, dim, softcap), bits_of(preset)
+    before = () if arch == 75 else (sinks,)
+    constants = (dim, dim, *bits, True, softcap, *before, *place(preset, dim), SEQUENCES, *p.tile_constants)
+    limit = {"maxnreg": p.config.registers} if p.config.registers else {}
+    compiled = build(
+        decode_split_paged_fragments if arch == 75 else decode_split_paged,
+        ["*fp32", "*i32", "*i32", "*i32", "*fp16", *["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 9, "fp32", "fp32",
+         *["i32"] * 6],
+        constants,
+        arch,
+        num_warps=p.config.warps,
+        num_stages=p.config.stages,
+        **limit,
+        **({"launch_pdl": True} if arch >= 90 else {}),
+    )  # fmt: skip
+    return compiled, p
+
+
+def build_small(arch: int, dim: int = 128) -> list[Any]:
+    """The kernels that rotate and append a step's rows, reduce splits, and append the rows that no block took."""
+    p, tile = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim)
+    rotate = build(
+        rotate_and_append_single,
+        [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
+        (dim, tile, *place("4bit_nc", dim), *p.rotate_constants[1:]),
+        arch,
+        num_warps=2,
+    )
+    reduce = build(
+        reduce_splits_paged,
+        ["*fp32", "*fp16", "*fp16", "*fp32", "*i32", "*i32", "*fp16", *["i32"] * 9],
+        (True, 4, SEQUENCES, *p.reduce_constants),
+        arch,
+        num_warps=p.reduce_warps,
+    )
+    append = build(
+        append_tails,
+        [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7],
+        (dim, tile, *place("4bit_nc", dim)),
+        arch,
+        num_warps=4,
+    )
+    return [rotate, reduce, append]
+
+
+def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16", sinks: int = 0) -> Any:
+    """The encoder of blocks that new tokens complete."""
+    on, bits, stored = target_of(arch), bits_of(preset), padded_dim(dim)
+    config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
+    constants = (
+        *(dim, stored, tile_of(stored), *bits, True, *[LEVELS[own] for own in bits]),
+        *(CORRECTIONS["norm"], CORRECTIONS["projection"], MATRIX[dtype], config.k_step),
+        *("tf32x3" if on.asm else "ieee", sinks, *place(preset, dim), SEQUENCES, on.asm),
+    )
+    types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
+    return build(encode_completed, types, constants, arch, num_warps=config.warps)
+
+
+def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False, sinks: int = 0) -> Any:
+    on, bits = target_of(arch), bits_of(preset)
+    config = prefix_config(128, 128, *bits, on)
+    flags = (True, True, 0, softcap, False, split)
+    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES, sinks))
+    types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
+    types += ["*i32"] * 3
+    numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5
+    types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
+    return build(prefix_attention, types, constants, arch, num_warps=config.warps)
+
+
+def build_windows(
+    arch: int | str, dim: int = 128, *, dtype: str = "bf16", softcap: bool = False, split: bool = False
+) -> Any:
+    """Decode over sliding windows, with learned sinks."""
+    tile = tile_of(dim)
+    config = dense_config(tile, 1, False, target_of(arch))
+    flags = (softcap, True, split, MATRIX[dtype])
+    constants = (dim, tile, 37, *flags, config.block_rows, config.block_tokens, STAGES)
+    types = [*[f"*{dtype}"] * 4, "*i32", "*i32", *[f"*{dtype}"] * 2, "*fp32", "*fp32", *["i32"] * 13, "fp32", "fp32"]
+    return build(window_attention, types, constants, arch, num_warps=config.warps)
+
+
+BUILDERS: dict[str, Callable[..., Compiled]] = {
+    "decode": build_decode,
+    "append": build_append,
+    "reduce": build_reduce,
+    "encode keys": build_encode,
+    "encode values": partial(build_encode, is_value=True),
+    "dequantise keys": build_dequantise,
+    "dequantise values": partial(build_dequantise, is_value=True),
+    "prefix": build_prefix,
+}
+"""Kernels by name, each made of an architecture and bits, and of `dim` and `dtype` where they are not 128 and "fp16";
+on targets and dimensions that have no kernel of a name, it is not launched (`launched`)."""
+
+
+def launched(kernel: str, arch: Arch, dim: int) -> bool:
+    """Whether a card of this kind launches the kernel: it has no prefix kernel for wide heads without the registers or
+    the shared memory for them."""
+    on = target_of(arch)
+    wide = on.fragments or on.dependent_launch
+    return kernel != "prefix" or dim <= 128 or wide

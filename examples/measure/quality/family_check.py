@@ -1,0 +1,294 @@
+"""Every family of transformers on a compressed cache: what is compressed, how it is read, and whether it is right.
+
+A family is right in a mode if teacher-forced and generated logits are those of transformers' own cache; of a packed
+cache, read by "turboquant", those of the same cache read dequantised by the model's default attention. Anything else is
+a difference, unless transformers' own cache of that kind differs or fails alike, or the package refused in a sentence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+
+from examples.measure.quality.family_configs import tiny_model
+from tq_hf import TurboQuantCache, TurboQuantLayer
+
+PROMPT = 140
+"""Tokens of a prompt: more than a block."""
+STEPS = (1, 1, 3, 1)
+"""Tokens of the calls after it."""
+NEW_TOKENS = 4
+ROOM = PROMPT + 12
+TOLERANCE = 2e-3
+"""Of the largest logit. Two orders above float32 noise of these models, one below what a lost token makes."""
+CODES_TOLERANCE = 1e-1
+"""The same where float32 noise may push an entry over a boundary of its codebook; a wrong mask makes two to ten times
+that."""
+DENSE = dict(residual_length=10**6)
+PACKED = dict(residual_length=0, sink_tokens=0)
+
+Logits = list[torch.Tensor]
+
+
+_IMAGES = "asks for an image with every prompt"
+_OWN_CACHE = "keeps a cache of its own, or none"
+_OTHERS_CACHE = "drafts on the cache of another model"
+_TIMM = "needs timm"
+_INCOMPLETE = "has no complete default config"
+NOT_TESTABLE = {
+    "blip": _IMAGES,
+    "blip-2": _IMAGES,
+    "cpmant": "fails in cached steps of several tokens",
+    "diffusion_gemma": "generates blocks by diffusion",
+    "evolla": "has a protein encoder that cannot be made tiny",
+    "fast_vlm": _TIMM,
+    "gemma3n": _TIMM,
+    "gemma4_assistant": _OTHERS_CACHE,
+    "gemma4_unified_assistant": _OTHERS_CACHE,
+    "granite4_vision": _INCOMPLETE,
+    "idefics": _IMAGES,
+    "inkling_mm_model": "needs scipy",
+    "instructblip": _IMAGES,
+    "instructblipvideo": _IMAGES,
+    "kosmos-2": _IMAGES,
+    "minimax": _OWN_CACHE,
+    "molmo2": "has a vision adapter that cannot be made tiny",
+    "muse_spark": "has a vision tower that cannot be made tiny",
+    "musicgen": "asks for codes of several codebooks",
+    "musicgen_melody": "asks for codes of several codebooks",
+    "nemo_speechlm": _INCOMPLETE,
+    "nemotron_h_omni": _INCOMPLETE,
+    "openai-gpt": _OWN_CACHE,
+    "perception_lm": _TIMM,
+    "pi0": _IMAGES,
+    "pix2struct": _IMAGES,
+    "pp_formulanet": _IMAGES,
+    "prophetnet": "caches steps of one token only",
+    "prophetnet/seq2seq": "caches steps of one token only",
+    "qwen2_5_omni_thinker": _INCOMPLETE,
+    "qwen3_omni_moe_thinker": _INCOMPLETE,
+    "qwen4_exp": _INCOMPLETE,
+    "qwen4_exp_text": _INCOMPLETE,
+    "reformer": _OWN_CACHE,
+    "switch_transformers": "hands `use_cache` on to its encoder, which refuses it",
+    "udop": "asks for boxes with every prompt",
+    "vibevoice_asr": "has an audio encoder that cannot be made tiny",
+    "vision-encoder-decoder": _IMAGES,
+    "voxtral_realtime": "asks for audio with every prompt",
+    "xlm": _OWN_CACHE,
+    "xlnet": _OWN_CACHE,
+}
+"""Model types that are not examined, each with the reason."""
+
+KINDS = ("differs", "raises", "refused", "not loaded", "alike", "right")
+"""Of outcomes, the worst first."""
+
+
+class Outcome(NamedTuple):
+    """What came of one mode.
+
+    Args:
+        kind: "right"; "refused" in a sentence of this package; "not loaded": transformers itself refuses the name of
+            the attention; "alike": transformers' own preallocated cache fails with the model's own attention, too;
+            "differs"; "raises".
+        detail: The largest difference, or what was said.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+class Finding(NamedTuple):
+    """What was found out about a family.
+
+    Args:
+        model_type: The family.
+        layers: Layers compressed, of how many.
+        read: How these are read; where there are none, the classes of the layers.
+        outcomes: By mode.
+    """
+
+    model_type: str
+    layers: str
+    read: str
+    outcomes: dict[str, Outcome]
+
+    @property
+    def verdict(self) -> str:
+        """The worst of the outcomes."""
+        return worst(outcome.kind for outcome in self.outcomes.values())
+
+
+def worst(kinds: Iterable[str]) -> str:
+    """The worst of kinds of outcomes."""
+    return min(kinds, key=KINDS.index)
+
+
+def forward(model: PreTrainedModel, cache: Cache) -> Logits:
+    """Logits of an unpadded batch, teacher forced: a prompt, then `STEPS`."""
+    ids = _ids(2, PROMPT + sum(STEPS))
+    logits, start = [], 0
+    for size in (PROMPT, *STEPS):
+        chunk = ids[:, start : start + size]
+        start += size
+        inputs = {"input_ids": chunk}
+        if model.config.is_encoder_decoder:
+            inputs = {"input_ids": _ids(2, 12), "decoder_input_ids": chunk}
+        torch.manual_seed(0)
+        with torch.no_grad():
+            logits.append(model(**inputs, past_key_values=cache, use_cache=True).logits[:, -size:])
+    return logits
+
+
+def generated(model: PreTrainedModel, cache: Cache) -> Logits:
+    """Logits of a generation, left-padded."""
+    inputs = {"input_ids": _ids(2, PROMPT), "attention_mask": torch.ones(2, PROMPT, dtype=torch.long)}
+    inputs["input_ids"][0, :5] = 0
+    inputs["attention_mask"][0, :5] = 0
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs.pop("input_ids")
+        inputs["decoder_attention_mask"] = inputs.pop("attention_mask")
+        inputs |= {
+            "decoder_start_token_id": 0,
+            "input_ids": _ids(2, 12),
+            "attention_mask": torch.ones(2, 12, dtype=torch.long),
+        }
+    torch.manual_seed(0)
+    out = model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return list(out.logits)
+
+
+SCENARIOS: tuple[Callable[[PreTrainedModel, Cache], Logits], ...] = (forward, generated)
+
+
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 99, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def _cache(model: PreTrainedModel, own: Cache) -> Cache:
+    """`own`, with a cross-attention cache of transformers beside it where the model wants one."""
+    return EncoderDecoderCache(own, DynamicCache(config=model.config)) if model.config.is_encoder_decoder else own
+
+
+def difference(actual: Logits, expected: Logits) -> float:
+    """The largest difference relative to the largest logit; infinite if there is a NaN where none is expected."""
+    worst = 0.0
+    for a, b in zip(actual, expected, strict=True):
+        finite = b.isfinite()
+        if not torch.equal(a.isfinite(), finite):
+            return float("inf")
+        worst = max(worst, ((a - b)[finite].abs().max() / b[finite].abs().max()).item())
+    return worst
+
+
+class Run(NamedTuple):
+    """Logits of all scenarios, or the exception one of them raised; and the last cache."""
+
+    logits: list[Logits] | Exception
+    cache: Cache | None = None
+
+
+def _run(model: PreTrainedModel, make: Callable[[], Cache]) -> Run:
+    """Every scenario on a new cache."""
+    logits = []
+    try:
+        for scenario in SCENARIOS:
+            cache = make()
+            logits.append(scenario(model, _cache(model, cache)))
+    except Exception as error:
+        return Run(error)
+    return Run(logits, cache)
+
+
+def examine(model_type: str) -> Finding:
+    """Run a family in every mode.
+
+    Raises:
+        Exception: The family cannot be built or run on transformers' own cache in this harness.
+    """
+    model = tiny_model(model_type)
+    try:
+        TurboQuantCache(model.config)
+    except ValueError as error:
+        return Finding(model_type, "", "", {"all": _failed(error)})
+    own = _run(model, lambda: DynamicCache(config=model.config)).logits
+    if isinstance(own, Exception):
+        raise own
+    # transformers' preallocated cache must be right itself to be an example.
+    preallocated = _run(model, lambda: StaticCache(model.config, ROOM)).logits
+    outcomes, layers, _ = _modes("default", model, own, preallocated)
+    try:
+        model = tiny_model(model_type, "turboquant")
+    except Exception as error:
+        outcomes["turboquant"] = Outcome("not loaded", f"{type(error).__name__}: {error}"[:300])
+        return Finding(model_type, layers, "", outcomes)
+    more, layers, read = _modes("turboquant", model, own, preallocated)
+    return Finding(model_type, layers, read, outcomes | more)
+
+
+def _modes(
+    attention: str, model: PreTrainedModel, own: list[Logits], preallocated: list[Logits] | Exception
+) -> tuple[dict[str, Outcome], str, str]:
+    """Outcomes of the modes of one attention, what is compressed, and how that is read."""
+    outcomes, layers, read = {}, "", ""
+    # A config of its own that names another attention: caches made from it are read dequantised.
+    elsewhere = copy.deepcopy(model.config)
+    elsewhere._attn_implementation = "eager"
+    for growth, room in (("growing", None), ("preallocated", ROOM)):
+        for window, options in (("dense", DENSE), ("packed", PACKED)):
+            make = partial(TurboQuantCache, max_cache_len=room, **options)
+            expected, tolerance = own, TOLERANCE
+            if options is PACKED:
+                beside = room if attention == "turboquant" else None
+                tolerance = TOLERANCE if beside == room else CODES_TOLERANCE
+                reading = partial(TurboQuantCache, elsewhere, max_cache_len=beside, **options)
+                expected = _run(model, reading).logits
+            got, cache = _run(model, partial(make, model.config))
+            if isinstance(got, Exception) or isinstance(expected, Exception):
+                outcome = _failed(got if isinstance(got, Exception) else expected)
+            else:
+                most = max(difference(a, b) for a, b in zip(got, expected, strict=True))
+                outcome = Outcome("right" if most < tolerance else "differs", f"{most:.1e}")
+                compressed = [layer for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
+                layers = f"{len(compressed)}/{len(cache.layers)}"
+                read = "packed" if all(layer._receipt.signed for layer in compressed) else "dequantised"
+                if not compressed:
+                    read = ", ".join(dict.fromkeys(type(layer).__name__ for layer in cache.layers))
+            if outcome.kind != "right" and room is not None:
+                outcome = _excused(outcome, preallocated, own)
+            outcomes[f"{attention}, {growth}, {window}"] = outcome
+    return outcomes, layers, read
+
+
+def _failed(error: Exception) -> Outcome:
+    """Refused if this package says so, else an error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    raised_in = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
+    ours = isinstance(error, ValueError) and raised_in.startswith("tq_hf")
+    return Outcome("refused" if ours else "raises", f"{type(error).__name__}: {error}"[:300])
+
+
+def _excused(outcome: Outcome, preallocated: list[Logits] | Exception, own: list[Logits]) -> Outcome:
+    """The same, or "alike" if transformers' own preallocated cache fails with the model's own attention, too."""
+    if isinstance(preallocated, Exception):
+        return Outcome("alike", f"StaticCache: {type(preallocated).__name__}: {preallocated}"[:200])
+    if max(difference(a, b) for a, b in zip(preallocated, own, strict=True)) >= TOLERANCE:
+        return Outcome("alike", f"StaticCache differs, too; ours {outcome.kind} {outcome.detail}"[:200])
+    return outcome

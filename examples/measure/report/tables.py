@@ -1,0 +1,349 @@
+"""How each kind of results file is shown in `examples/results/README.md`: every cell of it, good or bad."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from examples.measure.report.card_tables import cards, compile_matrix
+from examples.measure.report.page import cache_name, details, note, shape, source, table
+from examples.measure.report.serve_tables import serve
+from tq_hf import PRESETS
+
+MIB = 2**20
+GIB = 2**30
+
+
+def passkey(record: dict[str, Any]) -> str:
+    """Recall and memory of each cache."""
+    rows = [
+        [
+            cache_name(row["cache"]),
+            f"{row['bytes_held'] / MIB:.2f} MiB",
+            f"{row['times_smaller']:.2f}×",
+            f"{row['passkeys_right']}/{row['passkeys_asked']}",
+            f"{row['facts_right']}/{row['facts_asked']}",
+        ]
+        for row in record["rows"]
+    ]
+    held = f"KV held, {record['document_tokens']:,} tokens"
+    return table(["cache", held, "smaller by", "pass keys", "facts"], rows) + note(record) + source(record)
+
+
+def kernel_cells(cells: list[dict[str, Any]]) -> str:
+    """Decode attention of one head shape: a row for each batch and context, a column for each preset."""
+    presets = list(dict.fromkeys(cell["preset"] for cell in cells))
+    shapes = dict.fromkeys((cell["batch"], cell["length"]) for cell in cells)
+    rows = []
+    for batch, length in shapes:
+        of_shape = {cell["preset"]: cell for cell in cells if (cell["batch"], cell["length"]) == (batch, length)}
+        backend, best = min(next(iter(of_shape.values()))["sdpa_us"].items(), key=lambda item: item[1])
+        row = [shape(batch, length), f"{best:.1f} µs ({backend})"]
+        for preset in presets:
+            cell = of_shape.get(preset)
+            time = cell and min(cell["eager_us"], cell["graph_us"])
+            row.append(f"**{cell['speedup']:.2f}×** {time:.1f} µs, {cell['of_read']:.0%}" if cell else "–")
+        rows.append(row)
+    return table(["batch × context", "sdpa, bf16", *(f"`{preset}`" for preset in presets)], rows)
+
+
+def kernels(record: dict[str, Any]) -> str:
+    """Decode attention against sdpa: all cells, those of the first head shape in sight."""
+    by_heads: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for cell in record["cells"]:
+        by_heads.setdefault(tuple(cell["heads"]), []).append(cell)
+    texts = {}
+    for heads, cells in by_heads.items():
+        errors = [f"`{e['preset']}` {e['relative_rms']:.1e}" for e in record["errors"] if tuple(e["heads"]) == heads]
+        texts[heads] = kernel_cells(cells) + f"\nError against float64: {', '.join(errors)} (relative RMS, float16).\n"
+    (first, text), *others = texts.items()
+    named = "{} query heads on {} KV heads of {} channels".format
+    text = f"{named(*first)}:\n\n{text}"
+    if others:
+        text += details("Other head shapes", "\n".join(f"{named(*heads)}:\n\n{text}" for heads, text in others))
+    notes = [f"The GPU reads {record['read_gb_s']:,.0f} GB/s."]
+    if "encode_us" in record:
+        times = ", ".join(f"`{preset}` {time:.0f} µs" for preset, time in record["encode_us"].items())
+        notes.append(f"Encoding keys and values of 32k tokens of 8 heads: {times}.")
+    if "step" in record:
+        step = record["step"]
+        took = f"{step['launches']:g} launches and {step['cpu_us']:.0f} µs of the CPU"
+        notes.append(f"Append and attention of a layer in an eager step of {step['layers']} layers: {took}.")
+    if "preallocated_step" in record:
+        step = record["preallocated_step"]
+        notes.append(f"Of a preallocated cache: {step['launches']:g} launches and {step['cpu_us']:.0f} µs.")
+    if "note" in record:
+        notes.append(record["note"])
+    return f"{text}\n{' '.join(notes)} Measured by {source(record).lstrip()}"
+
+
+def generated(row: dict[str, Any] | None) -> str:
+    """Time of a step and memory, or why there is none."""
+    if row is None:
+        return "–"
+    if "error" in row:
+        return row["error"]
+    return f"**{row['ms_per_step']:.1f}** ms, {row['peak_bytes_beyond_weights'] / GIB:.1f} GiB"
+
+
+def generate(record: dict[str, Any]) -> str:
+    """A step of `generate()` and memory beyond weights: a row for each cache, a column for each batch and context."""
+    rows = {(row["cache"], row["batch"], row["context"]): row for row in record["rows"]}
+    shapes = list(dict.fromkeys(key[1:] for key in rows))
+    lines = []
+    for cache in dict.fromkeys(key[0] for key in rows):
+        lines.append([cache_name(cache), *(generated(rows.get((cache, *one))) for one in shapes)])
+    steps = table(["cache", *(shape(*one) for one in shapes)], lines)
+    return f"{record['model']}:\n\n{steps}{note(record)}{source(record)}"
+
+
+def models(record: dict[str, Any]) -> str:
+    """Prefill and a decode step of other models' shapes: a row for each model and cache."""
+    lines = []
+    for row in record["rows"]:
+        prefill = f"{row['prefill_ms']:.1f} ms" if "prefill_ms" in row else row.get("error", "–")
+        decode = generated(row) if "ms_per_step" in row else row.get("error", "–")
+        lines.append([row["model"], str(row["layers"]), cache_name(row["cache"]), prefill, decode])
+    headings = ["model", "layers", "cache", "prefill of 8k", "step at 8 × 32k, bytes beyond weights"]
+    return f"Layers of random weights:\n\n{table(headings, lines)}{note(record)}{source(record)}"
+
+
+def share(value: float | None) -> str:
+    """A share in percent, or a dash if nothing was asked."""
+    return "–" if value is None else f"{value:.1%}"
+
+
+def quality_rows(rows: list[dict[str, Any]]) -> str:
+    """A row for each cache: bytes, and differences from the uncompressed float32 cache."""
+    headings = ["cache", "bytes, all in", "packed", "KL, nats (95%)", "KL, p99", "ΔPPL", "top-1", "pass keys", "facts"]
+    lines = []
+    for row in rows:
+        low, high = row["kl_95"]
+        sizes = [f"{row[key]:.0f}" for key in ("bytes_all_in", "bytes_packed")]
+        kl = [f"{row['kl']:.2g} ({low:.2g} to {high:.2g})", f"{row['kl_p99']:.2g}", f"{row['delta_ppl']:+.2%}"]
+        if math.isnan(row["kl"]):
+            kl = ["NaN"] * 3
+        recalls = [share(row[key]) for key in ("top1", "passkey_recall", "recall")]
+        lines.append([cache_name(row["cache"]), *sizes, *kl, *recalls])
+    return table(headings, lines)
+
+
+def by_injection(rows: list[dict[str, Any]]) -> str:
+    """KL and recall of facts of each cache by the length of the vector added to its keys."""
+    strengths = sorted({row["injection"] for row in rows})
+    found = {(row["cache"], row["injection"]): row for row in rows}
+    stressed = dict.fromkeys(row["cache"] for row in rows if row["injection"])
+    lines = []
+    for name in stressed:
+        cells = [found.get((name, strength)) for strength in strengths]
+        lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
+    return table(["KL, facts recalled", *(f"{strength:g} × ‖k‖" for strength in strengths)], lines)
+
+
+def by_stress(rows: list[dict[str, Any]]) -> str:
+    """KL and recall of facts of each cache under the stresses of `stress.py`."""
+    stresses = list(dict.fromkeys(row.get("stress", "none") for row in rows))
+    found = {(row["cache"], row.get("stress", "none")): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["cache"] for row in rows if "stress" in row):
+        cells = [found.get((name, stress)) for stress in stresses]
+        lines.append([cache_name(name), *(f"{c['kl']:.2g}, {share(c['recall'])}" if c else "–" for c in cells)])
+    return table(["KL, facts recalled", *stresses], lines)
+
+
+def balance(record: dict[str, Any]) -> str:
+    """KL over that of the model as it is and unbalanced, mean of all rotations, and recall of facts: a row for each
+    preset, balanced or not, a column for each stress."""
+    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in record["rows"]:
+        name, _, seed = row["cache"].rpartition(", seed ")
+        if seed.isdigit():
+            cells.setdefault(name, {}).setdefault(row.get("stress", "none"), []).append(row)
+    stresses = list(dict.fromkeys(stress for found in cells.values() for stress in found))
+    rotations = max((len(rows) for found in cells.values() for rows in found.values()), default=0)
+
+    def mean(rows: list[dict[str, Any]], key: str) -> float:
+        return sum(row[key] for row in rows) / len(rows)
+
+    lines = []
+    for name, found in cells.items():
+        plain = mean(cells[f"{name.partition(',')[0]}, not balanced"]["none"], "kl")
+        line = [cache_name(name)]
+        for stress in stresses:
+            rows = found.get(stress)
+            kl = mean(rows, "kl") if rows else math.nan
+            line.append(f"**{kl / plain:.2f}×** {kl:.2g}, {share(mean(rows, 'recall'))}" if rows else "–")
+        lines.append(line)
+    text = f"{documents(record)}; nothing kept dense, mean of {rotations} rotations:\n\n"
+    text += table(["KL over unstressed and unbalanced, KL, facts", *stresses], lines)
+    return text + note(record) + source(record)
+
+
+def against_vllm(pairs: list[dict[str, Any]]) -> str:
+    """KL of ours over that of vLLM's recipe."""
+    lines = []
+    for pair in pairs:
+        low, high = pair["kl_ratio_95"]
+        sizes = [" / ".join(f"{size:.0f}" for size in pair[key]) for key in ("bytes_all_in", "bytes_packed")]
+        lines.append(
+            [
+                f"{cache_name(pair['ours'])} / {pair['theirs']}",
+                f"{pair['kl_ratio']:.2f} ({low:.2f} to {high:.2f})",
+                *sizes,
+            ]
+        )
+    return table(["ours / theirs", "KL over KL (95%)", "bytes, all in", "bytes, packed"], lines)
+
+
+def quality(record: dict[str, Any]) -> str:
+    """What each cache costs in quality; stress and comparisons folded away."""
+    rows = record["rows"]
+    main = [row for row in rows if not row["injection"]]
+    folded = [row for row in main if "," in row["cache"] and row["cache"].partition(",")[0] in PRESETS]
+    text = quality_rows([row for row in main if row not in folded])
+    if folded:
+        text += details("With less kept dense", quality_rows(folded))
+    if any(row["injection"] for row in rows):
+        text += details("With a vector added to all keys, as a key bias does", by_injection(rows))
+    if record.get("comparisons"):
+        text += details("Against vLLM's recipe, a pair at a time", against_vllm(record["comparisons"]))
+    if record.get("skipped"):
+        text += "\nNot measured: " + "; ".join(f"{name} ({why})" for name, why in record["skipped"].items()) + ".\n"
+    return f"{documents(record)}:\n\n{text}{note(record)}{source(record)}"
+
+
+def documents(record: dict[str, Any]) -> str:
+    """What read what."""
+    model = f"{record['model']}, {record['parameters'] / 1e6:.1f}M parameters"
+    tokens = f"{record['document_tokens']:,} tokens, read {record['chunk']} at a time"
+    return f"{model}; {record['documents']} documents of {tokens}"
+
+
+def ablation(record: dict[str, Any]) -> str:
+    """Parts of the recipe switched one at a time, folded away."""
+    rows = record["rows"]
+    text = quality_rows([row for row in rows if not row["injection"] and "stress" not in row])
+    if any(row["injection"] for row in rows):
+        text += "\nWith a vector added to all keys, as a key bias does:\n\n" + by_injection(rows)
+    if any("stress" in row for row in rows):
+        text += "\nWith padding before each document, or channels rescaled:\n\n" + by_stress(rows)
+    return details(documents(record), text + note(record) + source(record)).lstrip()
+
+
+def prefix(record: dict[str, Any]) -> str:
+    """Attention of many new tokens over packed history."""
+    lines = []
+    for cell in record["cells"]:
+        speed = [f"{cell['ms']:.2f} ms", f"**{cell['speed_of_flash']:.2f}×**", f"{cell['tflops']:.0f}"]
+        work = f"{cell['new']:,} on {cell['history']:,}, `{cell['preset']}`, {cell['way']}"
+        lines.append([work, *speed, f"{cell['extra_mib']:.0f} MiB", f"{cell['relative_rms']:.1e}"])
+    headings = ["new on history", "time", "as fast as flash, bf16", "TFLOPS", "memory", "error against float64"]
+    text = f"{record['model']}:\n\n" + table(headings, lines)
+    ways = list(dict.fromkeys(way for line in record["sweep"] for way in line["ms"]))
+    lines = [
+        [
+            f"{line['new']:,} on {line['history']:,}",
+            *(f"{line['ms'][way]:.3f}" if way in line["ms"] else "–" for way in ways),
+        ]
+        for line in record["sweep"]
+    ]
+    if lines:
+        text += details("Each way at other sizes, `4bit_nc`, in ms", table(["new on history", *ways], lines))
+    return text + note(record) + source(record)
+
+
+def prefill(record: dict[str, Any]) -> str:
+    """Time to the first token, and a long prompt in chunks."""
+    first = [
+        [
+            f"{row['prompt']:,}",
+            f"{1e3 * row['DynamicCache']:,.1f} ms",
+            f"{1e3 * row['4bit_nc']:,.1f} ms",
+            f"{row['ratio']:.2f}×",
+        ]
+        for row in record["first_token"]
+    ]
+    text = table(["prompt, all layers", "DynamicCache", "`4bit_nc`", "times as long"], first) + "\n"
+    lines = [
+        [
+            f"{point['tokens']:,}",
+            f"{point['seconds']:.1f} s",
+            f"{point['cache_bytes'] / MIB:,.0f} MiB",
+            f"{point['peak_bytes_beyond'] / MIB:,.0f} MiB",
+        ]
+        for point in record["million"]
+    ]
+    headings = ["tokens read, one layer", "after", "cache", "peak beyond cache and weights"]
+    return text + table(headings, lines) + note(record) + source(record)
+
+
+def multi_gpu(record: dict[str, Any]) -> str:
+    """Two GPUs by tensor parallelism, and by `device_map` where that was measured, against one."""
+    one, spread, split = record["one_gpu"], record.get("device_map"), record["tensor_parallel"]
+
+    def row(label: str, *columns: tuple[dict[str, Any] | None, str]) -> list[str]:
+        found = (None if part is None else part.get(key) for part, key in columns)
+        return [label, *("–" if ms is None else f"{ms:.1f} ms" for ms in found)]
+
+    preset = cache_name(record["preset"])
+    lines = [
+        row(f"eager, {cache_name(name)}", (one["ms_eager"], name), (spread and spread["ms_eager"], name), (None, ""))
+        for name in one.get("ms_eager", {})
+    ]
+    ways = {
+        f"compiled, {preset}": "ms_compiled",
+        "without guards on modules, local shards": "ms_compiled_unguarded",
+    }
+    lines += [row(label, (one, key), (None, ""), (split, key)) for label, key in ways.items() if key in split]
+    held = [[one["bytes_held"]], list(spread["bytes_by_device"].values()) if spread else [], split["bytes_held"]]
+    shown = [" + ".join(f"{size / GIB:.2f}" for size in sizes) + " GiB" if sizes else "–" for sizes in held]
+    lines.append(["KV held on each GPU", *shown])
+    headings = [
+        f"a decode step at {record['batch']} × {record['context']:,}",
+        "one GPU",
+        "`device_map`, two",
+        "tensor parallel, two",
+    ]
+    if spread is None:
+        headings, *lines = ([cells[0], cells[1], cells[3]] for cells in (headings, *lines))
+    same = ""
+    if spread:
+        same = f"\n{spread['tokens_equal']} of {spread['tokens']} tokens are those of one GPU with `device_map`.\n"
+    return f"{record['model']}:\n\n" + table(headings, lines) + same + note(record) + source(record)
+
+
+def cpu_cells(rows: list[dict[str, Any]], caches: tuple[str, ...] = ()) -> str:
+    """Milliseconds on a CPU and speed against DynamicCache's, of each cache (or of those named) by cell."""
+    found = {(row["cache"], row["cell"]): row for row in rows}
+    cells = dict.fromkeys(row["cell"] for row in rows)
+    lines = []
+    for cache in dict.fromkeys(row["cache"] for row in rows):
+        if cache in caches or not caches:
+            measured = [found.get((cache, cell)) for cell in cells]
+            lines.append([cache_name(cache), *(f"{r['ms']:.4g} ({r['speed']:.2f}×)" if r else "–" for r in measured)])
+    return table(["ms (speed)", *cells], lines)
+
+
+def cpu(record: dict[str, Any]) -> str:
+    """Prefill, decoding and a second turn on a CPU."""
+    return cpu_cells(record["rows"]) + note(record) + source(record)
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "ablation": ablation,
+    "balance": balance,
+    "cards": cards,
+    "compile_matrix": compile_matrix,
+    "cpu": cpu,
+    "generate": generate,
+    "models": models,
+    "kernels": kernels,
+    "multi-gpu": multi_gpu,
+    "passkey": passkey,
+    "prefill": prefill,
+    "prefix": prefix,
+    "quality": quality,
+    "serve": serve,
+}
+"""By the part of a results file's name that comes before the device or the model."""

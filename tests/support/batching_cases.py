@@ -1,0 +1,170 @@
+"""What tests of continuous batching need: models, prompts, and answers to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from tests.support.tiny_models import VOCAB, build
+from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
+from tq_hf.batching import TurboQuantBatchingManager, paged_cache
+from tq_hf.batching.paged_cache import TurboQuantPagedCache
+from tq_hf.tensors.pages import Sequences
+
+Tokens = list[int]
+
+
+def model_of(name: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A random model of two layers."""
+    return build(name, **(dict(num_hidden_layers=2) | changes))
+
+
+def mixed(name: str, **changes: Any) -> PreTrainedModel:
+    """A random model of a sliding and a full layer; Qwen2's are in the other order."""
+    kinds = ["sliding_attention", "full_attention"]
+    layers = dict(layer_types=kinds[::-1] if name == "qwen2" else kinds, sliding_window=96)
+    return model_of(name, **(layers | changes))
+
+
+def prompts(lengths: Sequence[int], seed: int = 1) -> list[Tokens]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def greedy(new: int, **options: Any) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, **options)
+
+
+def options(**changes: Any) -> ContinuousBatchingConfig:
+    """A pool of 200 pages of 128 tokens."""
+    usual = dict(page_size=128, num_blocks=200, max_batch_tokens=2048, max_requests_per_batch=64)
+    return ContinuousBatchingConfig(**(usual | changes))
+
+
+def answers(results: dict[str, Any]) -> list[Tokens]:
+    """The generated tokens of what `generate_batch` returns."""
+    for result in results.values():
+        assert result.error is None, result.error
+    return [result.generated_tokens for result in results.values()]
+
+
+def paged(preset: str, **overrides: Any) -> TurboQuantConfig:
+    """A preset as pages have it."""
+    return TurboQuantConfig.from_preset(preset, sink_tokens=0, residual_length=0, **overrides)
+
+
+class Oracle:
+    """What `generate()` answers on a cache that encodes as pages do."""
+
+    def __init__(self, model: PreTrainedModel, preset: str = "4bit_nc", balance: Balance | None = None) -> None:
+        self.model, self.balance = model, balance
+        self.config = paged(preset, balance=balance is not None)
+
+    def cache(self) -> TurboQuantCache:
+        return TurboQuantCache(self.model.config, self.config, balance=self.balance)
+
+    def generate(self, prompt: Tokens, new: int) -> Tokens:
+        """Greedy tokens of `generate()`."""
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("turboquant")
+        ids = torch.tensor([prompt], device=self.model.device)
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=self.cache(),
+            max_new_tokens=new,
+            do_sample=False,
+        )
+        self.model.set_attn_implementation(before)
+        return out[0, len(prompt) :].tolist()
+
+    def chunked(self, prompt: Tokens, new: int, chunks: Sequence[int] = ()) -> Tokens:
+        """Greedy tokens, the prompt read in pieces of these sizes and the rest."""
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("turboquant")
+        cache, out, at, logits = self.cache(), [], 0, torch.empty(0)
+        with torch.no_grad():
+            for size in filter(None, (*chunks, len(prompt) - sum(chunks))):
+                logits = self.model(torch.tensor([prompt[at : at + size]]), past_key_values=cache).logits[0, -1]
+                at += size
+            for _ in range(new):
+                out.append(int(logits.argmax()))
+                logits = self.model(torch.tensor([out[-1:]]), past_key_values=cache).logits[0, -1]
+        self.model.set_attn_implementation(before)
+        return out
+
+
+class Session:
+    """Batches of requests through one kept manager."""
+
+    def __init__(
+        self, model: PreTrainedModel, preset: str = "4bit_nc", overrides: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
+        self.model = model
+        self.batching = TurboQuantBatching(model, preset, **(overrides or {}))
+        self.options = options(**changes)
+        self.oracle = Oracle(model, preset, self.batching.balance)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self.batching.destroy_cached_continuous_batching_manager()
+
+    def run(self, inputs: list[Tokens], generation: GenerationConfig) -> list[Tokens]:
+        return answers(
+            self.batching.generate_batch(
+                inputs, generation_config=generation, continuous_batching_config=self.options, persistent_manager=True
+            )
+        )
+
+    @property
+    def manager(self) -> TurboQuantBatchingManager:
+        return self.model._cached_continuous_batching_manager
+
+    @property
+    def cache(self) -> TurboQuantPagedCache:
+        return self.manager.batch_processor.cache
+
+    def pages_in_use(self) -> int:
+        """Pages that are neither free nor kept for requests to come."""
+        cache = self.cache
+        held = (cache.num_sectors - cache.pool.num_free_sectors) * cache.bytes_per_sector
+        for allocator in cache.cache_allocators.values():
+            free = cache.pool.count_free_blocks(allocator.index) + len(allocator.ledger.cached_blocks)
+            held -= free * allocator.bytes_per_block
+        return held // cache.allocator.bytes_per_block
+
+
+class Steps:
+    """What the steps of a layer were like: spied on where their geometry is made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, list[int], list[int]]] = []
+        real = paged_cache.sequences_of
+
+        def spied(kwargs: dict[str, Any], *pages: int) -> Sequences:
+            sequences = real(kwargs, *pages)
+            kind = "table" if kwargs["block_table"] is not None else "lists"
+            new, lengths = sequences.cu_q.diff().tolist(), sequences.cu_k.diff().tolist()
+            self.seen.append((kind, [a - b for a, b in zip(lengths, new, strict=True)], new))
+            return sequences
+
+        monkeypatch.setattr(paged_cache, "sequences_of", spied)
+
+    def kinds(self) -> set[str]:
+        return {kind for kind, _, _ in self.seen}
+
+
+class Stream:
+    """A stream of a device that is never behind."""
+
+    def record_event(self, event: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...

@@ -1,0 +1,68 @@
+"""Inputs for attention of many queries: a decode case, and new tokens in the window or beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.support.kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, packed_of, window_start
+
+
+@dataclass
+class PrefixInputs:
+    """`inputs` as the oracle reads them, its window holding the new tokens; `window` and `new` as the kernel does."""
+
+    inputs: Inputs
+    window: tuple[torch.Tensor, torch.Tensor]
+    num_window: int
+    new: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def make_prefix_inputs(case: Case, device: torch.device, *, beside: bool) -> PrefixInputs:
+    """`case.window` counts window rows and, with `beside`, the S new tokens after them, apart as models give them."""
+    whole = make_inputs(case, device)
+    if not beside:
+        return PrefixInputs(whole, whole.window, case.window, None)
+    start, held = window_start(case), case.window - case.S
+    assert held >= 0, "the window of the case holds the new tokens too"
+    parts, new = [], []
+    for states in whole.window:
+        rows = states.roll(-start, dims=2)
+        # Heads behind tokens, as projections make them.
+        new.append(rows[:, :, held : case.window].transpose(1, 2).contiguous().transpose(1, 2))
+        rows = rows.clone()
+        rows[:, :, held:] = torch.nan
+        parts.append(rows.roll(start, dims=2))
+    return PrefixInputs(whole, (parts[0], parts[1]), held, (new[0], new[1]))
+
+
+def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
+    """`attend_prefix`, with scratch and output poisoned."""
+    from tq_kernels.prefix.launch import attend_prefix
+
+    inputs = prefix.inputs
+    case, packed, layout, device = inputs.case, inputs.packed, inputs.packed.layout, inputs.query.device
+    return attend_prefix(
+        inputs.query,
+        packed_of(packed),
+        case.blocks,
+        inputs.sinks,
+        prefix.window,
+        prefix.num_window,
+        prefix.new,
+        *kernel_rotations(inputs),
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        scaling=inputs.scaling,
+        out=torch.full((case.B, case.S, case.Hq, case.Dv), torch.nan, dtype=case.dtype, device=device),
+        allocate=lambda size: torch.full((size,), torch.nan, device=device),
+        mask=inputs.mask,
+        causal=case.causal,
+        softcap=case.softcap,
+        s_aux=inputs.s_aux,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+__all__ = ["PrefixInputs", "make_prefix_inputs", "oracle", "run_prefix"]

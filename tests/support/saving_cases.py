@@ -1,0 +1,46 @@
+"""What tests of saved caches share: filled caches, and the parts of a file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tests.support.tiny_models import VOCAB, build
+from tq_hf import TurboQuantCache
+
+model_named = lru_cache(build)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
+
+
+def filled(name: str, length: int = 300, batch: int = 2, attention: str = "turboquant", **options: Any) -> Any:
+    """A model and a cache that holds a prompt and one more token."""
+    model = model_named(name)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, model=model, **options)
+    run(model, cache, tokens(batch, length - 1))
+    run(model, cache, tokens(batch, 1, seed=1))
+    return model, cache
+
+
+def assert_continue_alike(model: Any, one: Any, other: Any, calls: tuple[int, ...] = (1, 1, 9, 1)) -> None:
+    """Both caches give the same logits, bit for bit, in calls of these many tokens."""
+    for step, count in enumerate(calls):
+        ids = tokens(2, count, seed=step)
+        assert torch.equal(run(model, one, ids), run(model, other, ids)), f"call {step}"
+
+
+def split(content: bytes) -> tuple[dict[str, Any], bytes]:
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]

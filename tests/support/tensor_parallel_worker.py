@@ -1,0 +1,178 @@
+"""One of the processes of tests/cache/test_tensor_parallel.py: runs under torchrun, writes what it found.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 tests/tensor_parallel_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.distributed import DistributedConfig
+
+from examples.measure.speed.bench_multi_gpu import keep_local_shards, without_module_guards
+from tests.cache.test_compiled import compile_config
+from tests.support.helpers import states
+from tests.support.tiny_models import VOCAB
+from tq_hf import PRESETS, TurboQuantCache
+
+NEW_TOKENS = 200
+OPTIONS = dict(residual_length=0, sink_tokens=2)
+
+
+def load(path: Path, **options: Any) -> PreTrainedModel:
+    """The model in `path`, with attention on packed blocks; a `distributed_config` shards it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="turboquant", **options)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def prompt() -> dict[str, torch.Tensor]:
+    """Two prompts of 150 tokens, one of them left-padded."""
+    ids = torch.randint(3, VOCAB, (2, 150), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: PreTrainedModel, cache: Cache, new_tokens: int = NEW_TOKENS, **options: Any) -> list[list[int]]:
+    out = model.generate(**prompt(), past_key_values=cache, do_sample=False, max_new_tokens=new_tokens, **options)
+    return out[:, 150:].tolist()
+
+
+def bytes_held(cache: TurboQuantCache) -> dict[str, int]:
+    """Bytes of what has heads, by kind."""
+    footprint = cache.memory_footprint()
+    return {kind: getattr(footprint, kind) for kind in ("packed", "window", "sinks", "bf16_equivalent")}
+
+
+def shares_are_the_whole(model: PreTrainedModel, rank: int) -> dict[str, bool]:
+    """Whether what the ranks pack of some states, each of its own heads, is together what this process packs of all
+    heads, bit for bit."""
+    ranks, heads = dist.get_world_size(), model.config.num_key_value_heads
+    states_of_all = states(7, heads=heads, tokens=700)
+    equal = {}
+    for preset in PRESETS:
+        mine, whole = TurboQuantCache(model.config, preset), TurboQuantCache(model.config, preset)
+        mine.update(*(part.chunk(ranks, dim=1)[rank] for part in states_of_all), 0)
+        whole.update(*states_of_all, 0)
+        shares: list[Any] = [None] * ranks
+        dist.all_gather_object(shares, mine.layers[0].store.by_kind())
+        equal[preset] = all(
+            torch.equal(torch.cat([share[kind][index] for share in shares], dim=1), expected)
+            for kind, group in whole.layers[0].store.by_kind().items()
+            for index, expected in enumerate(group)
+        )
+    return equal
+
+
+@torch.no_grad()
+def collectives_of_a_step(model: PreTrainedModel, cache: Cache) -> int:
+    """Collectives that one decoding step runs."""
+    model(**prompt(), past_key_values=cache)
+    with CommDebugMode() as counted:
+        model(torch.full((2, 1), 5), past_key_values=cache)
+    return counted.get_total_counts()
+
+
+def factors_of_shares(sharded: PreTrainedModel, alone: PreTrainedModel, rank: int) -> tuple[float, int]:
+    """How far, relatively, the factors of this rank's heads are from those of one process, and how many are not one."""
+    caches = TurboQuantCache(sharded.config), TurboQuantCache(alone.config)
+    with torch.no_grad():
+        for model, cache in zip((sharded, alone), caches, strict=True):
+            model(**prompt(), past_key_values=cache)
+    furthest, touched = 0.0, 0
+    for mine, whole in zip(*(cache.layers for cache in caches), strict=True):
+        for factor, everything in zip(mine.store.blocks.factors, whole.store.blocks.factors, strict=True):
+            expected = everything.chunk(dist.get_world_size(), dim=1)[rank].float()
+            furthest = max(furthest, (factor / expected - 1).abs().max().item())
+            touched += int((factor != 1).sum())
+    return furthest, touched
+
+
+def error_of_loading(path: Path, model: PreTrainedModel) -> str:
+    try:
+        TurboQuantCache.load(path, model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    sharded = load(folder / "model", distributed_config=DistributedConfig(tp_plan="auto"))
+    alone = load(folder / "model")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {"tokens": {}, "bytes": {}, "heads": []}
+
+    # Each rank does a share of the one-process runs.
+    expected = {}
+    for preset in list(PRESETS)[rank::size]:
+        cache = TurboQuantCache(alone.config, preset, **OPTIONS)
+        expected[preset] = (generate(alone, cache), bytes_held(cache))
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, expected)
+    expected = {preset: result for part in parts for preset, result in part.items()}
+
+    for preset in PRESETS:
+        cache = TurboQuantCache(sharded.config, preset, **OPTIONS)
+        tokens = generate(sharded, cache)
+        found["tokens"][preset] = [tokens, expected[preset][0]]
+        found["bytes"][preset] = [bytes_held(cache), expected[preset][1]]
+        found["heads"] += [layer.store.blocks.scalars.shape[1] for layer in cache.layers]
+    found["same_packed"] = shares_are_the_whole(alone, rank)
+    loud = load(folder / "loud", distributed_config=DistributedConfig(tp_plan="auto"))
+    found["factors"] = factors_of_shares(loud, load(folder / "loud"), rank)
+
+    counters.clear()
+    cache = TurboQuantCache(sharded.config, max_cache_len=300, **OPTIONS)
+    tokens = generate(sharded, cache, 60, compile_config=compile_config())
+    found["compiled"] = {
+        "tokens": [tokens, [row[:60] for row in expected["4bit_nc"][0]]],
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": dict(counters["graph_break"]),
+    }
+
+    caches = {"ours": TurboQuantCache(sharded.config), "dynamic": DynamicCache(config=sharded.config)}
+    found["collectives"] = {name: collectives_of_a_step(sharded, cache) for name, cache in caches.items()}
+
+    cache = TurboQuantCache(sharded.config, **OPTIONS)
+    generate(sharded, cache, 8)
+    cache.save(folder / f"rank-{rank}.safetensors", sharded)
+    dist.barrier()
+    again = TurboQuantCache.load(folder / f"rank-{rank}.safetensors", sharded)
+    step = torch.full((2, 1), 5)
+    with torch.no_grad():
+        logits = [sharded(step, past_key_values=each).logits for each in (cache, again)]
+    found["loaded_logits_equal"] = torch.equal(*logits)
+    found["other_rank"] = error_of_loading(folder / f"rank-{1 - rank}.safetensors", sharded)
+    found["one_process_file"] = error_of_loading(folder / "alone.safetensors", sharded)
+
+    keep_local_shards(sharded)
+    counters.clear()
+    config = compile_config()
+    config.options = {"guard_filter_fn": without_module_guards().options["guard_filter_fn"]}
+    caches = [TurboQuantCache(sharded.config, max_cache_len=room, **OPTIONS) for room in (300, 400)]
+    found["local_shards"] = {
+        "tokens": [generate(sharded, cache, 20, compile_config=config) for cache in caches],
+        "expected": [row[:20] for row in expected["4bit_nc"][0]],
+        "graphs": counters["stats"]["unique_graphs"],
+        "sharded": sum(isinstance(parameter, DTensor) for parameter in sharded.parameters()),
+    }
+    (folder / f"found-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

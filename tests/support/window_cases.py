@@ -1,0 +1,99 @@
+"""Steps over sliding windows, for a kernel and for torch alike."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.helpers import states
+from tq_hf.ops.paged_windows import windowed_step
+from tq_hf.ops.reference_attention import attend
+from tq_hf.ops.window_plan import plan_step
+from tq_hf.tensors.pages import Sequences
+from tq_hf.tensors.windows import LayerWindows
+
+HEADS, QUERY_HEADS, DIM, PAGES = 2, 6, 16, 64
+CHUNKS = [
+    [300, 1, 0, 40],
+    [1, 127, 5, 88],
+    [127, 1, 250, 0],
+    [1, 1, 1, 1],
+    [130, 256, 1, 1],
+    [2, 3, 0, 2],
+    [0, 1, 1, 1],
+]
+"""New tokens of four requests in six steps: prompts, single tokens, and windows that begin to slide in either."""
+TOTALS = [sum(column) for column in zip(*CHUNKS, strict=True)]
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+class Requests:
+    """Requests with tokens of their own and shuffled pages, run step by step. Pages are full of NaN before.
+
+    Args:
+        window: Tokens of a window.
+        rows: Tokens of a page.
+        totals: Tokens of each request, of all steps.
+        dtype: Of all states.
+        device: Where steps are computed; what is expected is computed on the CPU.
+        shape: Query heads, KV heads and channels.
+    """
+
+    def __init__(
+        self,
+        window: int,
+        rows: int,
+        totals: list[int],
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        shape: tuple[int, int, int] = (QUERY_HEADS, HEADS, DIM),
+    ) -> None:
+        query_heads, heads, dim = shape
+        pages = max(PAGES, 2 + len(totals) * -(-window // rows))
+        # Pages end in bytes that no row takes.
+        pool = torch.full((pages, 3 * 2 * rows * heads * dim + 64), torch.nan, dtype=dtype, device=device)
+        pool[0] = 0
+        self.pool = pool[:, :-64].unflatten(1, (3, 2, rows, heads, dim))
+        self.device, self.windows = device, LayerWindows(self.pool[:, 1], window, trash=1)
+        self.tokens = [states(i, 1, heads, n, dim, dtype=dtype) for i, n in enumerate(totals)]
+        self.queries = [states(90 + i, 1, query_heads, n, dim, dtype=dtype)[0] for i, n in enumerate(totals)]
+        self.done = [0] * len(totals)
+        free = 2 + torch.randperm(pages - 2, generator=torch.Generator().manual_seed(3)).int()
+        self.table = free[: len(totals) * self.windows.pages].view(len(totals), -1)
+
+    def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Outputs of the next tokens of each request, next to those by definition, `[n, Hq, D]`."""
+        spans = [slice(done, done + n) for done, n in zip(self.done, new, strict=True)]
+        keys, values = ([x[i] for x in self.tokens] for i in (0, 1))
+        packed = [
+            torch.cat([x[0, :, span].transpose(0, 1) for x, span in zip(tensors, spans, strict=True)])
+            for tensors in (self.queries, keys, values)
+        ]
+        packed = [
+            torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]).to(self.device) for x in packed
+        ]
+        lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
+        # Pages that a request has not reached yet are none.
+        reached = torch.tensor(lengths)[:, None] > torch.arange(self.windows.pages) * self.windows.rows_per_page
+        table = self.table.where(reached, -1)
+        sequences = Sequences(*(x.to(self.device) for x in (cumulative(new), cumulative(lengths), table)), max(new))
+        plan = plan_step(sequences, len(packed[0]), self.windows)
+        there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        out = windowed_step(*packed, self.windows, plan, scaling=0.2, **there)
+        out = out.cpu()
+        assert (out[sum(new) :] == 0).all()
+        expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
+        self.done = [done + n for done, n in zip(self.done, new, strict=True)]
+        return list(zip(out[: sum(new)].split(new), expected, strict=True))
+
+    def expected(self, i: int, span: slice, **options) -> torch.Tensor:
+        position = torch.arange(span.stop)
+        own = position[span, None]
+        mask = (position <= own) & (position > own - self.windows.window)
+        held = tuple(x[:, :, : span.stop] for x in self.tokens[i])
+        return attend(self.queries[i][:, :, span], held, mask[None, None], scaling=0.2, **options)[0]
+
+
+OPTIONS = [{}, {"softcap": 2.0}, {"s_aux": torch.linspace(-1, 1, QUERY_HEADS)}]
