@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_same, llama_config, packed_tensors, relative_error, states
-from tiny_models import VOCAB, build, dense_attention
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
+from tests.support.helpers import assert_same, llama_config, packed_tensors, relative_error, states
+from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same, llama_config, states
-from tiny_models import VOCAB, build
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from transformers.cache_utils import DynamicLayer
 
+from tests.support.helpers import assert_same, llama_config, states
+from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 
 SLIDING = Gemma3TextConfig(
