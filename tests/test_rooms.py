@@ -24,7 +24,7 @@ ROOMS = {
         ["tensors"],
         ["config"],
         ["layout"],
-        ["inference_mode", "compat", "versions"],
+        ["autocast", "inference_mode", "compat", "versions"],
     ],
 }
 """Top to bottom; rooms side by side do not know one another."""

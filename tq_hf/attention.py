@@ -9,6 +9,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
+from .autocast import autocast_dtype, outside_autocast
 from .compat import is_tracing, takes_attention_functions
 from .layers.handle import LazyStates, observe_queries, resolve
 from .ops import dispatch, triton_backend
@@ -56,7 +57,8 @@ def turboquant_attention(
         sinks: Not supported: sink logits by query (Inkling 2).
 
     Returns:
-        `[B, S, Hq, Dv]`, contiguous, and `None` (attention weights are not available).
+        `[B, S, Hq, Dv]`, contiguous, in the query's dtype, or in that of `torch.autocast`, as of sdpa; and `None`
+        (attention weights are not available).
 
     Raises:
         ValueError: The arguments ask for what there is no way to compute.
@@ -89,9 +91,11 @@ def turboquant_attention(
             raise ValueError(
                 f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
             )
-        if isinstance(held, StepView):
-            return _attend_step(query, held, attention_mask, **options), None
-        return dispatch.attend(query, held, attention_mask, **options), None
+        attend: Any = _attend_step if isinstance(held, StepView) else dispatch.attend
+        if (lower := autocast_dtype(query)) is None:
+            return attend(query, held, attention_mask, **options), None
+        with outside_autocast(query):
+            return attend(query.to(held.tensors.row.dtype), held, attention_mask, **options).to(lower), None
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
     if softcap is None and s_aux is None:
@@ -115,7 +119,11 @@ def turboquant_attention(
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
-    return dispatch.attend_dense(query, key, value, attention_mask, **options), None
+    if (lower := autocast_dtype(query)) is None:
+        return dispatch.attend_dense(query, key, value, attention_mask, **options), None
+    with outside_autocast(query):
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
+        return dispatch.attend_dense(query, key, value, attention_mask, **options), None
 
 
 @torch.compiler.disable

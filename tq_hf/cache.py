@@ -22,9 +22,9 @@ from transformers.utils import logging
 from .auto import AutoChoice
 from .balance import Balance
 from .compat import has_attention_heads, takes_attention_functions
-from .config import TurboQuantConfig
+from .config import TurboQuantConfig, is_auto
 from .inference_mode import outside_inference_mode
-from .layers.base import FullAttentionLayer
+from .layers.base import FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
 from .layers.first_prompt import FirstPrompt
 from .layers.handle import with_own_shape
@@ -35,7 +35,7 @@ from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
 from .saving import pickling
 from .saving.cache_file import load_cache, save_cache
-from .stores.checks import check_states
+from .stores.checks import check_states, widened
 
 logger = logging.get_logger(__name__)
 
@@ -103,7 +103,7 @@ class TurboQuantCache(DynamicCache):
             )
         if isinstance(balance, bool):
             overrides["balance"] = balance
-        auto = isinstance(preset, str) and preset.lower() == "auto"
+        auto = is_auto(preset)
         if auto and (bits := sorted(overrides.keys() & {"key_bits", "value_bits"})):
             raise ValueError(
                 f"`preset='auto'` chooses the bits, so {', '.join(bits)} cannot be given beside it. Name a preset "
@@ -213,6 +213,9 @@ class TurboQuantCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` of a layer; return what attention is given.
 
+        Keys and values have one dtype, which the layer then holds. Under `torch.autocast` they may have two, and the
+        layer holds the wider one.
+
         Raises:
             ValueError: The states do not fit the cache. It is unchanged then.
         """
@@ -242,6 +245,8 @@ class TurboQuantCache(DynamicCache):
             self._choose(self._choice, key_states, value_states, layer_idx)
         if self._waiting is not None:
             self._encode_waiting()
+        if not isinstance(self.layers[layer_idx], TurboQuantLayer):  # which sees to it itself
+            key_states, value_states = like_held(self.layers[layer_idx], key_states, value_states)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[2] > 1:
             layer = self.layers[layer_idx]
@@ -321,7 +326,7 @@ class TurboQuantCache(DynamicCache):
         compressed = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)}
         if index not in compressed:
             return
-        check_states(keys, values)
+        check_states(*widened(keys, values, keys.dtype))
         if index not in choice.layers_seen:
             choice.see(index, keys, free=all(layer.store is None for layer in compressed.values()))
             for layer in compressed.values():

@@ -81,11 +81,11 @@ class TurboQuantConfig:
                 raise ValueError(f"`{name}` is {value!r}; it must be a number of tokens, 0 or more.")
         if not isinstance(self.balance, bool):
             raise ValueError(f"`balance` is {self.balance!r}; it must be True or False.")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise ValueError(f"`seed` is {self.seed!r}; it must be a whole number, 0 or more and below 2**63.")
         layers: Any = self.skip_layers
         indices = tuple(layers) if isinstance(layers, Iterable) else (None,)
-        if not all(isinstance(i, int) for i in indices):
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in indices):
             raise ValueError(
                 f"`skip_layers` is {layers!r}; it must be a sequence of layer indices, e.g. (0, 1, -2, -1)."
             )
@@ -147,12 +147,22 @@ class TurboQuantConfig:
         return due_blocks(length, self.sink_tokens, self.residual_length)
 
 
+def is_auto(preset: str | TurboQuantConfig) -> bool:
+    """Whether `preset` is "auto", in any case."""
+    return isinstance(preset, str) and preset.lower() == "auto"
+
+
 def preset_name(name: str) -> str:
     """The preset meant by `name`: in any case, and also by the names vLLM gives them ("turboquant_4bit_nc").
 
     Raises:
         ValueError: There is none.
     """
+    if is_auto(name):
+        raise ValueError(
+            f"Preset {name!r} chooses when it sees the first keys: only `TurboQuantCache(model.config, 'auto')` takes "
+            f"it. Name a preset: {', '.join(PRESETS)}."
+        )
     plain = name.lower().removeprefix("turboquant_") if isinstance(name, str) else None
     if plain not in PRESETS:
         raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")

@@ -25,6 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .autocast import autocast_dtype
 from .cache import TurboQuantCache
 from .late_flags import LateFlags
 from .layers.base import FullAttentionLayer
@@ -329,6 +330,7 @@ class _Loop:
         return (
             id(self.model),
             self.model.config._attn_implementation,
+            str(autocast_dtype(self.prompt)),
             str(adapters(self.model)),
             str(constants),
             str((chooses, self.sample, self.selects_in_graph, ends, None if self.pad is None else self.pad.tolist())),

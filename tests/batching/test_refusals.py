@@ -70,6 +70,7 @@ def test_what_is_no_model_is_refused() -> None:
     ("arguments", "words"),
     [
         (dict(preset="auto"), "Name a preset"),
+        (dict(preset="AUTO"), "Name a preset"),
         (dict(preset="5bit"), "Unknown preset"),
         (dict(skip_layers=(0,)), "`skip_layers` is \\(0,\\)"),
         (dict(preset=TurboQuantConfig(skip_layers=(0,))), "`skip_layers` is \\(0,\\)"),

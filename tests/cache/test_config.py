@@ -125,6 +125,12 @@ def test_unknown_preset_error_lists_the_valid_ones(name):
     assert all(valid in str(error.value) for valid in PRESETS)
 
 
+@pytest.mark.parametrize("name", ["auto", "AUTO"])
+def test_auto_is_for_a_cache_of_one_model(name):
+    with pytest.raises(ValueError, match=f"Preset {name!r} chooses when.*only `TurboQuantCache.*Name a preset: k8v4"):
+        TurboQuantConfig.from_preset(name)
+
+
 def test_unknown_option_error_names_it_and_lists_the_valid_ones():
     with pytest.raises(ValueError) as error:
         TurboQuantConfig.from_preset("4bit_nc", window=64)
@@ -220,13 +226,13 @@ def test_unknown_correction_error_lists_the_valid_ones(option):
         Ablation(**{option: "l2"})
 
 
-@pytest.mark.parametrize("layers", ["0", "all", [0.5], [None], 3, None])
+@pytest.mark.parametrize("layers", ["0", "all", "AUTO", [0.5], [None], [True, False], 3, None])
 def test_skip_layers_must_be_indices(layers):
     with pytest.raises(ValueError, match="`skip_layers` is .*sequence of layer indices"):
         TurboQuantConfig(skip_layers=layers)
 
 
-@pytest.mark.parametrize("seed", [1.5, "0", None])
+@pytest.mark.parametrize("seed", [1.5, "0", None, True])
 def test_seed_must_be_whole(seed):
     with pytest.raises(ValueError, match="`seed` is"):
         TurboQuantConfig(seed=seed)

@@ -36,10 +36,6 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
         given = {"key_bits": preset.key_bits, "value_bits": preset.value_bits, "seed": preset.seed}
         overrides = given | {"balance": preset.balance, "skip_layers": preset.skip_layers}
         preset = preset.preset or "4bit_nc"
-    elif preset == "auto":
-        raise ValueError(
-            "`preset='auto'` chooses when it sees the first keys, and pages are made before. Name a preset ('4bit_nc')."
-        )
     if overrides.get("residual_length", 0):
         raise ValueError(
             f"`residual_length` is {overrides['residual_length']!r}: pages have no window, so that they can be shared. "

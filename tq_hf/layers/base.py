@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
+
+from ..stores.checks import check_same, widened
+from ..tensors.window import KeyValue
 
 
 class FullAttentionLayer(CacheLayerMixin):
@@ -47,6 +51,20 @@ class FullAttentionLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences `indices`, in that order."""
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
+
+
+def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
+    """Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` as a layer that is not compressed takes them: see
+    `widened`.
+
+    Raises:
+        ValueError: The layer holds states of another dtype or on another device.
+    """
+    keys, values = widened(keys, values, layer.dtype if layer.is_initialized else keys.dtype)
+    if layer.is_initialized:
+        check_same("dtype", layer.dtype, keys.dtype)
+        check_same("device", layer.device, keys.device)
+    return keys, values
 
 
 def check_crop(tokens_to_remove: int | torch.Tensor) -> int:

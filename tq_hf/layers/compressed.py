@@ -14,7 +14,7 @@ from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
 from ..stores.base import LayerStore
-from ..stores.checks import check_room, check_states
+from ..stores.checks import check_room, check_states, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..tensors.factors import Factors
@@ -77,7 +77,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
-        """Ignored: the base class assigns `None` where there is nothing to assign."""
+        self._refuse("keys", value)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -86,7 +86,19 @@ class TurboQuantLayer(FullAttentionLayer):
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
-        """Ignored, as for `keys`."""
+        self._refuse("values", value)
+
+    def _refuse(self, name: str, value: torch.Tensor | None) -> None:
+        """Raise a `ValueError` for states that somebody assigns (kvpress prunes so)."""
+        if value is None and vars(self).get("store") is None:  # as the base class begins
+            return
+        came = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(
+            f"`{name}` of a compressed layer cannot be assigned, and was given {came}: the layer holds codes, from "
+            f"which its `{name}` are made at each look. Change what is held by methods of the cache (`update`, `crop`, "
+            "`reorder_cache`, `batch_select_indices`, `reset`). What assigns states (kvpress prunes so) needs a "
+            "`DynamicCache`, or the layer in `skip_layers`."
+        )
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -115,6 +127,9 @@ class TurboQuantLayer(FullAttentionLayer):
         Raises:
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
         """
+        held = self.dtype if self.is_initialized else key_states.dtype
+        if not key_states.dtype == value_states.dtype == held:
+            key_states, value_states = widened(key_states, value_states, held)
         if self.store is None:
             check_states(key_states, value_states)
             if self.max_cache_len is not None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from .base import like_held
+
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
 """Methods of a cache whose tensors have an axis of tokens, and which; the batch is axis 0 of all."""
 METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
@@ -41,7 +43,10 @@ class Call:
 
     def replay(self, layer: Any, batch: int, tokens: int) -> None:
         """Make the call on `layer`, one of transformers' classes."""
-        getattr(layer, self.method)(*self.tensors(batch, tokens), **dict(self.options))
+        tensors = self.tensors(batch, tokens)
+        if self.method == "update":
+            tensors = list(like_held(layer, *tensors))
+        getattr(layer, self.method)(*tensors, **dict(self.options))
 
 
 def record(cache: Cache) -> list[list[Call]]:

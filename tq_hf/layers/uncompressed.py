@@ -33,6 +33,8 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
         super().lazy_initialization(key_states, value_states)
+        if key_states.is_meta:  # see `PreallocatedStore.allocate`
+            self.cumulative_length = torch.tensor(0)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -45,8 +47,6 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
                 check of the index fails.)
         """
         tokens = key_states.shape[-2]
-        if key_states.is_meta:
-            return super().update(key_states, value_states, *args, **kwargs)
         if tokens == 1 and torch.compiler.is_compiling():
             self.num_held = None
             return super().update(key_states, value_states, *args, **kwargs)
@@ -57,6 +57,12 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         if tokens == 1 or self.shows_room:
             return keys, values
         return keys[:, :, : held + tokens], values[:, :, : held + tokens]
+
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
+        """Tokens held, `[]` int64 on the device; 0 before the first update, and of a model on the meta device a
+        number."""
+        length = super().get_seq_length()
+        return int(length) if self.is_initialized and self.device.type == "meta" else length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..autocast import outside_autocast
 from ..codec import reference
 from ..codec.balance import factors
 from ..config import TurboQuantConfig
@@ -31,21 +32,24 @@ def balance(
     if triton_backend.can_balance(keys, values):
         triton_backend.balance(queries, keys, values, out, first=first, valid=valid)
         return
-    for held, chosen in zip(out, factors(queries, keys, values, first=first, valid=valid), strict=True):
-        held.copy_(chosen)
+    with outside_autocast(keys):
+        for held, chosen in zip(out, factors(queries, keys, values, first=first, valid=valid), strict=True):
+            held.copy_(chosen)
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
     of `out`."""
     backend = triton_backend if triton_backend.serves(keys, out.layout) else reference
-    backend.encode(config, keys, values, out, start)
+    with outside_autocast(keys):
+        backend.encode(config, keys, values, out, start)
 
 
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
     backend = triton_backend if triton_backend.serves(keys, blocks.layout) else tiled_attention
-    backend.dequantise(config, blocks, keys, values)
+    with outside_autocast(keys):
+        backend.dequantise(config, blocks, keys, values)
 
 
 def dense(view: StoreView) -> KeyValue:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..autocast import autocast_dtype
 from ..tensors.layer_tensors import RowKind
+from ..tensors.window import KeyValue
 
 
 def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -27,6 +29,25 @@ def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
         raise ValueError(f"{shapes} have no heads or a head_dim of 0; there is nothing to cache.")
 
 
+def widened(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype) -> KeyValue:
+    """Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` as they are, and under `torch.autocast` both in the widest
+    dtype of theirs and of what is `held`, as where `DynamicCache` concatenates."""
+    if keys.dtype == values.dtype == held or autocast_dtype(keys) is None:
+        return keys, values
+    dtype = torch.promote_types(torch.promote_types(keys.dtype, values.dtype), held)
+    return keys.to(dtype), values.to(dtype)
+
+
+def check_same(what: str, held: object, came: object) -> None:
+    """Raise a `ValueError` unless keys that came are in this like those a cache holds."""
+    if held != came:
+        raise ValueError(
+            f"This cache holds states with {what} {held}, but was given keys with {what} {came}. Use a new "
+            "TurboQuantCache for another batch or model, or call `cache.reset()` first (after which a preallocated "
+            "cache still has its batch size, dtype and device)."
+        )
+
+
 def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
     """Raise a `ValueError` unless these states go with those a store holds in all but the number of tokens."""
     check_states(keys, values)
@@ -39,12 +60,7 @@ def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
         "device": (held.device, keys.device),
     }
     for what, (has, came) in expected.items():
-        if has != came:
-            raise ValueError(
-                f"This cache holds states with {what} {has}, but was given keys with {what} {came}. Use a new "
-                "TurboQuantCache for another batch or model, or call `cache.reset()` first (which keeps the batch "
-                "of a preallocated cache)."
-            )
+        check_same(what, has, came)
 
 
 def check_room(tokens: int, held: int, max_cache_len: int) -> None:

@@ -276,11 +276,11 @@ def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> Key
         packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
         dispatch.dequantise(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
     sinks, blocks, rows = entries(step_counts)
-    first = blocks * tokens
+    first, device = blocks * tokens, tensors.row.device
     # As many neighbouring rows of the result as the ring has: those of the window, and some before it at the end.
-    row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=step_counts.device)
+    row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
     in_window, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
-    empty = (torch.arange(length, device=step_counts.device) >= sinks + first + rows)[:, None]
+    empty = (torch.arange(length, device=device) >= sinks + first + rows)[:, None]
     for out, ring, sink in zip((keys, values), tensors.ring, tensors.sinks, strict=True):
         out[:, :, :num_sinks] = sink[:, :, :length]
         near = torch.where(in_window, ring.index_select(2, slot), out.index_select(2, target))

@@ -138,7 +138,7 @@ class GrowingStore(LayerStore):
             buffer[:, :, sinks_before : sinks_before + to_sinks] = states[:, :, :to_sinks]
         self.num_sinks += to_sinks
         rest = (keys[:, :, to_sinks:], values[:, :, to_sinks:])
-        if new_tokens == 1 or (new_tokens <= SHORT_CALL and past > 0):
+        if new_tokens <= 1 or (new_tokens <= SHORT_CALL and past > 0):
             rows = self.window.count + rest[0].shape[2]
             if rows > self.window.capacity:
                 self._replace_window(self.window.copied(self.growth.window_rows(self.config, rows)))

@@ -74,10 +74,12 @@ class PreallocatedStore(LayerStore):
     ) -> PreallocatedStore:
         """Room for `max_cache_len` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`."""
         tensors = GrowingStore.allocate(config, keys, values, Fixed(max_cache_len)).tensors
+        # A model on the meta device has its counts on the CPU, where they are numbers.
+        device = torch.device("cpu") if keys.is_meta else keys.device
         counts = DeviceCounts(
-            state=torch.zeros(4, dtype=torch.int32, device=keys.device),
-            step_counts=torch.zeros(6, 4, dtype=torch.int32, device=keys.device),
-            length=torch.zeros((), dtype=torch.int64, device=keys.device),
+            state=torch.zeros(4, dtype=torch.int32, device=device),
+            step_counts=torch.zeros(6, 4, dtype=torch.int32, device=device),
+            length=torch.zeros((), dtype=torch.int64, device=device),
         )
         triton_backend.prepare(config, tensors.layout, keys)
         for tensor in (*tensors.arguments(), *counts):
@@ -91,9 +93,11 @@ class PreallocatedStore(LayerStore):
         return self.counts.state
 
     @property
-    def length(self) -> torch.Tensor:
-        """Tokens held, `[]` int64 on the device."""
+    def length(self) -> int | torch.Tensor:
+        """Tokens held, `[]` int64 on the device; of a model on the meta device a number."""
         self.encode_prompt()
+        if self.tensors.row.device.type == "meta":
+            return int(self.counts.length)
         return graph_ops.tokens_held(self.counts)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:

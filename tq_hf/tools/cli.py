@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from .. import __version__
-from ..config import PRESETS, preset_name
+from ..config import PRESETS, is_auto, preset_name
 from .chat import Chat
 from .estimate import Estimator, estimate, parse_memory
 from .estimate_table import Report, as_json, print_table
@@ -207,7 +207,7 @@ def chat_command(
     """
     console = Console()
     with _errors_as_sentences():
-        preset = "auto" if preset.lower() == "auto" else preset_name(preset)
+        preset = "auto" if is_auto(preset) else preset_name(preset)
         name = _model_name(model)
         where = _device(device)
         logging.disable_progress_bar()

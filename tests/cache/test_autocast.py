@@ -1,0 +1,199 @@
+"""Under `torch.autocast` a float32 model gives the cache float32 keys and 16-bit values, and is served like a
+`DynamicCache` serves it: attention computes in 16 bits, and what this package computes is not rounded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
+
+from tests.support.helpers import assert_same, llama_config, packed_tensors, relative_error, states
+from tests.support.tiny_models import VOCAB, build, dense_attention
+from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.attention import turboquant_attention
+
+CALLS = (60, 1, 1, 9, 1)
+"""A prompt, decode steps, a second turn and a step: all dense, so that nothing is lost to quantisation."""
+
+
+def on(dtype: torch.dtype = torch.bfloat16, enabled: bool = True, device: str = "cpu") -> torch.autocast:
+    return torch.autocast(device, dtype=dtype, enabled=enabled)
+
+
+def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache, attention: str, padded: int = 0, order=None, **options):
+    """The last logits of each call `[B, calls, V]`, with autocast on or off in each."""
+    model.set_attn_implementation(attention)
+    mask, found = torch.ones(2, sum(CALLS), dtype=torch.long, device=model.device), []
+    mask[0, :padded] = 0
+    for i, (tokens, enabled) in enumerate(zip(CALLS, order or [True] * len(CALLS), strict=True)):
+        with on(enabled=enabled, device=model.device.type, **options):
+            held, ids = mask[:, : sum(CALLS[: i + 1])], prompt(tokens, i).to(model.device)
+            found.append(model(ids, past_key_values=cache, attention_mask=held).logits[:, -1:])
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("padded", [0, 7])
+@pytest.mark.parametrize("options", [{}, {"skip_layers": (0,)}], ids=["all", "skipped"])
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("attention", ["turboquant", "dense"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+def test_logits_are_those_over_a_dynamic_cache(name, attention, limit, options, padded):
+    model, dense = build(name), dense_attention(name)
+    cache = TurboQuantCache(model.config, max_cache_len=limit, **options)
+    expected = logits(model, DynamicCache(config=model.config), dense, padded)
+    actual = logits(model, cache, dense if attention == "dense" else attention, padded)
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    if attention == "dense" and limit is None:
+        assert torch.equal(actual, expected)
+    assert relative_error(actual, expected) < 0.05
+    assert {layer.dtype for layer in cache.layers} == {torch.float32}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_on_a_gpu_logits_are_those_over_a_dynamic_cache(name, attention, limit, dtype):
+    model = build(name).to("cuda")
+    expected = logits(model, DynamicCache(config=model.config), "sdpa", dtype=dtype)
+    actual = logits(model, TurboQuantCache(model.config, max_cache_len=limit), attention, dtype=dtype)
+    assert actual.dtype == expected.dtype == dtype and relative_error(actual, expected) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", [(1, 0, 1, 0, 1), (0, 1, 0, 1, 1)], ids=["on first", "off first"])
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+def test_a_cache_is_used_within_and_without_autocast(attention, limit, order, dtype):
+    model, order = build("llama"), tuple(map(bool, order))
+    cache = TurboQuantCache(model.config, max_cache_len=limit, skip_layers=(0,))
+    expected = logits(model, DynamicCache(config=model.config), "sdpa", order=order, dtype=dtype)
+    assert relative_error(logits(model, cache, attention, order=order, dtype=dtype), expected) < 0.05
+
+
+@pytest.mark.parametrize("limit", [None, 600])
+def test_a_model_without_rotary_embedding_goes_on_within_autocast(limit):
+    """Its keys, too, have 16 bits there; the cache holds float32."""
+    cache = TurboQuantCache(llama_config(), max_cache_len=limit, skip_layers=(0,))
+    for layer in range(2):
+        cache.update(*states(1), layer)
+        with on():
+            cache.update(*states(2, tokens=1, dtype=torch.bfloat16), layer)
+        assert cache.layers[layer].keys.dtype == torch.float32 and int(cache.layers[layer].get_seq_length()) == 129
+    with on(), pytest.raises(ValueError, match="dtype torch.float32, but was given keys with dtype torch.float64"):
+        cache.update(*states(2, tokens=1, dtype=torch.float64), 1)
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "2bit_nc", "auto"])
+@pytest.mark.parametrize("limit", [None, 600])
+def test_blocks_are_the_same_bits_as_without_autocast(limit, preset):
+    pair, held = states(3, tokens=500, dim=64), []
+    for enabled in (False, True):
+        cache = TurboQuantCache(llama_config(dim=64), preset, max_cache_len=limit)
+        with on(enabled=enabled):
+            cache.update(*pair, 0)
+            cache.update(*states(4, tokens=1, dim=64), 0)
+            store = cache.layers[0].store
+            held.append((packed_tensors(store if limit is None else store.as_growing()), store.view()))
+            held[-1] += ((cache.layers[0].keys, cache.layers[0].values),)
+    assert held[0][1].num_blocks == 2
+    for name, tensor in held[0][0].items():
+        assert torch.equal(tensor, held[1][0][name]), name
+    assert_same(held[1][2], held[0][2])
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("limit", [None, 600])
+def test_attention_over_packed_tokens_is_rounded_once(limit, queries, softcap):
+    """To what sdpa returns within autocast; without it bit for bit the same."""
+    module, found = SimpleNamespace(config=llama_config(), is_causal=True), []
+    module.config._attn_implementation = "turboquant"
+    query = states(5, heads=4, tokens=queries)[0]
+    for enabled in (False, True):
+        cache = TurboQuantCache(llama_config(), max_cache_len=limit)
+        with on(enabled=enabled):
+            cache.update(*states(3, tokens=500), 0)
+            keys, values = states(4, tokens=queries)
+            given = cache.update(keys, values.bfloat16() if enabled else values.bfloat16().float(), 0)
+            found.append(turboquant_attention(module, query, *given, None, softcap=softcap)[0])
+    assert found[1].dtype == torch.bfloat16 and torch.equal(found[0].bfloat16(), found[1])
+
+
+def compile_config(backend: str) -> CompileConfig:
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_steps_are_like_eager_ones(backend, attention):
+    model = build("llama")
+    model.set_attn_implementation(attention)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, loop, found = dict(compile_config=compile_config(backend)), dict(custom_generate=graph_decoding), []
+    for options in (dict(disable_compile=True), compiled, compiled | loop, loop):
+        cache = TurboQuantCache(model.config, max_cache_len=200, residual_length=0)
+        options |= dict(do_sample=False, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
+        with on():
+            steps = model.generate(prompt(125), past_key_values=cache, **options).logits
+        found.append(torch.stack(steps))
+        assert cache.layers[1].store.state.tolist()[1] == 1, "a block was encoded while decoding"
+    assert all(relative_error(other, found[0]) < 0.05 for other in found[1:])
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_graph_decoding_keeps_a_step_for_its_autocast(device):
+    """What it captured within one context is right in the next."""
+    model, keys = build("llama").to(device), []
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=200)
+    options = dict(do_sample=False, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
+    for enabled in (True, True, False):
+        cache.reset()
+        with on(enabled=enabled, device=device):
+            ids, plain = prompt(20).to(device), TurboQuantCache(model.config)
+            steps = model.generate(ids, past_key_values=cache, custom_generate=graph_decoding, **options).logits
+            expected = model.generate(ids, past_key_values=plain, **options).logits
+        assert relative_error(torch.stack(steps), torch.stack(expected)) < 0.05
+        keys.append(graph_decoding.__globals__["_kept"][cache].key)
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["loaded without", "loaded within"])
+@pytest.mark.parametrize("limit", [None, 300])
+@pytest.mark.parametrize("skipped", [(), (0,)])
+def test_a_cache_filled_within_autocast_is_saved_and_loaded(tmp_path, skipped, limit, loads):
+    model = build("llama")
+    cache = TurboQuantCache(model.config, max_cache_len=limit, skip_layers=skipped)
+    with torch.no_grad(), on():
+        model(prompt(200), past_key_values=cache)
+    with on(enabled=loads):
+        cache.save(tmp_path / "cache.safetensors", model)
+        there = TurboQuantCache.load(tmp_path / "cache.safetensors", model)
+    for ours, theirs in zip(there.layers, cache.layers, strict=True):
+        assert_same((ours.keys, ours.values), (theirs.keys, theirs.values))
+
+
+@pytest.mark.parametrize("held", [0, 300], ids=["empty", "filled"])
+def test_without_autocast_keys_and_values_have_one_dtype(held):
+    cache = TurboQuantCache(llama_config())
+    if held:
+        cache.update(*states(0, tokens=held), 0)
+    keys, values = states(1, tokens=3)
+    with pytest.raises(ValueError, match="both must have one floating-point dtype"):
+        cache.update(keys, values.bfloat16(), 0)

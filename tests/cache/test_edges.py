@@ -1,0 +1,156 @@
+"""Calls at the edges: of no tokens, by a model on the meta device, by a model that was moved since, and states that
+somebody assigns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers.cache_utils import DynamicLayer
+
+from tests.support.helpers import assert_same, llama_config, states
+from tests.support.tiny_models import VOCAB, build
+from tq_hf import TurboQuantCache
+
+SLIDING = Gemma3TextConfig(
+    num_hidden_layers=2,
+    layer_types=["sliding_attention", "full_attention"],
+    sliding_window=16,
+    num_key_value_heads=2,
+    num_attention_heads=4,
+    head_dim=16,
+    hidden_size=64,
+    intermediate_size=64,
+    vocab_size=VOCAB,
+)
+
+
+@pytest.mark.parametrize("calls", [(0, 300, 1), (0, 40, 1, 5), (0, 1, 1), (0, 0, 300), (20, 0, 3, 0, 1, 300, 0, 1)])
+@pytest.mark.parametrize("options", [{}, {"residual_length": 0, "sink_tokens": 0}, {"skip_layers": (0,)}])
+@pytest.mark.parametrize("limit", [None, 400])
+def test_a_call_of_no_tokens_changes_nothing(limit, options, calls):
+    cache, plain = (TurboQuantCache(llama_config(), max_cache_len=limit, **options) for _ in range(2))
+    for seed, tokens in enumerate(calls):
+        for layer in range(2):
+            pair = states(seed, 2, tokens=tokens)
+            given = cache.update(*pair, layer)
+            if tokens:
+                assert_same(given, plain.update(*pair, layer))
+    assert int(cache.get_seq_length()) == sum(calls)
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        assert_same((ours.keys, ours.values), (theirs.keys, theirs.values))
+
+
+@pytest.mark.parametrize("limit", [None, 400])
+@pytest.mark.parametrize("preset", ["4bit_nc", "auto"])
+def test_beside_sliding_layers_a_first_call_may_be_of_no_tokens(limit, preset):
+    cache = TurboQuantCache(SLIDING, preset, max_cache_len=limit)
+    for seed, tokens in enumerate((0, 40, 1)):
+        for layer in range(2):
+            cache.update(*states(seed, tokens=tokens), layer)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [41, 41]
+
+
+@pytest.mark.parametrize("skipped", [(), (0,), (1,)])
+@pytest.mark.parametrize("limit", [None, 600])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("config", [llama_config(vocab_size=VOCAB), SLIDING], ids=["llama", "sliding"])
+def test_a_model_on_the_meta_device_runs(config, attention, limit, skipped):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    cache = TurboQuantCache(config, max_cache_len=limit, skip_layers=skipped)
+    for tokens in (300, 1, 1, 20, 1):
+        with torch.no_grad():
+            out = model(torch.ones(2, tokens, dtype=torch.long, device="meta"), past_key_values=cache)
+        assert out.logits.shape == (2, tokens, VOCAB) and out.logits.is_meta
+    assert int(cache.get_seq_length(1)) == 323 and cache.memory_footprint().total > 0
+    if config is not SLIDING:
+        cache.crop(-3)
+        assert int(cache.get_seq_length()) == 320
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, count), generator=torch.Generator().manual_seed(0))
+
+
+def used(name: str, attention: str, **options):
+    """A float32 model, and a cache that it has used."""
+    model = build(name)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, **options)
+    model.generate(tokens(150), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    return model, cache
+
+
+def held(cache: TurboQuantCache) -> list[torch.Tensor]:
+    return [tensor.clone() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("skipped", [(), (0,)])
+@pytest.mark.parametrize("limit", [None, 300])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_of_another_dtype_is_refused_by_a_used_cache(name, attention, limit, skipped):
+    """A growing cache is free for it after `reset`; a preallocated one keeps its tensors."""
+    model, cache = used(name, attention, max_cache_len=limit, skip_layers=skipped)
+    before = held(cache)
+    model.bfloat16()
+    for call in (
+        lambda: model(tokens(1), past_key_values=cache),
+        lambda: model(tokens(5), past_key_values=cache),
+        lambda: model.generate(tokens(155), past_key_values=cache, max_new_tokens=3),
+    ):
+        with pytest.raises(ValueError, match="dtype torch.float32, but was given keys with dtype torch.bfloat16"):
+            call()
+    assert all(torch.equal(now, then) for now, then in zip(held(cache), before, strict=True))
+    cache.reset()
+    if limit is None:
+        model.generate(tokens(150), past_key_values=cache, max_new_tokens=3)
+        assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
+    else:
+        with pytest.raises(ValueError, match="a preallocated cache still has its batch size, dtype and device"):
+            model.generate(tokens(150), past_key_values=cache, max_new_tokens=3)
+        fresh = TurboQuantCache(model.float().config, max_cache_len=limit, skip_layers=skipped)
+        for serving in (cache, fresh):
+            model.generate(tokens(150), past_key_values=serving, max_new_tokens=3, do_sample=False)
+        assert all(torch.equal(again, new) for again, new in zip(held(cache), held(fresh), strict=True))
+
+
+@pytest.mark.parametrize("skipped", [(), (0,)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_on_another_device_is_refused_by_a_used_cache(name, skipped):
+    """Of a preallocated cache transformers would read the length on the meta device."""
+    model, cache = used(name, "turboquant", skip_layers=skipped)
+    before = held(cache)
+    model.to("meta")
+    for count in (1, 5):
+        with pytest.raises(ValueError, match="device cpu, but was given keys with device meta.*reset"):
+            model(tokens(count).to("meta"), past_key_values=cache)
+    assert all(torch.equal(now, then) for now, then in zip(held(cache), before, strict=True))
+
+
+@pytest.mark.parametrize("filled", [0, 300], ids=["empty", "filled"])
+@pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.parametrize("limit", [None, 400])
+def test_states_that_are_assigned_to_a_compressed_layer_are_refused(limit, name, filled):
+    cache = TurboQuantCache(llama_config(), max_cache_len=limit, skip_layers=(1,))
+    for layer in range(2):
+        cache.update(*states(layer, tokens=filled), layer)
+    before = held(cache)
+    with pytest.raises(ValueError, match=rf"`{name}` of a compressed layer.*a tensor \[1, 2, 5, 16\].*`skip_layers`"):
+        setattr(cache.layers[0], name, states(1, tokens=5)[0])
+    with pytest.raises(ValueError, match=rf"`{name}` of a compressed layer cannot be assigned, and was given None"):
+        setattr(cache.layers[0], name, None)
+    assert all(torch.equal(now, then) for now, then in zip(held(cache), before, strict=True))
+    # A layer that is left to transformers is pruned as in its own caches.
+    setattr(cache.layers[1], name, pruned := getattr(cache.layers[1], name)[:, :, ::2])
+    assert getattr(cache.layers[1], name) is pruned
+
+
+def test_a_layer_takes_none_where_it_holds_nothing():
+    """So the base class begins."""
+    layer = TurboQuantCache(llama_config()).layers[0]
+    layer.keys = layer.values = None
+    assert layer.keys is None and not isinstance(layer, DynamicLayer)
