@@ -21,13 +21,13 @@ from transformers.utils import logging
 
 from .auto import AutoChoice
 from .balance import Balance
-from .compat import has_attention_heads, takes_attention_functions
+from .compat import asked_by_prefill, has_attention_heads, takes_attention_functions
 from .config import TurboQuantConfig, is_auto
 from .inference_mode import outside_inference_mode
 from .layers.base import FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
 from .layers.first_prompt import FirstPrompt
-from .layers.handle import with_own_shape
+from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
 from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
 from .layers.uncompressed import PreallocatedLayer
@@ -204,6 +204,11 @@ class TurboQuantCache(DynamicCache):
         return pickling.reduce(self)
 
     @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` compiles its steps. Chunks of a prompt stay eager: no graph can hold them whole."""
+        return all(layer.is_compileable for layer in self.layers) and not asked_by_prefill()
+
+    @property
     def undecided(self) -> bool:
         """Whether preset "auto" has yet to see the keys of some layers."""
         return self._choice is not None
@@ -221,21 +226,6 @@ class TurboQuantCache(DynamicCache):
         """
         if torch.compiler.is_compiling() and not (key_states.shape[2] == 1 and self._is_traceable(layer_idx)):
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
-        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _is_traceable(self, layer_idx: int) -> bool:
-        """Whether a graph may hold the update of a layer by one token."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        return layer is not None and layer.is_compileable and layer.is_initialized
-
-    @torch.compiler.disable
-    def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """An update that no graph can hold: of several tokens, of a layer that grows, or the first of a layer."""
-        return with_own_shape(self._update(*args, **kwargs))
-
-    def _update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
@@ -252,9 +242,19 @@ class TurboQuantCache(DynamicCache):
             layer = self.layers[layer_idx]
             if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.waits:
                 self._waiting = layer
-            if self._first is not None and isinstance(layer, TurboQuantLayer) and not torch.compiler.is_compiling():
+            if self._first is not None and isinstance(layer, TurboQuantLayer):
                 self._first.see(layer_idx, key_states)
         return states
+
+    def _is_traceable(self, layer_idx: int) -> bool:
+        """Whether a graph may hold the update of a layer by one token."""
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer is not None and layer.is_compileable and layer.is_initialized
+
+    @torch.compiler.disable
+    def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """An update that no graph can hold: of several tokens, of a layer that grows, or the first of a layer."""
+        return for_graphs(self.update(*args, **kwargs))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""

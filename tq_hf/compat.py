@@ -3,6 +3,7 @@ kernels' host side uses."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.utils.import_utils import is_tracing
 
 __all__ = [
     "as_plain_tensors",
+    "asked_by_prefill",
     "attention_implementation",
     "current_raw_stream",
     "has_attention_heads",
@@ -37,6 +39,19 @@ def mark_static_address(tensor: torch.Tensor) -> None:
 def as_plain_tensors() -> AbstractContextManager[None]:
     """Let operations on tensors of a subclass be those of `torch.Tensor` (torch 2.9 to 2.15)."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def asked_by_prefill() -> bool:
+    """Whether `generate()` asks if it should compile the chunks of a prompt, by the names of its functions.
+
+    `_prefill` asks `_valid_auto_compile_criteria`, as the loop over steps does (transformers 5.17 to 5.23).
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame = sys._getframe(2).f_back
+    while frame is not None and frame.f_code.co_name in ("is_compileable", "_valid_auto_compile_criteria"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_prefill"
 
 
 def storage_id(tensor: torch.Tensor) -> int:

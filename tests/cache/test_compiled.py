@@ -11,7 +11,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from tests.support.helpers import CPU
 from tests.support.tiny_models import VOCAB, build
-from tq_hf import PRESETS, TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
 from tq_hf.ops import tables_cpu, tiled_attention
 from tq_hf.stores import graph_ops
@@ -223,3 +223,55 @@ def test_compiled_steps_of_every_turn_read_packed_blocks(monkeypatch):
             ids, past_key_values=cache, max_new_tokens=4, do_sample=False, compile_config=compile_config()
         )
         ids = torch.cat([ids, ids[:, :7]], dim=1)
+
+
+def two_turns(model: PreTrainedModel, cache: TurboQuantCache, chunk: int | None, **options) -> list[torch.Tensor]:
+    """Tokens of a prompt of 600 and of a second turn of 37 more, both read in chunks."""
+    ids = torch.randint(3, VOCAB, (1, 637), generator=torch.Generator().manual_seed(7)).to(model.device)
+    options |= dict(past_key_values=cache, do_sample=False, max_new_tokens=9, prefill_chunk_size=chunk)
+    first = model.generate(ids[:, :600], **options)
+    return [first, model.generate(torch.cat([first, ids[:, 600:]], dim=1), **options)]
+
+
+@pytest.mark.parametrize("chunk", [None, 256, 77])
+@pytest.mark.parametrize("loop", ["generate", "graph_decoding"])
+@pytest.mark.parametrize(("name", "attention"), [("llama", "turboquant"), ("llama", "sdpa"), ("gemma3", "turboquant")])
+def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, chunk):
+    """transformers would compile chunks as it compiles steps. Tokens are those of a growing cache, in one graph."""
+    model = build(name)
+    model.set_attn_implementation(attention)
+    expected = two_turns(model, TurboQuantCache(model.config, **OPTIONS), chunk)
+    own_loop = dict(custom_generate=graph_decoding) if loop == "graph_decoding" else {}
+    cache = TurboQuantCache(model.config, max_cache_len=700, **OPTIONS)
+    actual = two_turns(model, cache, chunk, compile_config=compile_config(), **own_loop)
+    assert all(map(torch.equal, actual, expected))
+    # A window that slides is a graph of its own.
+    assert counters["stats"]["unique_graphs"] == (2 if name == "gemma3" else 1) and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("preallocated", [None, 900], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated):
+    """What no graph can hold leaves it: prompts, growing caches. In the end the same calls compile nothing."""
+    model = build("llama", num_hidden_layers=2)
+    model.set_attn_implementation(attention)
+    compiled = torch.compile(model, backend="eager")
+    graphs = []
+    for _ in range(3):
+        caches = [TurboQuantCache(model.config, max_cache_len=room, **OPTIONS) for room in (preallocated, None)]
+        for seed, tokens in enumerate((300, 150, 150, 20, 1, 1, 1)):
+            ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(seed))
+            actual, expected = (
+                m(ids, past_key_values=c).logits for m, c in zip((compiled, model), caches, strict=True)
+            )
+            torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] <= 8 and graphs[13] <= 40 and graphs[20] == graphs[13]
+
+
+def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
+    model = build("llama", num_hidden_layers=1)
+    model.set_attn_implementation("turboquant")
+    torch.compile(model, backend="eager")(inputs(1, 300)["input_ids"], past_key_values=TurboQuantCache(model.config))
+    # Before, between and after what leaves the graph: the embedding, norms and products of a layer, the head.
+    assert counters["stats"]["unique_graphs"] <= 7

@@ -112,9 +112,8 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.factors is not None:
             store.hand_on(self.factors)
         self.store = store
-        if not torch.compiler.is_compiling():
-            model_config = None if self._model_config is None else self._model_config()
-            advice.of_states(key_states, store.layout, getattr(model_config, "model_type", None))
+        model_config = None if self._model_config is None else self._model_config()
+        advice.of_states(key_states, store.layout, getattr(model_config, "model_type", None))
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
         self.is_initialized = True
@@ -136,11 +135,10 @@ class TurboQuantLayer(FullAttentionLayer):
                 check_room(key_states.shape[2], 0, self.max_cache_len)
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        compiling = torch.compiler.is_compiling()
-        view = self.store.append(key_states, value_states, wait=self.awaits_queries and not compiling)
+        view = self.store.append(key_states, value_states, wait=self.awaits_queries)
         if is_first(view):
             return self._first_states(view, self._shown((key_states, value_states)))
-        if compiling:
+        if torch.compiler.is_compiling():
             return self._compiled_states(view)
         handle = Handle(self, view)
         if self.reads_packed:
@@ -152,8 +150,6 @@ class TurboQuantLayer(FullAttentionLayer):
     def _first_states(self, view: StoreView | StepView, states: KeyValue) -> KeyValue:
         """What a first call returns: its own states."""
         keys, values = states
-        if torch.compiler.is_compiling():
-            return states
         handle = Handle(self, view, states)
         # Aliases: a handle on the very tensors that it holds would keep itself alive.
         if self._may_read_packed():
@@ -161,7 +157,7 @@ class TurboQuantLayer(FullAttentionLayer):
         return handle.attached((keys.view_as(keys), values.view_as(values)))
 
     def _compiled_states(self, view: StoreView | StepView) -> KeyValue:
-        """What a later call within a graph returns."""
+        """What a step within a graph returns."""
         if self.reads_packed and self.is_untouched:
             return placeholders(Handle(self, view), self._nan)
         return self.dense(view)

@@ -89,7 +89,16 @@ _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that are tensors of its elements."""
 _METADATA: set[Any] = {
     getattr(torch.Tensor, name)
-    for name in ("dim", "is_floating_point", "is_conj", "is_neg", "stride", "storage_offset", "untyped_storage", "_is_view")
+    for name in (
+        "dim",
+        "is_floating_point",
+        "is_conj",
+        "is_neg",
+        "stride",
+        "storage_offset",
+        "untyped_storage",
+        "_is_view",
+    )
 } | {
     attribute.__get__
     for name, attribute in vars(torch._C.TensorBase).items()
@@ -136,14 +145,18 @@ def placeholders(handle: Handle, nan: torch.Tensor) -> KeyValue:
     return handle.attached((nan.expand(handle.shape(0)), nan.expand(handle.shape(1))))
 
 
-def with_own_shape(states: KeyValue) -> KeyValue:
-    """Lazy states for a graph to take in: a graph guards the shape that a tensor has beneath its class."""
+def for_graphs(states: KeyValue) -> KeyValue:
+    """States that an eager call returned, for a compiled caller to take in.
+
+    A graph guards the shape that a lazy tensor has beneath its class. Other states come without their handle, whose
+    attention would become part of the graph.
+    """
     keys, values = states
-    if not isinstance(keys, LazyStates):
-        return states
-    handle = keys._handle
-    bases = (states[index].as_subclass(torch.Tensor).expand(handle.shape(index)) for index in (0, 1))
-    return handle.lazy((next(bases), next(bases)))
+    if isinstance(keys, LazyStates):
+        handle = keys._handle
+        keys, values = (states[i].as_subclass(torch.Tensor).expand(handle.shape(i)) for i in (0, 1))
+        return handle.lazy((keys, values))
+    return keys.detach(), values.detach()
 
 
 def _handle_of(tensor: torch.Tensor) -> Handle | None:
