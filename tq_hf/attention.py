@@ -14,6 +14,7 @@ from .ops import dispatch, triton_backend
 from .stores import graph_ops
 from .stores.checks import check_room
 from .stores.ticket import redeem, show_queries
+from .tensors.attention import AttentionOptions
 from .tensors.view import StepView, is_first
 
 NAME = "turboquant"
@@ -78,17 +79,15 @@ def turboquant_attention(
     if indices is not None:
         attention_mask = _among(indices, attention_mask, key.shape[2], causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options: dict[str, Any] = dict(
-        scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
-    )
+    options = AttentionOptions(scaling, causal, softcap, s_aux, position_bias)
     if held is not None and not is_first(held):
         if dropout:
             raise ValueError(
                 f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
             )
         if isinstance(held, StepView):
-            return _attend_step(query, held, attention_mask, **options), None
-        return dispatch.attend(query, held, attention_mask, **options), None
+            return _attend_step(query, held, attention_mask, options), None
+        return dispatch.attend(query, held, attention_mask, options), None
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
     if softcap is None and s_aux is None:
@@ -112,7 +111,7 @@ def turboquant_attention(
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
-    return dispatch.attend_dense(query, key, value, attention_mask, **options), None
+    return dispatch.attend_dense(query, key, value, attention_mask, options), None
 
 
 def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal: bool) -> torch.Tensor:
@@ -131,18 +130,10 @@ def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal
 
 
 def _attend_step(
-    query: torch.Tensor,
-    view: StepView,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    if position_bias is None and triton_backend.reads_mask(mask):
-        return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    if triton_backend.reads_mask(mask, options):
+        return graph_ops.attend_token(view, query, mask, options)
     # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
     # empty room.
     keys, values = graph_ops.dense_tokens(view)
@@ -154,8 +145,7 @@ def _attend_step(
         mask = mask[..., : view.length] & held
     else:
         mask = mask[..., : view.length].masked_fill(~held, -torch.inf)
-    options: dict[str, Any] = dict(scaling=scaling, softcap=softcap, s_aux=s_aux, position_bias=position_bias)
-    return dispatch.attend_dense(query, keys, values, mask, causal=False, **options)
+    return dispatch.attend_dense(query, keys, values, mask, options)
 
 
 def turboquant_mask(

@@ -12,6 +12,7 @@ from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY
 from tq_hf.ops import paged_windows
 from tq_hf.ops.paged_windows import windowed_step
 from tq_hf.ops.window_plan import plan_step
+from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.pages import Sequences
 from tq_hf.tensors.windows import LayerWindows, window_page
 
@@ -68,7 +69,9 @@ def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) ->
     sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), 1)
     query, key, value = (torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS))
     with NoReading():
-        out = windowed_step(query, key, value, windows, plan_step(sequences, 3, windows), scaling=0.2, **options)
+        out = windowed_step(
+            query, key, value, windows, plan_step(sequences, 3, windows), AttentionOptions(0.2, **options)
+        )
     assert (out[:2] != 0).all() and (out[2] == 0).all()
 
 

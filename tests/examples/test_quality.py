@@ -27,6 +27,7 @@ from tq_hf.codec.rotation import hadamard, signs
 from tq_hf.config import Correction
 from tq_hf.ops import dispatch
 from tq_hf.ops.tiled_attention import attend_dense
+from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.blocks import PackedBlocks
 from tq_hf.tensors.view import StoreView
 from tq_hf.tensors.window import KeyValue
@@ -180,7 +181,7 @@ def attend_by_reference(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
     """`dispatch.attend` over everything dequantised."""
-    return attend_dense(query, *dispatch.dense(view), mask, **options)
+    return attend_dense(query, *dispatch.dense(view), mask, AttentionOptions(**options))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import recorded
 from tests.support.paged_cases import Step, make
 from tq_hf.ops import paged_triton, triton_backend
+from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.blocks import PackedBlocks
 from tq_hf.tensors.layer_tensors import LayerTensors
 from tq_hf.tensors.view import StoreView
@@ -101,7 +102,7 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
     for num_blocks, num_window, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
         query = torch.zeros(1, 4, queries, 64, dtype=torch.float16)
         view = StoreView(tensors, num_blocks, num_window, num_blocks * 128 + num_window, None, half(queries))
-        out = triton_backend.attend_many(query, view, None, scaling=0.3, causal=True, softcap=None, s_aux=None)
+        out = triton_backend.attend_many(query, view, None, AttentionOptions(0.3))
         assert out.shape == (1, queries, 4, 64)
         kinds.append(how(log))
     assert {kind for kind in kinds[0]} == {"compiled"}
@@ -110,7 +111,7 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
 
 def paged_step(step: Step) -> None:
     inputs = make(step)
-    paged_triton.paged_step(*inputs.tokens, inputs.pages, inputs.sequences, **inputs.options)
+    paged_triton.paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
 
 
 def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:

@@ -56,7 +56,7 @@ TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
 def run(inputs: Inputs) -> torch.Tensor:
     """The kernels' output."""
     assert paged_triton.takes(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
-    return paged_step(*inputs.tokens, inputs.pages, inputs.sequences, **inputs.options)
+    return paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
 
 
 def assert_same_pool(inputs: Inputs, expected: Inputs) -> None:
@@ -93,7 +93,7 @@ def check_chunks(device: torch.device) -> None:
     done = 0
     for n in (100, 27, 1, 22):
         tokens = tuple(x[done : done + n] for x in parts.tokens)
-        paged_step(*tokens, parts.pages, sequences_of((done,), (n,), table), **parts.options)
+        paged_step(*tokens, parts.pages, sequences_of((done,), (n,), table), parts.options)
         done += n
     for pages in (table[0, : whole.pages.ring_pages], whole.encoded()):
         kept = 22 if len(pages) > 1 else None

@@ -14,6 +14,7 @@ from tq_hf import TurboQuantConfig
 from tq_hf.config import PRESETS
 from tq_hf.ops import dispatch, reference_attention, triton_backend
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.tensors.attention import AttentionOptions
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, window=37, window_capacity=96)
@@ -121,8 +122,8 @@ if INTERPRETED:
         view = store.append(*(x[:, :, 300:] for x in states))
         assert (view.new is None) == (queries < 130) and view.num_blocks == 2
         query = torch.randn(1, 2, queries, 32, generator=generator).half()
-        expected = reference_attention.attend(query, view, None, scaling=0.2)
-        assert relative_rms(dispatch.attend(query, view, None, scaling=0.2), expected.double()) <= 1e-3
+        expected = reference_attention.attend(query, view, None, AttentionOptions(0.2))
+        assert relative_rms(dispatch.attend(query, view, None, AttentionOptions(0.2)), expected.double()) <= 1e-3
         assert called == [kernel]
 
     def test_blocks_out_of_use_are_never_read() -> None:

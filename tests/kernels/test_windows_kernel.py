@@ -16,6 +16,7 @@ from tests.support.window_cases import CHUNKS, TOTALS, Requests, cumulative
 from tq_hf.ops import paged_triton
 from tq_hf.ops.paged_windows import windowed_step
 from tq_hf.ops.window_plan import plan_step
+from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.pages import Sequences
 from tq_hf.tensors.windows import LayerWindows
 
@@ -147,7 +148,10 @@ if INTERPRETED:
         windows = LayerWindows(torch.zeros(4, 2, 36, 2, 16, dtype=FP16), 96, trash=1)
         sequences = Sequences(cumulative([0]), cumulative([0]), torch.zeros(1, 3).int(), 1)
         query, key = torch.empty(0, 6, 16, dtype=FP16), torch.empty(0, 2, 16, dtype=FP16)
-        assert windowed_step(query, key, key, windows, plan_step(sequences, 0, windows), scaling=1.0).shape[0] == 0
+        assert (
+            windowed_step(query, key, key, windows, plan_step(sequences, 0, windows), AttentionOptions(1.0)).shape[0]
+            == 0
+        )
 
 
 SIZES = [
@@ -187,7 +191,9 @@ def test_a_captured_step_is_right_for_windows_that_grew() -> None:
     sequences = Sequences(cu_q, cu_k, table, 1)
 
     def step() -> torch.Tensor:
-        return windowed_step(*tokens, requests.windows, plan_step(sequences, 4, requests.windows), scaling=0.2)
+        return windowed_step(
+            *tokens, requests.windows, plan_step(sequences, 4, requests.windows), AttentionOptions(0.2)
+        )
 
     cu_q.copy_(cumulative([1] * 4))
     cu_k.copy_(cumulative([1] * 4))

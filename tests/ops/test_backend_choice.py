@@ -12,6 +12,7 @@ import torch
 from tests.support.helpers import llama_config, states
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.ops import backend, dispatch, triton_backend
+from tq_hf.tensors.attention import AttentionOptions
 
 LAYOUT = TurboQuantConfig().layout(16)
 
@@ -136,7 +137,7 @@ def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
     monkeypatch.setattr(fail, "value_dim", 16, raising=False)
     monkeypatch.setattr(triton_backend, "device_int", lambda value, device: value, raising=False)
     with pytest.raises(RuntimeError, match="TQ_HF_BACKEND=torch"):
-        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, scaling=1.0)
+        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
 
 
 @pytest.mark.parametrize("said", ["out of memory", "device-side assert triggered"])

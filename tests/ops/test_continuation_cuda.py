@@ -13,6 +13,7 @@ from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.workspace import current_workspace, release_workspaces
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.tensors.attention import AttentionOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -56,7 +57,7 @@ def test_fused_and_buffered_agree_with_fp64(preset, queries, past, padded):
         mask[0, :, :, :333] = False
     expected = oracle(query, view, mask)
     for attend in (triton_backend.attend_many, dispatch.buffered_attend):
-        out = attend(query, view, mask, scaling=DIM**-0.5)
+        out = attend(query, view, mask, AttentionOptions(DIM**-0.5))
         assert ((out.double() - expected).norm() / expected.norm()).item() <= 1e-3, attend.__name__
 
 
@@ -68,7 +69,7 @@ def test_scratch_is_of_the_size_of_the_queries():
         store.append(*states(past, 1))
         view = store.append(*states(1500, 2))
         query = torch.randn(2, HQ, 1500, DIM, device="cuda", dtype=torch.float16)
-        triton_backend.attend_many(query, view, None, scaling=DIM**-0.5)
+        triton_backend.attend_many(query, view, None, AttentionOptions(DIM**-0.5))
         sizes.append(current_workspace(query.device).nbytes)
     assert sizes[1] <= 2 * sizes[0] <= 24 * query.numel()
 

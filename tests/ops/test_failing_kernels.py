@@ -25,6 +25,7 @@ from tq_hf.ops import backend, dispatch, triton_backend
 from tq_hf.ops.workspace import current_workspace
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.attention import AttentionOptions
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -123,7 +124,7 @@ def test_what_a_card_lacks_is_said(
     triton_backend.allocator(scratch, "decode attention", CPU)(1 << 16)
     held = scratch.nbytes
     with caplog.at_level(logging.DEBUG, "tq_hf.ops.backend"), pytest.raises(RuntimeError, match=SENTENCE) as caught:
-        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, scaling=1.0)
+        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
     assert caught.match(reason)
     assert_unchanged(store, before)
     assert current_workspace(CPU) is scratch and scratch.nbytes == held
@@ -148,20 +149,20 @@ def dequantise() -> Launch:
 def decode() -> Launch:
     store = filled(CONFIG, states(0, tokens=140))
     view = store.append(*states(1, tokens=1))
-    return lambda: dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, scaling=1.0)
+    return lambda: dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
 
 
 def prefix() -> Launch:
     store = filled(CONFIG, states(0, tokens=140))
     view = store.append(*states(1, tokens=100))
     # With a softcap it is the only kernel that takes so many queries.
-    return lambda: dispatch.attend(torch.zeros(1, 4, 100, 16), view, None, scaling=1.0, softcap=20.0)
+    return lambda: dispatch.attend(torch.zeros(1, 4, 100, 16), view, None, AttentionOptions(1.0, softcap=20.0))
 
 
 def buffered() -> Launch:
     store = filled(CONFIG, states(0, tokens=140))
     view = store.append(*states(1, tokens=100))
-    return lambda: dispatch.buffered_attend(torch.zeros(1, 4, 100, 16), view, None, scaling=1.0)
+    return lambda: dispatch.buffered_attend(torch.zeros(1, 4, 100, 16), view, None, AttentionOptions(1.0))
 
 
 def append_on_device() -> Launch:
@@ -173,7 +174,7 @@ def append_on_device() -> Launch:
 def attend_on_device() -> Launch:
     store = PreallocatedStore.allocate(CONFIG, *states(0, tokens=1), 300)
     view = store.append(*states(1, tokens=1))
-    return lambda: graph_ops.attend_token(view, torch.zeros(1, 4, 1, 16), None, scaling=1.0)
+    return lambda: graph_ops.attend_token(view, torch.zeros(1, 4, 1, 16), None, AttentionOptions(1.0))
 
 
 PATHS = (encode, dequantise, decode, prefix, buffered, append_on_device, attend_on_device)

@@ -19,6 +19,7 @@ from ..ops.paged import paged_step
 from ..ops.paged_triton import decode_scratch_bytes
 from ..ops.paged_windows import WINDOW_BYTES, windowed_step
 from ..ops.window_plan import WindowStep, plan_step
+from ..tensors.attention import AttentionOptions
 from ..tensors.factors import Factors
 from ..tensors.pages import BLOCK, Sequences
 from .allocator import TurboQuantAllocator
@@ -167,7 +168,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         key: torch.Tensor,
         value: torch.Tensor,
         kwargs: dict[str, Any],
-        **options: Any,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Attention of a layer's new tokens, which are stored.
 
@@ -177,7 +178,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             key: `[1, Hkv, T, D]`.
             value: `[1, Hkv, T, D]`.
             kwargs: What the engine passes to attention functions.
-            **options: `scaling`, `softcap` and `s_aux` of `tq_hf.ops.paged.paged_step`.
+            options: Causal and without biases.
 
         Returns:
             `[1, T, Hq, D]`.
@@ -202,7 +203,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             if self._window_step is None or first:
                 sequences = windows_of(kwargs, own.index, windows)
                 self._window_step = plan_step(sequences, len(query), windows)
-            return windowed_step(query, key, value, windows, self._window_step, **options)[None]
+            return windowed_step(query, key, value, windows, self._window_step, options)[None]
         if self._sequences is None or first:
             self._sequences = sequences_of(kwargs, self.allocator.ring_pages, self.allocator.sink_pages)
-        return paged_step(query, key, value, self.allocator.pages[layer_idx], self._sequences, **options)[None]
+        return paged_step(query, key, value, self.allocator.pages[layer_idx], self._sequences, options)[None]

@@ -9,35 +9,11 @@ devices without matrix units.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-Way = Literal["fused", "buffered", "reference"]
-
-
-def choose(*, fused: bool, buffered: bool) -> Way:
-    """The way for a call with more queries than the decode kernel takes.
-
-    Fused wherever it can be, whatever the sizes: of 17 to 2,048 queries on 4k to 128k tokens at 4 bits, sdpa's faster
-    products repay dequantising for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
-
-    Args:
-        fused: Whether the fused kernel takes the call.
-        buffered: Whether sdpa does.
-    """
-    if fused:
-        return "fused"
-    return "buffered" if buffered else "reference"
-
-
-def sdpa_takes(
-    query: torch.Tensor, softcap: float | None, s_aux: torch.Tensor | None, position_bias: torch.Tensor | None
-) -> bool:
-    """Whether `attend_buffer` computes this call: on a GPU, where sdpa is fast, and without what sdpa has not."""
-    return query.is_cuda and softcap is None and s_aux is None and position_bias is None
+from ..tensors.attention import AttentionOptions
 
 
 def attend_buffer(
@@ -45,9 +21,7 @@ def attend_buffer(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool = True,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of the newest S tokens over dense states by sdpa.
 
@@ -55,10 +29,8 @@ def attend_buffer(
         query: `[B, Hq, S, Dk]`.
         keys: `[B, Hkv, T, Dk]`.
         values: `[B, Hkv, T, Dv]`.
-        mask: `[B or 1, 1 or Hq, S or 1, >= T]`, bool or additive; `None` is bottom-right causal, or full if not
-            `causal`.
-        scaling: Factor of the logits.
-        causal: What a mask of `None` means.
+        mask: `[B or 1, 1 or Hq, S or 1, >= T]`, bool or additive, or `None` (see `options.causal`).
+        options: What sdpa has: no softcap, sinks or biases.
 
     Returns:
         `[B, S, Hq, Dv]`. Rows that may attend to nothing are 0.
@@ -67,10 +39,10 @@ def attend_buffer(
     if mask is not None:
         mask = mask[..., :length]
         mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
-    elif causal and queries > 1 and not query.is_cuda:
+    elif options.causal and queries > 1 and not query.is_cuda:
         mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
-    elif causal and queries > 1:
+    elif options.causal and queries > 1:
         mask = causal_lower_right(queries, length)  # flash needs no tensor for it
     grouped = query.shape[1] != keys.shape[1]
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling, enable_gqa=grouped)
     return out.transpose(1, 2)

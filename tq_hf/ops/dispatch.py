@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..codec import reference
 from ..codec.balance import factors
 from ..config import TurboQuantConfig
+from ..tensors.attention import AttentionOptions, supports_sdpa
 from ..tensors.blocks import PackedBlocks
 from ..tensors.factors import Factors
 from ..tensors.layer_tensors import LayerTensors
@@ -67,8 +66,13 @@ def _write_dense(view: StoreView, keys: torch.Tensor, values: torch.Tensor) -> N
         dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
 
 
+def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> bool:
+    """Whether `buffered_attend` computes this call: on a GPU, where sdpa is fast, and with what sdpa has."""
+    return query.is_cuda and supports_sdpa(options)
+
+
 def buffered_attend(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, *, scaling: float, causal: bool = True
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
     shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
@@ -76,7 +80,7 @@ def buffered_attend(
     workspace = current_workspace(query.device)
     keys, values = workspace.acquire(requests).values()
     _write_dense(view, keys, values)
-    return buffered_attention.attend_buffer(query, keys, values, mask, scaling=scaling, causal=causal)
+    return buffered_attention.attend_buffer(query, keys, values, mask, options)
 
 
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
@@ -106,17 +110,7 @@ def check_mask(mask: torch.Tensor, length: int) -> None:
         )
 
 
-def attend(
-    query: torch.Tensor,
-    view: StoreView,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool = True,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous.
 
     Arguments are those of `tq_hf.ops.tiled_attention.attend`.
@@ -126,29 +120,15 @@ def attend(
     """
     if mask is not None:
         check_mask(mask, view.length)
-    if triton_backend.can_attend(query, view, mask, position_bias):
-        return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
-    way = buffered_attention.choose(
-        fused=triton_backend.can_attend_many(query, view, mask, position_bias),
-        buffered=buffered_attention.sdpa_takes(query, softcap, s_aux, position_bias),
-    )
-    if way == "fused":
-        return triton_backend.attend_many(
-            query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux
-        )
-    if way == "buffered":
-        return buffered_attend(query, view, mask, scaling=scaling, causal=causal).contiguous()
-    out = tiled_attention.attend(
-        query,
-        view,
-        mask,
-        scaling=scaling,
-        causal=causal,
-        softcap=softcap,
-        s_aux=s_aux,
-        position_bias=position_bias,
-    )
-    return out.contiguous()
+    if triton_backend.can_attend(query, view, mask, options):
+        return triton_backend.attend(query, view, mask, options)
+    # Wherever it can be, whatever the sizes: of 17 to 2,048 queries on 4k to 128k tokens at 4 bits, sdpa's faster
+    # products repay dequantising for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
+    if triton_backend.can_attend_many(query, view, mask, options):
+        return triton_backend.attend_many(query, view, mask, options)
+    if supports_buffered_attend(query, options):
+        return buffered_attend(query, view, mask, options).contiguous()
+    return tiled_attention.attend(query, view, mask, options).contiguous()
 
 
 def attend_dense(
@@ -156,11 +136,9 @@ def attend_dense(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    *,
-    position_bias: torch.Tensor | None = None,
-    **options: Any,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """`tq_hf.ops.tiled_attention.attend_dense`, contiguous, by a kernel where one takes the call."""
-    if triton_backend.can_attend_dense(query, keys, values, mask, position_bias):
-        return triton_backend.attend_dense(query, keys, values, mask, **options)
-    return tiled_attention.attend_dense(query, keys, values, mask, position_bias=position_bias, **options).contiguous()
+    if triton_backend.can_attend_dense(query, keys, values, mask, options):
+        return triton_backend.attend_dense(query, keys, values, mask, options)
+    return tiled_attention.attend_dense(query, keys, values, mask, options).contiguous()

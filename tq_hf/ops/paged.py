@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..tensors.attention import AttentionOptions
 from ..tensors.pages import LayerPages, Sequences
 from . import paged_reference, paged_triton
 
@@ -14,10 +15,7 @@ def paged_step(
     value: torch.Tensor,
     pages: LayerPages,
     sequences: Sequences,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of every request's new tokens over its pages and themselves; then those tokens are stored.
 
@@ -32,12 +30,10 @@ def paged_step(
         value: `[T, Hkv, D]`.
         pages: The layer's view of the pool, written in place.
         sequences: Whose tokens they are, and where their pages.
-        scaling: Factor of the logits.
-        softcap: Logits become `softcap * tanh(logits / softcap)`.
-        s_aux: `[Hq]` logits of learned attention sinks.
+        options: Causal and without biases.
 
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
     """
     backend = paged_triton if paged_triton.takes(query, key, pages, sequences) else paged_reference
-    return backend.paged_step(query, key, value, pages, sequences, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    return backend.paged_step(query, key, value, pages, sequences, options)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..tensors.attention import AttentionOptions, supports_sdpa
 from ..tensors.blocks import PackedBlocks
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.pages import BLOCK, LayerPages, Sequences
@@ -55,27 +56,29 @@ def paged_step(
     value: torch.Tensor,
     pages: LayerPages,
     sequences: Sequences,
-    **options: Any,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """See `tq_hf.ops.paged.paged_step`."""
     out = torch.zeros_like(query)
     for request in requests(sequences, pages.ring_pages, pages.sink_pages):
         queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))
-        out[request.tokens] = attend(queries, pages, request, (keys, values), **options)[0]
+        out[request.tokens] = attend(queries, pages, request, (keys, values), options)[0]
         store(pages, request, (keys, values))
     return out
 
 
-def attend(query: torch.Tensor, pages: LayerPages, request: Request, new: KeyValue, **options: Any) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, pages: LayerPages, request: Request, new: KeyValue, options: AttentionOptions
+) -> torch.Tensor:
     """Attention of a request's queries `[1, Hq, n, D]` before its `new` keys and values `[1, Hkv, n, D]` are stored,
     `[1, n, Hq, D]`."""
-    if request.past or options["softcap"] is not None or options["s_aux"] is not None:
+    if request.past or not supports_sdpa(options):
         view = view_of(pages, request, new)
-        return dispatch.attend(query, view, without_packed_sinks(view, query.shape[2]), **options)
+        return dispatch.attend(query, view, without_packed_sinks(view, query.shape[2]), options)
     # A whole prompt, as generate() reads it.
-    return scaled_dot_product_attention(
-        query, *new, is_causal=True, scale=options["scaling"], enable_gqa=True
-    ).transpose(1, 2)
+    return scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True).transpose(
+        1, 2
+    )
 
 
 def view_of(pages: LayerPages, request: Request, new: KeyValue) -> StoreView:

@@ -6,10 +6,13 @@ graph it comes from the graph's own memory, where one layer's is free again for 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..config import TurboQuantConfig
 from ..layout import BlockLayout
+from ..tensors.attention import AttentionOptions
 from ..tensors.pages import LayerPages, Sequences
 from ..tensors.windows import LayerWindows
 from . import triton_backend
@@ -76,10 +79,7 @@ def paged_step(
     value: torch.Tensor,
     pages: LayerPages,
     sequences: Sequences,
-    *,
-    scaling: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """See `tq_hf.ops.paged.paged_step`, for steps that `takes`."""
     config, layout, device = pages.config, pages.layout, query.device
@@ -103,19 +103,16 @@ def paged_step(
     geometry = Geometry(sequences.cu_q, sequences.cu_k, sequences.table)
     halves = triton_backend.rotations(config, layout, device, torch.float16)
     scratch = allocator(None, "attention over pages", device)
+    asked: dict[str, Any] = dict(scaling=options.scaling, softcap=options.softcap, s_aux=options.s_aux)
     with triton_backend.launching_on(device):
         if not single:
-            attend_many(
-                tokens, held, geometry, halves, scaling=scaling, softcap=softcap, s_aux=s_aux, allocate=scratch, out=out
-            )
+            attend_many(tokens, held, geometry, halves, **asked, allocate=scratch, out=out)
         attend_single(
             tokens,
             held,
             geometry,
             halves,
-            scaling=scaling,
-            softcap=softcap,
-            s_aux=s_aux,
+            **asked,
             allocate=scratch,
             out=out,
             fill=fill,
@@ -146,10 +143,7 @@ def attend_windows(
     value: torch.Tensor,
     windows: LayerWindows,
     singles: Singles,
-    *,
-    scaling: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of one new token each `[N, *, D]` of requests over their windows, stored there: `[N, Hq, D]`."""
     held = Windows(windows.rows, windows.window, singles.table, singles.past)
@@ -157,8 +151,8 @@ def attend_windows(
         return attend_window_rows(
             (_rows(query), _rows(key), _rows(value)),
             held,
-            scaling=scaling,
-            softcap=softcap,
-            s_aux=s_aux,
+            scaling=options.scaling,
+            softcap=options.softcap,
+            s_aux=options.s_aux,
             allocate=allocator(None, "attention over windows", query.device),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..codec.reference import dequantise
+from ..tensors.attention import AttentionOptions
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
 
@@ -23,15 +24,7 @@ def dense_states(view: StoreView) -> KeyValue:
 
 
 def attend(
-    query: torch.Tensor,
-    view: StoreView | KeyValue,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool = True,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    query: torch.Tensor, view: StoreView | KeyValue, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Softmax over all that is stored, in float64; arguments as for `tq_hf.ops.tiled_attention.attend_dense`.
 
@@ -41,6 +34,7 @@ def attend(
     Returns:
         `[B, S, Hq, Dv]` float64. Rows that may attend to nothing are 0.
     """
+    scaling, causal, softcap, s_aux, position_bias = options
     keys, values = dense_states(view) if isinstance(view, StoreView) else (part.double() for part in view)
     queries, length, groups = query.shape[2], keys.shape[2], query.shape[1] // keys.shape[1]
     logits = query.double() @ keys.repeat_interleave(groups, 1).transpose(-1, -2) * scaling

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ..config import TurboQuantConfig
+from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import PackedBlocks
 from ..tensors.view import StoreView
 from ..tensors.window import KeyValue
@@ -192,14 +193,14 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.
 @torch.compiler.disable
-def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; options as for `attend_dense`."""
+def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+    """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; arguments as for `attend_dense`."""
     heads = view.sinks[0].shape[1]
-    return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, **options)
+    return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, options)
 
 
 def attend_dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of the newest S of T tokens over dense states.
 
@@ -207,19 +208,15 @@ def attend_dense(
         query: `[B, Hq, S, Dk]`; row i is the query of position T - S + i.
         key: `[B, Hkv, T, Dk]`.
         value: `[B, Hkv, T, Dv]`.
-        mask: `[B or 1, 1 or Hq, S, >= T]` bool (True attends) or float (added to the logits). `None` is bottom-right
-            causal, or full if not `causal`.
-        scaling: Factor of the logits.
-        causal: What a mask of `None` means.
-        softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2).
-        s_aux: `[Hq]` logits of learned attention sinks (gpt-oss): they take weight and give no value.
-        position_bias: `[B or 1, 1 or Hq, S, >= T]`, added to the logits.
+        mask: `[B or 1, 1 or Hq, S, >= T]` bool (True attends) or float (added to the logits). `None` is as
+            `options.causal` says.
+        options: Any.
 
     Returns:
         `[B, S, Hq, Dv]` in the query's dtype. Rows that may attend to nothing are 0.
     """
     return _attend(
-        query, lambda grouped: _dense_tiles(0, (key, value), grouped), key.shape[1], key.shape[2], mask, **options
+        query, lambda grouped: _dense_tiles(0, (key, value), grouped), key.shape[1], key.shape[2], mask, options
     )
 
 
@@ -229,13 +226,9 @@ def _attend(
     kv_heads: int,
     length: int,
     mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool = True,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
+    scaling, causal, softcap, s_aux, position_bias = options
     batch, query_heads, queries, dim = query.shape
     groups = query_heads // kv_heads
     grouped = (query.float() * scaling).reshape(batch * kv_heads, groups, queries, dim)

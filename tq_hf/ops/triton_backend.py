@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from ..codec.rotation import rotation_matrix
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..layout import BlockLayout
+from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import PackedBlocks
 from ..tensors.factors import Factors
 from ..tensors.layer_tensors import LayerTensors
@@ -84,31 +84,26 @@ def launching_on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if away else nullcontext()
 
 
-def reads_mask(mask: torch.Tensor | None) -> bool:
-    """Whether kernels read this mask: boolean and shared by all heads."""
-    return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
+def reads_mask(mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+    """Whether kernels read this mask: boolean, shared by all heads, and without a bias beside it."""
+    return options.position_bias is None and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
 
 
-def can_attend(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
-) -> bool:
+def can_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
-    return few and view.new is None and position_bias is None and reads_mask(mask) and reads(view.tensors, query)
+    return few and view.new is None and reads_mask(mask, options) and reads(view.tensors, query)
 
 
-def can_attend_many(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
-) -> bool:
+def can_attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
     """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
     all heads."""
     layout = view.blocks.layout
     return (
         serves(query, layout)
         and prefix_takes(layout.key_dim, layout.value_dim, query.device)
-        and position_bias is None
-        and reads_mask(mask)
+        and reads_mask(mask, options)
     )
 
 
@@ -212,16 +207,7 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
     return decoder
 
 
-def attend(
-    query: torch.Tensor,
-    view: StoreView,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
+def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`tiled_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
     tensors, num_blocks, num_window, _, late, _ = view
     decoder, device = tensors.decoder or decoder_of(tensors), query.device
@@ -236,12 +222,12 @@ def attend(
             device_int(num_blocks, device),
             device_int(num_window, device),
             device_int(decoder.sinks, device),
-            scaling=scaling,
+            scaling=options.scaling,
             allocate=allocator(current_workspace(device), "decode attention", device),
             mask=mask,
-            causal=causal,
-            softcap=softcap,
-            s_aux=s_aux,
+            causal=options.causal,
+            softcap=options.softcap,
+            s_aux=options.s_aux,
             row=row,
         )
     except Exception as error:
@@ -255,7 +241,9 @@ def attend(
 
 
 @explains_failures
-def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+def attend_many(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
     """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `can_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
     key_rotation, value_rotation = rotations(view.config, layout, query.device, torch.float16)
@@ -274,7 +262,10 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
         allocate=allocator(current_workspace(query.device), "prefix attention", query.device),
         out=query.new_empty(query.shape[0], query.shape[2], query.shape[1], layout.value_dim),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
-        **options,
+        scaling=options.scaling,
+        causal=options.causal,
+        softcap=options.softcap,
+        s_aux=options.s_aux,
     )
 
 
@@ -317,11 +308,11 @@ def can_attend_dense(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
     makes kernels of its own."""
-    if torch.compiler.is_compiling() or not runs(query) or position_bias is not None or not reads_mask(mask):
+    if torch.compiler.is_compiling() or not runs(query) or not reads_mask(mask, options):
         return False
     traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
     return not traced and attends_dense(query, keys, values)
@@ -329,7 +320,11 @@ def can_attend_dense(
 
 @explains_failures
 def attend_dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `can_attend_dense`."""
     return attend_dense_states(
@@ -338,7 +333,10 @@ def attend_dense(
         _rows(values),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         allocate=allocator(current_workspace(query.device), "dense attention", query.device),
-        **options,
+        scaling=options.scaling,
+        causal=options.causal,
+        softcap=options.softcap,
+        s_aux=options.s_aux,
     )
 
 
@@ -359,8 +357,8 @@ def attend_token(
     query: torch.Tensor,
     row: KeyValue | None,
     mask: torch.Tensor | None,
+    options: AttentionOptions,
     max_cache_len: int,
-    **options: Any,
 ) -> torch.Tensor:
     """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and window rows.
 
@@ -380,5 +378,7 @@ def attend_token(
         allocate=allocator(None, "decode attention", query.device),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         row=token,
-        **options,
+        scaling=options.scaling,
+        softcap=options.softcap,
+        s_aux=options.s_aux,
     )

@@ -32,6 +32,7 @@ from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.ops import dispatch, triton_backend
 from tq_hf.ops.workspace import release_workspaces
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.view import StoreView
 
 HEADS = (32, 8, 128)
@@ -91,7 +92,7 @@ def fused(view: StoreView, query: torch.Tensor, **options: Any) -> torch.Tensor:
     original = triton_backend.attend_prefix
     triton_backend.attend_prefix = lambda *args, **kwargs: original(*args, **kwargs, **options)
     try:
-        return triton_backend.attend_many(query, view, None, scaling=HEADS[2] ** -0.5)
+        return triton_backend.attend_many(query, view, None, AttentionOptions(HEADS[2] ** -0.5))
     finally:
         triton_backend.attend_prefix = original
 
@@ -100,13 +101,11 @@ def ways(view: StoreView, query: torch.Tensor) -> dict[str, Callable[[], torch.T
     """The ways this library has for a call."""
     scaling = HEADS[2] ** -0.5
     found = {
-        "fused": lambda: triton_backend.attend_many(query, view, None, scaling=scaling),
-        "buffered": lambda: dispatch.buffered_attend(query, view, None, scaling=scaling),
+        "fused": lambda: triton_backend.attend_many(query, view, None, AttentionOptions(scaling)),
+        "buffered": lambda: dispatch.buffered_attend(query, view, None, AttentionOptions(scaling)),
     }
     if view.new is None and query.shape[2] <= 64:
-        found["decode"] = lambda: triton_backend.attend(
-            query, view, None, scaling=scaling, causal=True, softcap=None, s_aux=None
-        )
+        found["decode"] = lambda: triton_backend.attend(query, view, None, AttentionOptions(scaling))
     return found
 
 
