@@ -132,7 +132,7 @@ def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal
 def _attend_step(
     query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    if triton_backend.reads_mask(mask, options):
+    if triton_backend.supports_mask(mask, options):
         return graph_ops.attend_token(view, query, mask, options)
     # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
     # empty room.

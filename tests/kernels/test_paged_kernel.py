@@ -55,7 +55,7 @@ TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
 
 def run(inputs: Inputs) -> torch.Tensor:
     """The kernels' output."""
-    assert paged_triton.takes(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
+    assert paged_triton.supports_paged_step(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
     return paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
 
 
@@ -133,7 +133,7 @@ if INTERPRETED:
         config, with_sinks = (replace(config, sink_tokens=sinks, residual_length=0) for sinks in (0, 4))
 
         def decodes(dim: int, states: torch.Tensor = states, config: TurboQuantConfig = config) -> bool:
-            return paged_triton.decodes(states, config, config.layout(dim))
+            return paged_triton.supports_paged_decode(states, config, config.layout(dim))
 
         assert decodes(80) and decodes(80, config=with_sinks)
         assert not decodes(20) and not decodes(80, states.double())

@@ -111,7 +111,7 @@ DIMS = [(64, 64), (8, 12), (5, 3)]
 def test_a_store_is_reordered_in_place(preallocated: bool, dims: tuple[int, int]) -> None:
     """By the kernel or, of tensors that it does not take, by torch: every tensor stays."""
     tensors = check_store(preallocated, dims, CPU)
-    assert triton_backend.can_reorder(tensors) == (INTERPRETED and dims == (64, 64))
+    assert triton_backend.supports_reorder(tensors) == (INTERPRETED and dims == (64, 64))
 
 
 @gpu
@@ -119,4 +119,4 @@ def test_a_store_is_reordered_in_place(preallocated: bool, dims: tuple[int, int]
 @pytest.mark.parametrize("preallocated", [False, True])
 def test_a_store_is_reordered_in_place_on_a_gpu(preallocated: bool, dims: tuple[int, int]) -> None:
     tensors = check_store(preallocated, dims, torch.device("cuda", 0))
-    assert triton_backend.can_reorder(tensors) == (dims == (64, 64))
+    assert triton_backend.supports_reorder(tensors) == (dims == (64, 64))

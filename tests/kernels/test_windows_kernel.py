@@ -136,7 +136,7 @@ if INTERPRETED:
     def test_steps_that_no_kernel_computes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         def takes(dtype: torch.dtype, dim: int) -> bool:
             states = torch.empty(1, 2, dim, dtype=dtype)
-            return paged_triton.takes_windows(states, states, LayerWindows(states, 96, trash=1))
+            return paged_triton.supports_attend_windows(states, states, LayerWindows(states, 96, trash=1))
 
         assert takes(FP16, 80) and takes(BF16, 256)
         assert not takes(torch.float32, 80) and not takes(FP16, 20) and not takes(FP16, 512)

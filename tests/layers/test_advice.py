@@ -39,8 +39,8 @@ def show(
     """First states of a model on a card of this capability."""
     card = SimpleNamespace(name="Tesla T4", major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(triton_backend, "serves", lambda *_: True)
-    monkeypatch.setattr(triton_backend, "spells_plainly", lambda device: plain)
+    monkeypatch.setattr(triton_backend, "supports_blocks", lambda *_: True)
+    monkeypatch.setattr(triton_backend, "supports_inline_ptx", lambda device: not plain)
     advice.of_states(SimpleNamespace(dtype=dtype, is_cuda=True, device="cuda"), LAYOUT, model_type)  # type: ignore[arg-type]
 
 
@@ -80,7 +80,7 @@ def test_kernels_are_plain_where_there_is_neither_ptx_nor_a_fragment(monkeypatch
     for capability, plain in {(0, 0): True, (7, 0): True, (7, 5): False, (8, 0): False, (9, 0): False}.items():
         on = device.Target(1, 1, capability, True)
         monkeypatch.setattr(triton_backend, "target", lambda _, on=on: on)
-        assert triton_backend.spells_plainly(torch.device("cuda")) is plain
+        assert triton_backend.supports_inline_ptx(torch.device("cuda")) is not plain
 
 
 def test_a_layer_shows_its_first_states(said: Any) -> None:

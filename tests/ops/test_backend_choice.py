@@ -27,7 +27,7 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("chosen", "serves"), [("", True), ("triton", True), ("torch", False)])
 def test_the_variable_keeps_kernels_off(kernels_run, monkeypatch, chosen, serves):
     monkeypatch.setattr(backend, "chosen", chosen)
-    assert triton_backend.serves(torch.zeros(1), LAYOUT) is serves
+    assert triton_backend.supports_blocks(torch.zeros(1), LAYOUT) is serves
 
 
 def test_a_wrong_value_is_refused_in_a_sentence(monkeypatch):

@@ -61,7 +61,7 @@ def test_one_buffer_serves_all_layers():
 
 def test_the_buffered_way_is_for_what_the_fused_kernel_does_not_take(monkeypatch):
     def way(fused: bool, buffered: bool) -> str:
-        monkeypatch.setattr(triton_backend, "can_attend_many", lambda *_: fused)
+        monkeypatch.setattr(triton_backend, "supports_attend_many", lambda *_: fused)
         monkeypatch.setattr(dispatch, "supports_buffered_attend", lambda *_: buffered)
         dispatch.attend(random(1, 2, 4, 40, 16), view, None, AttentionOptions(0.25))
         return called.pop()

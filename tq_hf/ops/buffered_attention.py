@@ -1,10 +1,10 @@
 """Many queries over compressed history (a second turn, a chunk of a long prompt): which way, and the buffered one.
 
-Few queries go to the decode kernel (`triton_backend.can_attend`). More go to the *fused* kernel, which unpacks tiles
-of history as it needs them, or to the *buffered* way: the history is dequantised into the shared workspace, new tokens
-are written beside it, and sdpa runs over the buffer. One buffer serves all layers in turn (vLLM, pull request 40941),
-and nothing is concatenated. The buffered way also takes what the fused kernel does not: additive masks, masks per head,
-devices without matrix units.
+Few queries go to the decode kernel (`triton_backend.supports_attend`). More go to the *fused* kernel, which unpacks
+tiles of history as it needs them, or to the *buffered* way: the history is dequantised into the shared workspace, new
+tokens are written beside it, and sdpa runs over the buffer. One buffer serves all layers in turn (vLLM, pull request
+40941), and nothing is concatenated. The buffered way also takes what the fused kernel does not: additive masks, masks
+per head, devices without matrix units.
 """
 
 from __future__ import annotations

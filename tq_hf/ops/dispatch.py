@@ -27,7 +27,7 @@ def balance(
     valid: torch.Tensor | None,
 ) -> None:
     """Write factors of channels; arguments as of `tq_hf.codec.balance.factors`."""
-    if triton_backend.can_balance(keys, values):
+    if triton_backend.supports_balance(keys, values):
         triton_backend.balance(queries, keys, values, out, first=first, valid=valid)
         return
     for held, chosen in zip(out, factors(queries, keys, values, first=first, valid=valid), strict=True):
@@ -37,13 +37,13 @@ def balance(
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
     of `out`."""
-    backend = triton_backend if triton_backend.serves(keys, out.layout) else reference
+    backend = triton_backend if triton_backend.supports_blocks(keys, out.layout) else reference
     backend.encode(config, keys, values, out, start)
 
 
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
-    backend = triton_backend if triton_backend.serves(keys, blocks.layout) else tiled_attention
+    backend = triton_backend if triton_backend.supports_blocks(keys, blocks.layout) else tiled_attention
     backend.dequantise(config, blocks, keys, values)
 
 
@@ -86,7 +86,7 @@ def buffered_attend(
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     """Put sequence `sources[b]` in place b of every tensor, which stays where it is. `sources` are `[B]`."""
     sources = sources.to(tensors.row.device)
-    if triton_backend.can_reorder(tensors):
+    if triton_backend.supports_reorder(tensors):
         triton_backend.reorder(tensors, sources)
         return
     for tensor in tensors.arguments():
@@ -120,11 +120,11 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
     """
     if mask is not None:
         check_mask(mask, view.length)
-    if triton_backend.can_attend(query, view, mask, options):
+    if triton_backend.supports_attend(query, view, mask, options):
         return triton_backend.attend(query, view, mask, options)
     # Wherever it can be, whatever the sizes: of 17 to 2,048 queries on 4k to 128k tokens at 4 bits, sdpa's faster
     # products repay dequantising for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
-    if triton_backend.can_attend_many(query, view, mask, options):
+    if triton_backend.supports_attend_many(query, view, mask, options):
         return triton_backend.attend_many(query, view, mask, options)
     if supports_buffered_attend(query, options):
         return buffered_attend(query, view, mask, options).contiguous()
@@ -139,6 +139,6 @@ def attend_dense(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """`tq_hf.ops.tiled_attention.attend_dense`, contiguous, by a kernel where one takes the call."""
-    if triton_backend.can_attend_dense(query, keys, values, mask, options):
+    if triton_backend.supports_attend_dense(query, keys, values, mask, options):
         return triton_backend.attend_dense(query, keys, values, mask, options)
     return tiled_attention.attend_dense(query, keys, values, mask, options).contiguous()

@@ -35,5 +35,5 @@ def paged_step(
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
     """
-    backend = paged_triton if paged_triton.takes(query, key, pages, sequences) else paged_reference
+    backend = paged_triton if paged_triton.supports_paged_step(query, key, pages, sequences) else paged_reference
     return backend.paged_step(query, key, value, pages, sequences, options)

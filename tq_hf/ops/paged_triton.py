@@ -37,21 +37,24 @@ if HAS_TRITON:
     from tq_kernels.paged.windows import takes_windows as takes_window_rows
 
 
-def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
-    """Whether kernels compute this step: heads, dtype and device that they serve, and rows of whole 16 bytes."""
+def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
+    """Whether kernels compute this step: its heads, dtypes and device, and rows of whole 16 bytes."""
     return (
-        decodes(query, pages.config, pages.layout)
-        and decodes(key, pages.config, pages.layout)
+        supports_paged_decode(query, pages.config, pages.layout)
+        and triton_backend.supports_states(key)
         and key.dtype == pages.rows.dtype
         and (sequences.max_q == 1 or takes_prompts(pages.layout.key_dim, query.device))
     )
 
 
-def decodes(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
+def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
     """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
     can be captured in a CUDA graph. (On Turing they read no sinks.)"""
-    takes = triton_backend.serves(states, layout) and layout.key_dim % 8 == 0
-    return takes and (not config.sink_tokens or takes_sinks(states.device))
+    return (
+        triton_backend.supports_blocks(states, layout)
+        and layout.key_dim % 8 == 0
+        and (not config.sink_tokens or takes_sinks(states.device))
+    )
 
 
 def decode_scratch_bytes(
@@ -59,7 +62,7 @@ def decode_scratch_bytes(
 ) -> int:
     """Bytes of scratch of a decode step of so many requests, with query and KV `heads` whose states are `like` these;
     what its captured graph holds for good. 0 without kernels."""
-    if not decodes(like, config, layout):
+    if not supports_paged_decode(like, config, layout):
         return 0
     bits = (config.key_bits, config.value_bits)
     return single_scratch_bytes(requests, *heads, layout.key_dim, bits, config.sink_tokens, like.device)
@@ -81,7 +84,7 @@ def paged_step(
     sequences: Sequences,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """See `tq_hf.ops.paged.paged_step`, for steps that `takes`."""
+    """See `tq_hf.ops.paged.paged_step`, for steps that `supports_paged_step`."""
     config, layout, device = pages.config, pages.layout, query.device
     total, count = query.shape[0], sequences.cu_q.shape[0] - 1
     single = sequences.max_q == 1
@@ -130,10 +133,10 @@ def paged_step(
     return out
 
 
-def takes_windows(query: torch.Tensor, key: torch.Tensor, windows: LayerWindows) -> bool:
+def supports_attend_windows(query: torch.Tensor, key: torch.Tensor, windows: LayerWindows) -> bool:
     """Whether a kernel computes what requests with one new token read of their windows. (In float32 and on Turing it is
     torch.)"""
-    return triton_backend.runs(query) and key.dtype == windows.rows.dtype and takes_window_rows(query, key)
+    return triton_backend.supports_states(query) and key.dtype == windows.rows.dtype and takes_window_rows(query, key)
 
 
 @explains_failures

@@ -68,7 +68,7 @@ def _attend_singles(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Store the new tokens `[N, *, D]` and attend to what is held then, `[N, Hq, D]`."""
-    if paged_triton.takes_windows(query, key, windows):
+    if paged_triton.supports_attend_windows(query, key, windows):
         return paged_triton.attend_windows(query, key, value, windows, singles, options)
     windows.write(*singles.written, key, value)
     count, heads = query.shape[:2]

@@ -45,27 +45,27 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels run on this tensor's device, in its dtype, for heads of this size and for values stored so."""
-    takes = layout.rotated_values and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
-    return takes and runs(tensor)
+def supports_blocks(tensor: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels encode and read blocks of this layout, for states of this tensor's device and dtype."""
+    fits = layout.rotated_values and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+    return fits and supports_states(tensor)
 
 
-def runs(tensor: torch.Tensor) -> bool:
+def supports_states(tensor: torch.Tensor) -> bool:
     """Whether kernels run on this tensor's device and in its dtype."""
     able = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
     return able and backend.chosen != "torch"
 
 
-def reads(tensors: LayerTensors, states: torch.Tensor) -> bool:
-    """`serves`, for states beside these tensors: what a decoder was made for, it serves."""
-    return runs(states) if tensors.decoder is not None else serves(states, tensors.layout)
+def supports_tensors(tensors: LayerTensors, states: torch.Tensor) -> bool:
+    """`supports_blocks`, for states beside these tensors. Asked in every step, so shorter where a decoder was made."""
+    return supports_states(states) if tensors.decoder is not None else supports_blocks(states, tensors.layout)
 
 
-def spells_plainly(device: torch.device) -> bool:
-    """Whether kernels unpack without inline PTX there: on AMD, and on NVIDIA before Turing."""
+def supports_inline_ptx(device: torch.device) -> bool:
+    """Whether kernels unpack with inline PTX there: on NVIDIA, from Turing on."""
     on = target(device)
-    return not on.asm and not on.fragments
+    return on.asm or on.fragments
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
@@ -84,26 +84,28 @@ def launching_on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if away else nullcontext()
 
 
-def reads_mask(mask: torch.Tensor | None, options: AttentionOptions) -> bool:
-    """Whether kernels read this mask: boolean, shared by all heads, and without a bias beside it."""
+def supports_mask(mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+    """Whether kernels compute with this mask: boolean, shared by all heads, and without a bias beside it."""
     return options.position_bias is None and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
 
 
-def can_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
-    return few and view.new is None and reads_mask(mask, options) and reads(view.tensors, query)
+    return few and view.new is None and supports_mask(mask, options) and supports_tensors(view.tensors, query)
 
 
-def can_attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+def supports_attend_many(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+) -> bool:
     """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
     all heads."""
     layout = view.blocks.layout
     return (
-        serves(query, layout)
+        supports_blocks(query, layout)
         and prefix_takes(layout.key_dim, layout.value_dim, query.device)
-        and reads_mask(mask, options)
+        and supports_mask(mask, options)
     )
 
 
@@ -122,14 +124,14 @@ def rotations(
 
 def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -> None:
     """Make the tables that kernels on `like.device` read: made inside a captured graph, they would live in it."""
-    if serves(like, layout):
+    if supports_blocks(like, layout):
         for dtype in (torch.float32, torch.float16):
             rotations(config, layout, like.device, dtype)
 
 
-def can_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
+def supports_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether kernels find the factors of these states' channels."""
-    return runs(keys) and max(keys.shape[-1], values.shape[-1]) <= MAX_HEAD_DIM
+    return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= MAX_HEAD_DIM
 
 
 @explains_failures
@@ -208,7 +210,7 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
 
 
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """`tiled_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
+    """`tiled_attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's late row."""
     tensors, num_blocks, num_window, _, late, _ = view
     decoder, device = tensors.decoder or decoder_of(tensors), query.device
     if mask is not None and mask.shape[0] != query.shape[0]:
@@ -244,7 +246,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
 def attend_many(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `can_attend_many`."""
+    """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `supports_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
     key_rotation, value_rotation = rotations(view.config, layout, query.device, torch.float16)
     return attend_prefix(
@@ -276,14 +278,14 @@ def _reorderer_of(tensors: LayerTensors) -> Reorderer:
     return reorderer
 
 
-def can_reorder(tensors: LayerTensors) -> bool:
+def supports_reorder(tensors: LayerTensors) -> bool:
     """Whether the kernel puts the sequences of these tensors in another order."""
-    return runs(tensors.ring[0]) and (tensors.reorderer or _reorderer_of(tensors)).takes
+    return supports_states(tensors.ring[0]) and (tensors.reorderer or _reorderer_of(tensors)).takes
 
 
 @explains_failures
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
-    """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `can_reorder`."""
+    """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `supports_reorder`."""
     (tensors.reorderer or _reorderer_of(tensors))(sources.contiguous())
 
 
@@ -303,7 +305,7 @@ def _appender_of(tensors: LayerTensors) -> Appender:
     return appender
 
 
-def can_attend_dense(
+def supports_attend_dense(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -312,7 +314,7 @@ def can_attend_dense(
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
     makes kernels of its own."""
-    if torch.compiler.is_compiling() or not runs(query) or not reads_mask(mask, options):
+    if torch.compiler.is_compiling() or not supports_states(query) or not supports_mask(mask, options):
         return False
     traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
     return not traced and attends_dense(query, keys, values)
@@ -326,7 +328,7 @@ def attend_dense(
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `can_attend_dense`."""
+    """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `supports_attend_dense`."""
     return attend_dense_states(
         _rows(query),
         _rows(keys),
