@@ -10,7 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from .compat import is_tracing, takes_attention_functions
-from .ops import dispatch, triton_backend
+from .ops import dispatch
+from .ops.triton import blocks as triton_blocks
 from .stores import graph_ops
 from .stores.checks import check_room
 from .stores.ticket import redeem, show_queries
@@ -132,7 +133,7 @@ def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal
 def _attend_step(
     query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    if triton_backend.supports_mask(mask, options):
+    if triton_blocks.supports_mask(mask, options):
         return graph_ops.attend_token(view, query, mask, options)
     # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
     # empty room.

@@ -10,8 +10,8 @@ import torch
 
 from tests.support.helpers import BLOCK, all_packed, dequantised, encoded, states
 from tq_hf import TurboQuantConfig
-from tq_hf.ops.paged import paged_step
-from tq_hf.ops.tiled_attention import attend_dense
+from tq_hf.ops.cpu.attention import attend_dense
+from tq_hf.ops.dispatch import paged_step
 from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.factors import Factors
 from tq_hf.tensors.pages import LayerPages, Sequences

@@ -9,9 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests, cumulative
-from tq_hf.ops import paged_windows
-from tq_hf.ops.paged_windows import windowed_step
-from tq_hf.ops.window_plan import plan_step
+from tq_hf.ops import sliding_pages
+from tq_hf.ops.sliding_pages import plan_step, windowed_step
 from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.pages import Sequences
 from tq_hf.tensors.windows import LayerWindows, window_page
@@ -28,8 +27,8 @@ def test_a_query_attends_to_its_window(window: int, rows: int, options: dict) ->
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
 def test_tiles_of_a_prompt_and_pieces_of_a_batch_change_nothing(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_windows, "TILE_QUERIES", 11)
-    monkeypatch.setattr(paged_windows, "WINDOW_BYTES", 1)  # a request at a time
+    monkeypatch.setattr(sliding_pages, "TILE_QUERIES", 11)
+    monkeypatch.setattr(sliding_pages, "WINDOW_BYTES", 1)  # a request at a time
     requests = Requests(96, 36, TOTALS)
     for new in CHUNKS:
         for out, expected in requests.step(new, **options):

@@ -26,7 +26,7 @@ from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.rotation import hadamard, signs
 from tq_hf.config import Correction
 from tq_hf.ops import dispatch
-from tq_hf.ops.tiled_attention import attend_dense
+from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.blocks import PackedBlocks
 from tq_hf.tensors.view import StoreView

@@ -17,7 +17,8 @@ from tests.support.helpers import all_packed, assert_same, concatenated, filled,
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
-from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops import dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import Workspace, release_workspaces
 from tq_hf.stores import graph_ops
 from tq_hf.stores.growing import GrowingStore
@@ -31,7 +32,7 @@ KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"
 
 @pytest.fixture
 def log(monkeypatch) -> list[tuple[Any, ...]]:
-    monkeypatch.setattr(triton_backend, "encode", lambda *arguments: None)
+    monkeypatch.setattr(triton_blocks, "encode", lambda *arguments: None)
     with recorded(monkeypatch, {decoder: KERNELS}) as log:
         yield log
 
@@ -235,7 +236,7 @@ def copied(store: GrowingStore) -> GrowingStore:
 def test_launches_follow_the_buffers(store, log, change, monkeypatch):
     from tq_hf.codec import reference
 
-    monkeypatch.setattr(triton_backend, "dequantise", reference.dequantise)
+    monkeypatch.setattr(triton_blocks, "dequantise", reference.dequantise)
     view = store.append(*token(2))
     dispatch.attend(query(), view, None, AttentionOptions(0.3))  # launches are kept for these buffers
     changed = change(store)

@@ -17,7 +17,8 @@ from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
-from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops import dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
 from tq_hf.tensors.attention import AttentionOptions
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    monkeypatch.setattr(triton_backend, "encode", lambda *arguments: None)
+    monkeypatch.setattr(triton_blocks, "encode", lambda *arguments: None)
     with recorded(monkeypatch, {decoder: KERNELS}) as log:
         yield log
 

@@ -11,7 +11,9 @@ from transformers import DynamicCache
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_mask
-from tq_hf.ops import dispatch, reference_attention, tiled_attention, triton_backend
+from tq_hf.ops import dispatch, reference
+from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace, release_workspaces
 from tq_hf.tensors.attention import AttentionOptions
 
@@ -30,7 +32,7 @@ def test_buffered_attention_is_attention_over_the_dequantised_history(preset, qu
     assert view.num_blocks >= 2
     query = random(1, 2, 6, queries, 16)
     actual = dispatch.buffered_attend(query, view, None, AttentionOptions(0.25))
-    assert relative_error(actual, reference_attention.attend(query, view, None, AttentionOptions(0.25))) < 1e-5
+    assert relative_error(actual, reference.attend(query, view, None, AttentionOptions(0.25))) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "expanded"])
@@ -44,7 +46,7 @@ def test_buffered_attention_takes_masks(kind):
     elif kind == "expanded":
         mask = mask[:, :, -1:, :].expand(-1, -1, 23, -1)
     actual = dispatch.buffered_attend(query, view, mask, AttentionOptions(0.25))
-    assert relative_error(actual, reference_attention.attend(query, view, mask, AttentionOptions(0.25))) < 1e-5
+    assert relative_error(actual, reference.attend(query, view, mask, AttentionOptions(0.25))) < 1e-5
 
 
 def test_one_buffer_serves_all_layers():
@@ -61,16 +63,16 @@ def test_one_buffer_serves_all_layers():
 
 def test_the_buffered_way_is_for_what_the_fused_kernel_does_not_take(monkeypatch):
     def way(fused: bool, buffered: bool) -> str:
-        monkeypatch.setattr(triton_backend, "supports_attend_many", lambda *_: fused)
+        monkeypatch.setattr(triton_blocks, "supports_attend_many", lambda *_: fused)
         monkeypatch.setattr(dispatch, "supports_buffered_attend", lambda *_: buffered)
         dispatch.attend(random(1, 2, 4, 40, 16), view, None, AttentionOptions(0.25))
         return called.pop()
 
     view, called = viewed(40), []
     out = torch.zeros(2, 40, 4, 16)
-    monkeypatch.setattr(triton_backend, "attend_many", lambda *_: called.append("fused") or out)
+    monkeypatch.setattr(triton_blocks, "attend_many", lambda *_: called.append("fused") or out)
     monkeypatch.setattr(dispatch, "buffered_attend", lambda *_: called.append("buffered") or out)
-    monkeypatch.setattr(tiled_attention, "attend", lambda *_: called.append("reference") or out)
+    monkeypatch.setattr(cpu_attention, "attend", lambda *_: called.append("reference") or out)
     assert way(fused=True, buffered=True) == "fused"
     assert way(fused=False, buffered=True) == "buffered"
     assert way(fused=False, buffered=False) == "reference"

@@ -21,7 +21,8 @@ from triton.runtime import build, driver
 from tests.support.helpers import assert_unchanged, filled, snapshot, states
 from tests.support.kernel_cases import INTERPRETED
 from tq_hf import TurboQuantConfig
-from tq_hf.ops import backend, dispatch, triton_backend
+from tq_hf.ops import backend, dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
@@ -37,7 +38,7 @@ SENTENCE = r"^A Triton kernel does not compile or launch on cpu \(.*TQ_HF_BACKEN
 @pytest.fixture
 def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on a GPU."""
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
 
 
 class Card:
@@ -121,7 +122,7 @@ def test_what_a_card_lacks_is_said(
         store = filled(CONFIG, states(0, tokens=140))
     before, view = snapshot(store), store.view()
     scratch = current_workspace(CPU)
-    triton_backend.allocator(scratch, "decode attention", CPU)(1 << 16)
+    triton_blocks.allocator(scratch, "decode attention", CPU)(1 << 16)
     held = scratch.nbytes
     with caplog.at_level(logging.DEBUG, "tq_hf.ops.backend"), pytest.raises(RuntimeError, match=SENTENCE) as caught:
         dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))

@@ -9,8 +9,9 @@ import torch
 
 from tests.support.helpers import all_packed, assert_same, dequantised, encoded, filled, rows, states
 from tq_hf import PRESETS, TurboQuantConfig
-from tq_hf.ops import dispatch, reference_attention, tiled_attention, workspace
-from tq_hf.ops.tiled_attention import attend_dense
+from tq_hf.ops import dispatch, reference, workspace
+from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.view import StoreView
@@ -37,7 +38,7 @@ def viewed(
 def assert_attends(query, view, mask=None, **options) -> torch.Tensor:
     options = dict(scaling=query.shape[-1] ** -0.5) | options
     actual = dispatch.attend(query, view, mask, AttentionOptions(**options))
-    expected = reference_attention.attend(query, view, mask, AttentionOptions(**options))
+    expected = reference.attend(query, view, mask, AttentionOptions(**options))
     assert actual.dtype == query.dtype and actual.shape == expected.shape
     torch.testing.assert_close(actual.double(), expected, atol=3e-6, rtol=1e-5)
     return actual
@@ -159,7 +160,7 @@ def test_tiling_the_queries_changes_nothing(name, scores, monkeypatch):
     mask[:, 1, :, 10:90] = False
     bias = random(17, 2, 4, 50, view.length)
     whole = [dispatch.attend(query, view, m, AttentionOptions(0.25, position_bias=bias)) for m in (None, mask)]
-    monkeypatch.setattr(tiled_attention, "TILE_SCORES", scores)
+    monkeypatch.setattr(cpu_attention, "TILE_SCORES", scores)
     tiled = [dispatch.attend(query, view, m, AttentionOptions(0.25, position_bias=bias)) for m in (None, mask)]
     torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=0)
 
@@ -170,8 +171,8 @@ def test_tiling_the_keys_changes_nothing(monkeypatch):
     mask[0, :, :, :500] = False
     assert view.num_blocks == 7
     whole = [dispatch.attend(query, view, m, AttentionOptions(0.25)) for m in (None, mask)]
-    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 2 * 4 * 128 * 16)  # two blocks
-    monkeypatch.setattr(tiled_attention, "TILE_TOKENS", 37)
+    monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 2 * 4 * 128 * 16)  # two blocks
+    monkeypatch.setattr(cpu_attention, "TILE_TOKENS", 37)
     tiled = [dispatch.attend(query, view, m, AttentionOptions(0.25)) for m in (None, mask)]
     torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=1e-5)
 
@@ -183,7 +184,7 @@ def test_dense_attention_is_the_same_function(queries):
     actual = attend_dense(query, *pair, None, AttentionOptions(**options))
     torch.testing.assert_close(
         actual.double(),
-        reference_attention.attend(query, pair, None, AttentionOptions(**options)),
+        reference.attend(query, pair, None, AttentionOptions(**options)),
         atol=3e-6,
         rtol=1e-5,
     )
@@ -196,7 +197,7 @@ def test_16_bit_models_get_their_dtype_and_float32_arithmetic(dtype):
     query = random(23, 1, 4, 5, 16).to(dtype)
     output = dispatch.attend(query, view, None, AttentionOptions(0.25))
     assert output.dtype == dtype
-    expected = reference_attention.attend(query, view, None, AttentionOptions(0.25))
+    expected = reference.attend(query, view, None, AttentionOptions(0.25))
     # Half a unit in the last place of the output, and the rounding `dispatch.dense` adds to the dequantised states.
     unit = torch.finfo(dtype).eps
     assert (output.double() - expected).norm() / expected.norm() < unit
@@ -214,9 +215,9 @@ def test_scratch_is_that_of_a_tile_however_long_the_history(name, queries, monke
         dispatch.attend(random(24, 1, 2, queries, 16), view, None, AttentionOptions(0.25))
         return workspace.workspace_bytes() - before
 
-    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 4 * 128 * 16)
+    monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 4 * 128 * 16)
     few, many = scratch(1000), scratch(6000)
-    assert 0 < few == many < 6 * 4 * tiled_attention.TILE_NUMBERS
+    assert 0 < few == many < 6 * 4 * cpu_attention.TILE_NUMBERS
 
 
 def bits_of(name: str) -> dict[str, int]:
@@ -262,7 +263,7 @@ def test_gradients_reach_the_query(packed, softcap):
             else attend_dense(query, *pair, None, AttentionOptions(**options))
         )
         (out * weights).sum().backward()
-        (reference_attention.attend(expected_query, view, None, AttentionOptions(**options)) * weights).sum().backward()
+        (reference.attend(expected_query, view, None, AttentionOptions(**options)) * weights).sum().backward()
     torch.testing.assert_close(query.grad, expected_query.grad, atol=1e-5, rtol=1e-4)
 
 
@@ -270,7 +271,7 @@ def test_gradients_reach_the_query(packed, softcap):
 def test_dequantising_by_tables_gives_the_bits_of_the_reference(name, monkeypatch):
     config = PRESETS[name]
     blocks = encoded(config, *states(32, 2, 3, 5 * 128, 40, 24))
-    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 2 * 6 * 128 * 40)
+    monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 2 * 6 * 128 * 40)
     expected = dequantised(config, blocks)
     actual = tuple(torch.empty_like(part) for part in expected)
     dispatch.dequantise(config, blocks, *actual)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from tq_hf.config import TurboQuantConfig
-from tq_hf.ops import backend, paged_reference
+from tq_hf.ops import backend, dispatch
 from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.factors import Factors
 from tq_hf.tensors.pages import BLOCK, LayerPages, Sequences
@@ -104,7 +104,7 @@ class Inputs:
     def expected(self) -> torch.Tensor:
         """The reference's output; the pool is then as it leaves it."""
         with in_torch():
-            return paged_reference.paged_step(*self.tokens, self.pages, self.sequences, self.options)
+            return dispatch.paged_step(*self.tokens, self.pages, self.sequences, self.options)
 
     def encoded(self) -> torch.Tensor:
         """Pages that the step encodes blocks into."""
@@ -149,7 +149,7 @@ def make(step: Step, seed: int = 0) -> Inputs:
         if past and new:
             query, key, value = (randn(past, heads, step.D).to(step.dtype) for heads in (step.Hq, step.Hkv, step.Hkv))
             with in_torch():
-                paged_reference.paged_step(
+                dispatch.paged_step(
                     query, key + 2 * randn(1, step.Hkv, step.D).to(step.dtype), value,
                     inputs.pages, sequences_of((0,), (past,), table[i : i + 1]), inputs.options,
                 )  # fmt: skip

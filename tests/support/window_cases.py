@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.support.helpers import states
-from tq_hf.ops.paged_windows import windowed_step
-from tq_hf.ops.reference_attention import attend
-from tq_hf.ops.window_plan import plan_step
+from tq_hf.ops.reference import attend
+from tq_hf.ops.sliding_pages import plan_step, windowed_step
 from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.pages import Sequences
 from tq_hf.tensors.windows import LayerWindows

@@ -18,7 +18,7 @@ from ..balance import Balance
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops.backend import check_choice
-from ..ops.paged_triton import supports_paged_decode
+from ..ops.triton.pages import supports_paged_decode
 from ..tensors.pages import BLOCK, rows_per_page
 from .attention import NAME
 from .checks import check_generation, check_graphs, check_model, paged_options

@@ -15,10 +15,9 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
 from ..config import TurboQuantConfig
-from ..ops.paged import paged_step
-from ..ops.paged_triton import decode_scratch_bytes
-from ..ops.paged_windows import WINDOW_BYTES, windowed_step
-from ..ops.window_plan import WindowStep, plan_step
+from ..ops.dispatch import paged_step
+from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
+from ..ops.triton.pages import decode_scratch_bytes
 from ..tensors.attention import AttentionOptions
 from ..tensors.factors import Factors
 from ..tensors.pages import BLOCK, Sequences

@@ -72,7 +72,7 @@ class WindowAllocator(SlidingAttentionCacheAllocator):
         block_table[: len(table)].copy_(torch.tensor(table, dtype=block_table.dtype), non_blocking=True)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not here: windows are read and written by `tq_hf.ops.paged_windows.windowed_step`."""
+        """Not here: windows are read and written by `tq_hf.ops.sliding_pages.windowed_step`."""
         raise RuntimeError("These pages are read by the attention `turboquant_paged` only; another one is set.")
 
     def get_cache_for_block_table(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,8 @@ import torch
 
 from ..codec.ablation import Ablation
 from ..config import SETTLED, TurboQuantConfig
-from ..ops import dispatch, triton_backend
+from ..ops import dispatch
+from ..ops.triton import blocks as triton_blocks
 from ..tensors.attention import AttentionOptions
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import DeviceCounts, StepView, StoreView
@@ -90,8 +91,8 @@ def append_row(
     Raises:
         RuntimeError: No kernel serves the heads, and a CUDA graph is captured.
     """
-    if triton_backend.supports_tensors(tensors, tensors.ring[0]):
-        triton_backend.append_token(tensors, counts, keys, values, max_cache_len)
+    if triton_blocks.supports_tensors(tensors, tensors.ring[0]):
+        triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
         return
     check_host_reads(tensors)
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
@@ -159,8 +160,8 @@ def _attend(
     max_cache_len: int,
 ) -> torch.Tensor:
     """Append `row`, if there is one, and attend."""
-    if triton_backend.supports_tensors(tensors, query):
-        return triton_backend.attend_token(tensors, counts, sizes, query, row, mask, options, max_cache_len)
+    if triton_blocks.supports_tensors(tensors, query):
+        return triton_blocks.attend_token(tensors, counts, sizes, query, row, mask, options, max_cache_len)
     if row is not None:
         append_row(tensors, counts, *row, max_cache_len)
     return dispatch.attend(query, _on_host(tensors, counts.step_counts), mask, options)

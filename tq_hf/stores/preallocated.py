@@ -28,7 +28,8 @@ import torch
 from ..compat import mark_static_address
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
-from ..ops import dispatch, triton_backend
+from ..ops import dispatch
+from ..ops.triton import blocks as triton_blocks
 from ..tensors.layer_tensors import LayerTensors
 from ..tensors.view import DeviceCounts, NewestToken, StepView, StoreView
 from ..tensors.window import DenseWindow, KeyValue
@@ -79,7 +80,7 @@ class PreallocatedStore(LayerStore):
             step_counts=torch.zeros(6, 4, dtype=torch.int32, device=keys.device),
             length=torch.zeros((), dtype=torch.int64, device=keys.device),
         )
-        triton_backend.prepare(config, tensors.layout, keys)
+        triton_blocks.prepare(config, tensors.layout, keys)
         for tensor in (*tensors.arguments(), *counts):
             mark_static_address(tensor)
         return cls(tensors, counts, max_cache_len)

@@ -16,9 +16,8 @@ from triton.testing import do_bench
 from examples.measure.speed.benchmark import captured, read_gigabytes_per_second
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend
-from tq_hf.ops.paged import paged_step
-from tq_hf.ops.paged_windows import windowed_step
-from tq_hf.ops.window_plan import plan_step
+from tq_hf.ops.dispatch import paged_step
+from tq_hf.ops.sliding_pages import plan_step, windowed_step
 from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.pages import BLOCK, LayerPages, Sequences
 from tq_hf.tensors.windows import LayerWindows

@@ -7,19 +7,19 @@ from functools import lru_cache
 
 import torch
 
-from ..codec.rotation import rotation_matrix
-from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
-from ..layout import BlockLayout
-from ..tensors.attention import AttentionOptions
-from ..tensors.blocks import PackedBlocks
-from ..tensors.factors import Factors
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import DeviceCounts, StoreView
-from ..tensors.window import KeyValue
-from . import backend
-from .backend import HAS_TRITON, explains_failures
-from .workspace import allocator, current_workspace
+from ...codec.rotation import rotation_matrix
+from ...config import TurboQuantConfig
+from ...inference_mode import outside_inference_mode
+from ...layout import BlockLayout
+from ...tensors.attention import AttentionOptions
+from ...tensors.blocks import PackedBlocks
+from ...tensors.factors import Factors
+from ...tensors.layer_tensors import LayerTensors
+from ...tensors.view import DeviceCounts, StoreView
+from ...tensors.window import KeyValue
+from .. import backend
+from ..backend import HAS_TRITON, explains_failures
+from ..workspace import allocator, current_workspace
 
 if HAS_TRITON:
     from tq_kernels.codec.balance import balance as balance_channels
@@ -210,7 +210,7 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
 
 
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """`tiled_attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's late row."""
+    """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's late row."""
     tensors, num_blocks, num_window, _, late, _ = view
     decoder, device = tensors.decoder or decoder_of(tensors), query.device
     if mask is not None and mask.shape[0] != query.shape[0]:
@@ -246,7 +246,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
 def attend_many(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `supports_attend_many`."""
+    """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
     key_rotation, value_rotation = rotations(view.config, layout, query.device, torch.float16)
     return attend_prefix(
@@ -328,7 +328,7 @@ def attend_dense(
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `supports_attend_dense`."""
+    """`tq_hf.ops.cpu.attention.attend_dense` on the GPU, for calls that `supports_attend_dense`."""
     return attend_dense_states(
         _rows(query),
         _rows(keys),

@@ -12,16 +12,51 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..tensors.attention import AttentionOptions, supports_sdpa
-from ..tensors.windows import LayerWindows
-from . import paged_triton
-from .buffered_attention import attend_buffer
-from .tiled_attention import attend_dense
-from .window_plan import Place, Prompt, Singles, WindowStep
+from ..tensors.pages import Sequences
+from ..tensors.windows import LayerWindows, Place, Prompt, Singles, WindowStep
+from .cpu.attention import attend_buffer, attend_dense
+from .triton import pages as triton_pages
 
 WINDOW_BYTES = 256 << 20
 """Scratch that a layer takes in torch at most."""
 TILE_QUERIES = 512
 """Tokens of a prompt that attend at a time."""
+
+
+def plan_step(sequences: Sequences, total: int, windows: LayerWindows) -> WindowStep:
+    """Where the windows of a step's requests are.
+
+    Args:
+        sequences: The requests; their tables list pages of `windows`.
+        total: Tokens of the step, those of nobody included.
+        windows: Any of the layers.
+    """
+    device = sequences.table.device
+    if sequences.max_q == 1:
+        token = torch.arange(total, dtype=torch.int32, device=device)
+        request = torch.searchsorted(sequences.cu_q[1:], token, right=True)
+        return WindowStep(_singles(None, request, sequences, windows), [])
+    starts, lengths = sequences.cu_q.tolist(), sequences.cu_k.diff().tolist()
+    table, singles, prompts = sequences.table.long(), [], []
+    for i, length in enumerate(lengths):
+        new = starts[i + 1] - starts[i]
+        if new == 1:
+            singles.append((starts[i], i))
+        elif new:
+            prompts.append(Prompt(slice(starts[i], starts[i + 1]), length - new, table[i]))
+    if not singles:
+        return WindowStep(None, prompts)
+    tokens, requests = torch.tensor(singles, device=device).T
+    return WindowStep(_singles(tokens, requests, sequences, windows), prompts)
+
+
+def _singles(
+    tokens: torch.Tensor | None, request: torch.Tensor, sequences: Sequences, windows: LayerWindows
+) -> Singles:
+    """The `request` `[N]` of each of the tokens; beyond the last it is none."""
+    count = len(sequences.table)
+    past = torch.where(request < count, sequences.cu_k.diff()[request.clamp(max=count - 1)] - 1, -1)
+    return Singles(tokens, past.int(), sequences.table[request.clamp(max=count - 1)], windows)
 
 
 @torch.compiler.disable
@@ -68,8 +103,8 @@ def _attend_singles(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Store the new tokens `[N, *, D]` and attend to what is held then, `[N, Hq, D]`."""
-    if paged_triton.supports_attend_windows(query, key, windows):
-        return paged_triton.attend_windows(query, key, value, windows, singles, options)
+    if triton_pages.supports_attend_windows(query, key, windows):
+        return triton_pages.attend_windows(query, key, value, windows, singles, options)
     windows.write(*singles.written, key, value)
     count, heads = query.shape[:2]
     # What is gathered, and once more for what is made of it.

@@ -1,7 +1,7 @@
 """Attention in torch, tile by tile: the path of devices without kernels, and of calls that no kernel takes.
 
 Softmax is taken online (running maximum and sum, in float32), so nothing of the size of the history is ever held
-densely. Tiles are dense states or packed blocks (`tq_hf.ops.packed_tile`); what a query may attend to, caps and biases
+densely. Tiles are dense states or packed blocks (`tq_hf.ops.cpu.packed`); what a query may attend to, caps and biases
 are the same for both.
 """
 
@@ -13,16 +13,17 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from ..config import TurboQuantConfig
-from ..tensors.attention import AttentionOptions
-from ..tensors.blocks import PackedBlocks
-from ..tensors.view import StoreView
-from ..tensors.window import KeyValue
-from . import packed_tile
-from .packed_tile import FEW_QUERIES, PackedTile, rotated
-from .tables_cpu import Take
-from .workspace import Scratch, current_workspace
+from ...config import TurboQuantConfig
+from ...tensors.attention import AttentionOptions
+from ...tensors.blocks import PackedBlocks
+from ...tensors.view import StoreView
+from ...tensors.window import KeyValue
+from ..workspace import Scratch, current_workspace
+from .packed import FEW_QUERIES, PackedTile, Take, rotated
+from .packed import dequantise as dequantise_tile
 
 TILE_TOKENS = 2048
 """Dense tokens read at a time."""
@@ -188,7 +189,7 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     for start in range(0, blocks.capacity, step):
         stop = min(start + step, blocks.capacity)
         rows = slice(start * tokens, stop * tokens)
-        packed_tile.dequantise(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
+        dequantise_tile(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
 
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.
@@ -275,3 +276,35 @@ def _attend(
 def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """`[B, 1 or Hq, S, T]` to a shape that broadcasts with `[B, Hkv, G, S, T]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (kv_heads, -1))
+
+
+def attend_buffer(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attention of the newest S tokens over dense states by sdpa.
+
+    Args:
+        query: `[B, Hq, S, Dk]`.
+        keys: `[B, Hkv, T, Dk]`.
+        values: `[B, Hkv, T, Dv]`.
+        mask: `[B or 1, 1 or Hq, S or 1, >= T]`, bool or additive, or `None` (see `options.causal`).
+        options: What sdpa has: no softcap, sinks or biases.
+
+    Returns:
+        `[B, S, Hq, Dv]`. Rows that may attend to nothing are 0.
+    """
+    queries, length = query.shape[2], keys.shape[2]
+    if mask is not None:
+        mask = mask[..., :length]
+        mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+    elif options.causal and queries > 1 and not query.is_cuda:
+        mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
+    elif options.causal and queries > 1:
+        mask = causal_lower_right(queries, length)  # flash needs no tensor for it
+    grouped = query.shape[1] != keys.shape[1]
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling, enable_gqa=grouped)
+    return out.transpose(1, 2)
