@@ -16,7 +16,7 @@ from .stores import graph_ops
 from .stores.checks import check_room
 from .stores.ticket import redeem, show_queries
 from .tensors.attention import AttentionOptions
-from .tensors.view import StepView, is_first
+from .tensors.layer import StepView, is_first
 
 NAME = "turboquant"
 

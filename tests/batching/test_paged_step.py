@@ -13,7 +13,7 @@ from tq_hf import TurboQuantConfig
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.factors import Factors
+from tq_hf.tensors.blocks import Factors
 from tq_hf.tensors.pages import LayerPages, Sequences
 
 HEADS, QUERY_HEADS, PAGES, LAYERS = 2, 6, 96, 3

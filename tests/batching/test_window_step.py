@@ -12,8 +12,7 @@ from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY
 from tq_hf.ops import sliding_pages
 from tq_hf.ops.sliding_pages import plan_step, windowed_step
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.pages import Sequences
-from tq_hf.tensors.windows import LayerWindows, window_page
+from tq_hf.tensors.pages import LayerWindows, Sequences, window_page
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])

@@ -19,7 +19,7 @@ from tests.support.helpers import (
 from tq_hf import PRESETS
 from tq_hf.ops.cpu import attention as cpu_attention
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.window import KeyValue
+from tq_hf.tensors.blocks import KeyValue
 
 DIM, BLOCKS = 64, 3
 LOST = 128 + 77

@@ -28,9 +28,8 @@ from tq_hf.config import Correction
 from tq_hf.ops import dispatch
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.blocks import PackedBlocks
-from tq_hf.tensors.view import StoreView
-from tq_hf.tensors.window import KeyValue
+from tq_hf.tensors.blocks import KeyValue, PackedBlocks
+from tq_hf.tensors.layer import StoreView
 
 DOCUMENTS = 2
 TOKENS = 1280

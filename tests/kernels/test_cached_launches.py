@@ -23,8 +23,7 @@ from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.triton import pages as triton_pages
 from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.blocks import PackedBlocks
-from tq_hf.tensors.layer_tensors import LayerTensors
-from tq_hf.tensors.view import StoreView
+from tq_hf.tensors.layer import LayerTensors, StoreView
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 

@@ -12,7 +12,7 @@ from tq_hf.ops.backend import HAS_TRITON
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
-from tq_hf.tensors.layer_tensors import LayerTensors
+from tq_hf.tensors.layer import LayerTensors
 
 CPU = torch.device("cpu")
 ORDERS = [[0], [0, 1], [1, 0], [2, 0, 0], [1, 2, 3, 0], [0, 0, 1, 2], [6, 6, 2, 3, 3, 0, 5], [*range(16, -1, -1)]]

@@ -16,8 +16,7 @@ from tests.support.window_cases import CHUNKS, TOTALS, Requests, cumulative
 from tq_hf.ops.sliding_pages import plan_step, windowed_step
 from tq_hf.ops.triton import pages as triton_pages
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.pages import Sequences
-from tq_hf.tensors.windows import LayerWindows
+from tq_hf.tensors.pages import LayerWindows, Sequences
 
 FP16, BF16 = torch.float16, torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {

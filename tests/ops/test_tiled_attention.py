@@ -14,7 +14,7 @@ from tq_hf.ops.cpu import attention as cpu_attention
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.view import StoreView
+from tq_hf.tensors.layer import StoreView
 
 CONFIG = TurboQuantConfig(residual_length=60, sink_tokens=4)
 HEADS = {"MHA": (2, 2), "GQA": (6, 2), "MQA": (4, 1)}

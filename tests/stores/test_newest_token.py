@@ -13,7 +13,7 @@ from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.view import StepView
+from tq_hf.tensors.layer import StepView
 
 PAIR = states(0, tokens=30)
 ROOM = 300

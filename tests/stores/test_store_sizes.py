@@ -28,7 +28,7 @@ from tq_hf.ops import dispatch
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.ticket import redeem, step_placeholders
 from tq_hf.stores.watched import Watched
-from tq_hf.tensors.layer_tensors import RowKind
+from tq_hf.tensors.layer import RowKind
 
 # Sizes and work
 

@@ -11,8 +11,8 @@ import torch
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend, dispatch
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.factors import Factors
-from tq_hf.tensors.pages import BLOCK, LayerPages, Sequences
+from tq_hf.tensors.blocks import BLOCK, Factors
+from tq_hf.tensors.pages import LayerPages, Sequences
 
 LAYERS = 2
 

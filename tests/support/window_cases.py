@@ -8,8 +8,7 @@ from tests.support.helpers import states
 from tq_hf.ops.reference import attend
 from tq_hf.ops.sliding_pages import plan_step, windowed_step
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.pages import Sequences
-from tq_hf.tensors.windows import LayerWindows
+from tq_hf.tensors.pages import LayerWindows, Sequences
 
 HEADS, QUERY_HEADS, DIM, PAGES = 2, 6, 16, 64
 CHUNKS = [

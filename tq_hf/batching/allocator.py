@@ -15,8 +15,8 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from ..config import TurboQuantConfig
-from ..tensors.factors import Factors
-from ..tensors.pages import BLOCK, LayerPages, rows_per_page
+from ..tensors.blocks import BLOCK, Factors
+from ..tensors.pages import LayerPages, rows_per_page
 from .geometry import listed_pages
 
 

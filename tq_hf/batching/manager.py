@@ -19,7 +19,8 @@ from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops.backend import check_choice
 from ..ops.triton.pages import supports_paged_decode
-from ..tensors.pages import BLOCK, rows_per_page
+from ..tensors.blocks import BLOCK
+from ..tensors.pages import rows_per_page
 from .attention import NAME
 from .checks import check_generation, check_graphs, check_model, paged_options
 from .paged_cache import TurboQuantPagedCache

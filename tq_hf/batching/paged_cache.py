@@ -19,8 +19,8 @@ from ..ops.dispatch import paged_step
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
 from ..ops.triton.pages import decode_scratch_bytes
 from ..tensors.attention import AttentionOptions
-from ..tensors.factors import Factors
-from ..tensors.pages import BLOCK, Sequences
+from ..tensors.blocks import BLOCK, Factors
+from ..tensors.pages import Sequences
 from .allocator import TurboQuantAllocator
 from .geometry import sequences_of, windows_of
 from .memory_handler import TurboQuantMemory

@@ -20,9 +20,8 @@ from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..stores.ticket import Receipt, Ticket, attach, step_placeholders
 from ..stores.watched import Watch
-from ..tensors.factors import Factors
-from ..tensors.view import StepView, StoreView, is_first
-from ..tensors.window import KeyValue
+from ..tensors.blocks import Factors, KeyValue
+from ..tensors.layer import StepView, StoreView, is_first
 from . import advice
 from .base import FullAttentionLayer, check_crop
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..codec.balance import key_gain
 from ..stores.graph_ops import captures
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
 from .compressed import TurboQuantLayer
 
 logger = logging.get_logger(__name__)

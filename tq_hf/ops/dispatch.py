@@ -11,12 +11,9 @@ from ..codec import reference as codec_reference
 from ..codec.balance import factors
 from ..config import TurboQuantConfig
 from ..tensors.attention import AttentionOptions, supports_sdpa
-from ..tensors.blocks import PackedBlocks
-from ..tensors.factors import Factors
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.pages import BLOCK, LayerPages, Sequences
-from ..tensors.view import StoreView
-from ..tensors.window import KeyValue
+from ..tensors.blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from ..tensors.layer import LayerTensors, StoreView
+from ..tensors.pages import LayerPages, Sequences
 from . import reference
 from .cpu import attention as cpu_attention
 from .triton import blocks as triton_blocks

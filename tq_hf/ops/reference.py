@@ -9,10 +9,9 @@ import torch
 
 from ..codec.reference import dequantise
 from ..tensors.attention import AttentionOptions
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.pages import BLOCK, LayerPages, Sequences
-from ..tensors.view import StoreView
-from ..tensors.window import KeyValue
+from ..tensors.blocks import BLOCK, KeyValue
+from ..tensors.layer import LayerTensors, StoreView
+from ..tensors.pages import LayerPages, Sequences
 
 
 def dense_states(view: StoreView) -> KeyValue:

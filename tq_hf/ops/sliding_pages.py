@@ -12,8 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..tensors.attention import AttentionOptions, supports_sdpa
-from ..tensors.pages import Sequences
-from ..tensors.windows import LayerWindows, Place, Prompt, Singles, WindowStep
+from ..tensors.pages import LayerWindows, Place, Prompt, Sequences, Singles, WindowStep
 from .cpu.attention import attend_buffer, attend_dense
 from .triton import pages as triton_pages
 

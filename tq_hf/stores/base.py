@@ -9,11 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..ops import dispatch
-from ..tensors.blocks import PackedBlocks
-from ..tensors.factors import Factors
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import StepView, StoreView
-from ..tensors.window import KeyValue
+from ..tensors.blocks import Factors, KeyValue, PackedBlocks
+from ..tensors.layer import LayerTensors, StepView, StoreView
 
 
 class Counts(NamedTuple):

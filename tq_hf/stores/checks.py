@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..tensors.layer_tensors import RowKind
+from ..tensors.layer import RowKind
 
 
 def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -22,9 +22,8 @@ from ..config import SETTLED, TurboQuantConfig
 from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.attention import AttentionOptions
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import DeviceCounts, StepView, StoreView
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
+from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from .base import Counts
 from .checks import check_room
 from .growing import GrowingStore

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..config import GROWTH, TurboQuantConfig
 from ..layout import BlockLayout
-from ..tensors.window import ring_capacity
+from ..tensors.residual import ring_capacity
 from .checks import check_room
 
 

@@ -30,9 +30,9 @@ from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import DeviceCounts, NewestToken, StepView, StoreView
-from ..tensors.window import DenseWindow, KeyValue
+from ..tensors.blocks import KeyValue
+from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
+from ..tensors.residual import Residual
 from . import graph_ops
 from .base import Counts, LayerStore
 from .checks import check_fits, check_room
@@ -168,7 +168,7 @@ class PreallocatedStore(LayerStore):
     def _take(self, store: GrowingStore) -> None:
         """Hold what `store` holds, whose blocks and sinks are this store's."""
         if store.tensors.ring is not self.tensors.ring:
-            window = DenseWindow(self.tensors.ring, store.window.first)
+            window = Residual(self.tensors.ring, store.window.first)
             for _, part in store.window.parts():
                 window.append(*part)
         graph_ops.write_counts(self.counts, store)

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..tensors.layer_tensors import RowKind, dense_shapes
-from ..tensors.view import StepView, StoreView, is_first
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
+from ..tensors.layer import RowKind, StepView, StoreView, dense_shapes, is_first
 from .base import LayerStore
 from .watched import unwatched
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..compat import as_plain_tensors
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
 
 _ASKED_OF_SHAPE: set[Any] = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]

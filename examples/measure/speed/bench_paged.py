@@ -19,8 +19,8 @@ from tq_hf.ops import backend
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.ops.sliding_pages import plan_step, windowed_step
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.pages import BLOCK, LayerPages, Sequences
-from tq_hf.tensors.windows import LayerWindows
+from tq_hf.tensors.blocks import BLOCK
+from tq_hf.tensors.pages import LayerPages, LayerWindows, Sequences
 
 WINDOWS = {
     "gpt-oss-20b": (64, 8, 64, 128),

@@ -34,7 +34,7 @@ from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.view import StoreView
+from tq_hf.tensors.layer import StoreView
 
 HEADS = (32, 8, 128)
 CELLS = ((2048, 30 * 1024), (128, 128 * 1024))

@@ -44,7 +44,7 @@ from tq_hf.layout import BlockLayout
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.tensors.blocks import PackedBlocks
-from tq_hf.tensors.layer_tensors import LayerTensors
+from tq_hf.tensors.layer import LayerTensors
 
 SERVES = Version(transformers.__version__) >= Version("5.19")
 """Older ones have another engine for many requests."""

@@ -18,9 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...config import TurboQuantConfig
 from ...tensors.attention import AttentionOptions
-from ...tensors.blocks import PackedBlocks
-from ...tensors.view import StoreView
-from ...tensors.window import KeyValue
+from ...tensors.blocks import KeyValue, PackedBlocks
+from ...tensors.layer import StoreView
 from ..workspace import Scratch, current_workspace
 from .packed import FEW_QUERIES, PackedTile, Take, rotated
 from .packed import dequantise as dequantise_tile

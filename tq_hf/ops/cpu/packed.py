@@ -38,7 +38,7 @@ from ...codec.rotation import rotate_back, rotation_matrix
 from ...config import TurboQuantConfig
 from ...inference_mode import made_once
 from ...tensors.blocks import PackedBlocks
-from ...tensors.view import StoreView
+from ...tensors.layer import StoreView
 
 Take = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """Scratch of a name, shape and dtype, valid until the next of that name."""

@@ -12,11 +12,8 @@ from ...config import TurboQuantConfig
 from ...inference_mode import outside_inference_mode
 from ...layout import BlockLayout
 from ...tensors.attention import AttentionOptions
-from ...tensors.blocks import PackedBlocks
-from ...tensors.factors import Factors
-from ...tensors.layer_tensors import LayerTensors
-from ...tensors.view import DeviceCounts, StoreView
-from ...tensors.window import KeyValue
+from ...tensors.blocks import Factors, KeyValue, PackedBlocks
+from ...tensors.layer import DeviceCounts, LayerTensors, StoreView
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
 from ..workspace import allocator, current_workspace

@@ -13,8 +13,7 @@ import torch
 from ...config import TurboQuantConfig
 from ...layout import BlockLayout
 from ...tensors.attention import AttentionOptions
-from ...tensors.pages import LayerPages, Sequences
-from ...tensors.windows import LayerWindows, Singles
+from ...tensors.pages import LayerPages, LayerWindows, Sequences, Singles
 from ..backend import HAS_TRITON, explains_failures
 from ..workspace import allocator
 from . import blocks
