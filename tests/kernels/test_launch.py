@@ -266,7 +266,15 @@ def test_a_copied_view_is_read_where_the_copy_is(store, log):
 def test_what_was_worked_out_is_kept_between_steps(store):
     views = [store.append(*token(seed)) for seed in (2, 3)]
     assert views[0].tensors is views[1].tensors
-    assert views[0].tensors.decoder is not None
+    assert triton_blocks.decoder_of(views[0].tensors) is triton_blocks.decoder_of(views[1].tensors)
+
+
+def test_a_launch_dies_with_the_tensors_it_was_made_for(store):
+    tensors = store.view().tensors.map(torch.clone)
+    decoder = weakref.ref(triton_blocks.decoder_of(tensors))
+    assert decoder() is triton_blocks.decoder_of(tensors)
+    del tensors
+    assert decoder() is None
 
 
 # The late row

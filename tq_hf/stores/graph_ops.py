@@ -90,7 +90,7 @@ def append_row(
     Raises:
         RuntimeError: No kernel serves the heads, and a CUDA graph is captured.
     """
-    if triton_blocks.supports_tensors(tensors, tensors.ring[0]):
+    if triton_blocks.supports_blocks(tensors.ring[0], tensors.layout):
         triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
         return
     check_host_reads(tensors)
@@ -159,7 +159,7 @@ def _attend(
     max_cache_len: int,
 ) -> torch.Tensor:
     """Append `row`, if there is one, and attend."""
-    if triton_blocks.supports_tensors(tensors, query):
+    if triton_blocks.supports_blocks(query, tensors.layout):
         return triton_blocks.attend_token(tensors, counts, sizes, query, row, mask, options, max_cache_len)
     if row is not None:
         append_row(tensors, counts, *row, max_cache_len)

@@ -47,12 +47,6 @@ class LayerTensors:
     ring: KeyValue
     row: RowKind = field(init=False, repr=False)
     """What one token's keys and values are like."""
-    decoder: Any = field(init=False, repr=False, default=None)
-    """What a backend has worked out for these tensors. It knows their addresses, so it dies with this object."""
-    appender: Any = field(init=False, repr=False, default=None)
-    """Likewise, for a preallocated store's appends."""
-    reorderer: Any = field(init=False, repr=False, default=None)
-    """Likewise, for sequences that change places."""
 
     def __post_init__(self) -> None:
         keys, values = self.ring
@@ -61,13 +55,8 @@ class LayerTensors:
         object.__setattr__(self, "row", row)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what a backend has worked out: it knows the addresses of these tensors, not of their copies.
+        # Without the row: the copies may be on another device.
         return LayerTensors, (self.config, self.blocks, self.sinks, self.ring)
-
-    def keep(self, **slots: Any) -> None:
-        """Fill slots that a backend may write: `decoder`, `appender`, `reorderer`."""
-        for name, made in slots.items():
-            object.__setattr__(self, name, made)
 
     @property
     def layout(self) -> BlockLayout:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -33,6 +36,8 @@ if HAS_TRITON:
     from tq_kernels.prefix.dense_launch import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
 
+R = TypeVar("R")
+
 MAX_QUERIES = 16
 """Queries a sequence that the decode kernel takes whatever the history; more are the business of prefill."""
 MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
@@ -44,7 +49,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def supports_blocks(tensor: torch.Tensor, layout: BlockLayout) -> bool:
     """Whether kernels encode and read blocks of this layout, for states of this tensor's device and dtype."""
-    fits = layout.rotated_values and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+    fits = layout.rotated_values and layout.key_dim <= MAX_HEAD_DIM and layout.value_dim <= MAX_HEAD_DIM
     return fits and supports_states(tensor)
 
 
@@ -54,9 +59,19 @@ def supports_states(tensor: torch.Tensor) -> bool:
     return able and backend.chosen != "torch"
 
 
-def supports_tensors(tensors: LayerTensors, states: torch.Tensor) -> bool:
-    """`supports_blocks`, for states beside these tensors. Asked in every step, so shorter where a decoder was made."""
-    return supports_states(states) if tensors.decoder is not None else supports_blocks(states, tensors.layout)
+def once_per_layer(make: Callable[[LayerTensors], R]) -> Callable[[LayerTensors], R]:
+    """Decorate what makes a launch for a layer's tensors: it is made once. It knows their addresses, so it dies with
+    the object, and a copy of that has none."""
+    launches: WeakKeyDictionary[LayerTensors, R] = WeakKeyDictionary()
+
+    @wraps(make)
+    def launch_of(tensors: LayerTensors) -> R:
+        launch = launches.get(tensors)
+        if launch is None:
+            launch = launches[tensors] = make(tensors)
+        return launch
+
+    return launch_of
 
 
 def supports_inline_ptx(device: torch.device) -> bool:
@@ -90,7 +105,7 @@ def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | N
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
-    return few and view.new is None and supports_mask(mask, options) and supports_tensors(view.tensors, query)
+    return few and view.new is None and supports_mask(mask, options) and supports_blocks(query, view.tensors.layout)
 
 
 def supports_attend_many(
@@ -191,10 +206,11 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         )
 
 
+@once_per_layer
 def decoder_of(tensors: LayerTensors) -> Decoder:
     """The decode kernels on these tensors, made once."""
     layout = tensors.layout
-    decoder = Decoder(
+    return Decoder(
         _packed(tensors.blocks),
         tensors.sinks,
         tensors.ring,
@@ -202,14 +218,12 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
     )
-    tensors.keep(decoder=decoder)
-    return decoder
 
 
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's late row."""
     tensors, num_blocks, num_window, _, late, _ = view
-    decoder, device = tensors.decoder or decoder_of(tensors), query.device
+    decoder, device = decoder_of(tensors), query.device
     if mask is not None and mask.shape[0] != query.shape[0]:
         mask = mask.expand(query.shape[0], -1, -1, -1)
     row = None
@@ -268,28 +282,28 @@ def attend_many(
     )
 
 
+@once_per_layer
 def _reorderer_of(tensors: LayerTensors) -> Reorderer:
     """The kernel that reorders sequences, on these tensors, made once."""
-    reorderer = Reorderer(tensors.arguments())
-    tensors.keep(reorderer=reorderer)
-    return reorderer
+    return Reorderer(tensors.arguments())
 
 
 def supports_reorder(tensors: LayerTensors) -> bool:
     """Whether the kernel puts the sequences of these tensors in another order."""
-    return supports_states(tensors.ring[0]) and (tensors.reorderer or _reorderer_of(tensors)).takes
+    return supports_states(tensors.ring[0]) and _reorderer_of(tensors).takes
 
 
 @explains_failures
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `supports_reorder`."""
-    (tensors.reorderer or _reorderer_of(tensors))(sources.contiguous())
+    _reorderer_of(tensors)(sources.contiguous())
 
 
+@once_per_layer
 def _appender_of(tensors: LayerTensors) -> Appender:
     """The append kernel on these tensors, made once."""
     config, layout = tensors.config, tensors.layout
-    appender = Appender(
+    return Appender(
         _packed(tensors.blocks),
         tensors.sinks,
         tensors.ring,
@@ -298,8 +312,6 @@ def _appender_of(tensors: LayerTensors) -> Appender:
         corrections=(config.key_correction, config.value_correction),
         residual_length=config.residual_length,
     )
-    tensors.keep(appender=appender)
-    return appender
 
 
 def supports_attend_dense(
@@ -344,7 +356,7 @@ def append_token(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
     """`tq_hf.stores.graph_ops.append_row` on the GPU."""
-    append = tensors.appender or _appender_of(tensors)
+    append = _appender_of(tensors)
     append(_rows(keys), _rows(values), counts, max_cache_len)
 
 
@@ -368,8 +380,8 @@ def attend_token(
     token = None
     if row is not None:
         keys, values = row
-        token = NewToken(_rows(keys), _rows(values), counts, max_cache_len, tensors.appender or _appender_of(tensors))
-    return (tensors.decoder or decoder_of(tensors))(
+        token = NewToken(_rows(keys), _rows(values), counts, max_cache_len, _appender_of(tensors))
+    return decoder_of(tensors)(
         _rows(query),
         num_blocks,
         num_window,
