@@ -23,9 +23,9 @@ from tests.support.helpers import (
 )
 from tests.support.store_cases import SIZES, configs
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
-from tq_hf.config import GROWTH
 from tq_hf.ops import dispatch
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.growth import GROWTH
 from tq_hf.stores.ticket import redeem, step_placeholders
 from tq_hf.stores.watched import Watched
 from tq_hf.tensors.layer import RowKind

@@ -94,12 +94,7 @@ class LayerStore(ABC):
         Raises:
             ValueError: They are of heads of another number or size.
         """
-        for held, given in zip(self.blocks.factors, factors, strict=True):
-            if given.shape[1:] != held.shape[1:]:
-                raise ValueError(
-                    f"`balance` is of {list(given.shape[1:])} heads and channels, and this model has "
-                    f"{list(held.shape[1:])}. Make it anew with `Balance.of(model)`."
-                )
+        self.blocks.factors.check(factors)
         for held, given in zip(self.blocks.factors, factors, strict=True):
             held.copy_(given)
         self.handed_on = True

@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 
 from ..codec.ablation import Ablation
+from ..compat import is_capturing
 from ..config import SETTLED, TurboQuantConfig
 from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
@@ -58,14 +59,9 @@ def write_counts(counts: DeviceCounts, store: GrowingStore) -> None:
     counts.length.fill_(store.length)
 
 
-def captures() -> bool:
-    """Whether a CUDA graph is being captured: the host can read nothing then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def check_host_reads(tensors: LayerTensors) -> None:
     """Raise a `RuntimeError` where the host would have to read counts and cannot."""
-    if captures():
+    if is_capturing():
         key_dim, value_dim = (ring.shape[3] for ring in tensors.ring)
         raise RuntimeError(
             f"No kernel attends to these heads (keys of {key_dim} channels, values of {value_dim}) on this device, or "
@@ -250,7 +246,7 @@ def attend_token(
         out = _attend(tensors, counts, sizes, query, row, mask, options, max_cache_len)
     except BaseException:
         # What failed may have come after the append.
-        if row is not None and not captures() and int(counts.length) == num_held:
+        if row is not None and not is_capturing() and int(counts.length) == num_held:
             newest.states = None
         raise
     newest.states = None

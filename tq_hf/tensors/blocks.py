@@ -36,6 +36,15 @@ class Factors(NamedTuple):
         )
         return cls(keys, values)
 
+    def check(self, others: Factors) -> None:
+        """Raise a `ValueError` unless `others`, `[B or 1, Hkv, D]`, can take the place of these."""
+        for own, other in zip(self, others, strict=True):
+            if other.shape[1:] != own.shape[1:] or len(other) not in (1, len(own)):
+                raise ValueError(
+                    f"`balance` is of {list(other.shape[1:])} heads and channels, and this model has "
+                    f"{list(own.shape[1:])}. Make it anew with `Balance.of(model)`."
+                )
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Factors:
         """Factors of the results of `function` on both tensors."""
         return Factors(function(self.keys), function(self.values))

@@ -114,12 +114,7 @@ class LayerPages:
         Raises:
             ValueError: They are of heads of another number or size.
         """
-        for held, given in zip(self.factors, factors, strict=True):
-            if given.shape != held.shape:
-                raise ValueError(
-                    f"`balance` is of {list(given.shape[1:])} heads and channels, and this model has "
-                    f"{list(held.shape[1:])}. Make it anew with `Balance.of(model)`."
-                )
+        self.factors.check(factors)
         return replace(self, factors=factors.map(lambda factor: factor.to(self.rows.device)))
 
     @property
