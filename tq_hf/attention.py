@@ -12,10 +12,12 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from .autocast import autocast_dtype, outside_autocast
 from .compat import is_tracing, takes_attention_functions
 from .layers.handle import LazyStates, observe_queries, resolve
-from .ops import dispatch, triton_backend
+from .ops import dispatch
+from .ops.triton import blocks as triton_blocks
 from .stores import graph_ops
 from .stores.checks import check_room
-from .tensors.view import StepView, is_first
+from .tensors.attention import AttentionOptions
+from .tensors.layer import StepView, is_first
 
 NAME = "turboquant"
 
@@ -83,9 +85,7 @@ def turboquant_attention(
     if indices is not None:
         attention_mask = _among(indices, attention_mask, key.shape[2], causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options: dict[str, Any] = dict(
-        scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux, position_bias=position_bias
-    )
+    options = AttentionOptions(scaling, causal, softcap, s_aux, position_bias)
     if held is not None and not is_first(held):
         if dropout:
             raise ValueError(
@@ -93,9 +93,9 @@ def turboquant_attention(
             )
         attend: Any = _attend_step if isinstance(held, StepView) else dispatch.attend
         if (lower := autocast_dtype(query)) is None:
-            return attend(query, held, attention_mask, **options), None
+            return attend(query, held, attention_mask, options), None
         with outside_autocast(query):
-            return attend(query.to(held.tensors.row.dtype), held, attention_mask, **options).to(lower), None
+            return attend(query.to(held.tensors.row.dtype), held, attention_mask, options).to(lower), None
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
     if softcap is None and s_aux is None:
@@ -120,10 +120,10 @@ def turboquant_attention(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
         )
     if (lower := autocast_dtype(query)) is None:
-        return dispatch.attend_dense(query, key, value, attention_mask, **options), None
+        return dispatch.attend_dense(query, key, value, attention_mask, options), None
     with outside_autocast(query):
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
-        return dispatch.attend_dense(query, key, value, attention_mask, **options), None
+        return dispatch.attend_dense(query, key, value, attention_mask, options), None
 
 
 @torch.compiler.disable
@@ -148,18 +148,10 @@ def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal
 
 
 def _attend_step(
-    query: torch.Tensor,
-    view: StepView,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    if position_bias is None and triton_backend.reads_mask(mask):
-        return graph_ops.attend_token(view, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    if triton_blocks.supports_mask(mask, options):
+        return graph_ops.attend_token(view, query, mask, options)
     # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
     # empty room.
     keys, values = graph_ops.dense_tokens(view)
@@ -171,8 +163,7 @@ def _attend_step(
         mask = mask[..., : view.length] & held
     else:
         mask = mask[..., : view.length].masked_fill(~held, -torch.inf)
-    options: dict[str, Any] = dict(scaling=scaling, softcap=softcap, s_aux=s_aux, position_bias=position_bias)
-    return dispatch.attend_dense(query, keys, values, mask, causal=False, **options)
+    return dispatch.attend_dense(query, keys, values, mask, options)
 
 
 def turboquant_mask(

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
-from .tensors.factors import Factors
+from .tensors.blocks import Factors
 
 PROBE_TOKENS = 512
 NAME = "turboquant"

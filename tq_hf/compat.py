@@ -19,6 +19,7 @@ __all__ = [
     "attention_implementation",
     "current_raw_stream",
     "has_attention_heads",
+    "is_capturing",
     "is_tracing",
     "mark_static_address",
     "storage_id",
@@ -70,6 +71,11 @@ def attention_implementation(config: PreTrainedConfig | None) -> str | None:
         if "_attn_implementation_internal" in kept:
             return kept["_attn_implementation_internal"]
     return getattr(config, "_attn_implementation", None)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: the host can read nothing then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 _known: WeakKeyDictionary[type[PreTrainedConfig], bool] = WeakKeyDictionary()

@@ -15,9 +15,6 @@ from tq_kernels.format import due_blocks
 
 from .layout import SUPPORTED_BITS, BlockLayout
 
-GROWTH = 1.125
-"""Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
-
 Correction = Literal["none", "norm", "inner", "projection"]
 """How a stored scale makes up for quantisation, with z the rotated key and c its centroids: "none" stores
 |z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>; "projection" <z, c> / <c, c> (least squares). FP8 codes have a

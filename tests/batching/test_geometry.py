@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from tests.support.batching_cases import paged
 from tq_hf.batching.allocator import TurboQuantAllocator
 from tq_hf.batching.geometry import listed_pages, sequences_of
-from tq_hf.tensors.pages import BLOCK
+from tq_hf.tensors.blocks import BLOCK
 
 RINGS = {"4bit_nc": 8, "2bit_nc": 16}
 """Pages of a ring of float32 rows at head_dim 64."""

@@ -10,9 +10,10 @@ import torch
 
 from tests.support.helpers import BLOCK, all_packed, dequantised, encoded, states
 from tq_hf import TurboQuantConfig
-from tq_hf.ops.paged import paged_step
-from tq_hf.ops.tiled_attention import attend_dense
-from tq_hf.tensors.factors import Factors
+from tq_hf.ops.cpu.attention import attend_dense
+from tq_hf.ops.dispatch import paged_step
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.blocks import Factors
 from tq_hf.tensors.pages import LayerPages, Sequences
 
 HEADS, QUERY_HEADS, PAGES, LAYERS = 2, 6, 96, 3
@@ -62,7 +63,7 @@ class Requests:
         packed = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]) for x in packed]
         lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
         sequences = Sequences(cumulative(new), cumulative(lengths), self.table, max(new))
-        out = paged_step(*packed, self.pages, sequences, scaling=0.2, **options)
+        out = paged_step(*packed, self.pages, sequences, AttentionOptions(0.2, **options))
         assert (out[sum(new) :] == 0).all()
         expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
         self.done = [done + n for done, n in zip(self.done, new, strict=True)]
@@ -78,7 +79,7 @@ class Requests:
         for states_, read in zip((keys, values), dequantised(self.config, blocks, old), strict=True):
             sinks = self.config.sink_tokens if whole else 0
             states_[:, :, sinks:whole] = read[:, :, sinks:]
-        return attend_dense(self.queries[i][:, :, span], keys, values, None, scaling=0.2, **options)[0]
+        return attend_dense(self.queries[i][:, :, span], keys, values, None, AttentionOptions(0.2, **options))[0]
 
 
 CHUNKS = [[300, 1, 0, 40], [1, 127, 5, 88], [127, 1, 250, 0], [1, 1, 1, 1], [130, 256, 1, 1]]

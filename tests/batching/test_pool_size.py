@@ -10,7 +10,7 @@ from tests.support.batching_cases import Session, greedy, mixed, model_of, optio
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import paged_cache
 from tq_hf.batching.memory_handler import TurboQuantMemory
-from tq_hf.ops.paged_windows import WINDOW_BYTES
+from tq_hf.ops.sliding_pages import WINDOW_BYTES
 
 
 def tensors_held(session: Session) -> int:

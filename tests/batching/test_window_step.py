@@ -9,11 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.window_cases import CHUNKS, DIM, HEADS, OPTIONS, PAGES, QUERY_HEADS, TOTALS, Requests, cumulative
-from tq_hf.ops import paged_windows
-from tq_hf.ops.paged_windows import windowed_step
-from tq_hf.ops.window_plan import plan_step
-from tq_hf.tensors.pages import Sequences
-from tq_hf.tensors.windows import LayerWindows, window_page
+from tq_hf.ops import sliding_pages
+from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.pages import LayerWindows, Sequences, window_page
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
@@ -27,8 +26,8 @@ def test_a_query_attends_to_its_window(window: int, rows: int, options: dict) ->
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
 def test_tiles_of_a_prompt_and_pieces_of_a_batch_change_nothing(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_windows, "TILE_QUERIES", 11)
-    monkeypatch.setattr(paged_windows, "WINDOW_BYTES", 1)  # a request at a time
+    monkeypatch.setattr(sliding_pages, "TILE_QUERIES", 11)
+    monkeypatch.setattr(sliding_pages, "WINDOW_BYTES", 1)  # a request at a time
     requests = Requests(96, 36, TOTALS)
     for new in CHUNKS:
         for out, expected in requests.step(new, **options):
@@ -68,7 +67,9 @@ def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) ->
     sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), 1)
     query, key, value = (torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS))
     with NoReading():
-        out = windowed_step(query, key, value, windows, plan_step(sequences, 3, windows), scaling=0.2, **options)
+        out = windowed_step(
+            query, key, value, windows, plan_step(sequences, 3, windows), AttentionOptions(0.2, **options)
+        )
     assert (out[:2] != 0).all() and (out[2] == 0).all()
 
 

@@ -13,7 +13,8 @@ from tests.support.helpers import CPU
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
-from tq_hf.ops import tables_cpu, tiled_attention
+from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.ops.cpu import packed
 from tq_hf.stores import graph_ops
 
 OPTIONS = dict(residual_length=0, sink_tokens=2)
@@ -94,7 +95,7 @@ def test_other_families_compile(name):
         (codebook.levels, (4, CPU)),
         (codebook.boundaries, (3, CPU)),
         (codebook.codes_of_ceilings, (2, CPU)),
-        (tables_cpu.table, (3, CPU)),
+        (packed.table, (3, CPU)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -125,7 +126,7 @@ def test_a_growing_cache_is_right_under_compilation_and_breaks_graphs_at_its_att
     with torch.no_grad():
         torch.testing.assert_close(logits(torch.compile(model, backend="eager")), logits(model))
     (reason,) = counters["graph_break"]
-    assert "disable" in reason and f"{tiled_attention.attend.__name__} at" in reason
+    assert "disable" in reason and f"{cpu_attention.attend.__name__} at" in reason
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tq_kernels.decode import appender, decoder
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
-from tq_hf.ops import triton_backend
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
@@ -42,9 +42,9 @@ def kernels(monkeypatch):
     for module, names in KERNELS.items():
         for name in names:
             monkeypatch.setattr(module, name, Kernel(Silent()))
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
     for name in ("encode_blocks", "balance_channels"):
-        monkeypatch.setattr(triton_backend, name, lambda *arguments, **options: None)
+        monkeypatch.setattr(triton_blocks, name, lambda *arguments, **options: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     release_workspaces()
     yield

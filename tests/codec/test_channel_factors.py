@@ -9,7 +9,7 @@ from tq_kernels.format import SAMPLED_BLOCKS
 from tests.support.helpers import BLOCK, all_packed, encoded, relative_error, states
 from tq_hf import PRESETS
 from tq_hf.codec import balance, reference
-from tq_hf.tensors.factors import Factors
+from tq_hf.tensors.blocks import Factors
 
 D, HEADS, GROUP = 64, 2, 3
 

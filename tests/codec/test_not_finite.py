@@ -17,8 +17,9 @@ from tests.support.helpers import (
     states,
 )
 from tq_hf import PRESETS
-from tq_hf.ops import tiled_attention
-from tq_hf.tensors.window import KeyValue
+from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.blocks import KeyValue
 
 DIM, BLOCKS = 64, 3
 LOST = 128 + 77
@@ -70,5 +71,5 @@ def test_a_lost_key_that_is_masked_is_not_seen():
     outputs = []
     for pair in (sound, broken):
         view = filled(config, pair).view()
-        outputs.append(tiled_attention.attend(query, view, mask, scaling=DIM**-0.5, causal=False))
+        outputs.append(cpu_attention.attend(query, view, mask, AttentionOptions(DIM**-0.5, causal=False)))
     assert relative_error(outputs[1], outputs[0]) < 0.1

@@ -26,10 +26,10 @@ from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.rotation import hadamard, signs
 from tq_hf.config import Correction
 from tq_hf.ops import dispatch
-from tq_hf.ops.tiled_attention import attend_dense
-from tq_hf.tensors.blocks import PackedBlocks
-from tq_hf.tensors.view import StoreView
-from tq_hf.tensors.window import KeyValue
+from tq_hf.ops.cpu.attention import attend_dense
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.blocks import KeyValue, PackedBlocks
+from tq_hf.tensors.layer import StoreView
 
 DOCUMENTS = 2
 TOKENS = 1280
@@ -180,7 +180,7 @@ def attend_by_reference(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
     """`dispatch.attend` over everything dequantised."""
-    return attend_dense(query, *dispatch.dense(view), mask, **options)
+    return attend_dense(query, *dispatch.dense(view), mask, AttentionOptions(**options))
 
 
 @pytest.fixture

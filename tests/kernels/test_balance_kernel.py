@@ -15,7 +15,7 @@ from tq_hf import TurboQuantConfig
 from tq_hf.codec import balance
 from tq_hf.ops import dispatch
 from tq_hf.stores.growing import GrowingStore
-from tq_hf.tensors.factors import Factors
+from tq_hf.tensors.blocks import Factors
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

@@ -19,10 +19,11 @@ from tests.support.helpers import all_packed, states
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import recorded
 from tests.support.paged_cases import Step, make
-from tq_hf.ops import paged_triton, triton_backend
+from tq_hf.ops.triton import blocks as triton_blocks
+from tq_hf.ops.triton import pages as triton_pages
+from tq_hf.tensors.attention import AttentionOptions
 from tq_hf.tensors.blocks import PackedBlocks
-from tq_hf.tensors.layer_tensors import LayerTensors
-from tq_hf.tensors.view import StoreView
+from tq_hf.tensors.layer import LayerTensors, StoreView
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
@@ -60,19 +61,19 @@ def test_other_lengths_are_launched_by_what_was_compiled(log) -> None:
     blocks = room(40)
     for count, kind in ((3, "compiled"), (1, "launched"), (16, "launched"), (17, "launched")):
         keys, values = half(128 * count)
-        triton_backend.encode(CONFIG, keys.transpose(1, 2).contiguous().transpose(1, 2), values, blocks, count)
+        triton_blocks.encode(CONFIG, keys.transpose(1, 2).contiguous().transpose(1, 2), values, blocks, count)
         # Keys whose tokens follow each other by 2 heads, values by one: strides over tokens are 128 and 64 throughout.
         assert how(log) == [kind, kind], count
         keys, values = (torch.empty(1, 2, 40 * 128, 64, dtype=torch.float16) for _ in range(2))
         part = blocks.slice(0, count)
-        triton_backend.dequantise(CONFIG, part, keys[:, :, : 128 * count], values[:, :, : 128 * count])
+        triton_blocks.dequantise(CONFIG, part, keys[:, :, : 128 * count], values[:, :, : 128 * count])
         assert how(log) == [kind, kind], count
 
 
 def test_a_launch_passes_what_the_compiling_one_did(log) -> None:
     blocks, (keys, values) = room(4), half(256)
     for _ in range(2):
-        triton_backend.encode(CONFIG, keys, values, blocks, 1)
+        triton_blocks.encode(CONFIG, keys, values, blocks, 1)
     assert [(name, kind) for name, kind, *_ in log] == [("ENCODE", "compiled")] * 2 + [("ENCODE", "launched")] * 2
     assert [entry[3] for entry in log[:2]] == [entry[3] for entry in log[2:]]
 
@@ -80,16 +81,16 @@ def test_a_launch_passes_what_the_compiling_one_did(log) -> None:
 def test_strides_that_are_compiled_in_their_own_way_are_another_variant(log) -> None:
     blocks = room(4)
     keys, values = half(256)
-    triton_backend.encode(CONFIG, keys, values, blocks, 0)
+    triton_blocks.encode(CONFIG, keys, values, blocks, 0)
     assert how(log) == ["compiled"] * 2
     odd = torch.empty(1, 2, 256, 65, dtype=torch.float16)[..., :64]  # rows are 65 apart: no multiple of 16
-    triton_backend.encode(CONFIG, odd, odd, blocks, 0)
+    triton_blocks.encode(CONFIG, odd, odd, blocks, 0)
     assert how(log) == ["compiled"] * 2
     apart = torch.empty(2 * 256 * 64 + 1, dtype=torch.float16)[1:].view(1, 2, 256, 64)  # not aligned
-    triton_backend.encode(CONFIG, apart, apart, blocks, 0)
+    triton_blocks.encode(CONFIG, apart, apart, blocks, 0)
     assert how(log) == ["compiled"] * 2
     for given in ((keys, values), (odd, odd), (apart, apart)):
-        triton_backend.encode(CONFIG, *given, blocks, 0)
+        triton_blocks.encode(CONFIG, *given, blocks, 0)
     assert how(log) == ["launched"] * 6
 
 
@@ -101,7 +102,7 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
     for num_blocks, num_window, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
         query = torch.zeros(1, 4, queries, 64, dtype=torch.float16)
         view = StoreView(tensors, num_blocks, num_window, num_blocks * 128 + num_window, None, half(queries))
-        out = triton_backend.attend_many(query, view, None, scaling=0.3, causal=True, softcap=None, s_aux=None)
+        out = triton_blocks.attend_many(query, view, None, AttentionOptions(0.3))
         assert out.shape == (1, queries, 4, 64)
         kinds.append(how(log))
     assert {kind for kind in kinds[0]} == {"compiled"}
@@ -110,7 +111,7 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
 
 def paged_step(step: Step) -> None:
     inputs = make(step)
-    paged_triton.paged_step(*inputs.tokens, inputs.pages, inputs.sequences, **inputs.options)
+    triton_pages.paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
 
 
 def test_prompts_over_pages_compile_once_while_requests_change(log) -> None:

@@ -19,8 +19,9 @@ from tests.support.kernel_cases import (
     run_decode,
 )
 from tq_hf.config import PRESETS, TurboQuantConfig
-from tq_hf.ops import dispatch, reference_attention
+from tq_hf.ops import dispatch, reference
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.tensors.attention import AttentionOptions
 
 BASE = Case()
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -142,11 +143,11 @@ def check_late_rows(device: torch.device) -> None:
         row = keys[:, :, token : token + 1], values[:, :, token : token + 1]
         query = torch.randn(2, 6, 1, 80, generator=generator).half().to(device)
         views = [store.append(*row) for store in (late, early)]
-        expected = reference_attention.attend(query, views[1], None, scaling=0.1)
-        out = dispatch.attend(query, views[0], None, scaling=0.1)
+        expected = reference.attend(query, views[1], None, AttentionOptions(0.1))
+        out = dispatch.attend(query, views[0], None, AttentionOptions(0.1))
         assert relative_rms(out, expected.cpu().double()) <= 1e-3
         assert views[0].late is not None and views[0].late.states is None  # the kernel has written it
-        assert torch.equal(dispatch.attend(query, views[0], None, scaling=0.1), out)
+        assert torch.equal(dispatch.attend(query, views[0], None, AttentionOptions(0.1)), out)
     for ring, expected in zip(late.window.ring, early.window.ring, strict=True):
         assert torch.equal(ring, expected)
 

@@ -11,7 +11,10 @@ import torch
 from tests.support.kernel_cases import INTERPRETED, child, relative_rms
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
-from tq_hf.ops import backend, dispatch, tiled_attention, triton_backend
+from tq_hf.ops import backend, dispatch
+from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.ops.triton import blocks as triton_blocks
+from tq_hf.tensors.attention import AttentionOptions
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ def check(case: Case, device: str, dtype: torch.dtype) -> None:
         query, keys, values, mask=mask, splits=case.splits, **options,
         allocate=lambda size: torch.full((size,), torch.nan, device=device),
     )  # fmt: skip
-    expected = tiled_attention.attend_dense(query.float(), keys.float(), values.float(), mask, **options)
+    expected = cpu_attention.attend_dense(
+        query.float(), keys.float(), values.float(), mask, AttentionOptions(**options)
+    )
     assert actual.shape == (case.B, case.S, case.Hq, case.Dv) and actual.is_contiguous()
     assert relative_rms(actual, expected.cpu()) < (1e-3 if dtype == torch.float16 else 5e-3)
 
@@ -103,7 +108,7 @@ def test_bf16_is_taken_too() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
 def test_a_query_that_sees_nothing_gives_zero() -> None:
     query, keys, values, mask, options = inputs(replace(BASE, sliding=4, padding=10), "cpu", torch.float16)
-    out = triton_backend.attend_dense(query, keys, values, mask, **options)
+    out = triton_blocks.attend_dense(query, keys, values, mask, AttentionOptions(**options))
     assert (out[0, :10] == 0).all() and (out[0, 10:] != 0).any(-1).all()
 
 
@@ -112,7 +117,7 @@ def test_a_window_reads_no_more_tokens_than_its_own() -> None:
     query, keys, values, mask, options = inputs(replace(BASE, B=1, S=150, T=600, sliding=16), "cpu", torch.float16)
     for states in (keys, values):
         states[:, :, :384] = torch.nan  # six tiles that no query sees
-    assert triton_backend.attend_dense(query, keys, values, mask, **options).isfinite().all()
+    assert triton_blocks.attend_dense(query, keys, values, mask, AttentionOptions(**options)).isfinite().all()
 
 
 @pytest.mark.cuda
@@ -137,15 +142,17 @@ def test_agrees_with_torch_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
 def test_caps_and_sinks_go_to_the_kernel_and_what_it_cannot_do_to_torch(monkeypatch) -> None:
     calls = []
-    monkeypatch.setattr(triton_backend, "attend_dense", lambda *a, **o: calls.append("kernel"))
-    monkeypatch.setattr(tiled_attention, "attend_dense", lambda *a, **o: calls.append("torch") or torch.zeros(()))
+    monkeypatch.setattr(triton_blocks, "attend_dense", lambda *a, **o: calls.append("kernel"))
+    monkeypatch.setattr(cpu_attention, "attend_dense", lambda *a, **o: calls.append("torch") or torch.zeros(()))
     query, keys, values, _, options = inputs(BASE, "cpu", torch.float16)
-    dispatch.attend_dense(query, keys, values, None, **options)
-    dispatch.attend_dense(query, keys, values, None, position_bias=torch.zeros(1, 1, 37, 37), **options)
-    dispatch.attend_dense(query, keys, values, torch.zeros(1, 1, 37, 37), **options)
-    dispatch.attend_dense(query.float(), keys.float(), values.float(), None, **options)
+    dispatch.attend_dense(query, keys, values, None, AttentionOptions(**options))
+    dispatch.attend_dense(
+        query, keys, values, None, AttentionOptions(position_bias=torch.zeros(1, 1, 37, 37), **options)
+    )
+    dispatch.attend_dense(query, keys, values, torch.zeros(1, 1, 37, 37), AttentionOptions(**options))
+    dispatch.attend_dense(query.float(), keys.float(), values.float(), None, AttentionOptions(**options))
     with torch.enable_grad():
-        dispatch.attend_dense(query.clone().requires_grad_(), keys, values, None, **options)
+        dispatch.attend_dense(query.clone().requires_grad_(), keys, values, None, AttentionOptions(**options))
     assert calls == ["kernel", "torch", "torch", "torch", "torch"]
 
 
@@ -172,7 +179,7 @@ def check_model(name: str, device: str, monkeypatch) -> None:
         raise AssertionError("tiles in Python")
 
     for function in ("attend", "attend_dense"):
-        monkeypatch.setattr(tiled_attention, function, fail)
+        monkeypatch.setattr(cpu_attention, function, fail)
     assert relative_rms(run(), expected.cpu()) < 2e-2  # encoded by kernels, too
 
 

@@ -24,7 +24,7 @@ from tests.support.kernel_cases import (
 from tests.support.paged_cases import Step, make
 from tests.support.prefix_cases import make_prefix_inputs, run_prefix
 from tests.support.ptx import run_inline_asm
-from tq_hf.ops import paged_triton
+from tq_hf.ops.triton import pages as triton_pages
 
 BASE = Case(blocks=1, capacity=2)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -70,13 +70,13 @@ if INTERPRETED:
     def test_decode_over_pages_agrees_with_the_reference(step: Step) -> None:
         inputs = make(step)
         other = inputs.to(torch.device("cpu"))
-        assert paged_triton.takes(other.tokens[0], other.tokens[1], other.pages, other.sequences)
-        out = paged_triton.paged_step(*other.tokens, other.pages, other.sequences, **other.options)
+        assert triton_pages.supports_paged_step(other.tokens[0], other.tokens[1], other.pages, other.sequences)
+        out = triton_pages.paged_step(*other.tokens, other.pages, other.sequences, other.options)
         assert relative_rms(out, inputs.expected().double()) <= (5e-3 if step.dtype == BF16 else 1.5e-3)
 
     def test_prompts_over_pages_are_not_for_these_cards() -> None:
         inputs = make(Step(past=(140,), new=(3,)))
-        assert not paged_triton.takes(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
+        assert not triton_pages.supports_paged_step(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_decode_agrees_with_fp64(case: Case) -> None:

@@ -17,11 +17,13 @@ from tests.support.helpers import all_packed, assert_same, concatenated, filled,
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
-from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops import dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import Workspace, release_workspaces
 from tq_hf.stores import graph_ops
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.attention import AttentionOptions
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
@@ -30,7 +32,7 @@ KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"
 
 @pytest.fixture
 def log(monkeypatch) -> list[tuple[Any, ...]]:
-    monkeypatch.setattr(triton_backend, "encode", lambda *arguments: None)
+    monkeypatch.setattr(triton_blocks, "encode", lambda *arguments: None)
     with recorded(monkeypatch, {decoder: KERNELS}) as log:
         yield log
 
@@ -48,7 +50,7 @@ def store(log) -> GrowingStore:
     """A store that is decoding, with room in its window."""
     config = TurboQuantConfig(sink_tokens=4, residual_length=128)
     store = filled(config, states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
-    dispatch.attend(query(), store.append(*token(1)), None, scaling=0.3)
+    dispatch.attend(query(), store.append(*token(1)), None, AttentionOptions(0.3))
     log.clear()
     return store
 
@@ -67,7 +69,7 @@ def test_a_settled_launch_passes_what_the_first_one_did(store, log, options, lat
     outs = []  # kept alive, and so apart
     for _ in range(3):
         view.late.states = states if late else None
-        outs.append(dispatch.attend(q, view, mask, scaling=0.3, causal=True, **options))
+        outs.append(dispatch.attend(q, view, mask, AttentionOptions(0.3, causal=True, **options)))
     names = ["ROTATE_AND_APPEND" if late else "ROTATE", "SPLIT", "REDUCE"]
     assert [entry[0] for entry in log] == 3 * names
     first, *others = log[:3], log[3:6], log[6:]
@@ -94,7 +96,7 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         new = token(seed)
         view = store.append(*new)
         assert not log
-        kept = graph_ops.attend_token(view, q, None, scaling=0.3)
+        kept = graph_ops.attend_token(view, q, None, AttentionOptions(0.3))
         assert [entry[:3] for entry in log] == [
             (name, "launched", True) for name in ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")
         ] or seed == 2
@@ -103,7 +105,7 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         given = (*new, *store.counts, *store.sinks, *store.tensors.ring)
         assert first[: len(given)] == tuple(tensor.data_ptr() for tensor in given)
         log.clear()
-        graph_ops.attend_token(view, q, None, scaling=0.3)
+        graph_ops.attend_token(view, q, None, AttentionOptions(0.3))
         assert [entry[0] for entry in log] == ["ROTATE", "SPLIT", "REDUCE"]
         log.clear()
 
@@ -115,7 +117,7 @@ def test_a_split_reads_counts_when_they_are_written(preallocated, log, monkeypat
     for seed in (2, 3):
         view = preallocated.append(*token(seed))
         for _ in range(2):  # the second has nothing to append
-            graph_ops.attend_token(view, query(), None, scaling=0.3)
+            graph_ops.attend_token(view, query(), None, AttentionOptions(0.3))
     waits = [(how, values[1][-1]) for name, how, _, values in log if name == "SPLIT"]
     assert waits == [("compiled", 2), ("compiled", 1), ("launched", 2), ("launched", 1)]
     assert [values[1][-1] for name, *_, values in log if name == "APPEND_AND_ROTATE"] == [True, True]
@@ -129,7 +131,7 @@ def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
         new = token(seed)
         slot = (store.window.first + store.window.count) % store.window.capacity
         view = store.append(*new)
-        dispatch.attend(query(), view, None, scaling=0.3)
+        dispatch.attend(query(), view, None, AttentionOptions(0.3))
         assert view.late.states is None  # written, and the model's tensors are let go
         assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
         keys_at, values_at, *ring_at = log[0][3][1][:4]
@@ -142,16 +144,16 @@ def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
 def test_a_short_mask_launches_nothing(store, log):
     view = store.append(*token(2))
     with pytest.raises(ValueError, match="columns"):
-        dispatch.attend(query(), view, torch.ones(1, 1, 1, view.length - 1, dtype=torch.bool), scaling=0.3)
+        dispatch.attend(query(), view, torch.ones(1, 1, 1, view.length - 1, dtype=torch.bool), AttentionOptions(0.3))
     assert log == []
 
 
 def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
-    dispatch.attend(query(), store.append(*token(2)), None, scaling=0.3)
+    dispatch.attend(query(), store.append(*token(2)), None, AttentionOptions(0.3))
     log.clear()
     odd = torch.zeros(4 * 64 + 1, dtype=torch.float16)[1:].view(1, 4, 1, 64)
     for how in ("compiled", "launched"):
-        dispatch.attend(odd, store.append(*token(3)), None, scaling=0.3)
+        dispatch.attend(odd, store.append(*token(3)), None, AttentionOptions(0.3))
         assert log[0][1] == how and log[0][3][1][4] == odd.data_ptr()
         log.clear()
 
@@ -163,7 +165,7 @@ def test_nothing_is_compiled_while_a_window_grows(log, residual):
     store = filled(TurboQuantConfig(residual_length=residual), (keys, values))
     new, capacities = (keys[:, :, :1].contiguous(), values[:, :, :1].contiguous()), set()
     for _ in range(1400):
-        dispatch.attend(query(), store.append(*new), None, scaling=0.1)
+        dispatch.attend(query(), store.append(*new), None, AttentionOptions(0.1))
         capacities.add(store.window.capacity)
     assert len(capacities) > (3 if residual == 1024 else 0)
     # By constants: the addresses of these tensors have whatever alignment the host gives them.
@@ -179,7 +181,7 @@ def test_a_triton_of_unknown_launch_launches_by_itself(log, monkeypatch, caplog)
         monkeypatch.setattr(decoder, name, launcher.Kernel(Recorder(name, log)))
     store = filled(TurboQuantConfig(), states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
     for seed in (2, 3, 4):
-        dispatch.attend(query(), store.append(*token(seed)), None, scaling=0.3)
+        dispatch.attend(query(), store.append(*token(seed)), None, AttentionOptions(0.3))
     assert len(log) == 9 and {how for _, how, *_ in log} == {"compiled"}  # through `kernel[grid]`, each time
     assert len([record for record in caplog.records if "4.0.0" in record.getMessage()]) == 1
 
@@ -216,7 +218,7 @@ def grown(store: GrowingStore) -> GrowingStore:
     """Decoded on until a block is encoded into larger buffers."""
     blocks = store.blocks
     while store.blocks is blocks:
-        dispatch.attend(query(), store.append(*token(8)), None, scaling=0.3)
+        dispatch.attend(query(), store.append(*token(8)), None, AttentionOptions(0.3))
     return store
 
 
@@ -234,18 +236,18 @@ def copied(store: GrowingStore) -> GrowingStore:
 def test_launches_follow_the_buffers(store, log, change, monkeypatch):
     from tq_hf.codec import reference
 
-    monkeypatch.setattr(triton_backend, "dequantise", reference.dequantise)
+    monkeypatch.setattr(triton_blocks, "dequantise", reference.dequantise)
     view = store.append(*token(2))
-    dispatch.attend(query(), view, None, scaling=0.3)  # launches are kept for these buffers
+    dispatch.attend(query(), view, None, AttentionOptions(0.3))  # launches are kept for these buffers
     changed = change(store)
     for seed in (3, 4, 5):
         log.clear()
-        dispatch.attend(query(), changed.append(*token(seed)), None, scaling=0.3)
+        dispatch.attend(query(), changed.append(*token(seed)), None, AttentionOptions(0.3))
         assert packed_window_and_sinks(changed) <= addresses(log)
 
 
 def test_buffers_that_were_replaced_are_let_go(store):
-    dispatch.attend(query(), store.append(*token(2)), None, scaling=0.3)
+    dispatch.attend(query(), store.append(*token(2)), None, AttentionOptions(0.3))
     old = [weakref.ref(tensor) for tensor in store.blocks.tensors().values()]
     grown(store)
     assert all(tensor() is None for tensor in old)
@@ -253,18 +255,26 @@ def test_buffers_that_were_replaced_are_let_go(store):
 
 def test_a_copied_view_is_read_where_the_copy_is(store, log):
     view = store.append(*token(2))
-    dispatch.attend(query(), view, None, scaling=0.3)
+    dispatch.attend(query(), view, None, AttentionOptions(0.3))
     twin = deepcopy(view)
     for _ in range(2):
         log.clear()
-        dispatch.attend(query(), twin, None, scaling=0.3)
+        dispatch.attend(query(), twin, None, AttentionOptions(0.3))
         assert {part.data_ptr() for part in (*twin.sinks, *twin.tensors.ring)} <= addresses(log)
 
 
 def test_what_was_worked_out_is_kept_between_steps(store):
     views = [store.append(*token(seed)) for seed in (2, 3)]
     assert views[0].tensors is views[1].tensors
-    assert views[0].tensors.decoder is not None
+    assert triton_blocks.decoder_of(views[0].tensors) is triton_blocks.decoder_of(views[1].tensors)
+
+
+def test_a_launch_dies_with_the_tensors_it_was_made_for(store):
+    tensors = store.view().tensors.map(torch.clone)
+    decoder = weakref.ref(triton_blocks.decoder_of(tensors))
+    assert decoder() is triton_blocks.decoder_of(tensors)
+    del tensors
+    assert decoder() is None
 
 
 # The late row
@@ -326,7 +336,7 @@ def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
     release_workspaces()
     monkeypatch.setattr(Workspace, "_fit", without_room)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        dispatch.attend(query(), view, None, scaling=0.3)
+        dispatch.attend(query(), view, None, AttentionOptions(0.3))
     *_, (_, part) = store.window.parts()
     assert_same(rows(part, part[0].shape[2] - 1), token(2))
 

@@ -12,8 +12,8 @@ from tq_kernels.paged import launch as paged_launch
 from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
 from tests.support.paged_cases import Inputs, Step, cumulative, make, sequences_of
 from tq_hf.config import PRESETS, TurboQuantConfig
-from tq_hf.ops import paged_triton
-from tq_hf.ops.paged import paged_step
+from tq_hf.ops.dispatch import paged_step
+from tq_hf.ops.triton import pages as triton_pages
 from tq_hf.tensors.pages import Sequences
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -55,8 +55,8 @@ TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
 
 def run(inputs: Inputs) -> torch.Tensor:
     """The kernels' output."""
-    assert paged_triton.takes(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
-    return paged_step(*inputs.tokens, inputs.pages, inputs.sequences, **inputs.options)
+    assert triton_pages.supports_paged_step(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
+    return paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
 
 
 def assert_same_pool(inputs: Inputs, expected: Inputs) -> None:
@@ -93,7 +93,7 @@ def check_chunks(device: torch.device) -> None:
     done = 0
     for n in (100, 27, 1, 22):
         tokens = tuple(x[done : done + n] for x in parts.tokens)
-        paged_step(*tokens, parts.pages, sequences_of((done,), (n,), table), **parts.options)
+        paged_step(*tokens, parts.pages, sequences_of((done,), (n,), table), parts.options)
         done += n
     for pages in (table[0, : whole.pages.ring_pages], whole.encoded()):
         kept = 22 if len(pages) > 1 else None
@@ -133,7 +133,7 @@ if INTERPRETED:
         config, with_sinks = (replace(config, sink_tokens=sinks, residual_length=0) for sinks in (0, 4))
 
         def decodes(dim: int, states: torch.Tensor = states, config: TurboQuantConfig = config) -> bool:
-            return paged_triton.decodes(states, config, config.layout(dim))
+            return triton_pages.supports_paged_decode(states, config, config.layout(dim))
 
         assert decodes(80) and decodes(80, config=with_sinks)
         assert not decodes(20) and not decodes(80, states.double())

@@ -12,8 +12,10 @@ from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, relative_r
 from tests.support.prefix_cases import make_prefix_inputs, oracle, run_prefix
 from tq_hf import TurboQuantConfig
 from tq_hf.config import PRESETS
-from tq_hf.ops import dispatch, reference_attention, triton_backend
+from tq_hf.ops import dispatch, reference
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.tensors.attention import AttentionOptions
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, window=37, window_capacity=96)
@@ -108,12 +110,12 @@ if INTERPRETED:
         called = []
 
         def recorded(name: str) -> Callable[..., torch.Tensor]:
-            function = getattr(triton_backend, name)
+            function = getattr(triton_blocks, name)
             return lambda *arguments, **options: (called.append(name), function(*arguments, **options))[1]
 
         for name in ("attend", "attend_many"):
-            monkeypatch.setattr(triton_backend, name, recorded(name))
-        monkeypatch.setattr(triton_backend, "MAX_SHORT_SCORES", short)
+            monkeypatch.setattr(triton_blocks, name, recorded(name))
+        monkeypatch.setattr(triton_blocks, "MAX_SHORT_SCORES", short)
         generator = torch.Generator().manual_seed(0)
         states = [torch.randn(1, 1, 300 + queries, 32, generator=generator).half() for _ in range(2)]
         store = GrowingStore.allocate(TurboQuantConfig(residual_length=10), *states)
@@ -121,8 +123,8 @@ if INTERPRETED:
         view = store.append(*(x[:, :, 300:] for x in states))
         assert (view.new is None) == (queries < 130) and view.num_blocks == 2
         query = torch.randn(1, 2, queries, 32, generator=generator).half()
-        expected = reference_attention.attend(query, view, None, scaling=0.2)
-        assert relative_rms(dispatch.attend(query, view, None, scaling=0.2), expected.double()) <= 1e-3
+        expected = reference.attend(query, view, None, AttentionOptions(0.2))
+        assert relative_rms(dispatch.attend(query, view, None, AttentionOptions(0.2)), expected.double()) <= 1e-3
         assert called == [kernel]
 
     def test_blocks_out_of_use_are_never_read() -> None:

@@ -7,11 +7,12 @@ import torch
 
 from tests.support.helpers import all_packed, filled, states
 from tests.support.kernel_cases import INTERPRETED, child, gpu
-from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops import dispatch
 from tq_hf.ops.backend import HAS_TRITON
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
-from tq_hf.tensors.layer_tensors import LayerTensors
+from tq_hf.tensors.layer import LayerTensors
 
 CPU = torch.device("cpu")
 ORDERS = [[0], [0, 1], [1, 0], [2, 0, 0], [1, 2, 3, 0], [0, 0, 1, 2], [6, 6, 2, 3, 3, 0, 5], [*range(16, -1, -1)]]
@@ -111,7 +112,7 @@ DIMS = [(64, 64), (8, 12), (5, 3)]
 def test_a_store_is_reordered_in_place(preallocated: bool, dims: tuple[int, int]) -> None:
     """By the kernel or, of tensors that it does not take, by torch: every tensor stays."""
     tensors = check_store(preallocated, dims, CPU)
-    assert triton_backend.can_reorder(tensors) == (INTERPRETED and dims == (64, 64))
+    assert triton_blocks.supports_reorder(tensors) == (INTERPRETED and dims == (64, 64))
 
 
 @gpu
@@ -119,4 +120,4 @@ def test_a_store_is_reordered_in_place(preallocated: bool, dims: tuple[int, int]
 @pytest.mark.parametrize("preallocated", [False, True])
 def test_a_store_is_reordered_in_place_on_a_gpu(preallocated: bool, dims: tuple[int, int]) -> None:
     tensors = check_store(preallocated, dims, torch.device("cuda", 0))
-    assert triton_backend.can_reorder(tensors) == (dims == (64, 64))
+    assert triton_blocks.supports_reorder(tensors) == (dims == (64, 64))

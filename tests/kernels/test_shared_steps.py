@@ -17,16 +17,18 @@ from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
-from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops import dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.attention import AttentionOptions
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    monkeypatch.setattr(triton_backend, "encode", lambda *arguments: None)
+    monkeypatch.setattr(triton_blocks, "encode", lambda *arguments: None)
     with recorded(monkeypatch, {decoder: KERNELS}) as log:
         yield log
 
@@ -54,12 +56,12 @@ def test_beams_that_change_places_leave_everything_worked_out(log, monkeypatch):
     reorder = launcher.Kernel(Recorder("REORDER", log))
     monkeypatch.setattr(reorderer, "REORDER", reorder)
     for seed in (2, 3):
-        dispatch.attend(query(), store.append(*token(seed)), None, scaling=0.3)
+        dispatch.attend(query(), store.append(*token(seed)), None, AttentionOptions(0.3))
         store.reorder(torch.tensor([0]))
     made = worked_out(monkeypatch)
     log.clear()
     for seed in (4, 5, 6):
-        dispatch.attend(query(), store.append(*token(seed)), None, scaling=0.3)
+        dispatch.attend(query(), store.append(*token(seed)), None, AttentionOptions(0.3))
         assert [entry[:3] for entry in log] == SETTLED
         log.clear()
         store.reorder(torch.tensor([0]))
@@ -79,8 +81,8 @@ def test_a_layer_that_comes_back_from_elsewhere_is_launched_as_before(log, monke
     def step(store, seed):
         view = store.append(*token(seed))
         if room is None:
-            return dispatch.attend(query(), view, None, scaling=0.3)
-        return graph_ops.attend_token(view, query(), None, scaling=0.3)
+            return dispatch.attend(query(), view, None, AttentionOptions(0.3))
+        return graph_ops.attend_token(view, query(), None, AttentionOptions(0.3))
 
     step(store, 2), step(store, 3)
     made = worked_out(monkeypatch)
@@ -100,7 +102,7 @@ def test_layers_of_a_model_share_what_is_worked_out(log, monkeypatch):
     for layer in range(3):
         store = filled(TurboQuantConfig(), states(layer, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
         for seed in (2, 3):
-            dispatch.attend(query(), store.append(*token(seed)), None, scaling=0.3)
+            dispatch.attend(query(), store.append(*token(seed)), None, AttentionOptions(0.3))
     assert made == {"decoders": 3, "steps": 1}
 
 
@@ -125,7 +127,7 @@ def test_layers_unlike_another_share_nothing(log, monkeypatch, other):
         config = shape.pop("config", TurboQuantConfig())
         store = filled(config, states(0, **shape))
         new = states(1, **shape | dict(tokens=1))
-        dispatch.attend(query(shape["batch"]).to(shape["dtype"]), store.append(*new), None, scaling=0.3)
+        dispatch.attend(query(shape["batch"]).to(shape["dtype"]), store.append(*new), None, AttentionOptions(0.3))
     assert made == {"decoders": 2, "steps": 2}
 
 
@@ -138,5 +140,5 @@ def test_appends_of_another_kind_are_compiled_for_themselves(log, other):
         store.append(*pair)
         for seed, kind in enumerate(kinds, 2):
             log.clear()
-            graph_ops.attend_token(store.append(*token(seed)), query(), None, scaling=0.3)
+            graph_ops.attend_token(store.append(*token(seed)), query(), None, AttentionOptions(0.3))
             assert log[0][:2] == ("APPEND_AND_ROTATE", kind)

@@ -13,11 +13,10 @@ from tq_kernels.paged import windows as window_launch
 
 from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
 from tests.support.window_cases import CHUNKS, TOTALS, Requests, cumulative
-from tq_hf.ops import paged_triton
-from tq_hf.ops.paged_windows import windowed_step
-from tq_hf.ops.window_plan import plan_step
-from tq_hf.tensors.pages import Sequences
-from tq_hf.tensors.windows import LayerWindows
+from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.ops.triton import pages as triton_pages
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.pages import LayerWindows, Sequences
 
 FP16, BF16 = torch.float16, torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -33,13 +32,13 @@ TOLERANCE = {FP16: 1e-3, BF16: 8e-3}
 def of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each launch from now on has."""
     seen: list[int] = []
-    real = paged_triton.attend_windows
+    real = triton_pages.attend_windows
 
     def spied(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         seen.append(len(query))
         return real(query, *args, **options)
 
-    monkeypatch.setattr(paged_triton, "attend_windows", spied)
+    monkeypatch.setattr(triton_pages, "attend_windows", spied)
     return seen
 
 
@@ -81,7 +80,7 @@ if INTERPRETED:
     @pytest.mark.parametrize(("splits", "options"), [(2, "plain"), (9, "plain"), *[(3, name) for name in OPTIONS]])
     def test_programs_share_a_window(splits: int, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
         real = window_launch.attend_windows
-        monkeypatch.setattr(paged_triton, "attend_window_rows", partial(real, splits=splits))
+        monkeypatch.setattr(triton_pages, "attend_window_rows", partial(real, splits=splits))
         check(Requests(300, 41, TOTALS, FP16), FP16, CHUNKS, **OPTIONS[options])
 
     def test_no_program_waits_for_the_one_that_stores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ if INTERPRETED:
 
         monkeypatch.setattr(grid, "set_grid_idx", reversed_shares)
         launch = partial(window_launch.attend_windows, splits=3)
-        monkeypatch.setattr(paged_triton, "attend_window_rows", launch)
+        monkeypatch.setattr(triton_pages, "attend_window_rows", launch)
         check(Requests(300, 41, TOTALS, FP16), FP16, CHUNKS)
         assert order[:3] == [2, 1, 0]
 
@@ -123,10 +122,10 @@ if INTERPRETED:
             lambda x: torch.cat([x, x[..., :3]], 2)[..., : x.shape[2]],
         ):
             requests = Requests(96, 36, TOTALS, FP16)
-            real = paged_triton.attend_windows
+            real = triton_pages.attend_windows
             with monkeypatch.context() as patch:
                 patch.setattr(
-                    paged_triton,
+                    triton_pages,
                     "attend_windows",
                     lambda q, k, v, *rest, real=real, way=strided, **o: real(way(q), way(k), way(v), *rest, **o),
                 )
@@ -135,7 +134,7 @@ if INTERPRETED:
     def test_steps_that_no_kernel_computes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         def takes(dtype: torch.dtype, dim: int) -> bool:
             states = torch.empty(1, 2, dim, dtype=dtype)
-            return paged_triton.takes_windows(states, states, LayerWindows(states, 96, trash=1))
+            return triton_pages.supports_attend_windows(states, states, LayerWindows(states, 96, trash=1))
 
         assert takes(FP16, 80) and takes(BF16, 256)
         assert not takes(torch.float32, 80) and not takes(FP16, 20) and not takes(FP16, 512)
@@ -147,7 +146,10 @@ if INTERPRETED:
         windows = LayerWindows(torch.zeros(4, 2, 36, 2, 16, dtype=FP16), 96, trash=1)
         sequences = Sequences(cumulative([0]), cumulative([0]), torch.zeros(1, 3).int(), 1)
         query, key = torch.empty(0, 6, 16, dtype=FP16), torch.empty(0, 2, 16, dtype=FP16)
-        assert windowed_step(query, key, key, windows, plan_step(sequences, 0, windows), scaling=1.0).shape[0] == 0
+        assert (
+            windowed_step(query, key, key, windows, plan_step(sequences, 0, windows), AttentionOptions(1.0)).shape[0]
+            == 0
+        )
 
 
 SIZES = [
@@ -187,7 +189,9 @@ def test_a_captured_step_is_right_for_windows_that_grew() -> None:
     sequences = Sequences(cu_q, cu_k, table, 1)
 
     def step() -> torch.Tensor:
-        return windowed_step(*tokens, requests.windows, plan_step(sequences, 4, requests.windows), scaling=0.2)
+        return windowed_step(
+            *tokens, requests.windows, plan_step(sequences, 4, requests.windows), AttentionOptions(0.2)
+        )
 
     cu_q.copy_(cumulative([1] * 4))
     cu_k.copy_(cumulative([1] * 4))

@@ -13,7 +13,7 @@ from tests.support.helpers import states
 from tq_hf import TurboQuantConfig
 from tq_hf.layers import advice
 from tq_hf.layers.compressed import TurboQuantLayer
-from tq_hf.ops import triton_backend
+from tq_hf.ops.triton import blocks as triton_blocks
 
 LAYOUT = TurboQuantConfig().layout(128)
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -39,8 +39,8 @@ def show(
     """First states of a model on a card of this capability."""
     card = SimpleNamespace(name="Tesla T4", major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(triton_backend, "serves", lambda *_: True)
-    monkeypatch.setattr(triton_backend, "spells_plainly", lambda device: plain)
+    monkeypatch.setattr(triton_blocks, "supports_blocks", lambda *_: True)
+    monkeypatch.setattr(triton_blocks, "supports_inline_ptx", lambda device: not plain)
     advice.of_states(SimpleNamespace(dtype=dtype, is_cuda=True, device="cuda"), LAYOUT, model_type)  # type: ignore[arg-type]
 
 
@@ -79,8 +79,8 @@ def test_kernels_are_plain_where_there_is_neither_ptx_nor_a_fragment(monkeypatch
     device = pytest.importorskip("tq_kernels.common.device")
     for capability, plain in {(0, 0): True, (7, 0): True, (7, 5): False, (8, 0): False, (9, 0): False}.items():
         on = device.Target(1, 1, capability, True)
-        monkeypatch.setattr(triton_backend, "target", lambda _, on=on: on)
-        assert triton_backend.spells_plainly(torch.device("cuda")) is plain
+        monkeypatch.setattr(triton_blocks, "target", lambda _, on=on: on)
+        assert triton_blocks.supports_inline_ptx(torch.device("cuda")) is not plain
 
 
 def test_a_layer_shows_its_first_states(said: Any) -> None:

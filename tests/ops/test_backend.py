@@ -11,10 +11,11 @@ import torch
 from tests.support.helpers import assert_unchanged, snapshot
 from tests.support.kernel_cases import INTERPRETED, child
 from tq_hf import TurboQuantConfig
-from tq_hf.ops import reference_attention
+from tq_hf.ops import reference
 from tq_hf.stores.graph_ops import attend_token
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.attention import AttentionOptions
 
 DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] + (["cpu"] if INTERPRETED else [])
 
@@ -53,8 +54,8 @@ def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset
         view = growing.append(*new)
         # Attention appends the token in passing, once, and anybody may be next to read it.
         for _ in range(2 if token in (prompt, total - 1) or growing.num_pending else 0):
-            actual = attend_token(step, query, None, scaling=DIM**-0.5)
-            expected = reference_attention.attend(query, view, None, scaling=DIM**-0.5)
+            actual = attend_token(step, query, None, AttentionOptions(DIM**-0.5))
+            expected = reference.attend(query, view, None, AttentionOptions(DIM**-0.5))
             assert relative_error(actual, expected) < 2e-3
         assert preallocated.length.item() == token + 1
         assert tuple(preallocated.state.tolist()) == tuple(growing.counts)

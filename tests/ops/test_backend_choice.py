@@ -11,7 +11,9 @@ import torch
 
 from tests.support.helpers import llama_config, states
 from tq_hf import TurboQuantCache, TurboQuantConfig
-from tq_hf.ops import backend, dispatch, triton_backend
+from tq_hf.ops import backend, dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
+from tq_hf.tensors.attention import AttentionOptions
 
 LAYOUT = TurboQuantConfig().layout(16)
 
@@ -19,23 +21,23 @@ LAYOUT = TurboQuantConfig().layout(16)
 @pytest.fixture
 def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on a GPU with Triton."""
-    monkeypatch.setattr(triton_backend, "HAS_TRITON", True)
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: True, raising=False)
+    monkeypatch.setattr(triton_blocks, "HAS_TRITON", True)
+    monkeypatch.setattr(triton_blocks, "interpreted", lambda: True, raising=False)
 
 
-@pytest.mark.parametrize(("chosen", "serves"), [("", True), ("triton", True), ("torch", False)])
+@pytest.mark.parametrize(("chosen", "serves"), [("", True), ("torch", False)])
 def test_the_variable_keeps_kernels_off(kernels_run, monkeypatch, chosen, serves):
     monkeypatch.setattr(backend, "chosen", chosen)
-    assert triton_backend.serves(torch.zeros(1), LAYOUT) is serves
+    assert triton_blocks.supports_blocks(torch.zeros(1), LAYOUT) is serves
 
 
 def test_a_wrong_value_is_refused_in_a_sentence(monkeypatch):
     monkeypatch.setattr(backend, "chosen", "cuda")
-    with pytest.raises(ValueError, match="TQ_HF_BACKEND is 'cuda'; it must be torch, triton, or unset"):
+    monkeypatch.setattr(backend, "chosen", "cuda")
+    with pytest.raises(ValueError, match="TQ_HF_BACKEND is 'cuda'; it must be torch or unset"):
         TurboQuantCache(llama_config())
     monkeypatch.setattr(backend, "chosen", "triton")
-    monkeypatch.setattr(backend, "HAS_TRITON", False)
-    with pytest.raises(ValueError, match="Triton is not installed: unset it"):
+    with pytest.raises(ValueError, match="TQ_HF_BACKEND is 'triton'; it must be torch or unset"):
         TurboQuantCache(llama_config())
 
 
@@ -74,7 +76,7 @@ def test_a_kernel_that_fails_names_the_switch_and_leaves_the_cache_as_it_was(ker
         raise failure
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(triton_backend, "encode_blocks", fail, raising=False)
+        patch.setattr(triton_blocks, "encode_blocks", fail, raising=False)
         with pytest.raises(
             RuntimeError, match="does not compile or launch on cpu.*TQ_HF_BACKEND=torch to compute"
         ) as e:
@@ -100,7 +102,7 @@ def test_factors_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatch):
         one.update(*prompt, 0)
     store, other = (one.layers[0].store for one in (cache, undisturbed))
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(triton_backend, "balance_channels", fail, raising=False)
+        patch.setattr(triton_blocks, "balance_channels", fail, raising=False)
         with pytest.raises(RuntimeError, match="does not compile or launch on cpu"):
             store.encode_prompt(queries)
     assert store.waits and store.length == 300
@@ -116,7 +118,7 @@ def test_errors_of_others_stay_what_they_are(kernels_run, monkeypatch):
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(triton_backend, "encode_blocks", fail, raising=False)
+    monkeypatch.setattr(triton_blocks, "encode_blocks", fail, raising=False)
     with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
         TurboQuantCache(llama_config(1), residual_length=0, balance=False).update(*states(0, tokens=300), 0)
 
@@ -131,12 +133,12 @@ def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
     def fail(*args, **kwargs):
         raise FAILURES[0]
 
-    monkeypatch.setattr(triton_backend, "decoder_of", lambda tensors: fail)
+    monkeypatch.setattr(triton_blocks, "decoder_of", lambda tensors: fail)
     monkeypatch.setattr(fail, "sinks", 4, raising=False)
     monkeypatch.setattr(fail, "value_dim", 16, raising=False)
-    monkeypatch.setattr(triton_backend, "device_int", lambda value, device: value, raising=False)
+    monkeypatch.setattr(triton_blocks, "device_int", lambda value, device: value, raising=False)
     with pytest.raises(RuntimeError, match="TQ_HF_BACKEND=torch"):
-        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, scaling=1.0)
+        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
 
 
 @pytest.mark.parametrize("said", ["out of memory", "device-side assert triggered"])

@@ -16,7 +16,10 @@ from transformers import PreTrainedModel
 from tests.support.helpers import all_packed, filled, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
-from tq_hf.ops import dispatch, packed_tile, triton_backend, workspace
+from tq_hf.ops import dispatch, workspace
+from tq_hf.ops.cpu import packed
+from tq_hf.ops.triton import blocks as triton_blocks
+from tq_hf.tensors.attention import AttentionOptions
 
 PROMPT, NEW_TOKENS = 300, 16
 CPU = torch.device("cpu")
@@ -68,14 +71,14 @@ def at_once(tasks: list[Callable[[], torch.Tensor]], device: torch.device = CPU)
 def scratch_is_held(monkeypatch):
     """Every thread pauses between filling its scratch and reading it: the other one gets its turn just there."""
     for name in ("key_levels", "value_levels"):
-        original = getattr(packed_tile, name)
+        original = getattr(packed, name)
 
         def pausing(*arguments: Any, original: Any = original) -> torch.Tensor:
             levels = original(*arguments)
             time.sleep(1e-3)
             return levels
 
-        monkeypatch.setattr(packed_tile, name, pausing)
+        monkeypatch.setattr(packed, name, pausing)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
@@ -150,14 +153,14 @@ def interleaved_on_two_streams(cases: list) -> list[torch.Tensor]:
     for _ in range(3):
         for stream, (query, view) in zip(streams, cases, strict=True):
             with torch.cuda.stream(stream):
-                results.append(dispatch.attend(query, view, None, scaling=0.3))
+                results.append(dispatch.attend(query, view, None, AttentionOptions(0.3)))
     torch.cuda.synchronize()
     return results
 
 
 @pytest.mark.cuda
 def test_two_streams_of_one_thread_give_the_results_of_one(views, partial_results_are_held):
-    expected = [dispatch.attend(query, view, None, scaling=0.3) for query, view in views] * 3
+    expected = [dispatch.attend(query, view, None, AttentionOptions(0.3)) for query, view in views] * 3
     for _ in range(2):  # the first time compiles
         actual = interleaved_on_two_streams(views)
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
@@ -165,10 +168,10 @@ def test_two_streams_of_one_thread_give_the_results_of_one(views, partial_result
 
 @pytest.mark.cuda
 def test_this_test_notices_a_workspace_shared_by_streams(views, partial_results_are_held, monkeypatch):
-    expected = [dispatch.attend(query, view, None, scaling=0.3) for query, view in views] * 3
+    expected = [dispatch.attend(query, view, None, AttentionOptions(0.3)) for query, view in views] * 3
     interleaved_on_two_streams(views)
     shared = workspace.current_workspace(views[0][0].device)
-    monkeypatch.setattr(triton_backend, "current_workspace", lambda device: shared)
+    monkeypatch.setattr(triton_blocks, "current_workspace", lambda device: shared)
     actual = interleaved_on_two_streams(views)
     assert not all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 

@@ -11,8 +11,11 @@ from transformers import DynamicCache
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_mask
-from tq_hf.ops import buffered_attention, dispatch, reference_attention
+from tq_hf.ops import dispatch, reference
+from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace, release_workspaces
+from tq_hf.tensors.attention import AttentionOptions
 
 CPU = torch.device("cpu")
 
@@ -28,8 +31,8 @@ def test_buffered_attention_is_attention_over_the_dequantised_history(preset, qu
     view = viewed(queries, config=config, past=past)
     assert view.num_blocks >= 2
     query = random(1, 2, 6, queries, 16)
-    actual = dispatch.buffered_attend(query, view, None, scaling=0.25)
-    assert relative_error(actual, reference_attention.attend(query, view, None, scaling=0.25)) < 1e-5
+    actual = dispatch.buffered_attend(query, view, None, AttentionOptions(0.25))
+    assert relative_error(actual, reference.attend(query, view, None, AttentionOptions(0.25))) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "expanded"])
@@ -42,8 +45,8 @@ def test_buffered_attention_takes_masks(kind):
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     elif kind == "expanded":
         mask = mask[:, :, -1:, :].expand(-1, -1, 23, -1)
-    actual = dispatch.buffered_attend(query, view, mask, scaling=0.25)
-    assert relative_error(actual, reference_attention.attend(query, view, mask, scaling=0.25)) < 1e-5
+    actual = dispatch.buffered_attend(query, view, mask, AttentionOptions(0.25))
+    assert relative_error(actual, reference.attend(query, view, mask, AttentionOptions(0.25))) < 1e-5
 
 
 def test_one_buffer_serves_all_layers():
@@ -51,17 +54,28 @@ def test_one_buffer_serves_all_layers():
     sizes = []
     for layer in range(3):
         view = viewed(40, past=600)
-        dispatch.buffered_attend(random(layer, 2, 4, 40, 16), view, None, scaling=0.25)
+        dispatch.buffered_attend(random(layer, 2, 4, 40, 16), view, None, AttentionOptions(0.25))
         sizes.append(current_workspace(CPU).nbytes)
     dense = sum(shape.numel() for shape in view.tensors.dense_shapes(view.length)) * 4
     assert sizes[0] == sizes[-1]
     assert dense <= sizes[0] <= 2 * dense + (1 << 20)
 
 
-def test_the_buffered_way_is_for_what_the_fused_kernel_does_not_take():
-    assert buffered_attention.choose(fused=True, buffered=True) == "fused"
-    assert buffered_attention.choose(fused=False, buffered=True) == "buffered"
-    assert buffered_attention.choose(fused=False, buffered=False) == "reference"
+def test_the_buffered_way_is_for_what_the_fused_kernel_does_not_take(monkeypatch):
+    def way(fused: bool, buffered: bool) -> str:
+        monkeypatch.setattr(triton_blocks, "supports_attend_many", lambda *_: fused)
+        monkeypatch.setattr(dispatch, "supports_buffered_attend", lambda *_: buffered)
+        dispatch.attend(random(1, 2, 4, 40, 16), view, None, AttentionOptions(0.25))
+        return called.pop()
+
+    view, called = viewed(40), []
+    out = torch.zeros(2, 40, 4, 16)
+    monkeypatch.setattr(triton_blocks, "attend_many", lambda *_: called.append("fused") or out)
+    monkeypatch.setattr(dispatch, "buffered_attend", lambda *_: called.append("buffered") or out)
+    monkeypatch.setattr(cpu_attention, "attend", lambda *_: called.append("reference") or out)
+    assert way(fused=True, buffered=True) == "fused"
+    assert way(fused=False, buffered=True) == "buffered"
+    assert way(fused=False, buffered=False) == "reference"
 
 
 @pytest.mark.parametrize("padding", [None, "none padded", "padded", "too short"])

@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import needle_data as needle
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
-from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops import dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace, release_workspaces
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.tensors.attention import AttentionOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -55,8 +57,8 @@ def test_fused_and_buffered_agree_with_fp64(preset, queries, past, padded):
         mask = torch.ones(2, 1, queries, view.length, dtype=torch.bool, device="cuda").tril(view.length - queries)
         mask[0, :, :, :333] = False
     expected = oracle(query, view, mask)
-    for attend in (triton_backend.attend_many, dispatch.buffered_attend):
-        out = attend(query, view, mask, scaling=DIM**-0.5)
+    for attend in (triton_blocks.attend_many, dispatch.buffered_attend):
+        out = attend(query, view, mask, AttentionOptions(DIM**-0.5))
         assert ((out.double() - expected).norm() / expected.norm()).item() <= 1e-3, attend.__name__
 
 
@@ -68,7 +70,7 @@ def test_scratch_is_of_the_size_of_the_queries():
         store.append(*states(past, 1))
         view = store.append(*states(1500, 2))
         query = torch.randn(2, HQ, 1500, DIM, device="cuda", dtype=torch.float16)
-        triton_backend.attend_many(query, view, None, scaling=DIM**-0.5)
+        triton_blocks.attend_many(query, view, None, AttentionOptions(DIM**-0.5))
         sizes.append(current_workspace(query.device).nbytes)
     assert sizes[1] <= 2 * sizes[0] <= 24 * query.numel()
 

@@ -21,10 +21,12 @@ from triton.runtime import build, driver
 from tests.support.helpers import assert_unchanged, filled, snapshot, states
 from tests.support.kernel_cases import INTERPRETED
 from tq_hf import TurboQuantConfig
-from tq_hf.ops import backend, dispatch, triton_backend
+from tq_hf.ops import backend, dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.attention import AttentionOptions
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -36,7 +38,7 @@ SENTENCE = r"^A Triton kernel does not compile or launch on cpu \(.*TQ_HF_BACKEN
 @pytest.fixture
 def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on a GPU."""
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
 
 
 class Card:
@@ -120,10 +122,10 @@ def test_what_a_card_lacks_is_said(
         store = filled(CONFIG, states(0, tokens=140))
     before, view = snapshot(store), store.view()
     scratch = current_workspace(CPU)
-    triton_backend.allocator(scratch, "decode attention", CPU)(1 << 16)
+    triton_blocks.allocator(scratch, "decode attention", CPU)(1 << 16)
     held = scratch.nbytes
     with caplog.at_level(logging.DEBUG, "tq_hf.ops.backend"), pytest.raises(RuntimeError, match=SENTENCE) as caught:
-        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, scaling=1.0)
+        dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
     assert caught.match(reason)
     assert_unchanged(store, before)
     assert current_workspace(CPU) is scratch and scratch.nbytes == held
@@ -148,20 +150,20 @@ def dequantise() -> Launch:
 def decode() -> Launch:
     store = filled(CONFIG, states(0, tokens=140))
     view = store.append(*states(1, tokens=1))
-    return lambda: dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, scaling=1.0)
+    return lambda: dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
 
 
 def prefix() -> Launch:
     store = filled(CONFIG, states(0, tokens=140))
     view = store.append(*states(1, tokens=100))
     # With a softcap it is the only kernel that takes so many queries.
-    return lambda: dispatch.attend(torch.zeros(1, 4, 100, 16), view, None, scaling=1.0, softcap=20.0)
+    return lambda: dispatch.attend(torch.zeros(1, 4, 100, 16), view, None, AttentionOptions(1.0, softcap=20.0))
 
 
 def buffered() -> Launch:
     store = filled(CONFIG, states(0, tokens=140))
     view = store.append(*states(1, tokens=100))
-    return lambda: dispatch.buffered_attend(torch.zeros(1, 4, 100, 16), view, None, scaling=1.0)
+    return lambda: dispatch.buffered_attend(torch.zeros(1, 4, 100, 16), view, None, AttentionOptions(1.0))
 
 
 def append_on_device() -> Launch:
@@ -173,7 +175,7 @@ def append_on_device() -> Launch:
 def attend_on_device() -> Launch:
     store = PreallocatedStore.allocate(CONFIG, *states(0, tokens=1), 300)
     view = store.append(*states(1, tokens=1))
-    return lambda: graph_ops.attend_token(view, torch.zeros(1, 4, 1, 16), None, scaling=1.0)
+    return lambda: graph_ops.attend_token(view, torch.zeros(1, 4, 1, 16), None, AttentionOptions(1.0))
 
 
 PATHS = (encode, dequantise, decode, prefix, buffered, append_on_device, attend_on_device)

@@ -9,6 +9,7 @@ from tests.support.helpers import all_packed, filled, states
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.attention import AttentionOptions
 
 REFUSED = "200 columns for {} tokens.*a column for every token"
 
@@ -24,9 +25,9 @@ def test_a_short_mask_is_refused(queries: int, dtype: torch.dtype) -> None:
     view = store.append(*states(1, heads=1, tokens=queries, dim=32))
     query = states(2, heads=4, tokens=queries, dim=32)[0]
     with pytest.raises(ValueError, match=REFUSED.format(301)):
-        dispatch.attend(query, view, mask(queries, 200, dtype), scaling=0.1)
-    out = dispatch.attend(query, view, mask(queries, 301), scaling=0.1)
-    assert torch.equal(out, dispatch.attend(query, view, mask(queries, 400), scaling=0.1))
+        dispatch.attend(query, view, mask(queries, 200, dtype), AttentionOptions(0.1))
+    out = dispatch.attend(query, view, mask(queries, 301), AttentionOptions(0.1))
+    assert torch.equal(out, dispatch.attend(query, view, mask(queries, 400), AttentionOptions(0.1)))
 
 
 @pytest.mark.parametrize(("counted", "needed"), [(True, 251), (False, 300)], ids=["eager", "compiled"])
@@ -41,5 +42,5 @@ def test_a_preallocated_step_refuses_a_short_mask(counted: bool, needed: int) ->
         view = view._replace(num_held=None)
     query = states(2, heads=4, tokens=1, dim=32)[0]
     with pytest.raises(ValueError, match=REFUSED.format(needed)):
-        graph_ops.attend_token(view, query, mask(1, 200), scaling=0.1)
-    assert graph_ops.attend_token(view, query, mask(1, 300), scaling=0.1).isfinite().all()
+        graph_ops.attend_token(view, query, mask(1, 200), AttentionOptions(0.1))
+    assert graph_ops.attend_token(view, query, mask(1, 300), AttentionOptions(0.1)).isfinite().all()

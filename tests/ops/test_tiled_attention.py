@@ -9,10 +9,12 @@ import torch
 
 from tests.support.helpers import all_packed, assert_same, dequantised, encoded, filled, rows, states
 from tq_hf import PRESETS, TurboQuantConfig
-from tq_hf.ops import dispatch, reference_attention, tiled_attention, workspace
-from tq_hf.ops.tiled_attention import attend_dense
+from tq_hf.ops import dispatch, reference, workspace
+from tq_hf.ops.cpu import attention as cpu_attention
+from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.stores.growing import GrowingStore
-from tq_hf.tensors.view import StoreView
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.layer import StoreView
 
 CONFIG = TurboQuantConfig(residual_length=60, sink_tokens=4)
 HEADS = {"MHA": (2, 2), "GQA": (6, 2), "MQA": (4, 1)}
@@ -35,8 +37,8 @@ def viewed(
 
 def assert_attends(query, view, mask=None, **options) -> torch.Tensor:
     options = dict(scaling=query.shape[-1] ** -0.5) | options
-    actual = dispatch.attend(query, view, mask, **options)
-    expected = reference_attention.attend(query, view, mask, **options)
+    actual = dispatch.attend(query, view, mask, AttentionOptions(**options))
+    expected = reference.attend(query, view, mask, AttentionOptions(**options))
     assert actual.dtype == query.dtype and actual.shape == expected.shape
     torch.testing.assert_close(actual.double(), expected, atol=3e-6, rtol=1e-5)
     return actual
@@ -59,7 +61,9 @@ def test_a_mask_of_none_is_bottom_right_causal_or_full(queries):
     if queries > 1:
         assert not torch.allclose(causal[:, 0], full[:, 0], atol=1e-3)
         longer = torch.ones(queries, view.length, dtype=torch.bool).tril(view.length - queries)[None, None]
-        torch.testing.assert_close(causal, dispatch.attend(query, view, longer, scaling=0.25), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            causal, dispatch.attend(query, view, longer, AttentionOptions(0.25)), atol=1e-6, rtol=0
+        )
 
 
 @pytest.mark.parametrize("queries", [1, 5])
@@ -89,7 +93,7 @@ def test_additive_mask_is_added_to_the_logits(dtype):
 def test_softcap_caps_the_scaled_logits():
     view, query = viewed(3), 8 * random(6, 2, 4, 3, 16)
     capped = assert_attends(query, view, softcap=5.0)
-    assert not torch.allclose(capped, dispatch.attend(query, view, None, scaling=0.25), atol=1e-2)
+    assert not torch.allclose(capped, dispatch.attend(query, view, None, AttentionOptions(0.25)), atol=1e-2)
 
 
 def test_learned_sinks_take_weight_and_give_no_value():
@@ -108,7 +112,7 @@ def test_learned_sinks_are_left_as_they_are(batch, heads, queries, packed):
     if packed:
         assert_attends(query, view, s_aux=sinks)
     else:
-        attend_dense(query, *dispatch.dense(view), None, scaling=0.25, s_aux=sinks)
+        attend_dense(query, *dispatch.dense(view), None, AttentionOptions(0.25, s_aux=sinks))
     assert torch.equal(sinks, before)
 
 
@@ -144,7 +148,7 @@ def test_rows_that_may_attend_to_nothing_are_zero():
 
 def test_very_large_logits_do_not_overflow():
     view, query = viewed(2), 300 * random(15, 2, 4, 2, 16)
-    assert dispatch.attend(query, view, None, scaling=1.0).isfinite().all()
+    assert dispatch.attend(query, view, None, AttentionOptions(1.0)).isfinite().all()
     assert_attends(query, view, scaling=0.1)
 
 
@@ -155,9 +159,9 @@ def test_tiling_the_queries_changes_nothing(name, scores, monkeypatch):
     mask = torch.ones(2, 4, 50, view.length, dtype=torch.bool).tril(view.length - 50)
     mask[:, 1, :, 10:90] = False
     bias = random(17, 2, 4, 50, view.length)
-    whole = [dispatch.attend(query, view, m, scaling=0.25, position_bias=bias) for m in (None, mask)]
-    monkeypatch.setattr(tiled_attention, "TILE_SCORES", scores)
-    tiled = [dispatch.attend(query, view, m, scaling=0.25, position_bias=bias) for m in (None, mask)]
+    whole = [dispatch.attend(query, view, m, AttentionOptions(0.25, position_bias=bias)) for m in (None, mask)]
+    monkeypatch.setattr(cpu_attention, "TILE_SCORES", scores)
+    tiled = [dispatch.attend(query, view, m, AttentionOptions(0.25, position_bias=bias)) for m in (None, mask)]
     torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=0)
 
 
@@ -166,10 +170,10 @@ def test_tiling_the_keys_changes_nothing(monkeypatch):
     mask = torch.ones(2, 1, 200, view.length, dtype=torch.bool).tril(view.length - 200)
     mask[0, :, :, :500] = False
     assert view.num_blocks == 7
-    whole = [dispatch.attend(query, view, m, scaling=0.25) for m in (None, mask)]
-    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 2 * 4 * 128 * 16)  # two blocks
-    monkeypatch.setattr(tiled_attention, "TILE_TOKENS", 37)
-    tiled = [dispatch.attend(query, view, m, scaling=0.25) for m in (None, mask)]
+    whole = [dispatch.attend(query, view, m, AttentionOptions(0.25)) for m in (None, mask)]
+    monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 2 * 4 * 128 * 16)  # two blocks
+    monkeypatch.setattr(cpu_attention, "TILE_TOKENS", 37)
+    tiled = [dispatch.attend(query, view, m, AttentionOptions(0.25)) for m in (None, mask)]
     torch.testing.assert_close(tiled, whole, atol=1e-6, rtol=1e-5)
 
 
@@ -177,9 +181,12 @@ def test_tiling_the_keys_changes_nothing(monkeypatch):
 def test_dense_attention_is_the_same_function(queries):
     pair, query = states(19, 2, 2, 340, 16, 24), random(20, 2, 4, queries, 16)
     options = dict(scaling=0.2, softcap=6.0, s_aux=random(21, 4))
-    actual = attend_dense(query, *pair, None, **options)
+    actual = attend_dense(query, *pair, None, AttentionOptions(**options))
     torch.testing.assert_close(
-        actual.double(), reference_attention.attend(query, pair, None, **options), atol=3e-6, rtol=1e-5
+        actual.double(),
+        reference.attend(query, pair, None, AttentionOptions(**options)),
+        atol=3e-6,
+        rtol=1e-5,
     )
 
 
@@ -188,9 +195,9 @@ def test_16_bit_models_get_their_dtype_and_float32_arithmetic(dtype):
     pair = states(22, 1, 2, 305, 16, dtype=dtype)
     view = filled(CONFIG, rows(pair, 0, 300)).append(*rows(pair, 300))
     query = random(23, 1, 4, 5, 16).to(dtype)
-    output = dispatch.attend(query, view, None, scaling=0.25)
+    output = dispatch.attend(query, view, None, AttentionOptions(0.25))
     assert output.dtype == dtype
-    expected = reference_attention.attend(query, view, None, scaling=0.25)
+    expected = reference.attend(query, view, None, AttentionOptions(0.25))
     # Half a unit in the last place of the output, and the rounding `dispatch.dense` adds to the dequantised states.
     unit = torch.finfo(dtype).eps
     assert (output.double() - expected).norm() / expected.norm() < unit
@@ -205,12 +212,12 @@ def test_scratch_is_that_of_a_tile_however_long_the_history(name, queries, monke
         workspace.release_workspaces()
         view = viewed(queries, batch=1, heads=1, config=all_packed(**bits_of(name)), past=past)
         before = workspace.workspace_bytes()
-        dispatch.attend(random(24, 1, 2, queries, 16), view, None, scaling=0.25)
+        dispatch.attend(random(24, 1, 2, queries, 16), view, None, AttentionOptions(0.25))
         return workspace.workspace_bytes() - before
 
-    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 4 * 128 * 16)
+    monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 4 * 128 * 16)
     few, many = scratch(1000), scratch(6000)
-    assert 0 < few == many < 6 * 4 * tiled_attention.TILE_NUMBERS
+    assert 0 < few == many < 6 * 4 * cpu_attention.TILE_NUMBERS
 
 
 def bits_of(name: str) -> dict[str, int]:
@@ -239,7 +246,7 @@ def test_a_store_may_have_room_after_what_is_read():
     blocks = view.blocks.resized(9, view.num_blocks)
     roomy = view._replace(tensors=replace(view.tensors, blocks=blocks))
     query = random(28, 2, 4, 1, 16)
-    assert torch.equal(assert_attends(query, roomy), dispatch.attend(query, view, None, scaling=0.25))
+    assert torch.equal(assert_attends(query, roomy), dispatch.attend(query, view, None, AttentionOptions(0.25)))
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
@@ -250,9 +257,13 @@ def test_gradients_reach_the_query(packed, softcap):
     weights, options = random(30, 2, 3, 4, 16), dict(scaling=0.25, softcap=softcap, s_aux=random(31, 4))
     with torch.enable_grad():
         pair = dispatch.dense(view)
-        out = dispatch.attend(query, view, None, **options) if packed else attend_dense(query, *pair, None, **options)
+        out = (
+            dispatch.attend(query, view, None, AttentionOptions(**options))
+            if packed
+            else attend_dense(query, *pair, None, AttentionOptions(**options))
+        )
         (out * weights).sum().backward()
-        (reference_attention.attend(expected_query, view, None, **options) * weights).sum().backward()
+        (reference.attend(expected_query, view, None, AttentionOptions(**options)) * weights).sum().backward()
     torch.testing.assert_close(query.grad, expected_query.grad, atol=1e-5, rtol=1e-4)
 
 
@@ -260,7 +271,7 @@ def test_gradients_reach_the_query(packed, softcap):
 def test_dequantising_by_tables_gives_the_bits_of_the_reference(name, monkeypatch):
     config = PRESETS[name]
     blocks = encoded(config, *states(32, 2, 3, 5 * 128, 40, 24))
-    monkeypatch.setattr(tiled_attention, "TILE_NUMBERS", 2 * 6 * 128 * 40)
+    monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 2 * 6 * 128 * 40)
     expected = dequantised(config, blocks)
     actual = tuple(torch.empty_like(part) for part in expected)
     dispatch.dequantise(config, blocks, *actual)

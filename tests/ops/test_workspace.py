@@ -22,6 +22,7 @@ from tq_hf.ops.workspace import (
     release_workspaces,
     workspace_bytes,
 )
+from tq_hf.tensors.attention import AttentionOptions
 
 
 def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Scratch]:
@@ -288,7 +289,7 @@ def test_attention_of_all_layers_takes_its_tiles_from_one_workspace(allocations)
     held = []
     for _ in range(3):
         for view, dim in views:
-            dispatch.attend(states(9, heads=4, tokens=1, dim=dim)[0], view, None, scaling=1.0)
+            dispatch.attend(states(9, heads=4, tokens=1, dim=dim)[0], view, None, AttentionOptions(1.0))
             held.append(workspace_bytes())
     # Keys and values of the layer with the most heads times channels, 4 bits: levels in float32, and what they are
     # looked up with, an int32 index for four channels and the words themselves.
@@ -299,7 +300,7 @@ def test_attention_of_all_layers_takes_its_tiles_from_one_workspace(allocations)
 def test_neither_layers_nor_stores_hold_scratch():
     store = filled(TurboQuantConfig(), states(1, tokens=1024))
     before = sum(t.nbytes for group in store.by_kind().values() for t in group)
-    dispatch.attend(states(2, tokens=1)[0], store.view(), None, scaling=1.0)
+    dispatch.attend(states(2, tokens=1)[0], store.view(), None, AttentionOptions(1.0))
     assert workspace_bytes() > 0
     assert sum(t.nbytes for group in store.by_kind().values() for t in group) == before
     assert not any(isinstance(value, Workspace) for value in vars(store).values())

@@ -11,6 +11,7 @@ from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.attention import AttentionOptions
 
 HEADS, DIM = 2, 32
 
@@ -126,7 +127,7 @@ def test_a_capture_without_a_kernel_is_refused_in_a_sentence(appends, monkeypatc
         captured.setattr(torch.cuda, "is_available", lambda: True)
         captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="keys of 32 channels.*CUDA graph.*`disable_compile=True`"):
-            graph_ops.attend_token(view, query, None, scaling=1.0)
+            graph_ops.attend_token(view, query, None, AttentionOptions(1.0))
     assert all(torch.equal(*counts) for counts in zip(store.counts, before, strict=True))
-    assert graph_ops.attend_token(view, query, None, scaling=1.0).isfinite().all()
+    assert graph_ops.attend_token(view, query, None, AttentionOptions(1.0)).isfinite().all()
     assert int(store.counts.length) == 20

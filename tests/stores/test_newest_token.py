@@ -12,7 +12,8 @@ from tests.support.helpers import all_packed, assert_same, concatenated, rows, s
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
-from tq_hf.tensors.view import StepView
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.layer import StepView
 
 PAIR = states(0, tokens=30)
 ROOM = 300
@@ -35,7 +36,7 @@ def step(store: PreallocatedStore, seed: int = 1) -> StepView:
 
 
 def attend(view: StepView) -> torch.Tensor:
-    return graph_ops.attend_token(view, torch.ones(1, 4, 1, 16), None, scaling=0.3)
+    return graph_ops.attend_token(view, torch.ones(1, 4, 1, 16), None, AttentionOptions(0.3))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import Fixed
-from tq_hf.tensors.window import DenseWindow
+from tq_hf.tensors.residual import Residual
 
 
 class Expected:
@@ -150,8 +150,8 @@ def check_any_sequence_of_calls(bits, residual, sinks, key_mean, prompt, calls):
 
 
 def test_any_sequence_of_calls_holds_and_shows_what_it_should():
-    append_late = DenseWindow.append_late
-    with mock.patch.object(DenseWindow, "append_late", autospec=True, side_effect=append_late) as late:
+    append_late = Residual.append_late
+    with mock.patch.object(Residual, "append_late", autospec=True, side_effect=append_late) as late:
         check_any_sequence_of_calls()
     assert late.call_count > 100, "the path of decoding is hardly taken"
 

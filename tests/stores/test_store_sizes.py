@@ -23,10 +23,10 @@ from tests.support.helpers import (
 )
 from tests.support.store_cases import SIZES, configs
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
-from tq_hf.config import GROWTH
 from tq_hf.layers.handle import LazyStates, resolve
 from tq_hf.ops import dispatch
 from tq_hf.stores.growing import GrowingStore
+from tq_hf.stores.growth import GROWTH
 
 # Sizes and work
 

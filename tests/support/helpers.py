@@ -15,9 +15,7 @@ from tq_hf.config import SETTLED
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import GROW, Growth
 from tq_hf.stores.preallocated import PreallocatedStore
-from tq_hf.tensors.blocks import PackedBlocks
-from tq_hf.tensors.factors import Factors
-from tq_hf.tensors.window import KeyValue
+from tq_hf.tensors.blocks import Factors, KeyValue, PackedBlocks
 
 CPU = torch.device("cpu")
 BLOCK = BlockLayout.tokens

@@ -16,8 +16,7 @@ from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
-from tq_hf.tensors.blocks import PackedBlocks
-from tq_hf.tensors.factors import Factors
+from tq_hf.tensors.blocks import Factors, PackedBlocks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads this when it is imported, so tests that need the interpreter run in a child process with it set."""

@@ -12,7 +12,7 @@ import torch
 from tq_kernels.common.launcher import Kernel
 from tq_kernels.decode.decoder import steps_of
 
-from tq_hf.ops import triton_backend
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
 
 
@@ -50,8 +50,8 @@ def recorded(
     for module, names in kernels.items():
         for name in names:
             monkeypatch.setattr(module, name, Kernel(Recorder(name, log)))
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
-    monkeypatch.setattr(triton_backend, "balance_channels", lambda *arguments, **options: None)
+    monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_blocks, "balance_channels", lambda *arguments, **options: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     # What earlier launches left to later ones is other kernels'.
     steps_of.cache_clear()

@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from tq_hf.config import TurboQuantConfig
-from tq_hf.ops import backend, paged_reference
-from tq_hf.tensors.factors import Factors
-from tq_hf.tensors.pages import BLOCK, LayerPages, Sequences
+from tq_hf.ops import backend, dispatch
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.blocks import BLOCK, Factors
+from tq_hf.tensors.pages import LayerPages, Sequences
 
 LAYERS = 2
 
@@ -97,13 +98,13 @@ class Inputs:
         return Inputs(self.step, self.pool.to(device, copy=True), factors, tokens, sequences, s_aux)
 
     @property
-    def options(self) -> dict[str, object]:
-        return dict(scaling=self.step.D**-0.5, softcap=self.step.softcap, s_aux=self.s_aux)
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(self.step.D**-0.5, softcap=self.step.softcap, s_aux=self.s_aux)
 
     def expected(self) -> torch.Tensor:
         """The reference's output; the pool is then as it leaves it."""
         with in_torch():
-            return paged_reference.paged_step(*self.tokens, self.pages, self.sequences, **self.options)
+            return dispatch.paged_step(*self.tokens, self.pages, self.sequences, self.options)
 
     def encoded(self) -> torch.Tensor:
         """Pages that the step encodes blocks into."""
@@ -148,8 +149,8 @@ def make(step: Step, seed: int = 0) -> Inputs:
         if past and new:
             query, key, value = (randn(past, heads, step.D).to(step.dtype) for heads in (step.Hq, step.Hkv, step.Hkv))
             with in_torch():
-                paged_reference.paged_step(
+                dispatch.paged_step(
                     query, key + 2 * randn(1, step.Hkv, step.D).to(step.dtype), value,
-                    inputs.pages, sequences_of((0,), (past,), table[i : i + 1]), **inputs.options,
+                    inputs.pages, sequences_of((0,), (past,), table[i : i + 1]), inputs.options,
                 )  # fmt: skip
     return inputs

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from tests.support.helpers import states
-from tq_hf.ops.paged_windows import windowed_step
-from tq_hf.ops.reference_attention import attend
-from tq_hf.ops.window_plan import plan_step
-from tq_hf.tensors.pages import Sequences
-from tq_hf.tensors.windows import LayerWindows
+from tq_hf.ops.reference import attend
+from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.pages import LayerWindows, Sequences
 
 HEADS, QUERY_HEADS, DIM, PAGES = 2, 6, 16, 64
 CHUNKS = [
@@ -81,7 +80,7 @@ class Requests:
         sequences = Sequences(*(x.to(self.device) for x in (cumulative(new), cumulative(lengths), table)), max(new))
         plan = plan_step(sequences, len(packed[0]), self.windows)
         there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        out = windowed_step(*packed, self.windows, plan, scaling=0.2, **there)
+        out = windowed_step(*packed, self.windows, plan, AttentionOptions(0.2, **there))
         out = out.cpu()
         assert (out[sum(new) :] == 0).all()
         expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
@@ -93,7 +92,7 @@ class Requests:
         own = position[span, None]
         mask = (position <= own) & (position > own - self.windows.window)
         held = tuple(x[:, :, : span.stop] for x in self.tokens[i])
-        return attend(self.queries[i][:, :, span], held, mask[None, None], scaling=0.2, **options)[0]
+        return attend(self.queries[i][:, :, span], held, mask[None, None], AttentionOptions(0.2, **options))[0]
 
 
 OPTIONS = [{}, {"softcap": 2.0}, {"s_aux": torch.linspace(-1, 1, QUERY_HEADS)}]

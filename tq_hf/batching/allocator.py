@@ -15,8 +15,8 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from ..config import TurboQuantConfig
-from ..tensors.factors import Factors
-from ..tensors.pages import BLOCK, LayerPages, rows_per_page
+from ..tensors.blocks import BLOCK, Factors
+from ..tensors.pages import LayerPages, rows_per_page
 from .geometry import listed_pages
 
 
@@ -164,7 +164,7 @@ class TurboQuantAllocator(FullAttentionCacheAllocator):
         block_table[: len(table)].copy_(torch.tensor(table, dtype=block_table.dtype), non_blocking=True)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not here: packed pages are read and written by `tq_hf.ops.paged.paged_step`."""
+        """Not here: packed pages are read and written by `tq_hf.ops.dispatch.paged_step`."""
         raise RuntimeError("Packed pages are read by the attention `turboquant_paged` only; another one is set.")
 
     def get_cache_for_block_table(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:

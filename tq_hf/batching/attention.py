@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from ..tensors.attention import AttentionOptions
 from .paged_cache import TurboQuantPagedCache
 
 NAME = "turboquant_paged"
@@ -64,8 +65,8 @@ def turboquant_paged_attention(
             "Use `generate()` with a `TurboQuantCache`."
         )
     layer: Any = module.layer_idx
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cache.attend(layer, query, key, value, kwargs, scaling=scaling, softcap=softcap, s_aux=s_aux), None
+    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, s_aux=s_aux)
+    return cache.attend(layer, query, key, value, kwargs, options), None
 
 
 AttentionInterface.register(NAME, turboquant_paged_attention)

@@ -14,7 +14,8 @@ from ..compat import takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.sliding import SlidingLayer
-from ..tensors.pages import BLOCK, MOST_SINKS
+from ..tensors.blocks import BLOCK
+from ..tensors.pages import MOST_SINKS
 
 STOCK_PAGE_SIZE = ContinuousBatchingConfig.page_size
 _INSTEAD = "Use `generate()` with a `TurboQuantCache`."

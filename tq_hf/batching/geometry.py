@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..tensors.pages import BLOCK, Sequences
-from ..tensors.windows import LayerWindows
+from ..tensors.blocks import BLOCK
+from ..tensors.pages import LayerWindows, Sequences
 
 
 def listed_pages(length: int, ring_pages: int, sink_pages: int = 0) -> tuple[int, int]:

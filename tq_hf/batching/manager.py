@@ -18,8 +18,9 @@ from ..balance import Balance
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops.backend import check_choice
-from ..ops.paged_triton import decodes
-from ..tensors.pages import BLOCK, rows_per_page
+from ..ops.triton.pages import supports_paged_decode
+from ..tensors.blocks import BLOCK
+from ..tensors.pages import rows_per_page
 from .attention import NAME
 from .checks import check_generation, check_graphs, check_model, paged_options
 from .paged_cache import TurboQuantPagedCache
@@ -72,7 +73,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         options = paged_options(given)
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         layout = config.layout(find_head_dim(model.config.get_text_config()))
-        kernels = on_cuda and decodes(states, config, layout)
+        kernels = on_cuda and supports_paged_decode(states, config, layout)
         if on_cuda and given.use_cuda_graph is None:
             # Steps with prompts come in all sizes, and each would be a graph of its own. Without kernels lengths are
             # read on the host, which no graph can hold.

@@ -15,12 +15,12 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
 from ..config import TurboQuantConfig
-from ..ops.paged import paged_step
-from ..ops.paged_triton import decode_scratch_bytes
-from ..ops.paged_windows import WINDOW_BYTES, windowed_step
-from ..ops.window_plan import WindowStep, plan_step
-from ..tensors.factors import Factors
-from ..tensors.pages import BLOCK, Sequences
+from ..ops.dispatch import paged_step
+from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
+from ..ops.triton.pages import decode_scratch_bytes
+from ..tensors.attention import AttentionOptions
+from ..tensors.blocks import BLOCK, Factors
+from ..tensors.pages import Sequences
 from .allocator import TurboQuantAllocator
 from .geometry import sequences_of, windows_of
 from .memory_handler import TurboQuantMemory
@@ -167,7 +167,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         key: torch.Tensor,
         value: torch.Tensor,
         kwargs: dict[str, Any],
-        **options: Any,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Attention of a layer's new tokens, which are stored.
 
@@ -177,7 +177,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             key: `[1, Hkv, T, D]`.
             value: `[1, Hkv, T, D]`.
             kwargs: What the engine passes to attention functions.
-            **options: `scaling`, `softcap` and `s_aux` of `tq_hf.ops.paged.paged_step`.
+            options: Causal and without biases.
 
         Returns:
             `[1, T, Hq, D]`.
@@ -202,7 +202,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             if self._window_step is None or first:
                 sequences = windows_of(kwargs, own.index, windows)
                 self._window_step = plan_step(sequences, len(query), windows)
-            return windowed_step(query, key, value, windows, self._window_step, **options)[None]
+            return windowed_step(query, key, value, windows, self._window_step, options)[None]
         if self._sequences is None or first:
             self._sequences = sequences_of(kwargs, self.allocator.ring_pages, self.allocator.sink_pages)
-        return paged_step(query, key, value, self.allocator.pages[layer_idx], self._sequences, **options)[None]
+        return paged_step(query, key, value, self.allocator.pages[layer_idx], self._sequences, options)[None]

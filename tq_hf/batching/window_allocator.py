@@ -2,7 +2,7 @@
 
 transformers gives both kinds of layers blocks of as many tokens, and sectors of the least common multiple of their
 bytes: of dense and of packed blocks that would be gigabytes. Here a page of all sliding layers is a sector, a small
-multiple of a packed block, with as many rows as fit (`tq_hf.tensors.windows.window_page`). One pool then serves both,
+multiple of a packed block, with as many rows as fit (`tq_hf.tensors.pages.window_page`). One pool then serves both,
 in whatever proportion requests have, and forks, preemption and offloading are transformers' own.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.cache_allocators import CachePool, SlidingAttentionCacheAllocator
 
-from ..tensors.windows import LayerWindows, window_page
+from ..tensors.pages import LayerWindows, window_page
 
 
 class WindowAllocator(SlidingAttentionCacheAllocator):
@@ -72,7 +72,7 @@ class WindowAllocator(SlidingAttentionCacheAllocator):
         block_table[: len(table)].copy_(torch.tensor(table, dtype=block_table.dtype), non_blocking=True)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not here: windows are read and written by `tq_hf.ops.paged_windows.windowed_step`."""
+        """Not here: windows are read and written by `tq_hf.ops.sliding_pages.windowed_step`."""
         raise RuntimeError("These pages are read by the attention `turboquant_paged` only; another one is set.")
 
     def get_cache_for_block_table(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ from tq_kernels.format import (
     sample,
 )
 
-from ..tensors.factors import Factors
+from ..tensors.blocks import Factors
 
 
 def _sum_tokens(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging
 
 from ..layout import BlockLayout
-from ..ops import triton_backend
+from ..ops.triton import blocks as triton_blocks
 
 logger = logging.get_logger(__name__)
 
@@ -34,7 +34,7 @@ def of_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None)
             f"{card.name} has no bfloat16 units: the cache's kernels convert, but the model's own matrix products are "
             f"slow. Load it with {way}."
         )
-    if triton_backend.serves(states, layout) and triton_backend.spells_plainly(states.device):
+    if triton_blocks.supports_blocks(states, layout) and not triton_blocks.supports_inline_ptx(states.device):
         logger.warning_once(
             f"On {card.name} kernels are compiled without inline PTX, and none was ever timed so. By their code "
             "decode attention is predicted to take about as long as without compression, or longer: it saves memory."

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..stores.checks import check_same, widened
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
 
 
 class FullAttentionLayer(CacheLayerMixin):

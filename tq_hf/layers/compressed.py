@@ -17,9 +17,8 @@ from ..stores.base import LayerStore
 from ..stores.checks import check_room, check_states, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
-from ..tensors.factors import Factors
-from ..tensors.view import StepView, StoreView, is_first
-from ..tensors.window import KeyValue
+from ..tensors.blocks import Factors, KeyValue
+from ..tensors.layer import StepView, StoreView, is_first
 from . import advice
 from .base import FullAttentionLayer, check_crop
 from .handle import Handle, placeholders

@@ -14,8 +14,8 @@ from tq_kernels.format import NEAR
 from transformers.utils import logging
 
 from ..codec.balance import key_gain
-from ..stores.graph_ops import captures
-from ..tensors.window import KeyValue
+from ..compat import is_capturing
+from ..tensors.blocks import KeyValue
 from .compressed import TurboQuantLayer
 
 logger = logging.get_logger(__name__)
@@ -43,7 +43,7 @@ class FirstPrompt:
     @property
     def ready(self) -> bool:
         """Whether there is one, and the device may be waited for: not while a graph of its work is made."""
-        return bool(self.seen) and not (torch.compiler.is_compiling() or captures())
+        return bool(self.seen) and not (torch.compiler.is_compiling() or is_capturing())
 
     def see(self, index: int, keys: torch.Tensor) -> None:
         """A layer is given keys `[B, Hkv, S, D]`, which count if they are numbers."""

@@ -19,9 +19,8 @@ import torch
 
 from ..compat import as_plain_tensors
 from ..stores.base import LayerStore
-from ..tensors.layer_tensors import dense_shapes
-from ..tensors.view import StepView, StoreView, is_first
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
+from ..tensors.layer import StepView, StoreView, dense_shapes, is_first
 
 
 class Owner(Protocol):

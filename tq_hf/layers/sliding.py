@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
 from ..inference_mode import outside_inference_mode
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
 from .base import check_crop
 
 

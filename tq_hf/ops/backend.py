@@ -2,7 +2,6 @@
 
     unset    kernels where they run, torch elsewhere
     torch    torch everywhere: right on every device, and slow on a GPU. For a card that a kernel fails on.
-    triton   as unset, but without Triton nothing starts
 
 The variable is read once, when this module is imported.
 """
@@ -24,7 +23,6 @@ import torch
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TQ_HF_BACKEND"
-CHOICES = ("torch", "triton")
 HAS_TRITON = find_spec("triton") is not None
 NOT_ABOUT_A_KERNEL = ("out of memory", "device-side assert")
 """In messages of errors that Triton passes on."""
@@ -36,10 +34,8 @@ R = TypeVar("R")
 
 def check_choice() -> None:
     """Raise a `ValueError` if the variable says what cannot be done."""
-    if chosen and chosen not in CHOICES:
-        raise ValueError(f"The environment variable {VARIABLE} is {chosen!r}; it must be torch, triton, or unset.")
-    if chosen == "triton" and not HAS_TRITON:
-        raise ValueError(f"The environment variable {VARIABLE} is triton, and Triton is not installed: unset it.")
+    if chosen not in ("", "torch"):
+        raise ValueError(f"The environment variable {VARIABLE} is {chosen!r}; it must be torch or unset.")
 
 
 def explained(error: Exception, device: torch.device) -> Exception:

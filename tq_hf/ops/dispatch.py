@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..autocast import outside_autocast
-from ..codec import reference
+from ..codec import reference as codec_reference
 from ..codec.balance import factors
 from ..config import TurboQuantConfig
-from ..tensors.blocks import PackedBlocks
-from ..tensors.factors import Factors
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import StoreView
-from ..tensors.window import KeyValue
-from . import buffered_attention, tiled_attention, triton_backend
+from ..tensors.attention import AttentionOptions, supports_sdpa
+from ..tensors.blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from ..tensors.layer import LayerTensors, StoreView
+from ..tensors.pages import LayerPages, Sequences
+from . import reference
+from .cpu import attention as cpu_attention
+from .triton import blocks as triton_blocks
+from .triton import pages as triton_pages
 from .workspace import Scratch, current_workspace
 
 
@@ -29,8 +32,8 @@ def balance(
     valid: torch.Tensor | None,
 ) -> None:
     """Write factors of channels; arguments as of `tq_hf.codec.balance.factors`."""
-    if triton_backend.can_balance(keys, values):
-        triton_backend.balance(queries, keys, values, out, first=first, valid=valid)
+    if triton_blocks.supports_balance(keys, values):
+        triton_blocks.balance(queries, keys, values, out, first=first, valid=valid)
         return
     with outside_autocast(keys):
         for held, chosen in zip(out, factors(queries, keys, values, first=first, valid=valid), strict=True):
@@ -40,14 +43,14 @@ def balance(
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
     of `out`."""
-    backend = triton_backend if triton_backend.serves(keys, out.layout) else reference
+    backend = triton_blocks if triton_blocks.supports_blocks(keys, out.layout) else codec_reference
     with outside_autocast(keys):
         backend.encode(config, keys, values, out, start)
 
 
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
-    backend = triton_backend if triton_backend.serves(keys, blocks.layout) else tiled_attention
+    backend = triton_blocks if triton_blocks.supports_blocks(keys, blocks.layout) else cpu_attention
     with outside_autocast(keys):
         backend.dequantise(config, blocks, keys, values)
 
@@ -71,8 +74,13 @@ def _write_dense(view: StoreView, keys: torch.Tensor, values: torch.Tensor) -> N
         dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
 
 
+def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> bool:
+    """Whether `buffered_attend` computes this call: on a GPU, where sdpa is fast, and with what sdpa has."""
+    return query.is_cuda and supports_sdpa(options)
+
+
 def buffered_attend(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, *, scaling: float, causal: bool = True
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
     shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
@@ -80,14 +88,14 @@ def buffered_attend(
     workspace = current_workspace(query.device)
     keys, values = workspace.acquire(requests).values()
     _write_dense(view, keys, values)
-    return buffered_attention.attend_buffer(query, keys, values, mask, scaling=scaling, causal=causal)
+    return cpu_attention.attend_buffer(query, keys, values, mask, options)
 
 
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     """Put sequence `sources[b]` in place b of every tensor, which stays where it is. `sources` are `[B]`."""
     sources = sources.to(tensors.row.device)
-    if triton_backend.can_reorder(tensors):
-        triton_backend.reorder(tensors, sources)
+    if triton_blocks.supports_reorder(tensors):
+        triton_blocks.reorder(tensors, sources)
         return
     for tensor in tensors.arguments():
         tensor.copy_(tensor.index_select(0, sources))
@@ -110,49 +118,25 @@ def check_mask(mask: torch.Tensor, length: int) -> None:
         )
 
 
-def attend(
-    query: torch.Tensor,
-    view: StoreView,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool = True,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous.
 
-    Arguments are those of `tq_hf.ops.tiled_attention.attend`.
+    Arguments are those of `tq_hf.ops.cpu.attention.attend`.
 
     Raises:
         ValueError: The mask has fewer columns than `view` has tokens.
     """
     if mask is not None:
         check_mask(mask, view.length)
-    if triton_backend.can_attend(query, view, mask, position_bias):
-        return triton_backend.attend(query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux)
-    way = buffered_attention.choose(
-        fused=triton_backend.can_attend_many(query, view, mask, position_bias),
-        buffered=buffered_attention.sdpa_takes(query, softcap, s_aux, position_bias),
-    )
-    if way == "fused":
-        return triton_backend.attend_many(
-            query, view, mask, scaling=scaling, causal=causal, softcap=softcap, s_aux=s_aux
-        )
-    if way == "buffered":
-        return buffered_attend(query, view, mask, scaling=scaling, causal=causal).contiguous()
-    out = tiled_attention.attend(
-        query,
-        view,
-        mask,
-        scaling=scaling,
-        causal=causal,
-        softcap=softcap,
-        s_aux=s_aux,
-        position_bias=position_bias,
-    )
-    return out.contiguous()
+    if triton_blocks.supports_attend(query, view, mask, options):
+        return triton_blocks.attend(query, view, mask, options)
+    # Wherever it can be, whatever the sizes: of 17 to 2,048 queries on 4k to 128k tokens at 4 bits, sdpa's faster
+    # products repay dequantising for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
+    if triton_blocks.supports_attend_many(query, view, mask, options):
+        return triton_blocks.attend_many(query, view, mask, options)
+    if supports_buffered_attend(query, options):
+        return buffered_attend(query, view, mask, options).contiguous()
+    return cpu_attention.attend(query, view, mask, options).contiguous()
 
 
 def attend_dense(
@@ -160,11 +144,81 @@ def attend_dense(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    *,
-    position_bias: torch.Tensor | None = None,
-    **options: Any,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """`tq_hf.ops.tiled_attention.attend_dense`, contiguous, by a kernel where one takes the call."""
-    if triton_backend.can_attend_dense(query, keys, values, mask, position_bias):
-        return triton_backend.attend_dense(query, keys, values, mask, **options)
-    return tiled_attention.attend_dense(query, keys, values, mask, position_bias=position_bias, **options).contiguous()
+    """`tq_hf.ops.cpu.attention.attend_dense`, contiguous, by a kernel where one takes the call."""
+    if triton_blocks.supports_attend_dense(query, keys, values, mask, options):
+        return triton_blocks.attend_dense(query, keys, values, mask, options)
+    return cpu_attention.attend_dense(query, keys, values, mask, options).contiguous()
+
+
+@torch.compiler.disable
+def paged_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: LayerPages,
+    sequences: Sequences,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attention of every request's new tokens over its pages and themselves; then those tokens are stored.
+
+    A request's queries attend, causally, to the packed blocks that were complete before this step (to sinks as rows of
+    their own page, if there is one), to the rows of its ring (the tokens of its open block), and to the new tokens
+    exactly. Then new rows go to the ring, and blocks that became complete are encoded, from ring rows and from `key`
+    and `value`.
+
+    Args:
+        query: `[T, Hq, D]`, T tokens of all requests.
+        key: `[T, Hkv, D]`.
+        value: `[T, Hkv, D]`.
+        pages: The layer's view of the pool, written in place.
+        sequences: Whose tokens they are, and where their pages.
+        options: Causal and without biases.
+
+    Returns:
+        `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
+    """
+    if triton_pages.supports_paged_step(query, key, pages, sequences):
+        return triton_pages.paged_step(query, key, value, pages, sequences, options)
+    out = torch.zeros_like(query)
+    for request in reference.requests(sequences, pages.ring_pages, pages.sink_pages):
+        queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))
+        out[request.tokens] = _attend_request(queries, pages, request, (keys, values), options)[0]
+        _store_request(pages, request, (keys, values))
+    return out
+
+
+def _attend_request(
+    query: torch.Tensor, pages: LayerPages, request: reference.Request, new: KeyValue, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention of a request's queries `[1, Hq, n, D]` before its `new` keys and values `[1, Hkv, n, D]` are stored,
+    `[1, n, Hq, D]`."""
+    if request.past or not supports_sdpa(options):
+        view = reference.view_of(pages, request, new)
+        return attend(query, view, reference.without_packed_sinks(view, query.shape[2]), options)
+    # A whole prompt, as generate() reads it.
+    return scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True).transpose(
+        1, 2
+    )
+
+
+def _store_request(pages: LayerPages, request: reference.Request, new: KeyValue) -> None:
+    """Encode the blocks that `new` keys and values `[1, Hkv, n, D]` complete, and put rows after them into the ring."""
+    first_block, held = divmod(request.past, BLOCK)
+    keys, values = new
+    if held:
+        old = pages.ring(request.ring)
+        keys, values = (torch.cat([rows[:, :, :held], states], 2) for rows, states in zip(old, new, strict=True))
+    whole = keys.shape[2] // BLOCK
+    if whole:
+        done = whole * BLOCK
+        blocks = PackedBlocks.allocate(pages.layout, 1, pages.kv_heads, whole, keys.device)
+        blocks = replace(blocks, factors=pages.factors)
+        encode(pages.config, keys[:, :, :done], values[:, :, :done], blocks, 0)
+        pages.write_packed(request.blocks[first_block : first_block + whole], blocks)
+        if pages.sink_pages and not first_block:
+            pages.write_sinks(request.sinks, (keys, values))
+    start = max(whole * BLOCK, held)
+    if start < keys.shape[2]:
+        pages.write_ring(request.ring, start % BLOCK, (keys[:, :, start:], values[:, :, start:]))

@@ -13,7 +13,7 @@ from ..layers.compressed import TurboQuantLayer
 from ..stores.base import Counts
 from ..stores.growing import GrowingStore
 from ..stores.growth import GROW, Fixed
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
 from .expected import Expected, exactly
 from .safetensors_file import typed
 

@@ -9,11 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..ops import dispatch
-from ..tensors.blocks import PackedBlocks
-from ..tensors.factors import Factors
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import StepView, StoreView
-from ..tensors.window import KeyValue
+from ..tensors.blocks import Factors, KeyValue, PackedBlocks
+from ..tensors.layer import LayerTensors, StepView, StoreView
 
 
 class Counts(NamedTuple):
@@ -97,12 +94,7 @@ class LayerStore(ABC):
         Raises:
             ValueError: They are of heads of another number or size.
         """
-        for held, given in zip(self.blocks.factors, factors, strict=True):
-            if given.shape[1:] != held.shape[1:]:
-                raise ValueError(
-                    f"`balance` is of {list(given.shape[1:])} heads and channels, and this model has "
-                    f"{list(held.shape[1:])}. Make it anew with `Balance.of(model)`."
-                )
+        self.blocks.factors.check(factors)
         for held, given in zip(self.blocks.factors, factors, strict=True):
             held.copy_(given)
         self.handed_on = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..autocast import autocast_dtype
-from ..tensors.layer_tensors import RowKind
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
+from ..tensors.layer import RowKind
 
 
 def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -14,16 +14,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from ..codec.ablation import Ablation
+from ..compat import is_capturing
 from ..config import SETTLED, TurboQuantConfig
-from ..ops import dispatch, triton_backend
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import DeviceCounts, StepView, StoreView
-from ..tensors.window import KeyValue
+from ..ops import dispatch
+from ..ops.triton import blocks as triton_blocks
+from ..tensors.attention import AttentionOptions
+from ..tensors.blocks import KeyValue
+from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from .base import Counts
 from .checks import check_room
 from .growing import GrowingStore
@@ -58,14 +59,9 @@ def write_counts(counts: DeviceCounts, store: GrowingStore) -> None:
     counts.length.fill_(store.length)
 
 
-def captures() -> bool:
-    """Whether a CUDA graph is being captured: the host can read nothing then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def check_host_reads(tensors: LayerTensors) -> None:
     """Raise a `RuntimeError` where the host would have to read counts and cannot."""
-    if captures():
+    if is_capturing():
         key_dim, value_dim = (ring.shape[3] for ring in tensors.ring)
         raise RuntimeError(
             f"No kernel attends to these heads (keys of {key_dim} channels, values of {value_dim}) on this device, or "
@@ -90,8 +86,8 @@ def append_row(
     Raises:
         RuntimeError: No kernel serves the heads, and a CUDA graph is captured.
     """
-    if triton_backend.reads(tensors, tensors.ring[0]):
-        triton_backend.append_token(tensors, counts, keys, values, max_cache_len)
+    if triton_blocks.supports_blocks(tensors.ring[0], tensors.layout):
+        triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
         return
     check_host_reads(tensors)
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
@@ -155,15 +151,15 @@ def _attend(
     query: torch.Tensor,
     row: KeyValue | None,
     mask: torch.Tensor | None,
+    options: AttentionOptions,
     max_cache_len: int,
-    **options: Any,
 ) -> torch.Tensor:
     """Append `row`, if there is one, and attend."""
-    if triton_backend.reads(tensors, query):
-        return triton_backend.attend_token(tensors, counts, sizes, query, row, mask, max_cache_len, **options)
+    if triton_blocks.supports_blocks(query, tensors.layout):
+        return triton_blocks.attend_token(tensors, counts, sizes, query, row, mask, options, max_cache_len)
     if row is not None:
         append_row(tensors, counts, *row, max_cache_len)
-    return dispatch.attend(query, _on_host(tensors, counts.step_counts), mask, **options)
+    return dispatch.attend(query, _on_host(tensors, counts.step_counts), mask, options)
 
 
 def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
@@ -199,10 +195,8 @@ def _attend_token(
         query,
         row,
         mask,
+        AttentionOptions(scaling, softcap=softcap, s_aux=s_aux),
         max_cache_len,
-        scaling=scaling,
-        softcap=softcap,
-        s_aux=s_aux,
     )
 
 
@@ -226,18 +220,12 @@ def _attend_token_shape(
 
 
 def attend_token(
-    view: StepView,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    view: StepView, query: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of one query a sequence, `[B, Hq, 1, Dk]`, over all tokens of the store; `[B, 1, Hq, Dv]`. The newest
     token is appended first, unless it is.
 
-    `mask` is bool `[B, 1, 1, >= T]` or `None`.
+    `mask` is bool `[B, 1, 1, >= T]` or `None`. `options` are without biases.
 
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
@@ -247,18 +235,18 @@ def attend_token(
         dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
     if torch.compiler.is_compiling():
         keys, values = (None, None) if newest.states is None else newest.states
+        scaling, _, softcap, s_aux, _ = options
         out = _attend_token(
             query, keys, values, tensors.arguments(), list(counts), mask, s_aux, scaling, softcap, config, max_cache_len
         )
         newest.states = None
         return out
-    options = dict(scaling=scaling, softcap=softcap, s_aux=s_aux)
     row = newest.states
     try:
-        out = _attend(tensors, counts, sizes, query, row, mask, max_cache_len, **options)
+        out = _attend(tensors, counts, sizes, query, row, mask, options, max_cache_len)
     except BaseException:
         # What failed may have come after the append.
-        if row is not None and not captures() and int(counts.length) == num_held:
+        if row is not None and not is_capturing() and int(counts.length) == num_held:
             newest.states = None
         raise
     newest.states = None

@@ -23,10 +23,9 @@ import torch
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
-from ..tensors.blocks import PackedBlocks
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import StepView, StoreView
-from ..tensors.window import DenseWindow, KeyValue, ring_capacity
+from ..tensors.blocks import KeyValue, PackedBlocks
+from ..tensors.layer import LayerTensors, StepView, StoreView
+from ..tensors.residual import Residual, ring_capacity
 from .base import NOTHING, Counts, LayerStore
 from .checks import check_fits, check_states
 from .growth import GROW, Growth
@@ -51,7 +50,7 @@ class GrowingStore(LayerStore):
         super().__init__(tensors, handed_on)
         self.growth = growth
         self.num_sinks, self.num_blocks, rows, self.num_pending = counts
-        self.window = DenseWindow(tensors.ring, self.num_blocks * self.layout.tokens, rows)
+        self.window = Residual(tensors.ring, self.num_blocks * self.layout.tokens, rows)
         self._rows_of_due = self.layout.tokens + self.config.residual_length
         """Rows the window has at least if one of its blocks is due."""
         # States of a call that waits for its queries, of which the first rows, as many as the number, are sinks.
@@ -76,8 +75,8 @@ class GrowingStore(LayerStore):
         layout = config.layout(keys.shape[-1], values.shape[-1])
         batch, heads = keys.shape[:2]
         blocks = PackedBlocks.allocate(layout, batch, heads, growth.blocks(config, 0, 0), keys.device)
-        sinks = DenseWindow.allocate((keys, values), config.sink_tokens).ring
-        ring = DenseWindow.allocate((keys, values), growth.window_rows(config, 0)).ring
+        sinks = Residual.allocate((keys, values), config.sink_tokens).ring
+        ring = Residual.allocate((keys, values), growth.window_rows(config, 0)).ring
         return cls(LayerTensors(config, blocks, sinks, ring), growth=growth)
 
     @property
@@ -236,7 +235,7 @@ class GrowingStore(LayerStore):
             capacity = self.growth.blocks(self.config, held, needed)
             self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
 
-    def _replace_window(self, window: DenseWindow) -> None:
+    def _replace_window(self, window: Residual) -> None:
         """Hold the rows of `window`, in its ring."""
         self.window = window
         self.tensors = self.tensors.with_ring(window.ring)
@@ -282,7 +281,7 @@ class GrowingStore(LayerStore):
         self.num_pending = 0
         self.num_blocks, rows = divmod(max(0, length - self.num_sinks), block)
         self.num_sinks = min(self.num_sinks, length)
-        self.window = DenseWindow(self.tensors.ring, self.num_blocks * block, rows)
+        self.window = Residual(self.tensors.ring, self.num_blocks * block, rows)
         if rows:
             cut = self.blocks.slice(self.num_blocks, self.num_blocks + 1)
             slots = slice(self.window.first % self.window.capacity, self.window.first % self.window.capacity + block)
@@ -338,7 +337,7 @@ class GrowingStore(LayerStore):
         for buffer, name in zip(self.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
         capacity = self.growth.window_rows(self.config, counts.window)
-        window = DenseWindow.allocate(self.tensors.ring, capacity, counts.blocks * self.layout.tokens)
+        window = Residual.allocate(self.tensors.ring, capacity, counts.blocks * self.layout.tokens)
         window.append(held["window_keys"].to(device), held["window_values"].to(device))
         self._replace_window(window)
         self.num_sinks, self.num_blocks, _, self.num_pending = counts

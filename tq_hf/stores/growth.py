@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..config import GROWTH, TurboQuantConfig
+from ..config import TurboQuantConfig
 from ..layout import BlockLayout
-from ..tensors.window import ring_capacity
+from ..tensors.residual import ring_capacity
 from .checks import check_room
+
+GROWTH = 1.125
+"""Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
 
 
 class Growth(Protocol):

@@ -28,10 +28,11 @@ import torch
 from ..compat import mark_static_address
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
-from ..ops import dispatch, triton_backend
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import DeviceCounts, NewestToken, StepView, StoreView
-from ..tensors.window import DenseWindow, KeyValue
+from ..ops import dispatch
+from ..ops.triton import blocks as triton_blocks
+from ..tensors.blocks import KeyValue
+from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
+from ..tensors.residual import Residual
 from . import graph_ops
 from .base import Counts, LayerStore
 from .checks import check_fits, check_room
@@ -81,7 +82,7 @@ class PreallocatedStore(LayerStore):
             step_counts=torch.zeros(6, 4, dtype=torch.int32, device=device),
             length=torch.zeros((), dtype=torch.int64, device=device),
         )
-        triton_backend.prepare(config, tensors.layout, keys)
+        triton_blocks.prepare(config, tensors.layout, keys)
         for tensor in (*tensors.arguments(), *counts):
             mark_static_address(tensor)
         return cls(tensors, counts, max_cache_len)
@@ -171,7 +172,7 @@ class PreallocatedStore(LayerStore):
     def _take(self, store: GrowingStore) -> None:
         """Hold what `store` holds, whose blocks and sinks are this store's."""
         if store.tensors.ring is not self.tensors.ring:
-            window = DenseWindow(self.tensors.ring, store.window.first)
+            window = Residual(self.tensors.ring, store.window.first)
             for _, part in store.window.parts():
                 window.append(*part)
         graph_ops.write_counts(self.counts, store)

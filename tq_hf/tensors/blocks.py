@@ -1,14 +1,53 @@
-"""The packed blocks of one layer, as a structure of arrays."""
+"""The packed blocks of one layer, as a structure of arrays, and the factors of its channels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..layout import BlockLayout
-from .factors import Factors
+
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+BLOCK = BlockLayout.tokens
+
+
+class Factors(NamedTuple):
+    """What keys and values are multiplied by before they are encoded (see `tq_hf.codec.balance`).
+
+    They have no more bits than a bfloat16, so that the encoder's matrix products with them are exact.
+
+    Args:
+        keys: 1 / s, `[B, Hkv, Dk]` fp16; queries are divided by it.
+        values: 1 / t, `[B, Hkv, Dv]` fp16; outputs are divided by it.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def ones(cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device) -> Factors:
+        """Factors that change nothing."""
+        keys, values = (
+            torch.ones(batch, heads, dim, dtype=torch.float16, device=device) for dim in (key_dim, value_dim)
+        )
+        return cls(keys, values)
+
+    def check(self, others: Factors) -> None:
+        """Raise a `ValueError` unless `others`, `[B or 1, Hkv, D]`, can take the place of these."""
+        for own, other in zip(self, others, strict=True):
+            if other.shape[1:] != own.shape[1:] or len(other) not in (1, len(own)):
+                raise ValueError(
+                    f"`balance` is of {list(other.shape[1:])} heads and channels, and this model has "
+                    f"{list(own.shape[1:])}. Make it anew with `Balance.of(model)`."
+                )
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Factors:
+        """Factors of the results of `function` on both tensors."""
+        return Factors(function(self.keys), function(self.values))
 
 
 @dataclass(frozen=True)

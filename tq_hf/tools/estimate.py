@@ -25,7 +25,7 @@ from ..layers.compressed import TurboQuantLayer
 from ..layers.recorded import Call
 from ..memory import MemoryFootprint, _tensors
 from ..stores.growing import GrowingStore
-from ..tensors.window import KeyValue
+from ..tensors.blocks import KeyValue
 from . import weights
 from .traced import trace
 from .weights import method_of, quantisation_of

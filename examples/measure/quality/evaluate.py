@@ -54,7 +54,7 @@ from examples.measure.quality.stress import Stress
 from examples.provenance import RESULTS, SHIPPED_MODEL, provenance
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
-from tq_hf.ops import triton_backend
+from tq_hf.ops.triton import blocks as triton_blocks
 
 EXACT = "float32 cache"
 NOISE = "bf16 model"
@@ -357,7 +357,7 @@ def main() -> None:
     arguments = parse_arguments()
     logging.disable_progress_bar()
     if arguments.torch:
-        triton_backend.HAS_TRITON = False
+        triton_blocks.HAS_TRITON = False
     started = time.monotonic()
     evaluation = Evaluation(arguments)
     config = evaluation.config

@@ -30,7 +30,7 @@ from examples.provenance import LLAMA_8B
 from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
 from tq_hf.layers.handle import resolve
-from tq_hf.ops import triton_backend
+from tq_hf.ops.triton import blocks as triton_blocks
 
 CONTEXT, STEPS = 300, 100
 
@@ -51,9 +51,9 @@ def empty_launches() -> Iterator[list[int]]:
     with (
         patch.object(Kernel, "__call__", launch),
         patch.object(decoder, "current_raw_stream", lambda device: 0),
-        patch.object(triton_backend, "encode_blocks", lambda *_, **__: None),
-        patch.object(triton_backend, "balance_channels", lambda *_, **__: None),
-        patch.object(triton_backend, "interpreted", lambda: True),
+        patch.object(triton_blocks, "encode_blocks", lambda *_, **__: None),
+        patch.object(triton_blocks, "balance_channels", lambda *_, **__: None),
+        patch.object(triton_blocks, "interpreted", lambda: True),
     ):
         yield launches
 

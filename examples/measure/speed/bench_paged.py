@@ -16,11 +16,11 @@ from triton.testing import do_bench
 from examples.measure.speed.benchmark import captured, read_gigabytes_per_second
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend
-from tq_hf.ops.paged import paged_step
-from tq_hf.ops.paged_windows import windowed_step
-from tq_hf.ops.window_plan import plan_step
-from tq_hf.tensors.pages import BLOCK, LayerPages, Sequences
-from tq_hf.tensors.windows import LayerWindows
+from tq_hf.ops.dispatch import paged_step
+from tq_hf.ops.sliding_pages import plan_step, windowed_step
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.blocks import BLOCK
+from tq_hf.tensors.pages import LayerPages, LayerWindows, Sequences
 
 WINDOWS = {
     "gpt-oss-20b": (64, 8, 64, 128),
@@ -61,7 +61,7 @@ def over_windows(name: str, count: int, rate: float) -> str:
     options = dict(softcap=50.0 if name.startswith("gemma-2") else None, s_aux=None)
     if name.startswith("gpt-oss"):
         options["s_aux"] = torch.randn(query_heads, dtype=BF16, device=DEVICE)
-    step = partial(windowed_step, *tokens, windows, plan, scaling=dim**-0.5, **options)
+    step = partial(windowed_step, *tokens, windows, plan, AttentionOptions(dim**-0.5, **options))
     times, outputs = [], []
     for chosen in ("", "torch"):
         backend.chosen = chosen
@@ -88,7 +88,7 @@ def with_sinks(count: int, length: int) -> str:
         pool = torch.full((count * width, 1, heads, layout.block_bytes), 17, dtype=torch.uint8, device=DEVICE)
         pages = LayerPages.of_pool(pool, 0, config, dim, BF16)
         sequences, tokens = sequences_of(length, width, count), tokens_of(count, query_heads, heads, dim)
-        step = partial(paged_step, *tokens, pages, sequences, scaling=dim**-0.5, softcap=None, s_aux=None)
+        step = partial(paged_step, *tokens, pages, sequences, AttentionOptions(dim**-0.5))
         times.append(microseconds(step))
     return f"{count:3} x {length:6,} packed: {times[0]:7.1f} us without sinks, {times[1]:7.1f} us with"
 

@@ -29,10 +29,12 @@ from triton.testing import do_bench
 from examples.measure.speed.bench_generate import random_llama
 from examples.provenance import LLAMA_8B, provenance
 from tq_hf import TurboQuantCache, TurboQuantConfig
-from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops import dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
 from tq_hf.stores.growing import GrowingStore
-from tq_hf.tensors.view import StoreView
+from tq_hf.tensors.attention import AttentionOptions
+from tq_hf.tensors.layer import StoreView
 
 HEADS = (32, 8, 128)
 CELLS = ((2048, 30 * 1024), (128, 128 * 1024))
@@ -88,25 +90,23 @@ def dense_attention(new: int, length: int, device: torch.device) -> dict[str, Ca
 
 def fused(view: StoreView, query: torch.Tensor, **options: Any) -> torch.Tensor:
     """The fused way with other launch parameters than the table's."""
-    original = triton_backend.attend_prefix
-    triton_backend.attend_prefix = lambda *args, **kwargs: original(*args, **kwargs, **options)
+    original = triton_blocks.attend_prefix
+    triton_blocks.attend_prefix = lambda *args, **kwargs: original(*args, **kwargs, **options)
     try:
-        return triton_backend.attend_many(query, view, None, scaling=HEADS[2] ** -0.5)
+        return triton_blocks.attend_many(query, view, None, AttentionOptions(HEADS[2] ** -0.5))
     finally:
-        triton_backend.attend_prefix = original
+        triton_blocks.attend_prefix = original
 
 
 def ways(view: StoreView, query: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """The ways this library has for a call."""
     scaling = HEADS[2] ** -0.5
     found = {
-        "fused": lambda: triton_backend.attend_many(query, view, None, scaling=scaling),
-        "buffered": lambda: dispatch.buffered_attend(query, view, None, scaling=scaling),
+        "fused": lambda: triton_blocks.attend_many(query, view, None, AttentionOptions(scaling)),
+        "buffered": lambda: dispatch.buffered_attend(query, view, None, AttentionOptions(scaling)),
     }
     if view.new is None and query.shape[2] <= 64:
-        found["decode"] = lambda: triton_backend.attend(
-            query, view, None, scaling=scaling, causal=True, softcap=None, s_aux=None
-        )
+        found["decode"] = lambda: triton_blocks.attend(query, view, None, AttentionOptions(scaling))
     return found
 
 

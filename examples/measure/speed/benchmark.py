@@ -41,9 +41,10 @@ from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_attention
 from tq_hf.codec.reference import dequantise, encode
 from tq_hf.layout import BlockLayout
-from tq_hf.ops import dispatch, triton_backend
+from tq_hf.ops import dispatch
+from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.tensors.blocks import PackedBlocks
-from tq_hf.tensors.layer_tensors import LayerTensors
+from tq_hf.tensors.layer import LayerTensors
 
 SERVES = Version(transformers.__version__) >= Version("5.19")
 """Older ones have another engine for many requests."""
@@ -124,7 +125,7 @@ def prepared(
     query = torch.randn(batch, query_heads, 1, layout.key_dim, device=device, dtype=dtype)
     allocate = functools.cache(functools.partial(torch.empty, device=device))
     out = torch.empty(batch, 1, query_heads, layout.value_dim, device=device, dtype=dtype)
-    decoder = triton_backend.decoder_of(LayerTensors(config, packed, sinks, window))
+    decoder = triton_blocks.decoder_of(LayerTensors(config, packed, sinks, window))
     counts = [device_int(count, device) for count in (blocks, window_rows, SINKS)]
 
     def step() -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention in torch, tile by tile: the path of devices without kernels, and of calls that no kernel takes.
 
 Softmax is taken online (running maximum and sum, in float32), so nothing of the size of the history is ever held
-densely. Tiles are dense states or packed blocks (`tq_hf.ops.packed_tile`); what a query may attend to, caps and biases
+densely. Tiles are dense states or packed blocks (`tq_hf.ops.cpu.packed`); what a query may attend to, caps and biases
 are the same for both.
 """
 
@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from ..config import TurboQuantConfig
-from ..tensors.blocks import PackedBlocks
-from ..tensors.view import StoreView
-from ..tensors.window import KeyValue
-from . import packed_tile
-from .packed_tile import FEW_QUERIES, PackedTile, rotated
-from .tables_cpu import Take
-from .workspace import Scratch, current_workspace
+from ...config import TurboQuantConfig
+from ...tensors.attention import AttentionOptions
+from ...tensors.blocks import KeyValue, PackedBlocks
+from ...tensors.layer import StoreView
+from ..workspace import Scratch, current_workspace
+from .packed import FEW_QUERIES, PackedTile, Take, rotated
+from .packed import dequantise as dequantise_tile
 
 TILE_TOKENS = 2048
 """Dense tokens read at a time."""
@@ -187,19 +188,19 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     for start in range(0, blocks.capacity, step):
         stop = min(start + step, blocks.capacity)
         rows = slice(start * tokens, stop * tokens)
-        packed_tile.dequantise(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
+        dequantise_tile(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
 
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.
 @torch.compiler.disable
-def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; options as for `attend_dense`."""
+def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+    """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; arguments as for `attend_dense`."""
     heads = view.sinks[0].shape[1]
-    return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, **options)
+    return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, options)
 
 
 def attend_dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of the newest S of T tokens over dense states.
 
@@ -207,19 +208,15 @@ def attend_dense(
         query: `[B, Hq, S, Dk]`; row i is the query of position T - S + i.
         key: `[B, Hkv, T, Dk]`.
         value: `[B, Hkv, T, Dv]`.
-        mask: `[B or 1, 1 or Hq, S, >= T]` bool (True attends) or float (added to the logits). `None` is bottom-right
-            causal, or full if not `causal`.
-        scaling: Factor of the logits.
-        causal: What a mask of `None` means.
-        softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2).
-        s_aux: `[Hq]` logits of learned attention sinks (gpt-oss): they take weight and give no value.
-        position_bias: `[B or 1, 1 or Hq, S, >= T]`, added to the logits.
+        mask: `[B or 1, 1 or Hq, S, >= T]` bool (True attends) or float (added to the logits). `None` is as
+            `options.causal` says.
+        options: Any.
 
     Returns:
         `[B, S, Hq, Dv]` in the query's dtype. Rows that may attend to nothing are 0.
     """
     return _attend(
-        query, lambda grouped: _dense_tiles(0, (key, value), grouped), key.shape[1], key.shape[2], mask, **options
+        query, lambda grouped: _dense_tiles(0, (key, value), grouped), key.shape[1], key.shape[2], mask, options
     )
 
 
@@ -229,13 +226,9 @@ def _attend(
     kv_heads: int,
     length: int,
     mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool = True,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
+    scaling, causal, softcap, s_aux, position_bias = options
     batch, query_heads, queries, dim = query.shape
     groups = query_heads // kv_heads
     grouped = (query.float() * scaling).reshape(batch * kv_heads, groups, queries, dim)
@@ -282,3 +275,35 @@ def _attend(
 def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """`[B, 1 or Hq, S, T]` to a shape that broadcasts with `[B, Hkv, G, S, T]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (kv_heads, -1))
+
+
+def attend_buffer(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attention of the newest S tokens over dense states by sdpa.
+
+    Args:
+        query: `[B, Hq, S, Dk]`.
+        keys: `[B, Hkv, T, Dk]`.
+        values: `[B, Hkv, T, Dv]`.
+        mask: `[B or 1, 1 or Hq, S or 1, >= T]`, bool or additive, or `None` (see `options.causal`).
+        options: What sdpa has: no softcap, sinks or biases.
+
+    Returns:
+        `[B, S, Hq, Dv]`. Rows that may attend to nothing are 0.
+    """
+    queries, length = query.shape[2], keys.shape[2]
+    if mask is not None:
+        mask = mask[..., :length]
+        mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+    elif options.causal and queries > 1 and not query.is_cuda:
+        mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
+    elif options.causal and queries > 1:
+        mask = causal_lower_right(queries, length)  # flash needs no tensor for it
+    grouped = query.shape[1] != keys.shape[1]
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling, enable_gqa=grouped)
+    return out.transpose(1, 2)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
-from ..codec.rotation import rotation_matrix
-from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
-from ..layout import BlockLayout
-from ..tensors.blocks import PackedBlocks
-from ..tensors.factors import Factors
-from ..tensors.layer_tensors import LayerTensors
-from ..tensors.view import DeviceCounts, StoreView
-from ..tensors.window import KeyValue
-from . import backend
-from .backend import HAS_TRITON, explains_failures
-from .workspace import allocator, current_workspace
+from ...codec.rotation import rotation_matrix
+from ...config import TurboQuantConfig
+from ...inference_mode import outside_inference_mode
+from ...layout import BlockLayout
+from ...tensors.attention import AttentionOptions
+from ...tensors.blocks import Factors, KeyValue, PackedBlocks
+from ...tensors.layer import DeviceCounts, LayerTensors, StoreView
+from .. import backend
+from ..backend import HAS_TRITON, explains_failures
+from ..workspace import allocator, current_workspace
 
 if HAS_TRITON:
     from tq_kernels.codec.balance import balance as balance_channels
@@ -36,6 +36,8 @@ if HAS_TRITON:
     from tq_kernels.prefix.dense_launch import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
 
+R = TypeVar("R")
+
 MAX_QUERIES = 16
 """Queries a sequence that the decode kernel takes whatever the history; more are the business of prefill."""
 MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
@@ -45,27 +47,37 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels run on this tensor's device, in its dtype, for heads of this size and for values stored so."""
-    takes = layout.rotated_values and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
-    return takes and runs(tensor)
+def supports_blocks(tensor: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels encode and read blocks of this layout, for states of this tensor's device and dtype."""
+    fits = layout.rotated_values and layout.key_dim <= MAX_HEAD_DIM and layout.value_dim <= MAX_HEAD_DIM
+    return fits and supports_states(tensor)
 
 
-def runs(tensor: torch.Tensor) -> bool:
+def supports_states(tensor: torch.Tensor) -> bool:
     """Whether kernels run on this tensor's device and in its dtype."""
     able = HAS_TRITON and (tensor.is_cuda or interpreted()) and tensor.dtype in DTYPES
     return able and backend.chosen != "torch"
 
 
-def reads(tensors: LayerTensors, states: torch.Tensor) -> bool:
-    """`serves`, for states beside these tensors: what a decoder was made for, it serves."""
-    return runs(states) if tensors.decoder is not None else serves(states, tensors.layout)
+def once_per_layer(make: Callable[[LayerTensors], R]) -> Callable[[LayerTensors], R]:
+    """Decorate what makes a launch for a layer's tensors: it is made once. It knows their addresses, so it dies with
+    the object, and a copy of that has none."""
+    launches: WeakKeyDictionary[LayerTensors, R] = WeakKeyDictionary()
+
+    @wraps(make)
+    def launch_of(tensors: LayerTensors) -> R:
+        launch = launches.get(tensors)
+        if launch is None:
+            launch = launches[tensors] = make(tensors)
+        return launch
+
+    return launch_of
 
 
-def spells_plainly(device: torch.device) -> bool:
-    """Whether kernels unpack without inline PTX there: on AMD, and on NVIDIA before Turing."""
+def supports_inline_ptx(device: torch.device) -> bool:
+    """Whether kernels unpack with inline PTX there: on NVIDIA, from Turing on."""
     on = target(device)
-    return not on.asm and not on.fragments
+    return on.asm or on.fragments
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
@@ -84,31 +96,28 @@ def launching_on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if away else nullcontext()
 
 
-def reads_mask(mask: torch.Tensor | None) -> bool:
-    """Whether kernels read this mask: boolean and shared by all heads."""
-    return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
+def supports_mask(mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+    """Whether kernels compute with this mask: boolean, shared by all heads, and without a bias beside it."""
+    return options.position_bias is None and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
 
 
-def can_attend(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
-) -> bool:
+def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
-    return few and view.new is None and position_bias is None and reads_mask(mask) and reads(view.tensors, query)
+    return few and view.new is None and supports_mask(mask, options) and supports_blocks(query, view.tensors.layout)
 
 
-def can_attend_many(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, position_bias: torch.Tensor | None
+def supports_attend_many(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
     """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
     all heads."""
     layout = view.blocks.layout
     return (
-        serves(query, layout)
+        supports_blocks(query, layout)
         and prefix_takes(layout.key_dim, layout.value_dim, query.device)
-        and position_bias is None
-        and reads_mask(mask)
+        and supports_mask(mask, options)
     )
 
 
@@ -127,14 +136,14 @@ def rotations(
 
 def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -> None:
     """Make the tables that kernels on `like.device` read: made inside a captured graph, they would live in it."""
-    if serves(like, layout):
+    if supports_blocks(like, layout):
         for dtype in (torch.float32, torch.float16):
             rotations(config, layout, like.device, dtype)
 
 
-def can_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
+def supports_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether kernels find the factors of these states' channels."""
-    return runs(keys) and max(keys.shape[-1], values.shape[-1]) <= MAX_HEAD_DIM
+    return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= MAX_HEAD_DIM
 
 
 @explains_failures
@@ -197,10 +206,11 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         )
 
 
+@once_per_layer
 def decoder_of(tensors: LayerTensors) -> Decoder:
     """The decode kernels on these tensors, made once."""
     layout = tensors.layout
-    decoder = Decoder(
+    return Decoder(
         _packed(tensors.blocks),
         tensors.sinks,
         tensors.ring,
@@ -208,23 +218,12 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
     )
-    tensors.keep(decoder=decoder)
-    return decoder
 
 
-def attend(
-    query: torch.Tensor,
-    view: StoreView,
-    mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    causal: bool,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
-    """`tiled_attention.attend` on the GPU, for calls that `can_attend`. Also writes the view's late row."""
+def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+    """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's late row."""
     tensors, num_blocks, num_window, _, late, _ = view
-    decoder, device = tensors.decoder or decoder_of(tensors), query.device
+    decoder, device = decoder_of(tensors), query.device
     if mask is not None and mask.shape[0] != query.shape[0]:
         mask = mask.expand(query.shape[0], -1, -1, -1)
     row = None
@@ -236,12 +235,12 @@ def attend(
             device_int(num_blocks, device),
             device_int(num_window, device),
             device_int(decoder.sinks, device),
-            scaling=scaling,
+            scaling=options.scaling,
             allocate=allocator(current_workspace(device), "decode attention", device),
             mask=mask,
-            causal=causal,
-            softcap=softcap,
-            s_aux=s_aux,
+            causal=options.causal,
+            softcap=options.softcap,
+            s_aux=options.s_aux,
             row=row,
         )
     except Exception as error:
@@ -255,8 +254,10 @@ def attend(
 
 
 @explains_failures
-def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `can_attend_many`."""
+def attend_many(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
     key_rotation, value_rotation = rotations(view.config, layout, query.device, torch.float16)
     return attend_prefix(
@@ -274,32 +275,35 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
         allocate=allocator(current_workspace(query.device), "prefix attention", query.device),
         out=query.new_empty(query.shape[0], query.shape[2], query.shape[1], layout.value_dim),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
-        **options,
+        scaling=options.scaling,
+        causal=options.causal,
+        softcap=options.softcap,
+        s_aux=options.s_aux,
     )
 
 
+@once_per_layer
 def _reorderer_of(tensors: LayerTensors) -> Reorderer:
     """The kernel that reorders sequences, on these tensors, made once."""
-    reorderer = Reorderer(tensors.arguments())
-    tensors.keep(reorderer=reorderer)
-    return reorderer
+    return Reorderer(tensors.arguments())
 
 
-def can_reorder(tensors: LayerTensors) -> bool:
+def supports_reorder(tensors: LayerTensors) -> bool:
     """Whether the kernel puts the sequences of these tensors in another order."""
-    return runs(tensors.ring[0]) and (tensors.reorderer or _reorderer_of(tensors)).takes
+    return supports_states(tensors.ring[0]) and _reorderer_of(tensors).takes
 
 
 @explains_failures
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
-    """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `can_reorder`."""
-    (tensors.reorderer or _reorderer_of(tensors))(sources.contiguous())
+    """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `supports_reorder`."""
+    _reorderer_of(tensors)(sources.contiguous())
 
 
+@once_per_layer
 def _appender_of(tensors: LayerTensors) -> Appender:
     """The append kernel on these tensors, made once."""
     config, layout = tensors.config, tensors.layout
-    appender = Appender(
+    return Appender(
         _packed(tensors.blocks),
         tensors.sinks,
         tensors.ring,
@@ -308,20 +312,18 @@ def _appender_of(tensors: LayerTensors) -> Appender:
         corrections=(config.key_correction, config.value_correction),
         residual_length=config.residual_length,
     )
-    tensors.keep(appender=appender)
-    return appender
 
 
-def can_attend_dense(
+def supports_attend_dense(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
     makes kernels of its own."""
-    if torch.compiler.is_compiling() or not runs(query) or position_bias is not None or not reads_mask(mask):
+    if torch.compiler.is_compiling() or not supports_states(query) or not supports_mask(mask, options):
         return False
     traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
     return not traced and attends_dense(query, keys, values)
@@ -329,16 +331,23 @@ def can_attend_dense(
 
 @explains_failures
 def attend_dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """`tq_hf.ops.tiled_attention.attend_dense` on the GPU, for calls that `can_attend_dense`."""
+    """`tq_hf.ops.cpu.attention.attend_dense` on the GPU, for calls that `supports_attend_dense`."""
     return attend_dense_states(
         _rows(query),
         _rows(keys),
         _rows(values),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         allocate=allocator(current_workspace(query.device), "dense attention", query.device),
-        **options,
+        scaling=options.scaling,
+        causal=options.causal,
+        softcap=options.softcap,
+        s_aux=options.s_aux,
     )
 
 
@@ -347,7 +356,7 @@ def append_token(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
     """`tq_hf.stores.graph_ops.append_row` on the GPU."""
-    append = tensors.appender or _appender_of(tensors)
+    append = _appender_of(tensors)
     append(_rows(keys), _rows(values), counts, max_cache_len)
 
 
@@ -359,8 +368,8 @@ def attend_token(
     query: torch.Tensor,
     row: KeyValue | None,
     mask: torch.Tensor | None,
+    options: AttentionOptions,
     max_cache_len: int,
-    **options: Any,
 ) -> torch.Tensor:
     """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and window rows.
 
@@ -371,8 +380,8 @@ def attend_token(
     token = None
     if row is not None:
         keys, values = row
-        token = NewToken(_rows(keys), _rows(values), counts, max_cache_len, tensors.appender or _appender_of(tensors))
-    return (tensors.decoder or decoder_of(tensors))(
+        token = NewToken(_rows(keys), _rows(values), counts, max_cache_len, _appender_of(tensors))
+    return decoder_of(tensors)(
         _rows(query),
         num_blocks,
         num_window,
@@ -380,5 +389,7 @@ def attend_token(
         allocate=allocator(None, "decode attention", query.device),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         row=token,
-        **options,
+        scaling=options.scaling,
+        softcap=options.softcap,
+        s_aux=options.s_aux,
     )

@@ -8,21 +8,54 @@ they are read from the device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..tensors.windows import LayerWindows
-from . import paged_triton
-from .buffered_attention import attend_buffer
-from .tiled_attention import attend_dense
-from .window_plan import Place, Prompt, Singles, WindowStep
+from ..tensors.attention import AttentionOptions, supports_sdpa
+from ..tensors.pages import LayerWindows, Place, Prompt, Sequences, Singles, WindowStep
+from .cpu.attention import attend_buffer, attend_dense
+from .triton import pages as triton_pages
 
 WINDOW_BYTES = 256 << 20
 """Scratch that a layer takes in torch at most."""
 TILE_QUERIES = 512
 """Tokens of a prompt that attend at a time."""
+
+
+def plan_step(sequences: Sequences, total: int, windows: LayerWindows) -> WindowStep:
+    """Where the windows of a step's requests are.
+
+    Args:
+        sequences: The requests; their tables list pages of `windows`.
+        total: Tokens of the step, those of nobody included.
+        windows: Any of the layers.
+    """
+    device = sequences.table.device
+    if sequences.max_q == 1:
+        token = torch.arange(total, dtype=torch.int32, device=device)
+        request = torch.searchsorted(sequences.cu_q[1:], token, right=True)
+        return WindowStep(_singles(None, request, sequences, windows), [])
+    starts, lengths = sequences.cu_q.tolist(), sequences.cu_k.diff().tolist()
+    table, singles, prompts = sequences.table.long(), [], []
+    for i, length in enumerate(lengths):
+        new = starts[i + 1] - starts[i]
+        if new == 1:
+            singles.append((starts[i], i))
+        elif new:
+            prompts.append(Prompt(slice(starts[i], starts[i + 1]), length - new, table[i]))
+    if not singles:
+        return WindowStep(None, prompts)
+    tokens, requests = torch.tensor(singles, device=device).T
+    return WindowStep(_singles(tokens, requests, sequences, windows), prompts)
+
+
+def _singles(
+    tokens: torch.Tensor | None, request: torch.Tensor, sequences: Sequences, windows: LayerWindows
+) -> Singles:
+    """The `request` `[N]` of each of the tokens; beyond the last it is none."""
+    count = len(sequences.table)
+    past = torch.where(request < count, sequences.cu_k.diff()[request.clamp(max=count - 1)] - 1, -1)
+    return Singles(tokens, past.int(), sequences.table[request.clamp(max=count - 1)], windows)
 
 
 @torch.compiler.disable
@@ -32,10 +65,7 @@ def windowed_step(
     value: torch.Tensor,
     windows: LayerWindows,
     step: WindowStep,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of every request's new tokens over the window before each of them; then those tokens are stored.
 
@@ -45,40 +75,22 @@ def windowed_step(
         value: `[T, Hkv, D]`.
         windows: The layer's view of the pool, written in place.
         step: What `plan_step` says of this step.
-        scaling: Factor of the logits.
-        softcap: Logits become `softcap * tanh(logits / softcap)`.
-        s_aux: `[Hq]` logits of learned attention sinks.
+        options: Causal and without biases.
 
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
     """
-    attention = _Attention(scaling, softcap, s_aux)
     singles = step.singles
     if singles is not None and singles.tokens is None:
-        return _attend_singles(query, key, value, windows, singles, attention)
+        return _attend_singles(query, key, value, windows, singles, options)
     out = torch.zeros_like(query)
     if singles is not None:
         ones = singles.tokens
-        out[ones] = _attend_singles(query[ones], key[ones], value[ones], windows, singles, attention)
+        out[ones] = _attend_singles(query[ones], key[ones], value[ones], windows, singles, options)
     for prompt in step.prompts:
         part = prompt.tokens
-        out[part] = _attend_prompt(query[part], key[part], value[part], windows, prompt, attention)
+        out[part] = _attend_prompt(query[part], key[part], value[part], windows, prompt, options)
     return out
-
-
-class _Attention(NamedTuple):
-    scaling: float
-    softcap: float | None
-    s_aux: torch.Tensor | None
-
-    @property
-    def plain(self) -> bool:
-        """Whether sdpa computes it."""
-        return self.softcap is None and self.s_aux is None
-
-    def dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """`tq_hf.ops.tiled_attention.attend_dense`."""
-        return attend_dense(query, key, value, mask, scaling=self.scaling, softcap=self.softcap, s_aux=self.s_aux)
 
 
 def _attend_singles(
@@ -87,11 +99,11 @@ def _attend_singles(
     value: torch.Tensor,
     windows: LayerWindows,
     singles: Singles,
-    attention: _Attention,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Store the new tokens `[N, *, D]` and attend to what is held then, `[N, Hq, D]`."""
-    if paged_triton.takes_windows(query, key, windows):
-        return paged_triton.attend_windows(query, key, value, windows, singles, **attention._asdict())
+    if triton_pages.supports_attend_windows(query, key, windows):
+        return triton_pages.attend_windows(query, key, value, windows, singles, options)
     windows.write(*singles.written, key, value)
     count, heads = query.shape[:2]
     # What is gathered, and once more for what is made of it.
@@ -102,13 +114,13 @@ def _attend_singles(
     for start in range(0, count, step):
         part = slice(start, start + step)
         keys, values = (x.transpose(1, 2) for x in windows.read(*(where[part] for where in singles.read)))
-        if attention.plain:
+        if supports_sdpa(options):
             # Queries of a KV head as rows of one: sdpa's fast kernels take no mask beside groups of heads.
             rows = query[part].unflatten(1, (keys.shape[1], -1))
-            found = scaled_dot_product_attention(rows, keys, values, attn_mask=mask[part], scale=attention.scaling)
+            found = scaled_dot_product_attention(rows, keys, values, attn_mask=mask[part], scale=options.scaling)
             parts.append(found.reshape(-1, heads, found.shape[-1]))
         else:
-            parts.append(attention.dense(query[part, :, None], keys, values, mask[part])[:, 0])
+            parts.append(attend_dense(query[part, :, None], keys, values, mask[part], options)[:, 0])
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.masked_fill(~singles.exists[:, None, None], 0)
 
@@ -119,7 +131,7 @@ def _attend_prompt(
     value: torch.Tensor,
     windows: LayerWindows,
     prompt: Prompt,
-    attention: _Attention,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attend to what is held and to the new tokens `[n, *, D]`, then store those, `[n, Hq, D]`."""
     new, window = len(query), windows.window
@@ -137,18 +149,18 @@ def _attend_prompt(
         seen, shown = keys[:, :, first:end], values[:, :, first:end]
         rows = queries[:, :, start:stop]
         mask = None
-        if end - first > window or not attention.plain:
+        if end - first > window or not supports_sdpa(options):
             position = torch.arange(first, end, device=query.device)
             own = position[start - stop :, None]
             mask = ((position <= own) & (position > own - window))[None, None]
-        if not attention.plain:
+        if not supports_sdpa(options):
             assert mask is not None
-            parts.append(attention.dense(rows, seen, shown, mask)[0])
+            parts.append(attend_dense(rows, seen, shown, mask, options)[0])
             continue
         if mask is not None:
             groups = rows.shape[1] // seen.shape[1]
             seen, shown = (x.repeat_interleave(groups, 1) for x in (seen, shown))
-        parts.append(attend_buffer(rows, seen, shown, mask, scaling=attention.scaling)[0])
+        parts.append(attend_buffer(rows, seen, shown, mask, options)[0])
     stored = min(new, window)
     place = _place(windows, prompt, prompt.past + new - stored, prompt.past + new)
     windows.write(*place, key[new - stored :], value[new - stored :])

@@ -1,4 +1,4 @@
-"""`tq_hf.ops.paged.paged_step` on the GPU: kernels that read lengths and tables on the device.
+"""`tq_hf.ops.dispatch.paged_step` on the GPU: kernels that read lengths and tables on the device.
 
 The host knows shapes only, so a step can be captured as a CUDA graph and replayed. Scratch is allocated per call: in a
 graph it comes from the graph's own memory, where one layer's is free again for the next.
@@ -6,16 +6,17 @@ graph it comes from the graph's own memory, where one layer's is free again for 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..config import TurboQuantConfig
-from ..layout import BlockLayout
-from ..tensors.pages import LayerPages, Sequences
-from ..tensors.windows import LayerWindows
-from . import triton_backend
-from .backend import HAS_TRITON, explains_failures
-from .window_plan import Singles
-from .workspace import allocator
+from ...config import TurboQuantConfig
+from ...layout import BlockLayout
+from ...tensors.attention import AttentionOptions
+from ...tensors.pages import LayerPages, LayerWindows, Sequences, Singles
+from ..backend import HAS_TRITON, explains_failures
+from ..workspace import allocator
+from . import blocks
 
 if HAS_TRITON:
     from tq_kernels.paged.launch import (
@@ -34,21 +35,24 @@ if HAS_TRITON:
     from tq_kernels.paged.windows import takes_windows as takes_window_rows
 
 
-def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
-    """Whether kernels compute this step: heads, dtype and device that they serve, and rows of whole 16 bytes."""
+def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
+    """Whether kernels compute this step: its heads, dtypes and device, and rows of whole 16 bytes."""
     return (
-        decodes(query, pages.config, pages.layout)
-        and decodes(key, pages.config, pages.layout)
+        supports_paged_decode(query, pages.config, pages.layout)
+        and blocks.supports_states(key)
         and key.dtype == pages.rows.dtype
         and (sequences.max_q == 1 or takes_prompts(pages.layout.key_dim, query.device))
     )
 
 
-def decodes(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
+def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
     """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
     can be captured in a CUDA graph. (On Turing they read no sinks.)"""
-    takes = triton_backend.serves(states, layout) and layout.key_dim % 8 == 0
-    return takes and (not config.sink_tokens or takes_sinks(states.device))
+    return (
+        blocks.supports_blocks(states, layout)
+        and layout.key_dim % 8 == 0
+        and (not config.sink_tokens or takes_sinks(states.device))
+    )
 
 
 def decode_scratch_bytes(
@@ -56,7 +60,7 @@ def decode_scratch_bytes(
 ) -> int:
     """Bytes of scratch of a decode step of so many requests, with query and KV `heads` whose states are `like` these;
     what its captured graph holds for good. 0 without kernels."""
-    if not decodes(like, config, layout):
+    if not supports_paged_decode(like, config, layout):
         return 0
     bits = (config.key_bits, config.value_bits)
     return single_scratch_bytes(requests, *heads, layout.key_dim, bits, config.sink_tokens, like.device)
@@ -68,7 +72,6 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
     return states if channels == 1 and tokens % 8 == heads % 8 == 0 else states.contiguous()
 
 
-@torch.compiler.disable
 @explains_failures
 def paged_step(
     query: torch.Tensor,
@@ -76,12 +79,9 @@ def paged_step(
     value: torch.Tensor,
     pages: LayerPages,
     sequences: Sequences,
-    *,
-    scaling: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """See `tq_hf.ops.paged.paged_step`, for steps that `takes`."""
+    """See `tq_hf.ops.dispatch.paged_step`, for steps that `supports_paged_step`."""
     config, layout, device = pages.config, pages.layout, query.device
     total, count = query.shape[0], sequences.cu_q.shape[0] - 1
     single = sequences.max_q == 1
@@ -101,21 +101,18 @@ def paged_step(
         config.sink_tokens,
     )
     geometry = Geometry(sequences.cu_q, sequences.cu_k, sequences.table)
-    halves = triton_backend.rotations(config, layout, device, torch.float16)
+    halves = blocks.rotations(config, layout, device, torch.float16)
     scratch = allocator(None, "attention over pages", device)
-    with triton_backend.launching_on(device):
+    asked: dict[str, Any] = dict(scaling=options.scaling, softcap=options.softcap, s_aux=options.s_aux)
+    with blocks.launching_on(device):
         if not single:
-            attend_many(
-                tokens, held, geometry, halves, scaling=scaling, softcap=softcap, s_aux=s_aux, allocate=scratch, out=out
-            )
+            attend_many(tokens, held, geometry, halves, **asked, allocate=scratch, out=out)
         attend_single(
             tokens,
             held,
             geometry,
             halves,
-            scaling=scaling,
-            softcap=softcap,
-            s_aux=s_aux,
+            **asked,
             allocate=scratch,
             out=out,
             fill=fill,
@@ -124,7 +121,7 @@ def paged_step(
             tokens,
             held,
             geometry,
-            triton_backend.rotations(config, layout, device, torch.float32),
+            blocks.rotations(config, layout, device, torch.float32),
             key_correction=config.key_correction,
             value_correction=config.value_correction,
         )
@@ -133,10 +130,10 @@ def paged_step(
     return out
 
 
-def takes_windows(query: torch.Tensor, key: torch.Tensor, windows: LayerWindows) -> bool:
+def supports_attend_windows(query: torch.Tensor, key: torch.Tensor, windows: LayerWindows) -> bool:
     """Whether a kernel computes what requests with one new token read of their windows. (In float32 and on Turing it is
     torch.)"""
-    return triton_backend.runs(query) and key.dtype == windows.rows.dtype and takes_window_rows(query, key)
+    return blocks.supports_states(query) and key.dtype == windows.rows.dtype and takes_window_rows(query, key)
 
 
 @explains_failures
@@ -146,19 +143,16 @@ def attend_windows(
     value: torch.Tensor,
     windows: LayerWindows,
     singles: Singles,
-    *,
-    scaling: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of one new token each `[N, *, D]` of requests over their windows, stored there: `[N, Hq, D]`."""
     held = Windows(windows.rows, windows.window, singles.table, singles.past)
-    with triton_backend.launching_on(query.device):
+    with blocks.launching_on(query.device):
         return attend_window_rows(
             (_rows(query), _rows(key), _rows(value)),
             held,
-            scaling=scaling,
-            softcap=softcap,
-            s_aux=s_aux,
+            scaling=options.scaling,
+            softcap=options.softcap,
+            s_aux=options.s_aux,
             allocate=allocator(None, "attention over windows", query.device),
         )

@@ -1,4 +1,4 @@
-"""The dense end of a layer: a ring of the newest keys and values.
+"""The residual of a layer, its dense end: a ring of the newest keys and values.
 
 Rows are numbered by their token's position after the sinks; row p lives in slot `p % capacity`. The capacity is a
 multiple of the block size, so a block's rows are always contiguous: dropping a block that has been encoded moves
@@ -16,11 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from ..inference_mode import outside_inference_mode
-from ..layout import BlockLayout
-
-KeyValue = tuple[torch.Tensor, torch.Tensor]
-
-BLOCK = BlockLayout.tokens
+from .blocks import BLOCK, KeyValue
 
 
 def ring_capacity(rows: int) -> int:
@@ -47,7 +43,7 @@ class LateRow:
             self.states = None
 
 
-class DenseWindow:
+class Residual:
     """Rows `first` to `first + count` in a ring of keys `[B, Hkv, capacity, Dk]` and values `[B, Hkv, capacity, Dv]`.
 
     Args:
@@ -67,8 +63,8 @@ class DenseWindow:
         self.late = late
 
     @classmethod
-    def allocate(cls, like: KeyValue, capacity: int, first: int = 0) -> DenseWindow:
-        """An empty window.
+    def allocate(cls, like: KeyValue, capacity: int, first: int = 0) -> Residual:
+        """An empty residual.
 
         Args:
             like: Keys and values whose batch, heads, head_dim, dtype and device the ring takes.
@@ -111,9 +107,9 @@ class DenseWindow:
             value_ring[:, :, slots] = values[:, :, rows]
         self.count += keys.shape[2]
 
-    def snapshot(self) -> DenseWindow:
+    def snapshot(self) -> Residual:
         """The rows held now, in the same buffers."""
-        return DenseWindow(self.ring, self.first, self.count, self.late)
+        return Residual(self.ring, self.first, self.count, self.late)
 
     def drop(self, count: int) -> None:
         """Forget the oldest `count` rows."""
@@ -128,9 +124,9 @@ class DenseWindow:
         for slots, rows in self._slots(self.first + skip, count):
             yield skip + rows.start, (keys[:, :, slots], values[:, :, slots])
 
-    def copied(self, capacity: int, skip: int = 0) -> DenseWindow:
-        """A window of another capacity that holds these rows without the oldest `skip`."""
-        window = DenseWindow.allocate(self.ring, capacity, self.first + skip)
+    def copied(self, capacity: int, skip: int = 0) -> Residual:
+        """A residual of another capacity that holds these rows without the oldest `skip`."""
+        residual = Residual.allocate(self.ring, capacity, self.first + skip)
         for _, part in self.parts(skip):
-            window.append(*part)
-        return window
+            residual.append(*part)
+        return residual

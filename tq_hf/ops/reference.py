@@ -1,0 +1,110 @@
+"""Attention by its definition, the oracle of every backend; and what a request reads of its pages, as a `StoreView`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..codec.reference import dequantise
+from ..tensors.attention import AttentionOptions
+from ..tensors.blocks import BLOCK, KeyValue
+from ..tensors.layer import LayerTensors, StoreView
+from ..tensors.pages import LayerPages, Sequences
+
+
+def dense_states(view: StoreView) -> KeyValue:
+    """Everything in `view` as float64 keys and values, `[B, Hkv, view.length, D]`."""
+    shapes = view.tensors.dense_shapes(view.length)
+    keys, values = (view.sinks[0].new_zeros(shape, dtype=torch.float64) for shape in shapes)
+    for start, part in view.dense_parts:
+        for out, states in zip((keys, values), part, strict=True):
+            out[:, :, start : start + states.shape[2]] = states
+    start, tokens = view.sinks[0].shape[2], view.num_blocks * view.blocks.layout.tokens
+    packed = slice(start, start + tokens)
+    dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
+    return keys, values
+
+
+def attend(
+    query: torch.Tensor, view: StoreView | KeyValue, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """Softmax over all that is stored, in float64; arguments as for `tq_hf.ops.cpu.attention.attend_dense`.
+
+    Args:
+        view: What is stored, or dense keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
+
+    Returns:
+        `[B, S, Hq, Dv]` float64. Rows that may attend to nothing are 0.
+    """
+    scaling, causal, softcap, s_aux, position_bias = options
+    keys, values = dense_states(view) if isinstance(view, StoreView) else (part.double() for part in view)
+    queries, length, groups = query.shape[2], keys.shape[2], query.shape[1] // keys.shape[1]
+    logits = query.double() @ keys.repeat_interleave(groups, 1).transpose(-1, -2) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if position_bias is not None:
+        logits = logits + position_bias[..., :length]
+    if mask is None and causal:
+        mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
+    if mask is not None:
+        mask = mask[..., :length]
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., :length]
+    return (weights @ values.repeat_interleave(groups, 1)).transpose(1, 2)
+
+
+class Request(NamedTuple):
+    """A request's part of a step.
+
+    Args:
+        tokens: Its new tokens among all.
+        past: Tokens cached before.
+        ring: Its ring pages, `[ring_pages]` int64.
+        sinks: Its sink page, `[0]` or `[1]` int64.
+        blocks: Its blocks, `[at least those complete after the step]` int64.
+    """
+
+    tokens: slice
+    past: int
+    ring: torch.Tensor
+    sinks: torch.Tensor
+    blocks: torch.Tensor
+
+
+def requests(sequences: Sequences, ring_pages: int, sink_pages: int) -> Iterator[Request]:
+    """The requests of a step that have new tokens."""
+    starts, ends, table = sequences.cu_q.tolist(), sequences.cu_k.tolist(), sequences.table.long()
+    before = ring_pages + sink_pages
+    for i, row in enumerate(table):
+        new = starts[i + 1] - starts[i]
+        if new:
+            past = ends[i + 1] - ends[i] - new
+            # The ring of a short request may lack pages, for rows that nobody reads or writes: any page will do.
+            ring = row[:ring_pages].clamp(min=0)
+            yield Request(slice(starts[i], starts[i + 1]), past, ring, row[ring_pages:before], row[before:])
+
+
+def view_of(pages: LayerPages, request: Request, new: KeyValue) -> StoreView:
+    """What a request's queries attend to, in a copy: sinks, blocks complete before this step, ring rows, and `new` keys
+    and values `[1, Hkv, n, D]`."""
+    num_blocks, held = divmod(request.past, BLOCK)
+    sinks = (new[0][:, :, :0], new[1][:, :, :0])
+    if pages.sink_pages and num_blocks:
+        sinks = pages.sinks(request.sinks)
+    tensors = LayerTensors(pages.config, pages.packed(request.blocks[:num_blocks]), sinks, pages.ring(request.ring))
+    return StoreView(tensors, num_blocks, held, request.past, None, new)
+
+
+def without_packed_sinks(view: StoreView, queries: int) -> torch.Tensor | None:
+    """A causal mask `[1, 1, queries, view.length]` without what block 0 says of sinks; `None` if there are none."""
+    sinks = view.sinks[0].shape[2]
+    if not sinks:
+        return None
+    mask = torch.ones(queries, view.length, dtype=torch.bool, device=view.sinks[0].device)
+    mask = mask.tril(view.length - queries)
+    mask[:, sinks : 2 * sinks] = False
+    return mask[None, None]

@@ -1,0 +1,227 @@
+"""All tensors of one compressed layer, and what attention reads of them in one call: a snapshot of its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config import TurboQuantConfig
+from ..layout import BlockLayout
+from .blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from .residual import LateRow, Residual
+
+
+class RowKind(NamedTuple):
+    """What one token's keys and values are like: shapes `[B, Hkv, 1, Dk]` and `[B, Hkv, 1, Dv]`, dtype and device."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def dense_shapes(row: RowKind, tokens: int) -> tuple[torch.Size, torch.Size]:
+    """The shapes `[B, Hkv, tokens, Dk]` and `[B, Hkv, tokens, Dv]`."""
+    (batch, heads, _, key_dim), value_dim = row.keys, row.values[3]
+    return torch.Size((batch, heads, tokens, key_dim)), torch.Size((batch, heads, tokens, value_dim))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTensors:
+    """The tensors of a layer. A store whose tensors are replaced (they grow, move, are copied) makes another object.
+
+    Args:
+        config: The configuration the blocks were encoded with.
+        blocks: Packed blocks.
+        sinks: Dense keys and values `[B, Hkv, s, D]`, `s` possibly 0.
+        ring: The buffers of the residual, `[B, Hkv, capacity, D]` (see `tq_hf.tensors.residual`), possibly without its
+            newest row.
+    """
+
+    config: TurboQuantConfig
+    blocks: PackedBlocks
+    sinks: KeyValue
+    ring: KeyValue
+    row: RowKind = field(init=False, repr=False)
+    """What one token's keys and values are like."""
+
+    def __post_init__(self) -> None:
+        keys, values = self.ring
+        (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
+        row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
+        object.__setattr__(self, "row", row)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the row: the copies may be on another device.
+        return LayerTensors, (self.config, self.blocks, self.sinks, self.ring)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Sizes of a block."""
+        return self.blocks.layout
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held."""
+        return self.row.keys[0]
+
+    def with_sinks(self, count: int) -> LayerTensors:
+        """These tensors with views of the first `count` sink rows."""
+        keys, values = self.sinks
+        if count == keys.shape[2]:
+            return self
+        return LayerTensors(self.config, self.blocks, (keys[:, :, :count], values[:, :, :count]), self.ring)
+
+    def with_blocks(self, blocks: PackedBlocks) -> LayerTensors:
+        """These tensors with other blocks."""
+        return LayerTensors(self.config, blocks, self.sinks, self.ring)
+
+    def with_ring(self, ring: KeyValue) -> LayerTensors:
+        """These tensors with another window."""
+        return LayerTensors(self.config, self.blocks, self.sinks, ring)
+
+    def dense_shapes(self, tokens: int) -> tuple[torch.Size, torch.Size]:
+        """The shapes of so many keys and values, `[B, Hkv, tokens, D]`."""
+        return dense_shapes(self.row, tokens)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerTensors:
+        """The results of `function` on every tensor."""
+        sinks, ring = ((function(keys), function(values)) for keys, values in (self.sinks, self.ring))
+        return LayerTensors(self.config, self.blocks.map(function), sinks, ring)
+
+    def by_kind(self) -> dict[str, list[torch.Tensor]]:
+        """Every tensor, by the kind `memory_footprint` reports."""
+        blocks = self.blocks
+        means = [] if blocks.key_means is None else [blocks.key_means]
+        return {
+            "packed": [blocks.key_words, blocks.value_words],
+            "metadata": [blocks.scalars, *means, *blocks.factors],
+            "window": list(self.ring),
+            "sinks": list(self.sinks),
+        }
+
+    def arguments(self) -> list[torch.Tensor]:
+        """Every tensor in one list, as an operator of a graph takes them."""
+        return [*self.sinks, *self.ring, *self.blocks.factors, *self.blocks.tensors().values()]
+
+    @classmethod
+    def from_arguments(cls, config: TurboQuantConfig, tensors: Sequence[torch.Tensor]) -> LayerTensors:
+        """The layer whose `arguments()` these are."""
+        sink_keys, sink_values, ring_keys, ring_values, *factors = tensors[:6]
+        key_words, value_words, scalars, *means = tensors[6:]
+        layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
+        means_or_none = means[0] if means else None
+        blocks = PackedBlocks(layout, key_words, value_words, scalars, means_or_none, Factors(*factors))
+        return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))
+
+
+class StoreView(NamedTuple):
+    """The tokens a query attends to, oldest first: sinks, packed blocks, window, and the new tokens of a long call.
+
+    Args:
+        tensors: The tensors read.
+        num_blocks: Number of packed blocks read, the first ones.
+        num_window: Number of window rows read, those that follow the blocks; they end with the new tokens unless `new`
+            holds those.
+        past_length: Tokens cached before this call.
+        late: The newest window row, if it may not be in its ring yet.
+        new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the window, as the model made
+            them.
+    """
+
+    tensors: LayerTensors
+    num_blocks: int
+    num_window: int
+    past_length: int
+    late: LateRow | None = None
+    new: KeyValue | None = None
+
+    @property
+    def config(self) -> TurboQuantConfig:
+        """The configuration the blocks were encoded with."""
+        return self.tensors.config
+
+    @property
+    def blocks(self) -> PackedBlocks:
+        """Packed blocks of which the first `num_blocks` are read."""
+        return self.tensors.blocks
+
+    @property
+    def sinks(self) -> KeyValue:
+        """Dense keys and values `[B, Hkv, s, D]`, `s` possibly 0."""
+        return self.tensors.sinks
+
+    @property
+    def window(self) -> Residual:
+        """The dense rows after the blocks."""
+        first = self.num_blocks * self.tensors.layout.tokens
+        return Residual(self.tensors.ring, first, self.num_window, self.late)
+
+    @property
+    def dense_parts(self) -> list[tuple[int, KeyValue]]:
+        """The dense parts that hold tokens, each with the position of its first token."""
+        num_sinks = self.sinks[0].shape[2]
+        parts = [(0, self.sinks)] if num_sinks else []
+        after = num_sinks + self.num_blocks * self.tensors.layout.tokens
+        parts += [(after + skipped, part) for skipped, part in self.window.parts()]
+        if self.new is not None:
+            parts.append((after + self.num_window, self.new))
+        return parts
+
+    @property
+    def length(self) -> int:
+        """All tokens attended to: past and new."""
+        tensors, num_blocks, num_window, _, _, new = self
+        length = tensors.sinks[0].shape[2] + num_blocks * BLOCK + num_window
+        return length if new is None else length + new[0].shape[2]
+
+
+class DeviceCounts(NamedTuple):
+    """The counts of a preallocated store; see `tq_hf.stores.preallocated`."""
+
+    state: torch.Tensor
+    step_counts: torch.Tensor
+    length: torch.Tensor
+
+
+@dataclass
+class NewestToken:
+    """Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` that a preallocated store has not appended yet, or `None`.
+
+    A store has one such object. The decode step that reads the token appends it in passing; whoever else wants to know
+    what the store holds appends it first (`tq_hf.stores.graph_ops.append_newest`).
+    """
+
+    states: KeyValue | None = None
+
+
+class StepView(NamedTuple):
+    """The same for a decode step of a preallocated store: the snapshot is on the device.
+
+    Args:
+        tensors: The tensors read, which the store never replaces.
+        counts: The store's, which hold what the step attends to once the newest token is appended.
+        entries: Views of the numbers of sinks, blocks and window rows in `counts.step_counts`.
+        config_text: The configuration as an operator of a graph takes it.
+        length: Tokens there is room for: the length of the dense states that stand for this view.
+        num_held: Tokens it covers, if the host knows.
+        newest: The store's newest token, unless it is appended.
+    """
+
+    tensors: LayerTensors
+    counts: DeviceCounts
+    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    config_text: str
+    length: int
+    num_held: int | None
+    newest: NewestToken
+
+
+def is_first(view: StoreView | StepView) -> bool:
+    """Whether nothing was cached before this call: its own states are all there is to read. Never of a `StepView`: even
+    a prompt of one token is read from the store."""
+    # Not a property: of a named tuple, Dynamo of torch 2.9 traces none.
+    return isinstance(view, StoreView) and view.past_length == 0
