@@ -155,27 +155,31 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         else:
             next_at = block0 + page.to(tl.int64) * blocks.stride_b
             words = load_scalars(blocks.scalars + next_at * C.BLOCK_WORDS + n, block + 1 < last)
-        if C.HAS_MEAN:
-            shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C.DKP) * level_unit(C.KEY_BITS, C.SMALL)
+        # Step by step for all planes: softcap's exponentials stay in this order.
         x = ()
         for plane in tl.static_range(4):
-            logit = scores[plane] * key_scale[plane][:, None]  # [32, BR]
-            if C.HAS_MEAN:
-                logit += shared
-            if C.SOFTCAP:
-                logit = soft_capped(logit * factor[None, :], cap_log2)
-            if C.MASK == 1:
-                logit += bias[plane][:, None]
-            elif C.MASK == 2:
-                t = sink_count + block * TOKENS + 32 * plane + n
-                mask_offset = (rows.r % rows.queries) * mask.stride_s  # [BR]
-                allowed = allowed_tile(mask.start, t, mask_offset, mask.stride_t, rows.inside[None, :])
-                logit = tl.where(allowed, logit, -float("inf"))
-            x += (logit,)
+            x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
+        if C.HAS_MEAN:
+            shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C.DKP) * level_unit(C.KEY_BITS, C.SMALL)
+            x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
+        if C.SOFTCAP:
+            capped = ()
+            for plane in tl.static_range(4):
+                capped += (soft_capped(x[plane] * factor[None, :], cap_log2),)
+            x = capped
         if C.SINKS:
             x = (without_sinks(x[0], block, n[:, None], C.SINKS), x[1], x[2], x[3])
         if C.MASK == 1:
+            x = (x[0] + bias[0][:, None], x[1] + bias[1][:, None], x[2] + bias[2][:, None], x[3] + bias[3][:, None])
             bias = load_bias(mask_at, tl.minimum(block + 1, last - 1), mask.stride_t)
+        elif C.MASK == 2:
+            t = sink_count + block * TOKENS + n
+            mask_offset = (rows.r % rows.queries) * mask.stride_s  # [BR]
+            seen = ()
+            for plane in tl.static_range(4):
+                allowed = allowed_tile(mask.start, t + 32 * plane, mask_offset, mask.stride_t, rows.inside[None, :])
+                seen += (tl.where(allowed, x[plane], -float("inf")),)
+            x = seen
         # The maximum is kept in the units of these products; the factor to base-2 logits enters the
         # exponent's FMA.
         gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.SOFTCAP else factor
