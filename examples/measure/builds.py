@@ -104,7 +104,7 @@ def build_prefix(
     on, dims = target_of(arch), (dim, value_dim or dim)
     config = prefix_config(*dims, *bits, on)
     flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
-    constants = prefix_constants(*dims, *bits, has_mean=True, config=config, on=on, **flags)
+    constants = prefix_constants(*dims, *bits, config=config, on=on, **flags)
     kernel = prefix_attention_fragments if on.fragments else prefix_attention
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
@@ -259,7 +259,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
 def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False, sinks: int = 0) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, *bits, on)
-    flags = (True, True, 0, softcap, False, split)
+    flags = (True, 0, softcap, False, split)
     constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES, sinks))
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["*i32"] * 3

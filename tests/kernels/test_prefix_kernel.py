@@ -32,7 +32,6 @@ CASES = (
         (BASE.with_(Dk=72, Dv=100, preset="3bit_nc", Hq=3, Hkv=1), False),
         (BASE.with_(dtype=BF16), True),
         (BASE.with_(dtype=FP32, preset="k8v4"), False),
-        (BASE.with_(key_mean=False), False),
         (BASE.with_(mask="padding", B=2, Hkv=1), True),
         (BASE.with_(mask="full", B=2), True),
         (BASE.with_(mask="full", softcap=15.0), False),

@@ -64,7 +64,6 @@ def attend_many(
         dim,
         pages.key_bits,
         pages.value_bits,
-        pages.key_means is not None,
         True,
         0,
         softcap is not None,

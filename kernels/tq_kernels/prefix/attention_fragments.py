@@ -104,7 +104,6 @@ def prefix_attention_fragments(
     DVP: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -179,8 +178,8 @@ def prefix_attention_fragments(
                 key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
                 value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
                 scalars + at * TOKENS + half * 16,
-                key_means + at * DKP if HAS_MEAN else key_means,
-                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
+                key_means + at * DKP,
+                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, True, MASK > 0, SOFTCAP, TILES,
             )  # fmt: skip
         acc = rotated_back(packed, value_rotation, g, t, DVP, DV, VALUE_QUARTERS, TILES)
         # Dense tokens are neither in the units of packed ones nor in their probabilities'.

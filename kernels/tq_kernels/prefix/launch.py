@@ -123,7 +123,6 @@ def prefix_constants(
     value_dim: int,
     key_bits: int,
     value_bits: int,
-    has_mean: bool,
     causal: bool,
     mask: int,
     has_softcap: bool,
@@ -136,7 +135,7 @@ def prefix_constants(
     """The constexpr arguments of the attention kernel on this target, in order; `pages` are those that only a table of
     pages needs."""
     dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
-    flags = (key_bits, value_bits, has_mean, causal, mask, has_softcap, has_aux, split)
+    flags = (key_bits, value_bits, causal, mask, has_softcap, has_aux, split)
     if on.fragments:
         return (*dims, *flags, config.block_rows // 8)
     tiles = (config.block_rows, config.step, config.stages, on.asm)
@@ -223,7 +222,6 @@ def attend_prefix(
         value_dim,
         key_bits,
         value_bits,
-        packed.key_means is not None,
         causal and mask is None,
         mask_kind,
         softcap is not None,
@@ -247,7 +245,7 @@ def attend_prefix(
             packed.key_words,
             packed.value_words,
             packed.scalars,
-            packed.scalars if packed.key_means is None else packed.key_means,
+            packed.key_means,
             key_rotation,
             value_rotation,
             packed.key_factors,
