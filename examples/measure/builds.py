@@ -17,7 +17,7 @@ from tq_kernels.codec.balance import WARPS, balance_constants, channel_factors, 
 from tq_kernels.codec.dequantise import dequantise_blocks
 from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.launch import dequantise_config, encode_config
-from tq_kernels.codec.quantise import CORRECTIONS, LEVELS
+from tq_kernels.codec.quantise import LEVELS
 from tq_kernels.decode.append import rotate_and_append
 from tq_kernels.decode.appender import rotate_columns
 from tq_kernels.decode.plan import Plan, plan_decode
@@ -62,9 +62,8 @@ def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 1
     """`encode_blocks` of keys or of values."""
     on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
-    correction = CORRECTIONS["projection" if is_value else "norm"]
     constants = (
-        *(dim, stored, tile_of(stored), own, LEVELS[own], correction, is_value, MATRIX[dtype], config.k_step),
+        *(dim, stored, tile_of(stored), own, LEVELS[own], is_value, MATRIX[dtype], config.k_step),
         *("tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
     )
     types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
@@ -161,10 +160,7 @@ def build_preallocated_append(
     on, stored = target_of(arch), padded_dim(dim)
     tile = tile_of(stored)
     config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
-    halves = [
-        (dim, stored, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step)
-        for own, correction in zip(bits, ("norm", "projection"), strict=True)
-    ]
+    halves = [(dim, stored, tile, own, LEVELS[own], config.k_step) for own in bits]
     constants = (*halves[0], *halves[1], True, MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
     states = [f"*{dtype}"]
     types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
@@ -249,7 +245,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), *bits, True, *[LEVELS[own] for own in bits]),
-        *(CORRECTIONS["norm"], CORRECTIONS["projection"], MATRIX[dtype], config.k_step),
+        *(MATRIX[dtype], config.k_step),
         *("tf32x3" if on.asm else "ieee", sinks, *place(preset, dim), SEQUENCES, on.asm),
     )
     types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]

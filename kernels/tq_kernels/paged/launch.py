@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..codec.launch import MATRIX_TYPES, encode_config
-from ..codec.quantise import CORRECTIONS, LEVELS
+from ..codec.quantise import LEVELS
 from ..common.device import Target, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E
@@ -230,15 +230,11 @@ def encode_new_blocks(
     pages: Pages,
     geometry: Geometry,
     rotations: tuple[torch.Tensor, torch.Tensor],
-    *,
-    key_correction: str,
-    value_correction: str,
 ) -> None:
     """Encode the blocks that new tokens complete, from the rings and the new tokens.
 
     Args:
         rotations: R of keys and of values as `tq_kernels.codec.launch.encode` takes them.
-        key_correction, value_correction: Likewise.
     """
     _, key, value = tokens
     (total, kv_heads, dim), count = key.shape, geometry.cu_q.shape[0] - 1
@@ -259,8 +255,6 @@ def encode_new_blocks(
         pages.key_means is not None,
         LEVELS[pages.key_bits],
         LEVELS[pages.value_bits],
-        CORRECTIONS[key_correction],
-        CORRECTIONS[value_correction],
         matrix,
         config.k_step,
         "tf32x3" if on.asm else "ieee",

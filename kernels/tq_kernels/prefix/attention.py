@@ -187,9 +187,7 @@ def _attend_blocks(
         mean = tl.load(blocks.key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0)  # [BDK]
         mean = mean - reference
         keys = key_tiles(blocks.key_words + at * KEY_SIZE, key_scales, mean, C.DKP, C.BLOCK_DK, C.KEY_BITS, C.ASM)
-        values = value_tiles(
-            blocks.value_words + at * VALUE_SIZE, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM
-        )
+        values = value_tiles(blocks.value_words + at * VALUE_SIZE, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
         t = sinks + block * TOKENS + tl.arange(0, TILE)
         x0 = logits(rotated, keys[0], common, scale, mask, t, C.MASK, C.SOFTCAP)
         if C.SINKS:
@@ -421,8 +419,9 @@ def prefix_attention(
             block_table, batch, kv_head, blocks_b, blocks_h,
         )  # fmt: skip
         maximum, total, acc = _attend_blocks(
-            maximum, total, acc, plain, first_row, rows, scale, allowed, packed, first, last_block, sink_count, scratch, C
-        )
+            maximum, total, acc, plain, first_row, rows, scale, allowed, packed, first, last_block, sink_count,
+            scratch, C,
+        )  # fmt: skip
 
     if last > blocks:
         first_row = opaque(first_row, ASM)

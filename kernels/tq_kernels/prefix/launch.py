@@ -17,9 +17,9 @@ import triton
 from ..common.compat import current_device
 from ..common.device import Target, target
 from ..common.launcher import Kernel, specialised
-from ..common.packed import Packed
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS, padded_dim
+from ..types import Packed, Recipe
 from .attention import prefix_attention
 from .attention_fragments import prefix_attention_fragments
 from .merge import merge_splits
@@ -150,11 +150,8 @@ def attend_prefix(
     window: tuple[torch.Tensor, torch.Tensor],
     num_window: int,
     new: tuple[torch.Tensor, torch.Tensor] | None,
-    key_rotation: torch.Tensor,
-    value_rotation: torch.Tensor,
+    recipe: Recipe,
     *,
-    key_bits: int,
-    value_bits: int,
     scaling: float,
     out: torch.Tensor,
     allocate: Callable[[int], torch.Tensor],
@@ -174,7 +171,7 @@ def attend_prefix(
         sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
         window: The same, a ring: the `num_window` rows that count start at row 128 * `num_blocks` modulo its size.
         new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the window, last dimension contiguous, or `None`.
-        key_rotation, value_rotation: sqrt(D) R as `[D, D]` fp16 with D the padded dimension.
+        recipe: What blocks were encoded with; sqrt(D) R in fp16.
         scaling: Factor of the logits.
         out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
         allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
@@ -192,14 +189,13 @@ def attend_prefix(
     if device.type == "cuda" and device.index != current_device():
         with torch.cuda.device(device):
             return attend_prefix(
-                query, packed, num_blocks, sinks, window, num_window, new,
-                key_rotation, value_rotation, key_bits=key_bits, value_bits=value_bits, scaling=scaling, out=out,
+                query, packed, num_blocks, sinks, window, num_window, new, recipe, scaling=scaling, out=out,
                 allocate=allocate, mask=mask, causal=causal, softcap=softcap, s_aux=s_aux, config=config, splits=splits,
             )  # fmt: skip
     batch, query_heads, queries, key_dim = query.shape
     kv_heads, value_dim = packed.key_words.shape[1], window[1].shape[3]
     groups, on = query_heads // kv_heads, target(device)
-    config = config or prefix_config(key_dim, value_dim, key_bits, value_bits, on)
+    config = config or prefix_config(key_dim, value_dim, *recipe.bits, on)
     rows, heads = groups * queries, batch * kv_heads
     row_tiles = -(-rows // config.block_rows)
     fresh = (window[0][:, :, :0], window[1][:, :, :0]) if new is None else new
@@ -220,8 +216,7 @@ def attend_prefix(
     constants = prefix_constants(
         key_dim,
         value_dim,
-        key_bits,
-        value_bits,
+        *recipe.bits,
         causal and mask is None,
         mask_kind,
         softcap is not None,
@@ -246,8 +241,7 @@ def attend_prefix(
             packed.value_words,
             packed.scalars,
             packed.key_means,
-            key_rotation,
-            value_rotation,
+            *recipe.rotations,
             packed.key_factors,
             packed.value_factors,
             *sinks,

@@ -1,4 +1,4 @@
-"""The tensors of packed blocks, as every kernel takes them."""
+"""What launchers of kernels are given, on both sides: types that need no Triton."""
 
 from typing import NamedTuple
 
@@ -31,3 +31,16 @@ class Packed(NamedTuple):
         """Strides of the batch and of the heads, in blocks."""
         tokens = self.scalars.shape[3]
         return self.scalars.stride(0) // tokens, self.scalars.stride(1) // tokens
+
+
+class Recipe(NamedTuple):
+    """How blocks are encoded, of keys and of values each.
+
+    Args:
+        bits: 2, 3, 4 or 8.
+        rotations: `[D padded, D padded]`, contiguous. For the codec the orthogonal R in float32: a row x is rotated to
+            x @ R.T; where D padded is a power of two, only the signs of R are read. For attention sqrt(D) R in fp16.
+    """
+
+    bits: tuple[int, int]
+    rotations: tuple[torch.Tensor, torch.Tensor]
