@@ -53,7 +53,7 @@ def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
 
 
 def encodes(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
-    """`serves`, for kernels that also encode: they store the scale of one correction."""
+    """`serves`, for blocks that this configuration encodes: kernels store the scale of one correction."""
     settled = config.key_correction == config.value_correction == INNER
     return settled and serves(tensor, layout)
 
@@ -112,7 +112,7 @@ def can_attend_many(
     all heads."""
     layout = view.blocks.layout
     return (
-        serves(query, layout)
+        encodes(query, view.config, layout)
         and prefix_takes(layout.key_dim, layout.value_dim, query.device)
         and position_bias is None
         and reads_mask(mask)
