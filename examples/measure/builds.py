@@ -31,12 +31,11 @@ from tq_kernels.paged.encode import encode_completed
 from tq_kernels.paged.reduce import reduce_splits_paged
 from tq_kernels.paged.split import decode_split_paged
 from tq_kernels.paged.split_fragments import decode_split_paged_fragments
-from tq_kernels.paged.windows import STAGES, window_attention
 from tq_kernels.prefix.attention import prefix_attention
-from tq_kernels.prefix.attention_fragments import prefix_attention_fragments
-from tq_kernels.prefix.dense import dense_attention
-from tq_kernels.prefix.dense_launch import dense_config
+from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
+from tq_kernels.prefix.windows import STAGES, window_attention
+from tq_kernels.turing.prefix import prefix_attention_fragments
 
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.tensors.pages import rows_per_page

@@ -19,8 +19,8 @@ from paged_cases import Step, make  # noqa: E402
 from tq_kernels.codec import launch as codec  # noqa: E402
 from tq_kernels.common.launcher import Kernel  # noqa: E402
 from tq_kernels.paged import launch as paged  # noqa: E402
-from tq_kernels.paged import prompts  # noqa: E402
 from tq_kernels.prefix import launch as prefix  # noqa: E402
+from tq_kernels.prefix import prompts  # noqa: E402
 
 from tq_hf.ops import paged_triton, triton_backend  # noqa: E402
 from tq_hf.tensors.blocks import PackedBlocks  # noqa: E402

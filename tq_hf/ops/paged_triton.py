@@ -19,19 +19,17 @@ from .workspace import allocator
 
 if HAS_TRITON:
     from tq_kernels.paged.launch import (
-        Geometry,
-        Pages,
-        Tokens,
         append_new_rows,
         attend_single,
         encode_new_blocks,
         single_scratch_bytes,
         takes_sinks,
     )
-    from tq_kernels.paged.prompts import attend_many, takes_prompts
-    from tq_kernels.paged.windows import Windows
-    from tq_kernels.paged.windows import attend_windows as attend_window_rows
-    from tq_kernels.paged.windows import takes_windows as takes_window_rows
+    from tq_kernels.prefix.prompts import attend_many, takes_prompts
+    from tq_kernels.prefix.windows import Windows
+    from tq_kernels.prefix.windows import attend_windows as attend_window_rows
+    from tq_kernels.prefix.windows import takes_windows as takes_window_rows
+    from tq_kernels.types import Geometry, Pages, Tokens
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:

@@ -31,8 +31,8 @@ if HAS_TRITON:
     from tq_kernels.decode.decoder import Decoder
     from tq_kernels.decode.reorder import Reorderer
     from tq_kernels.decode.step import NewRow, NewToken
-    from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
-    from tq_kernels.prefix.dense_launch import attends_dense
+    from tq_kernels.prefix.dense import attend_dense as attend_dense_states
+    from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
     from tq_kernels.types import Packed, Recipe
 

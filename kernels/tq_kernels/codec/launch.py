@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from ..common.device import target
+from ..common.device import matrix_type, target
 from ..common.launcher import Kernel, specialised
 from ..format import BLOCK_TOKENS
 from ..types import Packed, Recipe
@@ -68,9 +67,6 @@ def encode_config(
     return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
 
 
-MATRIX_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
 def encode(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -106,8 +102,7 @@ def encode(
     if batch * heads * blocks == 0:
         return
     on = target(keys.device)
-    # The interpreter cannot multiply bf16.
-    matrix = tl.float32 if keys.device.type == "cpu" else MATRIX_TYPES[keys.dtype]
+    matrix = matrix_type(keys)
     for is_value, states, words, means, factors, rotation, bits in (
         (False, keys, packed.key_words, packed.key_means, packed.key_factors, recipe.rotations[0], recipe.bits[0]),
         (True, values, packed.value_words, None, packed.value_factors, recipe.rotations[1], recipe.bits[1]),

@@ -26,6 +26,9 @@ SMALL_UNIT = tl.constexpr(2.0**-18)
 """What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
 is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
 
+PROBABILITY_BITS = tl.constexpr(4.0)
+"""Decode keeps probabilities as 2**4 times their value, which centres fp16's range on what value scales look like."""
+
 
 def _half_bits(level: float) -> int:
     return struct.unpack("<H", struct.pack("<e", level))[0]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
-from ..codec.launch import MATRIX_TYPES, encode_config
+from ..codec.launch import encode_config
 from ..codec.quantise import LEVELS
 from ..common.compat import current_device
-from ..common.device import target
+from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
 from ..types import Packed
 from .preallocated import append_and_encode
@@ -64,10 +63,8 @@ class Appender:
             config = encode_config(tile, dim, bits, states.element_size(), on.capability)
             warps = max(warps, config.warps)
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
-        # The interpreter cannot multiply bf16.
-        matrix = tl.float32 if self.device.type == "cpu" else MATRIX_TYPES[ring.dtype]
         precision = "tf32x3" if on.asm else "ieee"
-        self.constants = (*constants, packed.key_means is not None, matrix, precision, on.asm)
+        self.constants = (*constants, packed.key_means is not None, matrix_type(ring), precision, on.asm)
         self.columns = rotate_columns(max(16, triton.next_power_of_2(key_rotation.shape[0])), warps)
         """Channels of a program of `append_and_rotate` that rotates."""
         # `sanitize_overflow` is what `debug` turns on.

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ..common.sequences import without_sinks
 from ..common.softmax import finite, log2_sum, soft_capped
+from ..common.unpack import PROBABILITY_BITS
 from ..format import TOKENS
 from .dense import allowed_tile
 from .rotate import LINE, ROTATED
@@ -19,9 +20,6 @@ from .tiles import (
     mean_scores,
     value_levels,
 )
-
-PROBABILITY_BITS = tl.constexpr(4.0)
-"""Probabilities are kept as 2**4 times their value, which centres fp16's range on what value scales look like."""
 
 
 @triton.jit

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 
 from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
-from ..common.sequences import MOST_SINKS, completed, lengths, located, ring_rows
-from ..format import TOKENS
+from ..common.sequences import completed, lengths, located, ring_rows
+from ..format import MOST_SINKS, TOKENS
+
+_MOST_SINKS = tl.constexpr(MOST_SINKS)
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def _store_sinks(
     IS_VALUE: tl.constexpr,
 ):
     """Copy the first rows of block 0 to the sink page."""
-    token = tl.arange(0, MOST_SINKS)
+    token = tl.arange(0, _MOST_SINKS)
     d = tl.arange(0, TILE)[None, :]
     inside = (token < SINKS)[:, None] & (d < DIM)
     source = _rows_of(

@@ -4,14 +4,14 @@ block by block from a table."""
 import triton
 import triton.language as tl
 
-from ..common.fragment_tiles import PROBABILITY_BITS, attend_dense, attend_packed, load_dense
-from ..common.fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
 from ..common.sequences import dense_rows, lengths
-from ..common.unpack import small_unit
+from ..common.unpack import PROBABILITY_BITS, small_unit
 from ..decode.rotate import LINE, ROTATED
 from ..decode.schedule import DENSE_TOKENS
 from ..decode.split_fragments import factors_of, operands, store_partial
 from ..format import TOKENS
+from ..turing.fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
+from ..turing.tiles import attend_dense, attend_packed, load_dense
 from .schedule import dense_slots, share, stream_items
 
 

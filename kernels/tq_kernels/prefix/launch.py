@@ -19,10 +19,10 @@ from ..common.device import Target, target
 from ..common.launcher import Kernel, specialised
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS, padded_dim
+from ..turing.prefix import prefix_attention_fragments
 from ..types import Packed, Recipe
 from .attention import prefix_attention
-from .attention_fragments import prefix_attention_fragments
-from .merge import merge_splits
+from .rows import merge_splits
 
 __all__ = [
     "PrefixConfig",

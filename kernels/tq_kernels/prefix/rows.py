@@ -1,4 +1,5 @@
-"""Query rows of attention over many queries: their operands, logits and running softmax."""
+"""Query rows of attention over many queries: their operands, logits and running softmax; and the merge of what
+programs found that shared the tokens of a tile of rows."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common.sequences import lengths, located
-from ..common.softmax import finite, soft_capped
+from ..common.softmax import LOG2E, finite, soft_capped
 
 
 class Mask(NamedTuple):
@@ -144,3 +145,59 @@ def stored_rows(dense: Dense, t, DK: tl.constexpr, DV: tl.constexpr):
     k_row = tl.where(t < dense.history, k_row, dense.new_keys + fresh * dense.new_t)
     v_row = tl.where(sink, dense.sink_values + t * DV, dense.window_values + slot * DV)
     return k_row, tl.where(t < dense.history, v_row, dense.new_values + fresh * dense.new_vt)
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits", "out_b", "out_s", "out_h"])
+def merge_splits(
+    partial,  # [splits, count, DV] float32, normalised
+    lse,  # [splits, count] float32, base 2
+    s_aux,  # [Hq], any float dtype
+    out,  # [B, S, Hq, DV], last dimension contiguous
+    tokens,  # [] int32 on the device: no more queries than so many are written; or None
+    rows,  # G * S
+    groups,  # G
+    kv_heads,
+    count,  # B * Hkv * rows
+    splits,
+    out_b,
+    out_s,
+    out_h,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_AUX: tl.constexpr,
+):
+    """Weigh the splits of each row by their share of the softmax. Grid: (count / BLOCK_R,)."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    valid = row < count
+    dv = tl.arange(0, BLOCK_DV)
+    head, r = row // rows, row % rows
+    if tokens is not None:
+        valid = valid & (r // groups < tl.load(tokens))
+    head_q = head % kv_heads * groups + r % groups
+    inside = valid[:, None] & (dv < DV)[None, :]
+    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    if HAS_AUX:
+        maximum = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    at = row.to(tl.int64)
+    for _ in tl.range(0, splits):
+        log = tl.load(lse + at, mask=valid, other=-float("inf"))
+        if tokens is None:
+            part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=inside, other=0.0)
+        else:
+            written = inside & (log > -float("inf"))[:, None]
+            part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=written, other=0.0)
+        new_maximum = tl.maximum(maximum, log)
+        shift = finite(new_maximum)
+        decay = tl.exp2(maximum - shift)
+        weight = tl.exp2(log - shift)
+        acc = acc * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        maximum = new_maximum
+        at += count
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = out + (head // kv_heads).to(tl.int64) * out_b + (r // groups).to(tl.int64) * out_s + head_q * out_h
+    tl.store(at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=inside)

@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.device import target
+from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
-from ..prefix.dense_launch import MATRIX_TYPES, MAX_DIM, SPLIT_TOKENS, dense_config
-from ..prefix.launch import merge, prefix_splits
+from .dense import MAX_DIM, SPLIT_TOKENS, dense_config
+from .launch import merge, prefix_splits
 
 
 @triton.jit(
@@ -160,7 +160,7 @@ def takes_windows(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether the kernel takes these dtypes and heads on this device: 16 bits, matrix units that `tl.dot` uses, rows of
     whole 16 bytes."""
     dim = key.shape[-1]
-    takes = query.dtype == key.dtype and key.dtype in MATRIX_TYPES and dim <= MAX_DIM and dim % 8 == 0
+    takes = query.dtype == key.dtype and key.dtype.itemsize == 2 and dim <= MAX_DIM and dim % 8 == 0
     return takes and not target(query.device).fragments
 
 
@@ -203,14 +203,12 @@ def attend_windows(
         return out
     sums = splits * count * query_heads if splits > 1 else 0
     partial, lse = allocate(max(1, sums * (dim + 1)))[: sums * (dim + 1)].split([sums * dim, sums])
-    # The interpreter cannot multiply bf16.
-    matrix = tl.float32 if device.type == "cpu" else MATRIX_TYPES[query.dtype]
     aux = query if s_aux is None else s_aux
     strides = tuple(stride // 8 for x in tokens for stride in x.stride()[:2])
     place = (windows.table.shape[1], windows.rows.stride(0) // 8, windows.window)
     flags = (softcap is not None, s_aux is not None, splits > 1)
     tiles = (config.block_rows, config.block_tokens, STAGES)
-    constants = (dim, block_d, windows.rows.shape[2], *flags, matrix, *tiles)
+    constants = (dim, block_d, windows.rows.shape[2], *flags, matrix_type(query), *tiles)
     ATTEND(
         (count, kv_heads * row_tiles, splits),
         (query, key, value, windows.rows, windows.table, windows.past, aux, out, partial, lse),

@@ -1,4 +1,4 @@
-"""What tokens contribute to attention in `tq_kernels.common.fragments`: half a packed block, or 32 dense tokens.
+"""What tokens contribute to attention in `tq_kernels.turing.fragments`: half a packed block, or 32 dense tokens.
 
 The kernels of decode and of prefill differ in which tokens they go over, and in what they do with the result.
 """
@@ -6,6 +6,8 @@ The kernels of decode and of prefill differ in which tokens they go over, and in
 import triton
 import triton.language as tl
 
+from ..common.softmax import soft_capped
+from ..common.unpack import PROBABILITY_BITS, small_unit, unpack_scales
 from .fragments import (
     LANES,
     decayed,
@@ -25,11 +27,6 @@ from .fragments import (
     weights,
     zero_quads,
 )
-from .softmax import soft_capped
-from .unpack import small_unit, unpack_scales
-
-PROBABILITY_BITS = tl.constexpr(4.0)
-"""Probabilities of packed tokens are kept as 2**4 times their value (as in `tq_kernels.decode.split`)."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""`prefix_attention` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.common.fragments`.
+"""`prefix_attention` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.turing.fragments`.
 
 A program is a warp, with TILES tiles of 8 query rows. The rotations are products of the same kinds: R q as scores of
 R's rows, and back as values of the other's rows. What bounds it on a T4 with 16 rows at D = 128 and 4 bits, in clocks
@@ -9,11 +9,10 @@ Words are read once for 16 rows, 17 bytes a clock; rows of one head run side by 
 import triton
 import triton.language as tl
 
-from ..common.fragment_tiles import (
-    attend_dense,
-    attend_packed,
-)
-from ..common.fragments import (
+from ..common.softmax import LOG2E, log2_sum
+from ..common.unpack import small_unit
+from ..format import TOKENS
+from .fragments import (
     LANES,
     column_sum,
     initial,
@@ -26,10 +25,11 @@ from ..common.fragments import (
     value_tiles,
     zero_quads,
 )
-from ..common.softmax import LOG2E, log2_sum
-from ..common.unpack import small_unit
-from ..format import TOKENS
-from .rows_fragments import rotated, rotated_back, row_pairs, row_scale
+from .rows import rotated, rotated_back, row_pairs, row_scale
+from .tiles import (
+    attend_dense,
+    attend_packed,
+)
 
 
 @triton.jit(
