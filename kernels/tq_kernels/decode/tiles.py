@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..common.unpack import load_words, small_unit, unpack2, unpack3, unpack4, unpack8, unpack_scales
+from ..common.unpack import load_levels, load_signs, small_unit, unpack_scales
 
 ROWS32 = tl.constexpr(32)
 """Tokens of a plane."""
@@ -70,32 +70,17 @@ def key_scores(
     """level_unit * level . q of a block's tokens, four [32, BR] float32 planes; `q*` are the CHUNKS channel chunks of
     the queries, [BC, BR]."""
     WIDTH: tl.constexpr = DIM // CHUNKS
-    TILE: tl.constexpr = 32 * DIM // 8  # int32 words of a crumb tile
-    odd = column % 2  # [1, BC]
     mask = None if column.shape[1] == WIDTH else column < WIDTH
     s0 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
     s1 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
     s2 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
     s3 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
+    signs = None
     if BITS == 3:
-        signs = load_words(words + 2 * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
+        signs = load_signs(words, row, column, mask, DIM, False, ASM)
     for chunk in tl.static_range(CHUNKS):
         q = q0 if chunk == 0 else (q1 if chunk == 1 else (q2 if chunk == 2 else q3))  # [BC, BR]
-        if BITS == 4:
-            w = load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM)  # [32, BC]
-            k0, k1, k2, k3 = unpack4(w, odd, SMALL, ASM)
-        elif BITS == 8:
-            k0, k1 = unpack8(load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM), odd, ASM)
-            k2, k3 = unpack8(
-                load_words(words + (16 * DIM + chunk * (WIDTH // 2)), row, column, mask, DIM // 2, ASM), odd, ASM
-            )
-        else:
-            if chunk % 2 == 0:
-                w = load_words(words + (chunk // 2) * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
-            if BITS == 3:
-                k0, k1, k2, k3 = unpack3(w, signs, odd, chunk, SMALL, ASM)
-            else:
-                k0, k1, k2, k3 = unpack2(w, odd, chunk, ASM)
+        k0, k1, k2, k3 = load_levels(words, row, column, mask, chunk, CHUNKS, DIM, BITS, False, SMALL, ASM, signs)
         s0 = tl.dot(k0, q, s0)
         s1 = tl.dot(k1, q, s1)
         s2 = tl.dot(k2, q, s2)
@@ -124,14 +109,8 @@ def _add_dots(a, v0, v1, v2, v3, p0, p1, p2, p3):
 @triton.jit
 def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
     """Four planes [BV, 32] of a block's values at 4 or 8 bits, times `level_unit`."""
-    odd = column % 2  # [1, 32]
     mask = None if row.shape[0] == DIM else row < DIM
-    if BITS == 4:
-        v0, v1, v2, v3 = unpack4(load_words(words, row, column, mask, 16, ASM), odd, SMALL, ASM)
-    else:
-        v0, v1 = unpack8(load_words(words, row, column, mask, 16, ASM), odd, ASM)
-        v2, v3 = unpack8(load_words(words + DIM * 16, row, column, mask, 16, ASM), odd, ASM)
-    return v0, v1, v2, v3
+    return load_levels(words, row, column, mask, 0, 1, DIM, BITS, True, SMALL, ASM)
 
 
 @triton.jit
@@ -147,21 +126,8 @@ def _chunk_levels(
 ):
     """Four planes [BV, 32] of quarter CHUNK of the channels of a block's values, times `level_unit`."""
     HEIGHT: tl.constexpr = DIM // 4
-    odd = column % 2  # [1, 32]
     mask = None if row.shape[0] == HEIGHT else row < HEIGHT
-    if BITS == 4:
-        v0, v1, v2, v3 = unpack4(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, SMALL, ASM)
-    elif BITS == 8:
-        v0, v1 = unpack8(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
-        v2, v3 = unpack8(load_words(words + (4 + CHUNK) * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
-    else:
-        crumbs = load_words(words + (CHUNK // 2) * (HEIGHT * 16), row, column, mask, 16, ASM)
-        if BITS == 3:
-            signs = load_words(words + 2 * (HEIGHT * 16), row, column, mask, 16, ASM)
-            v0, v1, v2, v3 = unpack3(crumbs, signs, odd, CHUNK, SMALL, ASM)
-        else:
-            v0, v1, v2, v3 = unpack2(crumbs, odd, CHUNK, ASM)
-    return v0, v1, v2, v3
+    return load_levels(words, row, column, mask, CHUNK, 4, DIM, BITS, True, SMALL, ASM)
 
 
 @triton.jit
