@@ -25,14 +25,23 @@ import triton
 import triton.language as tl
 
 from ..common.sequences import dense_rows, lengths, sinks_of, without_sinks
-from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
+from ..common.softmax import (
+    LOG2E,
+    SoftmaxState,
+    empty_state,
+    finite,
+    log2_sum,
+    rescaled,
+    soft_capped,
+    update,
+    weights,
+)
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
 from .rows import (
     Dense,
     Mask,
     Scale,
-    add_tile,
     logits,
     masked,
     normalised_rows,
@@ -40,7 +49,6 @@ from .rows import (
     row_tile,
     spill,
     stored_rows,
-    weights,
 )
 from .tiles import channel_of, key_tiles, reference_key, value_tiles
 
@@ -139,7 +147,7 @@ def _row_of(scratch: Scratch, r):
 
 @triton.jit
 def _attend_blocks(
-    maximum, total, acc, plain, first_row, rows, scale: Scale, mask: Mask, blocks: Blocks, first, last,
+    state, plain, first_row, rows, scale: Scale, mask: Mask, blocks: Blocks, first, last,
     sinks, scratch: Scratch, C: tl.constexpr,
 ):  # fmt: skip
     """Take in packed blocks `first` to `last`, and rotate the accumulator back."""
@@ -193,33 +201,33 @@ def _attend_blocks(
         if C.SINKS:
             x0 = without_sinks(x0, block, tl.arange(0, TILE)[None, :], C.SINKS)
         if C.STEP == 64:
-            acc, total, maximum = add_tile(acc, total, maximum, x0, tl.trans(values[0]), scale.gain, C.MASK > 0)
+            state = update(state, x0, tl.trans(values[0]), scale.gain, C.MASK > 0)
         x1 = logits(rotated, keys[1], common, scale, mask, t + TILE, C.MASK, C.SOFTCAP)
         if C.STEP == 64:
-            acc, total, maximum = add_tile(acc, total, maximum, x1, tl.trans(values[1]), scale.gain, C.MASK > 0)
+            state = update(state, x1, tl.trans(values[1]), scale.gain, C.MASK > 0)
         else:
-            new_maximum = tl.maximum(maximum, tl.maximum(tl.max(x0, 1), tl.max(x1, 1)))
-            shift = finite(new_maximum) if C.MASK > 0 else new_maximum
-            alpha = tl.exp2((maximum - shift) * scale.gain)
-            maximum = new_maximum
+            largest = tl.maximum(tl.max(x0, 1), tl.max(x1, 1))
+            maximum, shift, decay = rescaled(state.maximum, largest, scale.gain, C.MASK > 0)
             p0 = weights(x0, shift, scale.gain)
             p1 = weights(x1, shift, scale.gain)
-            total = total * alpha + tl.sum(p0 + p1, 1)
-            acc = acc * alpha[:, None]
-            acc = tl.dot(p0.to(tl.float16), tl.trans(values[0]), acc)
-            acc = tl.dot(p1.to(tl.float16), tl.trans(values[1]), acc)
+            total = state.total * decay + tl.sum(p0 + p1, 1)
+            output = state.output * decay[:, None]
+            output = tl.dot(p0.to(tl.float16), tl.trans(values[0]), output)
+            output = tl.dot(p1.to(tl.float16), tl.trans(values[1]), output)
+            state = SoftmaxState(maximum, total, output)
+    maximum = state.maximum
     if not C.SOFTCAP:
         r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
         row = _row_of(scratch, r)
         tl.debug_barrier()
         maximum += tl.load(scratch.lse + row, mask=r < rows, other=0.0)
         tl.debug_barrier()
-    return maximum, total, _rotated_back(acc, blocks, value_channel, value_exists, C)
+    return SoftmaxState(maximum, state.total, _rotated_back(state.output, blocks, value_channel, value_exists, C))
 
 
 @triton.jit
 def _attend_dense(
-    maximum, total, acc, plain, newest, scale: Scale, mask: Mask, dense: Dense, low, high, blocks, C: tl.constexpr,
+    state, plain, newest, scale: Scale, mask: Mask, dense: Dense, low, high, blocks, C: tl.constexpr,
 ):  # fmt: skip
     """Take in dense tokens `low` to `high`, of which rows see those up to `newest` [BR]; `blocks` are packed."""
     dk = tl.arange(0, C.BLOCK_DK)
@@ -247,8 +255,8 @@ def _attend_dense(
         if C.MASK > 0:
             position = tl.where(t < dense.sinks, t, t + blocks * TOKENS)
             x = masked(x, mask, position, inside, C.MASK)
-        acc, total, maximum = add_tile(acc, total, maximum, x, v.to(tl.float16), scale.gain, True)
-    return maximum, total, acc
+        state = update(state, x, v.to(tl.float16), scale.gain, True)
+    return state
 
 
 @triton.jit(
@@ -407,9 +415,7 @@ def prefix_attention(
     plain, largest = normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
     factor = largest * scaling_log2
     scale = Scale(factor, tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor, cap_log2)
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    state = empty_state(BLOCK_R, BLOCK_DV)
     if MASK > 0:
         mask += batch * mask_b
     allowed = Mask(mask, s * mask_s, mask_t)
@@ -418,8 +424,8 @@ def prefix_attention(
             key_words, value_words, scalars, key_means, key_rotation, value_rotation, key_factors, value_factors,
             block_table, batch, kv_head, blocks_b, blocks_h,
         )  # fmt: skip
-        maximum, total, acc = _attend_blocks(
-            maximum, total, acc, plain, first_row, rows, scale, allowed, packed, first, last_block, sink_count,
+        state = _attend_blocks(
+            state, plain, first_row, rows, scale, allowed, packed, first, last_block, sink_count,
             scratch, C,
         )  # fmt: skip
 
@@ -443,14 +449,13 @@ def prefix_attention(
             pages, kv_head, blocks_b,
         )  # fmt: skip
         newest = dense.history + new_count - queries + s  # [BR], the last dense token a row sees
-        maximum, total, acc = _attend_dense(
-            maximum, total, acc, plain, newest, scale, allowed, dense, low, high, blocks, C
-        )
+        state = _attend_dense(state, plain, newest, scale, allowed, dense, low, high, blocks, C)
 
     r = opaque(first_row, ASM) + tl.arange(0, BLOCK_R)
     row_mask = r < rows
     s = r // groups
     head_q = kv_head * groups + r % groups
+    maximum, total, acc = state.maximum, state.total, state.output
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     inside = row_mask[:, None] & (dv < DV)[None, :]
     if SPLIT:

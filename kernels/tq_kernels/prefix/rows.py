@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common.sequences import lengths, located
-from ..common.softmax import LOG2E, finite, soft_capped
+from ..common.softmax import LOG2E, SoftmaxState, empty_state, merge, normalize, soft_capped
 
 
 class Mask(NamedTuple):
@@ -107,23 +107,6 @@ def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, 
 
 
 @triton.jit
-def weights(x, shift, gain):
-    """Softmax weights [BR, TILE] of logits `x` less the rows' `shift` [BR], both times `gain` [BR] in base 2."""
-    return tl.exp2(x * gain[:, None] - (shift * gain)[:, None])
-
-
-@triton.jit
-def add_tile(acc, total, maximum, x, v, gain, MASKED: tl.constexpr):
-    """Take in logits x [BR, 64] and values v [64, BDV]."""
-    new_maximum = tl.maximum(maximum, tl.max(x, 1))
-    shift = finite(new_maximum) if MASKED else new_maximum
-    alpha = tl.exp2((maximum - shift) * gain)
-    p = weights(x, shift, gain)
-    acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
-    return acc, total * alpha + tl.sum(p, 1), new_maximum
-
-
-@triton.jit
 def row_tile(cu_q, cu_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
     """Of the tiles of rows of all sequences with more than one new token, from the last on: whether there is an
     `index`-th, its sequence and its first row."""
@@ -176,12 +159,10 @@ def merge_splits(
         valid = valid & (r // groups < tl.load(tokens))
     head_q = head % kv_heads * groups + r % groups
     inside = valid[:, None] & (dv < DV)[None, :]
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
+    state = empty_state(BLOCK_R, BLOCK_DV)
     if HAS_AUX:
-        maximum = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
-        total += 1.0
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+        aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        state = SoftmaxState(aux, state.total + 1.0, state.output)
     at = row.to(tl.int64)
     for _ in tl.range(0, splits):
         log = tl.load(lse + at, mask=valid, other=-float("inf"))
@@ -190,14 +171,8 @@ def merge_splits(
         else:
             written = inside & (log > -float("inf"))[:, None]
             part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=written, other=0.0)
-        new_maximum = tl.maximum(maximum, log)
-        shift = finite(new_maximum)
-        decay = tl.exp2(maximum - shift)
-        weight = tl.exp2(log - shift)
-        acc = acc * decay[:, None] + part * weight[:, None]
-        total = total * decay + weight
-        maximum = new_maximum
+        state = merge(state, log, part)
         at += count
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    acc = normalize(state)
     at = out + (head // kv_heads).to(tl.int64) * out_b + (r // groups).to(tl.int64) * out_s + head_q * out_h
     tl.store(at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=inside)

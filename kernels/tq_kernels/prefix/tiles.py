@@ -8,7 +8,7 @@ or values. A tile has 64 tokens, two planes of a block.
 import triton
 import triton.language as tl
 
-from ..common.unpack import load_words, unpack2, unpack3, unpack4, unpack8
+from ..common.unpack import load_levels
 
 
 @triton.jit
@@ -83,12 +83,12 @@ def key_tiles(words, scales, mean, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BIT
     if BITS >= 4:
         column = tl.arange(0, BLOCK_D)[None, :]
         inside = None if BLOCK_D == DIM else column < DIM
-        planes = _whole(words, row, column, inside, DIM // 2, 16 * DIM, BITS, ASM)
+        planes = load_levels(words, row, column, inside, 0, 1, DIM, BITS, False, False, ASM)
     else:
         WIDTH: tl.constexpr = DIM // 4
         column = tl.arange(0, BLOCK_D // 4)[None, :]
         inside = None if BLOCK_D // 4 == WIDTH else column < WIDTH
-        a, b, c, d = _quarters(words, row, column, inside, WIDTH // 2, 4 * DIM, BITS, ASM)
+        a, b, c, d = _quarters(words, row, column, inside, DIM, BITS, False, ASM)
         planes = ()
         for i in tl.static_range(4):
             planes += (hcat(hcat(a[i], b[i]), hcat(c[i], d[i])),)
@@ -105,12 +105,12 @@ def value_tiles(words, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: t
     if BITS >= 4:
         row = tl.arange(0, BLOCK_D)[:, None]
         inside = None if BLOCK_D == DIM else row < DIM
-        planes = _whole(words, row, column, inside, 16, 16 * DIM, BITS, ASM)
+        planes = load_levels(words, row, column, inside, 0, 1, DIM, BITS, True, False, ASM)
     else:
         HEIGHT: tl.constexpr = DIM // 4
         row = tl.arange(0, BLOCK_D // 4)[:, None]
         inside = None if BLOCK_D // 4 == HEIGHT else row < HEIGHT
-        a, b, c, d = _quarters(words, row, column, inside, 16, 4 * DIM, BITS, ASM)
+        a, b, c, d = _quarters(words, row, column, inside, DIM, BITS, True, ASM)
         planes = ()
         for i in tl.static_range(4):
             planes += (stack(stack(a[i], b[i]), stack(c[i], d[i])),)
@@ -121,47 +121,13 @@ def value_tiles(words, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: t
 
 
 @triton.jit
-def _whole(
-    words,
-    row,
-    column,
-    inside,
-    ROW_WORDS: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Levels of all channels at 4 or 8 bits, four planes; FP8 has two word tiles of TILE_WORDS."""
-    odd = column % 2
-    if BITS == 4:
-        p0, p1, p2, p3 = unpack4(load_words(words, row, column, inside, ROW_WORDS, ASM), odd, False, ASM)
-    else:
-        p0, p1 = unpack8(load_words(words, row, column, inside, ROW_WORDS, ASM), odd, ASM)
-        p2, p3 = unpack8(load_words(words + TILE_WORDS, row, column, inside, ROW_WORDS, ASM), odd, ASM)
-    return p0, p1, p2, p3
-
-
-@triton.jit
 def _quarters(
-    words,
-    row,
-    column,
-    inside,
-    ROW_WORDS: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    ASM: tl.constexpr,
+    words, row, column, inside, DIM: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
 ):
     """Levels of the four quarters of the channels at 2 or 3 bits, each of four planes."""
-    odd = column % 2
     quarters = ()
     for quarter in tl.static_range(4):
-        crumbs = load_words(words + (quarter // 2) * TILE_WORDS, row, column, inside, ROW_WORDS, ASM)
-        if BITS == 3:
-            signs = load_words(words + 2 * TILE_WORDS, row, column, inside, ROW_WORDS, ASM)
-            quarters += (unpack3(crumbs, signs, odd, quarter, False, ASM),)
-        else:
-            quarters += (unpack2(crumbs, odd, quarter, ASM),)
+        quarters += (load_levels(words, row, column, inside, quarter, 4, DIM, BITS, IS_VALUE, False, ASM),)
     return quarters
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
-from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
+from ..common.softmax import LOG2E, empty_state, finite, log2_sum, normalize, soft_capped, update
 from .dense import MAX_DIM, SPLIT_TOKENS, dense_config
 from .launch import merge, prefix_splits
 
@@ -93,9 +93,7 @@ def window_attention(
     tiles = (held + BLOCK_T - 1) // BLOCK_T
     low = tiles * split // tl.num_programs(2) * BLOCK_T
     high = tl.minimum(tiles * (split + 1) // tl.num_programs(2) * BLOCK_T, held)
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    state = empty_state(BLOCK_R, BLOCK_D)
     for start in tl.range(low, high, BLOCK_T, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_T)
         inside = row < high
@@ -112,18 +110,14 @@ def window_attention(
             x = soft_capped(x, cap_log2)
         x = tl.where(inside[None, :], x, -float("inf"))
         # Every tile has a token: the maximum is finite.
-        new_maximum = tl.maximum(maximum, tl.max(x, 1))
-        p = tl.exp2(x - new_maximum[:, None])
-        decay = tl.exp2(maximum - new_maximum)
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(MATRIX), v, acc * decay[:, None])
-        maximum = new_maximum
+        state = update(state, x, v, None, False)
 
+    maximum, total, acc = state.maximum, state.total, state.output
     inside = valid[:, None] & (d < DIM)[None, :]
     if SPLIT:
         at = ((split * kv_heads + kv_head).to(tl.int64) * count + request) * groups + g  # [BR]
         tl.store(lse + at, log2_sum(maximum, total), mask=valid)
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        acc = normalize(state)
         tl.store(partial + at[:, None] * DIM + d[None, :], acc, mask=inside)
     else:
         total = tl.where(total > 0, total, 1.0)
