@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,8 +20,9 @@ import triton.language as tl
 from ..common.compat import current_device
 from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel, specialised
-from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
+from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, normalize, soft_capped, update
 from .launch import mask_layout, merge, prefix_splits
+from .rows import Mask
 
 
 @triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
@@ -47,72 +49,78 @@ def mask_spans(
     tl.store(at + 1, tl.max(end, 0))
 
 
+class States(NamedTuple):
+    """Keys and values of a KV head, and how far apart its tokens are. (`values` is what a tuple of Triton calls its own.)"""
+
+    key: Any
+    value: Any
+    key_t: Any
+    value_t: Any
+
+
+class Shape(NamedTuple):
+    """Constants of `_add_tokens`."""
+
+    DK: tl.constexpr
+    DV: tl.constexpr
+    BLOCK_DK: tl.constexpr
+    BLOCK_DV: tl.constexpr
+    CAUSAL: tl.constexpr
+    MASK: tl.constexpr
+    SOFTCAP: tl.constexpr
+    MATRIX: tl.constexpr
+    BLOCK_T: tl.constexpr
+    STAGES: tl.constexpr
+
+
 @triton.jit
 def _add_tokens(
-    acc,
-    total,
-    maximum,
+    state,
     rows,  # [BR, BDK]
-    keys,
-    values,
-    key_t,
-    value_t,
-    mask,  # of the program's first query
-    mask_rows,  # [BR], offsets into it
-    mask_t,
+    states: States,
+    mask: Mask,  # from the program's first query on
     newest,  # [BR], the last token a row sees
     low,
     high,
     scaling_log2,
     cap_log2,
     EDGE: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MATRIX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Take in tokens `low` to `high`: without EDGE whole tiles that all rows see."""
-    dk = tl.arange(0, BLOCK_DK)
-    dv = tl.arange(0, BLOCK_DV)
+    dk = tl.arange(0, C.BLOCK_DK)
+    dv = tl.arange(0, C.BLOCK_DV)
     # Offsets in a tile stay, in 32 bits: pointers would take registers that the products need.
-    of_tile = tl.arange(0, BLOCK_T)
-    key_offsets = of_tile[:, None] * key_t + dk[None, :]
-    value_offsets = of_tile[:, None] * value_t + dv[None, :]
-    for start in tl.range(low, high, BLOCK_T, num_stages=STAGES):
+    of_tile = tl.arange(0, C.BLOCK_T)
+    key_offsets = of_tile[:, None] * states.key_t + dk[None, :]
+    value_offsets = of_tile[:, None] * states.value_t + dv[None, :]
+    # Machine code depends on the order in which the loop carries these.
+    output, total, maximum = state.output, state.total, state.maximum
+    for start in tl.range(low, high, C.BLOCK_T, num_stages=C.STAGES):
         t = start + of_tile
-        key_at = keys + tl.cast(start, tl.int64) * key_t + key_offsets
-        value_at = values + tl.cast(start, tl.int64) * value_t + value_offsets
+        key_at = states.key + tl.cast(start, tl.int64) * states.key_t + key_offsets
+        value_at = states.value + tl.cast(start, tl.int64) * states.value_t + value_offsets
         if EDGE:
-            k = tl.load(key_at, mask=(t < high)[:, None] & (dk < DK)[None, :], other=0.0)
-            v = tl.load(value_at, mask=(t < high)[:, None] & (dv < DV)[None, :], other=0.0)
+            k = tl.load(key_at, mask=(t < high)[:, None] & (dk < C.DK)[None, :], other=0.0)
+            v = tl.load(value_at, mask=(t < high)[:, None] & (dv < C.DV)[None, :], other=0.0)
         else:
-            k = tl.load(key_at) if BLOCK_DK == DK else tl.load(key_at, mask=(dk < DK)[None, :], other=0.0)
-            v = tl.load(value_at) if BLOCK_DV == DV else tl.load(value_at, mask=(dv < DV)[None, :], other=0.0)
-        x = tl.dot(rows, tl.trans(k.to(MATRIX))) * scaling_log2  # [BR, BT]
-        if SOFTCAP:
+            k = tl.load(key_at) if C.BLOCK_DK == C.DK else tl.load(key_at, mask=(dk < C.DK)[None, :], other=0.0)
+            v = tl.load(value_at) if C.BLOCK_DV == C.DV else tl.load(value_at, mask=(dv < C.DV)[None, :], other=0.0)
+        x = tl.dot(rows, tl.trans(k.to(C.MATRIX))) * scaling_log2  # [BR, BT]
+        if C.SOFTCAP:
             x = soft_capped(x, cap_log2)
         if EDGE:
             seen = (t < high)[None, :]
-            if CAUSAL:
+            if C.CAUSAL:
                 seen = seen & (t[None, :] <= newest[:, None])
-            if MASK > 0:
-                at = mask + tl.cast(start, tl.int64) * mask_t + (mask_rows[:, None] + of_tile[None, :] * mask_t)
+            if C.MASK > 0:
+                at = mask.pointer + tl.cast(start, tl.int64) * mask.stride_t
+                at += mask.rows[:, None] + of_tile[None, :] * mask.stride_t
                 seen = seen & (tl.load(at, mask=seen & (newest >= 0)[:, None], other=0) != 0)
             x = tl.where(seen, x, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(x, 1))
-        shift = finite(new_maximum)
-        p = tl.exp2(x - shift[:, None])
-        decay = tl.exp2(maximum - shift)
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(MATRIX), v.to(MATRIX), acc * decay[:, None])
-        maximum = new_maximum
-    return acc, total, maximum
+        updated = update(SoftmaxState(maximum, total, output), x, v.to(C.MATRIX), None, True)
+        output, total, maximum = updated.output, updated.total, updated.maximum
+    return SoftmaxState(maximum, total, output)
 
 
 @triton.jit(
@@ -204,25 +212,19 @@ def dense_attention(
     if MASK == 0:
         oldest = tl.min(tl.where(valid, newest, tokens), 0)
         edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_T * BLOCK_T
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    C: tl.constexpr = Shape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES)
+    state = empty_state(BLOCK_R, BLOCK_DV)
+    states = States(keys, values, key_t, value_t)
+    allowed = Mask(mask, mask_rows, mask_t)
     if MASK == 0:
-        acc, total, maximum = _add_tokens(
-            acc, total, maximum, plain, keys, values, key_t, value_t, mask, mask_rows, mask_t, newest, low, edge,
-            scaling_log2, cap_log2, False,
-            DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES,
-        )  # fmt: skip
-    acc, total, maximum = _add_tokens(
-        acc, total, maximum, plain, keys, values, key_t, value_t, mask, mask_rows, mask_t, newest, edge, high,
-        scaling_log2, cap_log2, True,
-        DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES,
-    )  # fmt: skip
+        state = _add_tokens(state, plain, states, allowed, newest, low, edge, scaling_log2, cap_log2, False, C)
+    state = _add_tokens(state, plain, states, allowed, newest, edge, high, scaling_log2, cap_log2, True, C)
+    maximum, total, acc = state.maximum, state.total, state.output
     inside = valid[:, None] & (dv < DV)[None, :]
     if SPLIT:
         row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
         tl.store(lse + row, log2_sum(finite(maximum), total), mask=valid)
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        acc = normalize(state)
         tl.store(partial + row[:, None] * DV + dv[None, :], acc, mask=inside)
     else:
         total = tl.where(total > 0, total, 1.0)
