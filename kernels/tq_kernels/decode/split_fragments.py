@@ -25,12 +25,7 @@ from ..turing.fragments import (
     value_tiles,
     zero_quads,
 )
-from ..turing.tiles import (
-    attend_dense,
-    attend_packed,
-    load_dense,
-    load_rows,
-)
+from ..turing.tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, load_rows
 from .rotate import LINE, ROTATED
 from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, first_jobs, share_start
 
@@ -224,11 +219,13 @@ def decode_split_fragments(
                             allowed += (load_flag(seen, r < rows),)
             acc, sums, maximum = attend_packed(
                 acc, sums, maximum, q, factor, cap_log2,
-                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
-                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                scalars + at * TOKENS + half * 16,
-                key_means + at * DKP if HAS_MEAN else key_means,
-                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
+                Half(
+                    key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
+                    value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                    scalars + at * TOKENS + half * 16,
+                    key_means + at * DKP if HAS_MEAN else key_means,
+                ),
+                allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES),
             )  # fmt: skip
         store_partial(
             lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, small_unit(VALUE_BITS),

@@ -11,7 +11,7 @@ from ..decode.schedule import DENSE_TOKENS
 from ..decode.split_fragments import factors_of, operands, store_partial
 from ..format import TOKENS
 from ..turing.fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
-from ..turing.tiles import attend_dense, attend_packed, load_dense
+from ..turing.tiles import Half, PackedShape, attend_dense, attend_packed, load_dense
 from .schedule import dense_slots, share, stream_items
 
 
@@ -141,11 +141,13 @@ def decode_split_paged_fragments(
                 block = page * page_blocks + kv_head
                 packed, packed_sums, packed_maximum = attend_packed(
                     packed, packed_sums, packed_maximum, rotated, factor, cap_log2,
-                    key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
-                    value_words + block * BLOCK_WORDS + half * 8,
-                    scalars + block * BLOCK_WORDS + half * 16,
-                    key_means + block * (2 * BLOCK_WORDS) if HAS_MEAN else key_means,
-                    (), g, t, DIMP, DIMP, KEY_BITS, VALUE_BITS, HAS_MEAN, False, SOFTCAP, TILES,
+                    Half(
+                        key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
+                        value_words + block * BLOCK_WORDS + half * 8,
+                        scalars + block * BLOCK_WORDS + half * 16,
+                        key_means + block * (2 * BLOCK_WORDS) if HAS_MEAN else key_means,
+                    ),
+                    (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, HAS_MEAN, False, SOFTCAP, TILES),
                 )  # fmt: skip
             store_partial(
                 lse, partial, worker + stream, packed, packed_sums, packed_maximum, packed_gain, PROBABILITY_BITS,

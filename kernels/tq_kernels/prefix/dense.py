@@ -50,7 +50,7 @@ def mask_spans(
 
 
 class States(NamedTuple):
-    """Keys and values of a KV head, and how far apart its tokens are. (`values` is what a tuple of Triton calls its own.)"""
+    """Keys and values of a KV head, and how far apart its tokens are. (A tuple of Triton has a field `values`.)"""
 
     key: Any
     value: Any

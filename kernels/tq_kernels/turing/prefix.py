@@ -26,10 +26,7 @@ from .fragments import (
     zero_quads,
 )
 from .rows import rotated, rotated_back, row_pairs, row_scale
-from .tiles import (
-    attend_dense,
-    attend_packed,
-)
+from .tiles import Half, PackedShape, attend_dense, attend_packed
 
 
 @triton.jit(
@@ -112,6 +109,7 @@ def prefix_attention_fragments(
     TILES: tl.constexpr,
 ):
     """Grid: (row tiles, B * Hkv, splits), of one warp each."""
+    C: tl.constexpr = PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, True, MASK > 0, SOFTCAP, TILES)
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
@@ -175,11 +173,13 @@ def prefix_attention_fragments(
                             allowed += (load_flag(seen, r < rows),)
             packed, sums, maximum = attend_packed(
                 packed, sums, maximum, q, packed_factor, cap_log2,
-                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
-                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                scalars + at * TOKENS + half * 16,
-                key_means + at * DKP,
-                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, True, MASK > 0, SOFTCAP, TILES,
+                Half(
+                    key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
+                    value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                    scalars + at * TOKENS + half * 16,
+                    key_means + at * DKP,
+                ),
+                allowed, g, t, C,
             )  # fmt: skip
         acc = rotated_back(packed, value_rotation, g, t, DVP, DV, VALUE_QUARTERS, TILES)
         # Dense tokens are neither in the units of packed ones nor in their probabilities'.
