@@ -19,8 +19,8 @@ from paged_cases import Step, make  # noqa: E402
 from tq_kernels.codec import launch as codec  # noqa: E402
 from tq_kernels.common.launcher import Kernel  # noqa: E402
 from tq_kernels.paged import launch as paged  # noqa: E402
-from tq_kernels.paged import prompts  # noqa: E402
 from tq_kernels.prefix import launch as prefix  # noqa: E402
+from tq_kernels.prefix import prompts  # noqa: E402
 
 from tq_hf.ops import paged_triton, triton_backend  # noqa: E402
 from tq_hf.tensors.blocks import PackedBlocks  # noqa: E402
@@ -165,7 +165,7 @@ def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: 
         *("states", "words", "scales", "means", "rotation", "factors", "query", "key_words", "value_words", "scalars"),
         *("key_means", "key_rotation", "value_rotation", "key_factors", "value_factors", "sink_keys", "sink_values"),
         *("window_keys", "window_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
-        *("operand_rows", "rotated", "table", "tokens", "cu_q", "cu_k"),
+        *("operand_rows", "rotated", "block_table", "tokens", "cu_seqlens_q", "cu_seqlens_k"),
     }
     assert {p.name for p in numbers} - strided <= pointers
     if others is not None:

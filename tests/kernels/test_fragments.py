@@ -24,8 +24,10 @@ from prefix_cases import make_prefix_inputs, run_prefix  # noqa: E402
 from ptx import run_inline_asm  # noqa: E402
 from tq_kernels.decode import decoder  # noqa: E402
 from tq_kernels.paged import launch as paged_launch  # noqa: E402
-from tq_kernels.paged import prompts  # noqa: E402
-from tq_kernels.prefix import launch  # noqa: E402
+from tq_kernels.prefix import (
+    launch,  # noqa: E402
+    prompts,  # noqa: E402
+)
 
 from tq_hf.ops import paged_triton  # noqa: E402
 

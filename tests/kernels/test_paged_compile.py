@@ -18,7 +18,7 @@ from tq_kernels.paged.append import append_tails, rotate_and_append_single  # no
 from tq_kernels.paged.encode import encode_completed  # noqa: E402
 from tq_kernels.paged.reduce import reduce_splits_paged  # noqa: E402
 from tq_kernels.paged.split import decode_split_paged  # noqa: E402
-from tq_kernels.paged.windows import window_attention  # noqa: E402
+from tq_kernels.prefix.windows import window_attention  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

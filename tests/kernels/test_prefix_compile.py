@@ -15,7 +15,7 @@ from limits import HOLD, cards  # noqa: E402
 from sass import SHARED, build, disassemble, target_of  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits  # noqa: E402
-from tq_kernels.prefix.merge import merge_splits  # noqa: E402
+from tq_kernels.prefix.rows import merge_splits  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

@@ -14,7 +14,7 @@ from window_cases import CHUNKS, TOTALS, Requests, cumulative
 
 pytest.importorskip("triton")
 
-from tq_kernels.paged import windows as window_launch  # noqa: E402
+from tq_kernels.prefix import windows as window_launch  # noqa: E402
 
 from tq_hf.ops import paged_triton  # noqa: E402
 from tq_hf.ops.paged_windows import windowed_step  # noqa: E402

@@ -38,7 +38,7 @@ def balance(
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
     of `out`."""
-    backend = triton_backend if triton_backend.serves(keys, out.layout) else reference
+    backend = triton_backend if triton_backend.encodes(keys, config, out.layout) else reference
     backend.encode(config, keys, values, out, start)
 
 

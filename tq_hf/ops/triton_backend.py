@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..codec.rotation import rotation_matrix
-from ..config import TurboQuantConfig
+from ..config import INNER, TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..layout import BlockLayout
 from ..tensors.blocks import PackedBlocks
@@ -26,15 +26,15 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import dequantise as dequantise_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
-    from tq_kernels.common.packed import Packed
     from tq_kernels.decode.appender import Appender
     from tq_kernels.decode.counts import device_int
     from tq_kernels.decode.decoder import Decoder
     from tq_kernels.decode.reorder import Reorderer
     from tq_kernels.decode.step import NewRow, NewToken
-    from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
-    from tq_kernels.prefix.dense_launch import attends_dense
+    from tq_kernels.prefix.dense import attend_dense as attend_dense_states
+    from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
+    from tq_kernels.types import Packed, Recipe
 
 MAX_QUERIES = 16
 """Queries a sequence that the decode kernel takes whatever the history; more are the business of prefill."""
@@ -46,9 +46,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def serves(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels run on this tensor's device, in its dtype, for heads of this size and for values stored so."""
-    takes = layout.rotated_values and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
-    return takes and runs(tensor)
+    """Whether kernels run on this tensor's device, in its dtype, for heads of this size and for blocks of this kind:
+    with rotated values and key means. Torch computes what an `Ablation` leaves out."""
+    takes = layout.rotated_values and layout.key_mean
+    return takes and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM and runs(tensor)
+
+
+def encodes(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
+    """`serves`, for blocks that this configuration encodes: kernels store the scale of one correction."""
+    settled = config.key_correction == config.value_correction == INNER
+    return settled and serves(tensor, layout)
 
 
 def runs(tensor: torch.Tensor) -> bool:
@@ -58,8 +65,8 @@ def runs(tensor: torch.Tensor) -> bool:
 
 
 def reads(tensors: LayerTensors, states: torch.Tensor) -> bool:
-    """`serves`, for states beside these tensors: what a decoder was made for, it serves."""
-    return runs(states) if tensors.decoder is not None else serves(states, tensors.layout)
+    """`encodes`, for states beside these tensors, which were asked about before their decoder was made."""
+    return runs(states) if tensors.decoder is not None else encodes(states, tensors.config, tensors.layout)
 
 
 def spells_plainly(device: torch.device) -> bool:
@@ -105,7 +112,7 @@ def can_attend_many(
     all heads."""
     layout = view.blocks.layout
     return (
-        serves(query, layout)
+        encodes(query, view.config, layout)
         and prefix_takes(layout.key_dim, layout.value_dim, query.device)
         and position_bias is None
         and reads_mask(mask)
@@ -123,6 +130,11 @@ def rotations(
         matrix = rotation_matrix(dim, config.rotation_seed, torch.device("cpu"), torch.float32)
         matrices.append((matrix * dim**0.5 if dtype == torch.float16 else matrix).to(device, dtype))
     return matrices[0], matrices[1]
+
+
+def recipe_of(config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype) -> Recipe:
+    """Bits, and `rotations`, as kernels take them."""
+    return Recipe((layout.key_bits, layout.value_bits), rotations(config, layout, device, dtype))
 
 
 def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -> None:
@@ -163,38 +175,17 @@ def balance(
 @explains_failures
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """`tq_hf.codec.reference.encode` on the GPU."""
-    key_rotation, value_rotation = rotations(config, out.layout, keys.device, torch.float32)
+    recipe = recipe_of(config, out.layout, keys.device, torch.float32)
     with launching_on(keys.device):
-        encode_blocks(
-            _rows(keys),
-            _rows(values),
-            _packed(out),
-            start,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            key_correction=config.key_correction,
-            value_correction=config.value_correction,
-            key_rotation=key_rotation,
-            value_rotation=value_rotation,
-        )
+        encode_blocks(_rows(keys), _rows(values), _packed(out), start, recipe)
 
 
 @explains_failures
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`tq_hf.codec.reference.dequantise` on the GPU."""
-    key_rotation, value_rotation = rotations(config, blocks.layout, keys.device, torch.float32)
+    recipe = recipe_of(config, blocks.layout, keys.device, torch.float32)
     with launching_on(keys.device):
-        dequantise_blocks(
-            _packed(blocks),
-            0,
-            blocks.capacity,
-            keys,
-            values,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            key_rotation=key_rotation,
-            value_rotation=value_rotation,
-        )
+        dequantise_blocks(_packed(blocks), 0, blocks.capacity, keys, values, recipe)
 
 
 def decoder_of(tensors: LayerTensors) -> Decoder:
@@ -258,7 +249,6 @@ def attend(
 def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """`tq_hf.ops.tiled_attention.attend` on the GPU, for calls that `can_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
-    key_rotation, value_rotation = rotations(view.config, layout, query.device, torch.float16)
     return attend_prefix(
         _rows(query),
         _packed(blocks),
@@ -267,10 +257,7 @@ def attend_many(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None,
         view.window.write_late_row(),
         view.num_window,
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
-        key_rotation,
-        value_rotation,
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
+        recipe_of(view.config, layout, query.device, torch.float16),
         allocate=allocator(current_workspace(query.device), "prefix attention", query.device),
         out=query.new_empty(query.shape[0], query.shape[2], query.shape[1], layout.value_dim),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
@@ -305,7 +292,6 @@ def _appender_of(tensors: LayerTensors) -> Appender:
         tensors.ring,
         *rotations(config, layout, tensors.row.device, torch.float32),
         bits=(layout.key_bits, layout.value_bits),
-        corrections=(config.key_correction, config.value_correction),
         residual_length=config.residual_length,
     )
     tensors.keep(appender=appender)

@@ -29,8 +29,6 @@ from .factors import Factors
 from .window import KeyValue
 
 BLOCK = BlockLayout.tokens
-MOST_SINKS = 8
-"""Rows that a page has at least, of any preset and dtype."""
 
 
 def rows_per_page(layout: BlockLayout, dtype: torch.dtype) -> int:

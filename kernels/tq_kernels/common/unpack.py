@@ -27,6 +27,9 @@ SMALL_UNIT = tl.constexpr(2.0**-18)
 """What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
 is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
 
+PROBABILITY_BITS = tl.constexpr(4.0)
+"""Decode keeps probabilities as 2**4 times their value, which centres fp16's range on what value scales look like."""
+
 
 def _half_bits(level: float) -> int:
     return struct.unpack("<H", struct.pack("<e", level))[0]
@@ -315,6 +318,14 @@ def load_signs(words, row, column, mask, DIM: tl.constexpr, IS_VALUE: tl.constex
 
 
 @triton.jit
+def load_crumbs(
+    words, row, column, mask, CHUNK: tl.constexpr, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
+):
+    """Words of quarter CHUNK of a block's keys or values at 2 or 3 bits, and of its neighbour; as for `load_levels`."""
+    return load_words(words + (CHUNK // 2) * (4 * DIM), row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
+
+
+@triton.jit
 def load_levels(
     words,
     row,
@@ -328,6 +339,7 @@ def load_levels(
     SMALL: tl.constexpr,
     ASM: tl.constexpr,
     signs=None,
+    crumbs=None,
 ):
     """Levels of part CHUNK of a block's channels, cut into CHUNKS parts: four at 2 and 3 bits.
 
@@ -337,6 +349,7 @@ def load_levels(
         mask: Broadcastable to [M, K], or None.
         SMALL: Whether to give levels of 3 and 4 bits times SMALL_UNIT.
         signs: At 3 bits the words from `load_signs`, or None: they are loaded after the others.
+        crumbs: At 2 and 3 bits those from `load_crumbs`, or None.
 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
@@ -351,7 +364,8 @@ def load_levels(
         x2, x3 = unpack8(load_words(words + (16 * DIM + CHUNK * PART), row, column, mask, ROW, ASM), odd, ASM)
         return x0, x1, x2, x3
     else:
-        crumbs = load_words(words + (CHUNK // 2) * (4 * DIM), row, column, mask, ROW, ASM)
+        if crumbs is None:
+            crumbs = load_crumbs(words, row, column, mask, CHUNK, DIM, IS_VALUE, ASM)
         if BITS == 3:
             if signs is None:
                 signs = load_signs(words, row, column, mask, DIM, IS_VALUE, ASM)

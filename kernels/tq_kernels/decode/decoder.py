@@ -16,8 +16,8 @@ import triton
 from ..common.compat import current_device, current_raw_stream
 from ..common.device import target
 from ..common.launcher import Kernel
-from ..common.packed import Packed
 from ..common.softmax import LOG2E
+from ..types import Packed
 from .append import rotate_and_append
 from .plan import plan_decode
 from .preallocated import append_and_rotate

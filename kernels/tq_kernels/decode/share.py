@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..common.sequences import without_sinks
 from ..common.softmax import log2_sum, rescaled, soft_capped
+from ..common.unpack import PROBABILITY_BITS
 from ..format import TOKENS
 from .dense import allowed_tile
 from .rotate import LINE, ROTATED
@@ -23,9 +24,6 @@ from .tiles import (
     scales_of,
     value_levels,
 )
-
-PROBABILITY_BITS = tl.constexpr(4.0)
-"""Probabilities are kept as 2**4 times their value, which centres fp16's range on what value scales look like."""
 
 
 class Blocks(NamedTuple):
