@@ -16,26 +16,25 @@ from sass import Compiled, build, build_split, plan, target_of
 from tq_kernels.codec.balance import WARPS, balance_constants, channel_factors, sum_squares
 from tq_kernels.codec.dequantise import dequantise_blocks
 from tq_kernels.codec.encode import encode_blocks
+from tq_kernels.codec.encode_paged import encode_completed
 from tq_kernels.codec.launch import dequantise_config, encode_config
 from tq_kernels.codec.quantise import LEVELS
 from tq_kernels.decode.append import rotate_and_append
+from tq_kernels.decode.append_paged import append_tails, rotate_and_append_single
 from tq_kernels.decode.appender import rotate_columns
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
-from tq_kernels.decode.reduce import reduce_splits
+from tq_kernels.decode.reduce import reduce_splits, reduce_splits_paged
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
+from tq_kernels.decode.split_paged import decode_split_paged
 from tq_kernels.format import padded_dim
-from tq_kernels.paged.append import append_tails, rotate_and_append_single
-from tq_kernels.paged.encode import encode_completed
-from tq_kernels.paged.reduce import reduce_splits_paged
-from tq_kernels.paged.split import decode_split_paged
-from tq_kernels.paged.split_fragments import decode_split_paged_fragments
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 from tq_kernels.prefix.windows import STAGES, window_attention
 from tq_kernels.turing.prefix import prefix_attention_fragments
+from tq_kernels.turing.split_paged import decode_split_paged_fragments
 
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.tensors.pages import rows_per_page

@@ -18,7 +18,7 @@ from launch_recorder import recorded  # noqa: E402
 from paged_cases import Step, make  # noqa: E402
 from tq_kernels.codec import launch as codec  # noqa: E402
 from tq_kernels.common.launcher import Kernel  # noqa: E402
-from tq_kernels.paged import launch as paged  # noqa: E402
+from tq_kernels.decode import launch_paged as paged  # noqa: E402
 from tq_kernels.prefix import launch as prefix  # noqa: E402
 from tq_kernels.prefix import prompts  # noqa: E402
 

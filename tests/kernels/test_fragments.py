@@ -23,7 +23,7 @@ from paged_cases import Step, make  # noqa: E402
 from prefix_cases import make_prefix_inputs, run_prefix  # noqa: E402
 from ptx import run_inline_asm  # noqa: E402
 from tq_kernels.decode import decoder  # noqa: E402
-from tq_kernels.paged import launch as paged_launch  # noqa: E402
+from tq_kernels.decode import launch_paged as paged_launch  # noqa: E402
 from tq_kernels.prefix import (
     launch,  # noqa: E402
     prompts,  # noqa: E402

@@ -14,10 +14,10 @@ from kernel_cases import INTERPRETED  # noqa: E402
 from limits import cards, within  # noqa: E402
 from sass import SHARED, build_split, inner_loop, loops, per_element, resources  # noqa: E402
 from test_decode_compile import BITS  # noqa: E402
-from tq_kernels.paged.append import append_tails, rotate_and_append_single  # noqa: E402
-from tq_kernels.paged.encode import encode_completed  # noqa: E402
-from tq_kernels.paged.reduce import reduce_splits_paged  # noqa: E402
-from tq_kernels.paged.split import decode_split_paged  # noqa: E402
+from tq_kernels.codec.encode_paged import encode_completed  # noqa: E402
+from tq_kernels.decode.append_paged import append_tails, rotate_and_append_single  # noqa: E402
+from tq_kernels.decode.reduce import reduce_splits_paged  # noqa: E402
+from tq_kernels.decode.split_paged import decode_split_paged  # noqa: E402
 from tq_kernels.prefix.windows import window_attention  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

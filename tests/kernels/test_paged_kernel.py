@@ -12,7 +12,7 @@ from paged_cases import Inputs, Step, cumulative, make, sequences_of
 
 pytest.importorskip("triton")
 
-from tq_kernels.paged import launch as paged_launch  # noqa: E402
+from tq_kernels.decode import launch_paged as paged_launch  # noqa: E402
 
 from tq_hf.config import PRESETS, TurboQuantConfig  # noqa: E402
 from tq_hf.ops import paged_triton  # noqa: E402

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_cases import INTERPRETED, child
-from tq_kernels.decode.schedule import START, counted, holder, share_start
+from tq_kernels.common.schedule import START, counted, holder, share_start
 
 NUMBERS = [(0, 8, 528), (1, 1, 4), (1, 8, 528), (14, 8, 528), (65, 8, 528), (66, 8, 528), (254, 64, 528), (7, 512, 528)]
 """Blocks of a stream, streams, workers."""

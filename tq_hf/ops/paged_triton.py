@@ -18,7 +18,7 @@ from .window_plan import Singles
 from .workspace import allocator
 
 if HAS_TRITON:
-    from tq_kernels.paged.launch import (
+    from tq_kernels.decode.launch_paged import (
         append_new_rows,
         attend_single,
         encode_new_blocks,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.schedule import DENSE_TOKENS
 from ..common.softmax import finite, soft_capped
-from .schedule import DENSE_TOKENS
 from .tiles import fetch
 
 

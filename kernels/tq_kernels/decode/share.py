@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.schedule import LINE, ROTATED
 from ..common.sequences import without_sinks
 from ..common.softmax import log2_sum, rescaled, soft_capped
 from ..common.unpack import PROBABILITY_BITS
 from ..format import TOKENS
 from .dense import allowed_tile
-from .rotate import LINE, ROTATED
 from .tiles import (
     ROWS32,
     add_chunks,

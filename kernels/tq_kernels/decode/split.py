@@ -6,7 +6,7 @@ For queries q of one KV head (rows r = g S + s of its G query heads and S querie
     rotated[r, :] = sum_t softmax(logit)[t, r] value_scale[t] value_level[t, :]    (`reduce` rotates back)
 
 The tokens are M and the query rows N of every matrix product: a GQA group of 4 then costs one 8-wide product instead of
-one padded to 16. Which program reads what is decided in `tq_kernels.decode.schedule`. Dense sinks and window are read
+one padded to 16. Which program reads what is decided in `tq_kernels.common.schedule`. Dense sinks and window are read
 in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
 
 Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
@@ -20,11 +20,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ..common.schedule import DENSE_TOKENS, LINE, START, claim, counted, dense_jobs, first_jobs, share_start
 from ..common.softmax import log2_sum
 from ..format import TOKENS
 from .dense import DenseTokens, Mask, dense_job, dense_rows_of, prefetch_rows
-from .rotate import LINE
-from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, first_jobs, share_start
 from .share import Blocks, Rows, Scratch, attend_share
 from .tiles import Shape, per_lane, prefetch
 

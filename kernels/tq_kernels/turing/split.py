@@ -10,10 +10,11 @@ clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
 import triton
 import triton.language as tl
 
+from ..common.schedule import DENSE_TOKENS, LINE, ROTATED, START, claim, counted, dense_jobs, first_jobs, share_start
 from ..common.softmax import log2_sum
 from ..common.unpack import PROBABILITY_BITS, small_unit
 from ..format import TOKENS
-from ..turing.fragments import (
+from .fragments import (
     LANES,
     column_sum,
     initial,
@@ -25,9 +26,7 @@ from ..turing.fragments import (
     value_tiles,
     zero_quads,
 )
-from ..turing.tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, load_rows
-from .rotate import LINE, ROTATED
-from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, first_jobs, share_start
+from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, load_rows
 
 
 @triton.jit

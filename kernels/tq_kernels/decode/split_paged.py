@@ -1,22 +1,20 @@
 """Decode attention over the pages of many sequences: `tq_kernels.decode.split`, block by block from a table.
 
-Shares are of `tq_kernels.paged.schedule`. Scratch is that of `decode_split` for one batch row: row g B + b of a KV head
-is query g of sequence b; every stream has slots for the dense jobs of its sinks and a whole ring.
+Shares are of `tq_kernels.common.schedule`. Scratch is that of `decode_split` for one batch row: row g B + b of a KV
+head is query g of sequence b; every stream has slots for the dense jobs of its sinks and a whole ring.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ..common.schedule import DENSE_TOKENS, LINE, dense_slots, share, stream_items
 from ..common.sequences import dense_rows, lengths, sinks_of
 from ..common.softmax import log2_sum
-from ..decode.dense import Mask, dense_logits, dense_states, dense_sums
-from ..decode.rotate import LINE
-from ..decode.schedule import DENSE_TOKENS
-from ..decode.share import Blocks, Rows, Scratch, attend_share
-from ..decode.tiles import Shape, per_lane, prefetch
 from ..format import TOKENS
-from .schedule import dense_slots, share, stream_items
+from .dense import Mask, dense_logits, dense_states, dense_sums
+from .share import Blocks, Rows, Scratch, attend_share
+from .tiles import Shape, per_lane, prefetch
 
 
 @triton.jit(

@@ -1,18 +1,16 @@
-"""`decode_split_paged` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.decode.split_fragments`,
+"""`decode_split_paged` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.turing.split`,
 block by block from a table."""
 
 import triton
 import triton.language as tl
 
+from ..common.schedule import DENSE_TOKENS, LINE, ROTATED, dense_slots, share, stream_items
 from ..common.sequences import dense_rows, lengths
 from ..common.unpack import PROBABILITY_BITS, small_unit
-from ..decode.rotate import LINE, ROTATED
-from ..decode.schedule import DENSE_TOKENS
-from ..decode.split_fragments import factors_of, operands, store_partial
 from ..format import TOKENS
-from ..turing.fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
-from ..turing.tiles import Half, PackedShape, attend_dense, attend_packed, load_dense
-from .schedule import dense_slots, share, stream_items
+from .fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
+from .split import factors_of, operands, store_partial
+from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense
 
 
 @triton.jit(

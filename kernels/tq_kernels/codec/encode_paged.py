@@ -6,9 +6,9 @@ Where nothing became complete, which in decoding is nearly always so, programs e
 import triton
 import triton.language as tl
 
-from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
 from ..common.sequences import completed, lengths, located, ring_rows
 from ..format import MOST_SINKS, TOKENS
+from .encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
 
 _MOST_SINKS = tl.constexpr(MOST_SINKS)
 
