@@ -9,7 +9,7 @@ import pytest
 from tests.test_packaging import KERNELS, ROOT, imported_modules
 
 ROOMS = {
-    "tq_kernels": [["paged"], ["decode", "prefix"], ["codec"], ["common"], ["format"]],
+    "tq_kernels": [["decode", "prefix"], ["codec", "turing"], ["common"], ["types"], ["format"]],
     "tq_hf": [
         ["tools"],
         ["batching", "graph_decoding"],

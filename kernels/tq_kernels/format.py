@@ -13,6 +13,9 @@ BLOCK_TOKENS = 128
 PLANES = 4
 PLANE_TOKENS = BLOCK_TOKENS // PLANES
 
+MOST_SINKS = 8
+"""Rows that a page has at least, of any preset and dtype."""
+
 CHANNEL_MULTIPLE = 8
 """Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tq_kernels.codec import launch as codec
 from tq_kernels.common.launcher import Kernel
-from tq_kernels.paged import launch as paged
-from tq_kernels.paged import prompts
+from tq_kernels.decode import launch_paged as paged
 from tq_kernels.prefix import launch as prefix
+from tq_kernels.prefix import prompts
 
 from tests.support.helpers import all_packed, states
 from tests.support.kernel_cases import INTERPRETED
@@ -163,7 +163,7 @@ def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: 
         *("states", "words", "scales", "means", "rotation", "factors", "query", "key_words", "value_words", "scalars"),
         *("key_means", "key_rotation", "value_rotation", "key_factors", "value_factors", "sink_keys", "sink_values"),
         *("window_keys", "window_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
-        *("operand_rows", "rotated", "table", "tokens", "cu_q", "cu_k"),
+        *("operand_rows", "rotated", "block_table", "tokens", "cu_seqlens_q", "cu_seqlens_k"),
     }
     assert {p.name for p in numbers} - strided <= pointers
     if others is not None:

@@ -80,7 +80,7 @@ def inputs(case: Case, device: str, dtype: torch.dtype):
 
 
 def check(case: Case, device: str, dtype: torch.dtype) -> None:
-    from tq_kernels.prefix.dense_launch import attend_dense
+    from tq_kernels.prefix.dense import attend_dense
 
     query, keys, values, mask, options = inputs(case, device, dtype)
     actual = attend_dense(

@@ -13,6 +13,7 @@ from tests.support.kernel_cases import (
     gpu,
     packed_of,
     random_factors,
+    recipe_of,
     relative_rms,
 )
 from tq_hf.codec.ablation import Ablation
@@ -93,12 +94,7 @@ def check(case: Case, device: torch.device) -> None:
     ]
     out = [room[:, :tokens, :, :dim].transpose(1, 2) for room, dim in zip(rooms, (case.dk, case.dv), strict=True)]
     on_device = blocks.map(lambda tensor: tensor.to(device))
-    dequantise(
-        packed_of(on_device), case.start, case.stop, *out,
-        key_bits=config.key_bits, value_bits=config.value_bits,
-        key_rotation=rotation_matrix(layout.key_dim_padded, config.seed, device, FP32),
-        value_rotation=rotation_matrix(layout.value_dim_padded, config.seed, device, FP32),
-    )  # fmt: skip
+    dequantise(packed_of(on_device), case.start, case.stop, *out, recipe_of(config, layout, device))
     for room, got, want in zip(rooms, out, expected, strict=True):
         assert relative_rms(got, want.double()) <= TOLERANCE[case.dtype]
         assert room.isnan().sum() == room.numel() - got.numel(), "wrote outside of the given rows"
@@ -115,15 +111,13 @@ if INTERPRETED:
 
     def test_refuses_a_buffer_of_another_length() -> None:
         from tq_kernels.codec.launch import dequantise
+        from tq_kernels.types import Recipe
 
         blocks = PackedBlocks.allocate(PRESETS["4bit_nc"].layout(16), 1, 1, 2, CPU)
         rotation = rotation_matrix(16, 0, CPU, FP32)
         out = torch.empty(1, 1, 128, 16)
         with pytest.raises(ValueError, match="room for 128 tokens"):
-            dequantise(
-                packed_of(blocks), 0, 2, out, out,
-                key_bits=4, value_bits=4, key_rotation=rotation, value_rotation=rotation,
-            )  # fmt: skip
+            dequantise(packed_of(blocks), 0, 2, out, out, Recipe((4, 4), (rotation, rotation)))
 
 
 @gpu

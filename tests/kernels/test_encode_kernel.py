@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.support.kernel_cases import INTERPRETED, child, gpu, packed_of, random_factors
+from tests.support.kernel_cases import INTERPRETED, child, gpu, packed_of, random_factors, recipe_of
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
@@ -35,9 +35,7 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        name = f"k{c.key_bits}{c.key_correction}-v{c.value_bits}{c.value_correction}" + (
-            "" if c.key_mean else "-no_mean"
-        )
+        name = f"k{c.key_bits}-v{c.value_bits}" + ("" if c.key_mean else "-no_mean")
         name += f"-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}-{self.dtype}".replace("torch.", "")
         return name + "-balanced" * self.balanced
 
@@ -56,14 +54,7 @@ CASES = [
         Case(PRESETS[name], dk, dv, dtype)
         for name, dk, dv, dtype in (("k8v4", 24, 16, FP32), ("2bit_nc", 32, 8, FP16), ("2.5bit_nc", 16, 40, BF16))
     ],
-    *[
-        Case(
-            Ablation(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction),
-            32,
-            32,
-        )
-        for bits, correction in ((4, "none"), (3, "norm"), (2, "inner"), (4, "inner"), (3, "projection"))
-    ],
+    *[Case(TurboQuantConfig(key_bits=bits, value_bits=bits), 32, 32) for bits in (2, 3, 4)],
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 32, 64, FP16),
     Case(Ablation(key_mean=False), 64, 64, batch=2, heads=3),
     *[Case(PRESETS["4bit_nc"], 64, 32, dtype, batch=2, heads=3, balanced=True) for dtype in (BF16, FP16, FP32)],
@@ -101,13 +92,7 @@ def run_encode(
     if case.balanced:
         factors = random_factors(case.batch, case.heads, case.dk, case.dv).map(lambda tensor: tensor.to(device))
         out = replace(out, factors=factors)
-    encode(
-        keys, values, packed_of(out), start,
-        key_bits=config.key_bits, value_bits=config.value_bits,
-        key_correction=config.key_correction, value_correction=config.value_correction,
-        key_rotation=rotation_matrix(layout.key_dim_padded, config.seed, device, FP32),
-        value_rotation=rotation_matrix(layout.value_dim_padded, config.seed, device, FP32),
-    )  # fmt: skip
+    encode(keys, values, packed_of(out), start, recipe_of(config, layout, device))
     return out
 
 
@@ -225,6 +210,7 @@ def check_e4m3(device: torch.device) -> None:
     """One row's largest channel is 448 times its unit, so that the others are converted as they are; no head dim, no
     rotation."""
     from tq_kernels.codec.launch import encode
+    from tq_kernels.types import Recipe
 
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (codes[1:] + codes[:-1]) / 2
@@ -237,11 +223,7 @@ def check_e4m3(device: torch.device) -> None:
     identity = rotation_matrix(8, 0, CPU, FP32)
     states = (rows @ identity)[None, None].to(device)
     got = PackedBlocks.allocate(Ablation(key_bits=8, key_mean=False).layout(8), 1, 1, 1, device)
-    encode(
-        states, states, packed_of(got), 0, key_bits=8, value_bits=4,
-        key_correction="none",
-        value_correction="none", key_rotation=identity.to(device), value_rotation=identity.to(device),
-    )  # fmt: skip
+    encode(states, states, packed_of(got), 0, Recipe((8, 4), (identity.to(device), identity.to(device))))
     got_codes = (
         unpack(got.key_words.cpu(), 8, 8, is_value=False)[0, 0, 0].to(torch.uint8).view(torch.float8_e4m3fn).float()
     )

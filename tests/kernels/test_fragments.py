@@ -8,9 +8,11 @@ import dataclasses
 import pytest
 import torch
 from tq_kernels.decode import decoder
-from tq_kernels.paged import launch as paged_launch
-from tq_kernels.paged import prompts
-from tq_kernels.prefix import launch
+from tq_kernels.decode import launch_paged as paged_launch
+from tq_kernels.prefix import (
+    launch,
+    prompts,
+)
 
 from tests.support.kernel_cases import (
     INTERPRETED,

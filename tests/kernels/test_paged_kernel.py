@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tq_kernels.paged import launch as paged_launch
+from tq_kernels.decode import launch_paged as paged_launch
 
 from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
 from tests.support.paged_cases import Inputs, Step, cumulative, make, sequences_of

@@ -34,7 +34,6 @@ CASES = (
         (BASE.with_(Dk=72, Dv=100, preset="3bit_nc", Hq=3, Hkv=1), False),
         (BASE.with_(dtype=BF16), True),
         (BASE.with_(dtype=FP32, preset="k8v4"), False),
-        (BASE.with_(key_mean=False), False),
         (BASE.with_(mask="padding", B=2, Hkv=1), True),
         (BASE.with_(mask="full", B=2), True),
         (BASE.with_(mask="full", softcap=15.0), False),
@@ -163,7 +162,7 @@ def test_long_contexts_on_a_gpu(preset: str, S: int, padded: bool) -> None:
 @gpu
 def test_nothing_is_compiled_while_a_cache_grows() -> None:
     from tq_kernels.prefix.attention import prefix_attention
-    from tq_kernels.prefix.merge import merge_splits
+    from tq_kernels.prefix.rows import merge_splits
 
     device = torch.device("cuda", 0)
 

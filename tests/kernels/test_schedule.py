@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.decode.schedule import START, counted, holder, share_start
+from tq_kernels.common.schedule import START, counted, holder, share_start
 
 from tests.support.kernel_cases import INTERPRETED, child
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tq_kernels.paged import windows as window_launch
+from tq_kernels.prefix import windows as window_launch
 
 from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
 from tests.support.window_cases import CHUNKS, TOTALS, Requests, cumulative

@@ -16,6 +16,7 @@ from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantise, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
+from tq_hf.layout import BlockLayout
 from tq_hf.tensors.blocks import Factors, PackedBlocks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -263,9 +264,20 @@ def kernel_rotations(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 def packed_of(blocks: PackedBlocks) -> Any:
     """`blocks` as kernels take them."""
-    from tq_kernels.common.packed import Packed
+    from tq_kernels.types import Packed
 
     return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, *blocks.factors)
+
+
+def recipe_of(config: TurboQuantConfig, layout: BlockLayout, device: torch.device) -> Any:
+    """Bits and rotations as the codec's kernels take them."""
+    from tq_kernels.types import Recipe
+
+    keys, values = (
+        rotation_matrix(dim, config.seed, device, torch.float32)
+        for dim in (layout.key_dim_padded, layout.value_dim_padded)
+    )
+    return Recipe((config.key_bits, config.value_bits), (keys, values))
 
 
 def run_decode(

@@ -40,6 +40,7 @@ def make_prefix_inputs(case: Case, device: torch.device, *, beside: bool) -> Pre
 def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
     """`attend_prefix`, with scratch and output poisoned."""
     from tq_kernels.prefix.launch import attend_prefix
+    from tq_kernels.types import Recipe
 
     inputs = prefix.inputs
     case, packed, layout, device = inputs.case, inputs.packed, inputs.packed.layout, inputs.query.device
@@ -51,9 +52,7 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
         prefix.window,
         prefix.num_window,
         prefix.new,
-        *kernel_rotations(inputs),
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
+        Recipe((layout.key_bits, layout.value_bits), kernel_rotations(inputs)),
         scaling=inputs.scaling,
         out=torch.full((case.B, case.S, case.Hq, case.Dv), torch.nan, dtype=case.dtype, device=device),
         allocate=lambda size: torch.full((size,), torch.nan, device=device),

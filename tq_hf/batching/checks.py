@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+from tq_kernels.format import MOST_SINKS
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
@@ -15,7 +16,6 @@ from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.sliding import SlidingLayer
 from ..tensors.blocks import BLOCK
-from ..tensors.pages import MOST_SINKS
 
 STOCK_PAGE_SIZE = ContinuousBatchingConfig.page_size
 _INSTEAD = "Use `generate()` with a `TurboQuantCache`."

@@ -25,11 +25,11 @@ that at 8 bits the one in which plane 2u is fp16 but for the bits of the other.
 from __future__ import annotations
 
 import torch
+from tq_kernels.format import PLANES
 
 from ..layout import BlockLayout
 
 TOKENS = BlockLayout.tokens
-PLANES = 4
 ROWS = TOKENS // PLANES
 QUARTERS = 4
 

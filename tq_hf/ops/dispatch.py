@@ -43,7 +43,7 @@ def balance(
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
     of `out`."""
-    backend = triton_blocks if triton_blocks.supports_blocks(keys, out.layout) else codec_reference
+    backend = triton_blocks if triton_blocks.supports_encode(keys, config, out.layout) else codec_reference
     with outside_autocast(keys):
         backend.encode(config, keys, values, out, start)
 

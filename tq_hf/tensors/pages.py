@@ -32,8 +32,6 @@ from ..config import TurboQuantConfig
 from ..layout import BlockLayout
 from .blocks import BLOCK, Factors, KeyValue, PackedBlocks
 
-MOST_SINKS = 8
-"""Rows that a page of packed blocks has at least, of any preset and dtype."""
 LEAST_ROWS = 32
 """Rows that a page of a sliding layer has at least, if its window has as many."""
 Place = tuple[torch.Tensor, torch.Tensor]

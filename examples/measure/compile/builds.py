@@ -15,27 +15,25 @@ import triton.language as tl
 from tq_kernels.codec.balance import WARPS, balance_constants, channel_factors, sum_squares
 from tq_kernels.codec.dequantise import dequantise_blocks
 from tq_kernels.codec.encode import encode_blocks
+from tq_kernels.codec.encode_paged import encode_completed
 from tq_kernels.codec.launch import dequantise_config, encode_config
-from tq_kernels.codec.quantise import CORRECTIONS, LEVELS
+from tq_kernels.codec.quantise import LEVELS
 from tq_kernels.decode.append import rotate_and_append
+from tq_kernels.decode.append_paged import append_tails, rotate_and_append_single
 from tq_kernels.decode.appender import rotate_columns
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
-from tq_kernels.decode.reduce import reduce_splits
+from tq_kernels.decode.reduce import reduce_splits, reduce_splits_paged
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
+from tq_kernels.decode.split_paged import decode_split_paged
 from tq_kernels.format import padded_dim
-from tq_kernels.paged.append import append_tails, rotate_and_append_single
-from tq_kernels.paged.encode import encode_completed
-from tq_kernels.paged.reduce import reduce_splits_paged
-from tq_kernels.paged.split import decode_split_paged
-from tq_kernels.paged.split_fragments import decode_split_paged_fragments
-from tq_kernels.paged.windows import STAGES, window_attention
 from tq_kernels.prefix.attention import prefix_attention
-from tq_kernels.prefix.attention_fragments import prefix_attention_fragments
-from tq_kernels.prefix.dense import dense_attention
-from tq_kernels.prefix.dense_launch import dense_config
+from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
+from tq_kernels.prefix.windows import STAGES, window_attention
+from tq_kernels.turing.prefix import prefix_attention_fragments
+from tq_kernels.turing.split_paged import decode_split_paged_fragments
 
 from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
 from tq_hf import PRESETS, TurboQuantConfig
@@ -62,9 +60,8 @@ def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 1
     """`encode_blocks` of keys or of values."""
     on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
-    correction = CORRECTIONS["projection" if is_value else "norm"]
     constants = (
-        *(dim, stored, tile_of(stored), own, LEVELS[own], correction, is_value, MATRIX[dtype], config.k_step),
+        *(dim, stored, tile_of(stored), own, LEVELS[own], is_value, MATRIX[dtype], config.k_step),
         *("tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
     )
     types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
@@ -104,7 +101,7 @@ def build_prefix(
     on, dims = target_of(arch), (dim, value_dim or dim)
     config = prefix_config(*dims, *bits, on)
     flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
-    constants = prefix_constants(*dims, *bits, has_mean=True, config=config, on=on, **flags)
+    constants = prefix_constants(*dims, *bits, config=config, on=on, **flags)
     kernel = prefix_attention_fragments if on.fragments else prefix_attention
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
@@ -161,10 +158,7 @@ def build_preallocated_append(
     on, stored = target_of(arch), padded_dim(dim)
     tile = tile_of(stored)
     config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
-    halves = [
-        (dim, stored, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step)
-        for own, correction in zip(bits, ("norm", "projection"), strict=True)
-    ]
+    halves = [(dim, stored, tile, own, LEVELS[own], config.k_step) for own in bits]
     constants = (*halves[0], *halves[1], True, MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
     states = [f"*{dtype}"]
     types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
@@ -249,7 +243,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), *bits, True, *[LEVELS[own] for own in bits]),
-        *(CORRECTIONS["norm"], CORRECTIONS["projection"], MATRIX[dtype], config.k_step),
+        *(MATRIX[dtype], config.k_step),
         *("tf32x3" if on.asm else "ieee", sinks, *place(preset, dim), SEQUENCES, on.asm),
     )
     types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
@@ -259,7 +253,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
 def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False, sinks: int = 0) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, *bits, on)
-    flags = (True, True, 0, softcap, False, split)
+    flags = (True, 0, softcap, False, split)
     constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES, sinks))
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["*i32"] * 3

@@ -19,7 +19,7 @@ from tq_kernels.common.device import Target
 from tq_kernels.common.launcher import ALWAYS
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.split import decode_split
-from tq_kernels.decode.split_fragments import decode_split_fragments
+from tq_kernels.turing.split import decode_split_fragments
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -10,7 +10,7 @@ which leaves it where it is added.
 import triton
 import triton.language as tl
 
-from ..common.unpack import load_words, unpack2, unpack3, unpack4, unpack8
+from ..common.unpack import load_crumbs, load_levels, load_signs
 from ..format import TOKENS
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
@@ -117,21 +117,15 @@ def dequantise_blocks(
     SPLIT: tl.constexpr = DIM & (DIM - 1) != 0
     WIDTH: tl.constexpr = DIM // CHUNKS
     CHANNELS: tl.constexpr = TILE // CHUNKS  # of a chunk, padded
-    QUARTER_WORDS: tl.constexpr = 4 * DIM  # int32 words of a tile of two quarters, and of the signs
     # Word tiles are [M, K] as matrix operands see them: keys [32, CHANNELS], values [CHANNELS, 32].
     if IS_VALUE:
         row = tl.arange(0, CHANNELS)[:, None]
         column = tl.arange(0, 32)[None, :]
         exists = None if WIDTH == CHANNELS else row < WIDTH
-        ROW_WORDS: tl.constexpr = 16
-        CHUNK_WORDS: tl.constexpr = WIDTH * 16
     else:
         row = tl.arange(0, 32)[:, None]
         column = tl.arange(0, CHANNELS)[None, :]
         exists = None if WIDTH == CHANNELS else column < WIDTH
-        ROW_WORDS: tl.constexpr = DIM // 2 if BITS >= 4 else DIM // 8
-        CHUNK_WORDS: tl.constexpr = WIDTH // 2
-    odd = column % 2
     token = tl.arange(0, HALF_TOKENS)
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     chunk_channel = tl.arange(0, CHANNELS)
@@ -156,29 +150,20 @@ def dequantise_blocks(
         x0 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         x1 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         mean = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
+        signs, crumbs = None, None
         if BITS == 3:
-            signs = load_words(block_words + 2 * QUARTER_WORDS, row, column, exists, ROW_WORDS, ASM)
+            signs = load_signs(block_words, row, column, exists, DIM, IS_VALUE, ASM)
         for chunk in tl.static_range(CHUNKS):
             if RESIDENT:
                 high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
                 low = low0 if chunk == 0 else (low1 if chunk == 1 else (low2 if chunk == 2 else low3))
             else:
                 high, low = _load_inverse(rotation, factors, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            if BITS == 4:
-                w = load_words(block_words + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
-                p0, p1, p2, p3 = unpack4(w, odd, False, ASM)
-            elif BITS == 8:
-                w = load_words(block_words + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
-                p0, p1 = unpack8(w, odd, ASM)
-                w = load_words(block_words + 16 * DIM + chunk * CHUNK_WORDS, row, column, exists, ROW_WORDS, ASM)
-                p2, p3 = unpack8(w, odd, ASM)
-            else:
-                if chunk % 2 == 0:
-                    w = load_words(block_words + (chunk // 2) * QUARTER_WORDS, row, column, exists, ROW_WORDS, ASM)
-                if BITS == 3:
-                    p0, p1, p2, p3 = unpack3(w, signs, odd, chunk, False, ASM)
-                else:
-                    p0, p1, p2, p3 = unpack2(w, odd, chunk, ASM)
+            if BITS < 4 and chunk % 2 == 0:
+                crumbs = load_crumbs(block_words, row, column, exists, chunk, DIM, IS_VALUE, ASM)
+            p0, p1, p2, p3 = load_levels(
+                block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs
+            )
             x0 = _add_product(_two_planes(p0, p1, IS_VALUE, ASM), high, low, x0, SPLIT)
             x1 = _add_product(_two_planes(p2, p3, IS_VALUE, ASM), high, low, x1, SPLIT)
             if means is not None:

@@ -15,6 +15,8 @@ The signs of the rotation are applied as +-1 in the inputs' dtype, times the fac
 bits than it has. So products are exact, and the rotation's own factor 1 / sqrt(D) goes into the scales.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
@@ -23,6 +25,31 @@ from ..format import TOKENS
 from .quantise import store_codes
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
+
+
+class Output(NamedTuple):
+    """Where blocks of keys or of values are stored; without `means`, keys keep theirs."""
+
+    words: Any
+    scales: Any
+    means: Any
+
+
+class EncodeShape(NamedTuple):
+    """Constants of `encode_block`. BLOCK_WORDS: int32 words from a block to the next; 0 where words, scales and means
+    are arrays of their own."""
+
+    HEAD_DIM: tl.constexpr
+    DIM: tl.constexpr
+    TILE: tl.constexpr
+    BITS: tl.constexpr
+    LEVELS: tl.constexpr
+    IS_VALUE: tl.constexpr
+    MATRIX: tl.constexpr
+    K_STEP: tl.constexpr
+    PRECISION: tl.constexpr
+    ASM: tl.constexpr
+    BLOCK_WORDS: tl.constexpr
 
 
 @triton.jit
@@ -144,31 +171,8 @@ def block_rows():
 
 @triton.jit
 def encode_block(
-    early,
-    late,
-    early_offsets,
-    late_offsets,
-    words,
-    scales,
-    means,
-    home,
-    rotation,
-    factors,
-    high,
-    low,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    CORRECTION: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-    MATRIX: tl.constexpr,
-    K_STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASM: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-):
+    early, late, early_offsets, late_offsets, out: Output, home, rotation, factors, high, low, C: tl.constexpr
+):  # fmt: skip
     """Encode one block's keys or values as block `home`.
 
     Args:
@@ -176,40 +180,42 @@ def encode_block(
             rows, in the order of `block_rows`.
         late, late_offsets: The same for the other 64.
         high, low: All of `load_rotation` where K_STEP is TILE, else anything.
-        BLOCK_WORDS: int32 words from a block to the next; 0 where words, scales and means are arrays of their own.
+        C: An `EncodeShape`.
     """
-    UNIT: tl.constexpr = DIM**-0.5
-    QUARTER: tl.constexpr = TILE // 4
-    WORDS_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else TOKENS * DIM * BITS // 32
-    SCALES_SIZE: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else 2 * TOKENS
-    MEAN_SIZE: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else DIM
-    SPLIT: tl.constexpr = _takes_two(MATRIX, DIM)
-    k = tl.arange(0, K_STEP)
-    y0 = tl.zeros([HALF_TOKENS, TILE], tl.float32)
-    y1 = tl.zeros([HALF_TOKENS, TILE], tl.float32)
-    if K_STEP == TILE:
-        x0 = _load_rows(early + early_offsets, k, HEAD_DIM, TILE)  # [64, TILE]
-        x1 = _load_rows(late + late_offsets, k, HEAD_DIM, TILE)
-        y0 = _add_product(x0, high, low, y0, SPLIT, PRECISION)
-        y1 = _add_product(x1, high, low, y1, SPLIT, PRECISION)
+    UNIT: tl.constexpr = C.DIM**-0.5
+    QUARTER: tl.constexpr = C.TILE // 4
+    WORDS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS * C.DIM * C.BITS // 32
+    SCALES_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else 2 * TOKENS
+    MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DIM
+    SPLIT: tl.constexpr = _takes_two(C.MATRIX, C.DIM)
+    k = tl.arange(0, C.K_STEP)
+    y0 = tl.zeros([HALF_TOKENS, C.TILE], tl.float32)
+    y1 = tl.zeros([HALF_TOKENS, C.TILE], tl.float32)
+    if C.K_STEP == C.TILE:
+        x0 = _load_rows(early + early_offsets, k, C.HEAD_DIM, C.TILE)  # [64, TILE]
+        x1 = _load_rows(late + late_offsets, k, C.HEAD_DIM, C.TILE)
+        y0 = _add_product(x0, high, low, y0, SPLIT, C.PRECISION)
+        y1 = _add_product(x1, high, low, y1, SPLIT, C.PRECISION)
     else:
-        for first in tl.range(0, TILE, K_STEP):
-            x0 = _load_rows(early + first + early_offsets, first + k, HEAD_DIM, TILE)  # [64, K_STEP]
-            x1 = _load_rows(late + first + late_offsets, first + k, HEAD_DIM, TILE)
-            step_high, step_low = load_rotation(rotation, factors, first, K_STEP, MATRIX, HEAD_DIM, DIM, TILE, SPLIT)
-            y0 = _add_product(x0, step_high, step_low, y0, SPLIT, PRECISION)
-            y1 = _add_product(x1, step_high, step_low, y1, SPLIT, PRECISION)
-    if means is not None:
-        mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), ASM)  # [TILE]
-        n = tl.arange(0, TILE)
-        channel = n // QUARTER * (DIM // 4) + n % QUARTER
-        tl.store(means + home * MEAN_SIZE + channel, mean, mask=n % QUARTER < DIM // 4)
+        for first in tl.range(0, C.TILE, C.K_STEP):
+            x0 = _load_rows(early + first + early_offsets, first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
+            x1 = _load_rows(late + first + late_offsets, first + k, C.HEAD_DIM, C.TILE)
+            step_high, step_low = load_rotation(
+                rotation, factors, first, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE, SPLIT
+            )
+            y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.PRECISION)
+            y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.PRECISION)
+    if out.means is not None:
+        mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), C.ASM)  # [TILE]
+        n = tl.arange(0, C.TILE)
+        channel = n // QUARTER * (C.DIM // 4) + n % QUARTER
+        tl.store(out.means + home * MEAN_SIZE + channel, mean, mask=n % QUARTER < C.DIM // 4)
         stored = mean.to(tl.float32) * (1 / UNIT)
         y0 -= stored[None, :]
         y1 -= stored[None, :]
     store_codes(
-        y0, y1, words + home * WORDS_SIZE, scales + home * SCALES_SIZE + IS_VALUE,
-        IS_VALUE, BITS, LEVELS, CORRECTION, DIM, TILE, ASM,
+        y0, y1, out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE,
+        C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM,
     )  # fmt: skip
 
 
@@ -247,7 +253,6 @@ def encode_blocks(
     TILE: tl.constexpr,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
-    CORRECTION: tl.constexpr,
     IS_VALUE: tl.constexpr,
     MATRIX: tl.constexpr,
     K_STEP: tl.constexpr,
@@ -257,6 +262,9 @@ def encode_blocks(
     STAGES: tl.constexpr,
 ):
     """Encode blocks `program, program + programs, ...` of the keys or of the values; the first becomes `start`."""
+    C: tl.constexpr = EncodeShape(
+        HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, 0
+    )  # fmt: skip
     if PDL and not IS_VALUE:
         cuda.gdc_launch_dependents()
     k = tl.arange(0, K_STEP)
@@ -274,9 +282,7 @@ def encode_blocks(
         home = first_home + block
         if ASM and STAGES > 1:
             _prefetch_rows(states, tl.minimum(block + tl.num_programs(0), blocks - 1), stride_token, TILE)
-        encode_block(
-            source, late, offsets, offsets, words, scales, means, home, rotation, factors, high, low,
-            HEAD_DIM, DIM, TILE, BITS, LEVELS, CORRECTION, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, 0,
-        )  # fmt: skip
+        out = Output(words, scales, means)
+        encode_block(source, late, offsets, offsets, out, home, rotation, factors, high, low, C)
     if PDL and IS_VALUE:
         cuda.gdc_wait()

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from ..common.device import target
+from ..common.device import matrix_type, target
 from ..common.launcher import Kernel, specialised
-from ..common.packed import Packed
 from ..format import BLOCK_TOKENS
+from ..types import Packed, Recipe
 from .dequantise import dequantise_blocks
 from .encode import encode_blocks
-from .quantise import CORRECTIONS, LEVELS
+from .quantise import LEVELS
 
 ENCODE, DEQUANTISE = Kernel(encode_blocks), Kernel(dequantise_blocks)
 
@@ -68,21 +67,12 @@ def encode_config(
     return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
 
 
-MATRIX_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
 def encode(
     keys: torch.Tensor,
     values: torch.Tensor,
     packed: Packed,
     start: int,
-    *,
-    key_bits: int,
-    value_bits: int,
-    key_correction: str,
-    value_correction: str,
-    key_rotation: torch.Tensor,
-    value_rotation: torch.Tensor,
+    recipe: Recipe,
 ) -> None:
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of the packed tensors, in two
     launches.
@@ -95,11 +85,7 @@ def encode(
         values: `[B, Hkv, n * 128, Dv]`, like `keys`.
         packed: N >= start + n blocks to write to. Without `key_means` the mean stays in the keys.
         start: Index of the first block written.
-        key_bits, value_bits: 2, 3, 4 or 8.
-        key_correction, value_correction: "none", "norm", "inner" or "projection" (`TurboQuantConfig.key_correction`).
-        key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous; a row x is rotated
-            to x @ R.T. Where D padded is a power of two, only the signs of R are read: any multiple of R in any float
-            dtype will do.
+        recipe: What blocks are encoded with.
 
     Raises:
         ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
@@ -116,22 +102,21 @@ def encode(
     if batch * heads * blocks == 0:
         return
     on = target(keys.device)
-    # The interpreter cannot multiply bf16.
-    matrix = tl.float32 if keys.device.type == "cpu" else MATRIX_TYPES[keys.dtype]
-    for is_value, states, words, means, factors, rotation, bits, correction in (
-        (False, keys, packed.key_words, packed.key_means, packed.key_factors, key_rotation, key_bits, key_correction),
-        (True, values, packed.value_words, None, packed.value_factors, value_rotation, value_bits, value_correction),
+    matrix = matrix_type(keys)
+    for is_value, states, words, means, factors, rotation, bits in (
+        (False, keys, packed.key_words, packed.key_means, packed.key_factors, recipe.rotations[0], recipe.bits[0]),
+        (True, values, packed.value_words, None, packed.value_factors, recipe.rotations[1], recipe.bits[1]),
     ):
         dim = rotation.shape[0]
         tile = max(16, triton.next_power_of_2(dim))
-        config = encode_config(tile, dim, (key_bits, value_bits), states.element_size(), on.capability)
+        config = encode_config(tile, dim, recipe.bits, states.element_size(), on.capability)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
         options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
         if on.dependent_launch and is_value:
             options["launch_pdl"] = True
         strides = states.stride()[:3]
         constants = (
-            *(states.shape[-1], dim, tile, bits, LEVELS[bits], CORRECTIONS[correction], is_value, matrix),
+            *(states.shape[-1], dim, tile, bits, LEVELS[bits], is_value, matrix),
             *(config.k_step, "tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
         )
         ENCODE(
@@ -182,11 +167,7 @@ def dequantise(
     stop: int,
     keys: torch.Tensor,
     values: torch.Tensor,
-    *,
-    key_bits: int,
-    value_bits: int,
-    key_rotation: torch.Tensor,
-    value_rotation: torch.Tensor,
+    recipe: Recipe,
 ) -> None:
     """Write blocks `start` to `stop` to dense keys and values, as attention reads them.
 
@@ -196,8 +177,7 @@ def dequantise(
         keys: `[B, Hkv, (stop - start) * 128, Dk]` fp16, bf16 or fp32 to write to, last dimension contiguous, other
             strides as they come.
         values: `[B, Hkv, (stop - start) * 128, Dv]`, like `keys`.
-        key_bits, value_bits: 2, 3, 4 or 8.
-        key_rotation, value_rotation: The orthogonal R, `[D padded, D padded]` float32 contiguous, of the encoder.
+        recipe: What they were encoded with.
 
     Raises:
         ValueError: A buffer has another number of tokens, or its last dimension is not contiguous.
@@ -216,8 +196,8 @@ def dequantise(
         return
     on = target(keys.device)
     for is_value, states, words, means, factors, rotation, bits in (
-        (False, keys, packed.key_words, packed.key_means, packed.key_factors, key_rotation, key_bits),
-        (True, values, packed.value_words, None, packed.value_factors, value_rotation, value_bits),
+        (False, keys, packed.key_words, packed.key_means, packed.key_factors, recipe.rotations[0], recipe.bits[0]),
+        (True, values, packed.value_words, None, packed.value_factors, recipe.rotations[1], recipe.bits[1]),
     ):
         dim = rotation.shape[0]
         config = dequantise_config(dim, bits, on.capability)

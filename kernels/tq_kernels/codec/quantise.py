@@ -28,8 +28,6 @@ LEVELS = {
 } | {8: ()}
 """Positive halves of the codebooks, rounded to fp16 as they are stored."""
 
-CORRECTIONS = {"none": 0, "norm": 1, "inner": 2, "projection": 3}
-
 
 @triton.jit
 def to_half(x):
@@ -90,7 +88,6 @@ def _quantise(
     square,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
-    CORRECTION: tl.constexpr,
     UNIT: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -124,22 +121,12 @@ def _quantise(
     for i in tl.static_range(COUNT - 1):
         step = tl.clamp(a - _boundary(LEVELS, FIRST + i) * STEP, 0.0, 1.0)
         biased += step * (_gap(LEVELS, FIRST + i) + INDEX_UNIT)
-    if CORRECTION == 0:
-        scale = square * inverse * (1 / (DIM * STEP))
-    else:
-        level = biased - BIAS
-        if DIM != TILE:
-            level = tl.where((tl.arange(0, TILE) % (TILE // 4) < DIM // 4)[None, :], level, 0.0)
-        energy = tl.sum(level * level, axis=1)  # [32]
-        inner = tl.sum(z * level, axis=1) if CORRECTION > 1 else energy  # [32]
-        if CORRECTION == 1:
-            scale = square * _inverse_root(square * energy)
-        elif CORRECTION == 2:
-            # NaN is no 0: a row that is not finite has no scale.
-            scale = tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner))
-        else:
-            norm = tl.rsqrt(energy)
-            scale = inner * norm * norm
+    level = biased - BIAS
+    if DIM != TILE:
+        level = tl.where((tl.arange(0, TILE) % (TILE // 4) < DIM // 4)[None, :], level, 0.0)
+    inner = tl.sum(z * level, axis=1)  # [32]
+    # NaN is no 0: a row that is not finite has no scale.
+    scale = tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner))
     return biased.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True), to_half(scale * UNIT)
 
 
@@ -215,7 +202,6 @@ def store_codes(
     IS_VALUE: tl.constexpr,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
-    CORRECTION: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     ASM: tl.constexpr,
@@ -261,7 +247,6 @@ def store_codes(
                     even_square if plane == 0 else odd_square,
                     BITS,
                     LEVELS,
-                    CORRECTION,
                     UNIT,
                     DIM,
                     TILE,

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 import triton
+import triton.language as tl
 
 from .stand_in import pretend
 
@@ -73,3 +74,9 @@ def target(device: torch.device) -> Target:
         capability=(properties.major, properties.minor) if nvidia else (0, 0),
         small_levels=nvidia,
     )
+
+
+def matrix_type(states: torch.Tensor) -> tl.dtype:
+    """The dtype of matrix operands made of `states`. The interpreter cannot multiply bf16."""
+    types = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    return tl.float32 if states.device.type == "cpu" else types[states.dtype]

@@ -11,9 +11,6 @@ import triton.language as tl
 
 from ..format import TOKENS
 
-MOST_SINKS = tl.constexpr(8)
-"""Rows that every page has."""
-
 
 @triton.jit
 def lengths(cu_q, cu_k, sequence, count):

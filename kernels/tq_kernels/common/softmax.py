@@ -1,10 +1,32 @@
-"""Softmax as all attention kernels take it: online, with logits in base 2."""
+"""Softmax as all attention kernels take it: online, with logits in base 2.
+
+The state of a softmax is its rows' largest logit, their sum of weights, and their sum of weighted values. It is updated
+by tiles of logits, or merged with the partial results of other programs, and normalised at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """log2(e): logits times this are exponents of 2."""
+
+
+class SoftmaxState(NamedTuple):
+    """A softmax as far as it has come, of R rows.
+
+    Args:
+        maximum: [R] largest logit, -inf of rows that have attended to nothing.
+        total: [R] sum of weights 2**(logit - maximum).
+        output: [R, D] sum of values times those weights.
+    """
+
+    maximum: Any
+    total: Any
+    output: Any
 
 
 @triton.jit
@@ -25,3 +47,78 @@ def soft_capped(logit, cap_log2):
     # tanh(x) = 1 - 2 / (1 + e^2x); e^2x overflowing to inf gives 1.
     doubled = tl.exp2(logit * (2.0 * LOG2E) / cap_log2)
     return cap_log2 * (1.0 - 2.0 / (1.0 + doubled))
+
+
+@triton.jit
+def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The state of ROWS rows that have attended to nothing; DIM channels of output."""
+    maximum = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    return SoftmaxState(maximum, total, tl.zeros([ROWS, DIM], tl.float32))
+
+
+@triton.jit
+def rescaled(maximum, largest, gain, MASKED: tl.constexpr):
+    """What new logits do to the ones before.
+
+    Args:
+        maximum: Largest logit so far, of any shape.
+        largest: Largest new logit.
+        gain: Factor from these logits to base 2, or `None`.
+        MASKED: Whether all logits of a row may be -inf.
+
+    Returns:
+        The new maximum, the shift of the exponents, and the factor to what was summed so far.
+    """
+    new_maximum = tl.maximum(maximum, largest)
+    shift = finite(new_maximum) if MASKED else new_maximum
+    if gain is None:
+        decay = tl.exp2(maximum - shift)
+    else:
+        decay = tl.exp2((maximum - shift) * gain)
+    return new_maximum, shift, decay
+
+
+@triton.jit
+def weights(x, shift, gain):
+    """Weights of logits x [R, T] that lack a factor `gain` [R] to base 2, with shift [R] in their units."""
+    return tl.exp2(x * gain[:, None] - (shift * gain)[:, None])
+
+
+@triton.jit
+def update(state, x, values, gain, MASKED: tl.constexpr):
+    """Take in logits x [R, T] and values [T, D]; the weights are multiplied in the dtype of the values.
+
+    Args:
+        gain: [R] factor from these logits to base 2, or `None`.
+        MASKED: Whether all logits of a row may be -inf.
+    """
+    maximum = tl.maximum(state.maximum, tl.max(x, 1))
+    shift = finite(maximum) if MASKED else maximum
+    # The orders differ because machine code depends on them.
+    if gain is None:
+        p = tl.exp2(x - shift[:, None])
+        decay = tl.exp2(state.maximum - shift)
+        total = state.total * decay + tl.sum(p, 1)
+        output = tl.dot(p.to(values.dtype), values, state.output * decay[:, None])
+    else:
+        decay = tl.exp2((state.maximum - shift) * gain)
+        p = weights(x, shift, gain)
+        output = tl.dot(p.to(values.dtype), values, state.output * decay[:, None])
+        total = state.total * decay + tl.sum(p, 1)
+    return SoftmaxState(maximum, total, output)
+
+
+@triton.jit
+def merge(state, lse, output):
+    """Take in a normalised partial result: `output` [R, D] and the logarithm `lse` [R] of its sum of weights."""
+    maximum, shift, decay = rescaled(state.maximum, lse, None, True)
+    weight = tl.exp2(lse - shift)
+    merged = state.output * decay[:, None] + output * weight[:, None]
+    return SoftmaxState(maximum, state.total * decay + weight, merged)
+
+
+@triton.jit
+def normalize(state):
+    """Output [R, D] of the softmax; 0 of rows that have attended to nothing."""
+    return state.output / tl.where(state.total > 0, state.total, 1.0)[:, None]

@@ -12,6 +12,7 @@ tile element is the whole int32 word, loaded once per neighbour, and shifts pick
     unpack3        3 bits: a crumb tile and the sign tile     -> 4 planes of one quarter of the channels
     unpack2        2 bits: a crumb tile                       -> 4 planes of one quarter of the channels
     unpack8        FP8 e4m3: word tile u of 2                 -> planes 2 u and 2 u + 1, as 2**-8 times the value
+    load_levels    packed words of a tile                     -> 4 planes of these channels, whatever the bits
     unpack_scales  a token's scalar word                      -> its key scale and value scale
 """
 
@@ -25,6 +26,9 @@ from ..format import POSITIVE_CENTROIDS
 SMALL_UNIT = tl.constexpr(2.0**-18)
 """What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
 is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
+
+PROBABILITY_BITS = tl.constexpr(4.0)
+"""Decode keeps probabilities as 2**4 times their value, which centres fp16's range on what value scales look like."""
 
 
 def _half_bits(level: float) -> int:
@@ -305,3 +309,66 @@ def unpack_scales(scalars):
     """int32 scalars -> fp16 key scale (low half) and value scale (high half)."""
     w = scalars.to(tl.uint32, bitcast=True)
     return _half(w & 0xFFFF), _half(w >> 16)
+
+
+@triton.jit
+def load_signs(words, row, column, mask, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr):
+    """Words of the signs of a block's keys or values at 3 bits, the same for all parts; as for `load_levels`."""
+    return load_words(words + 8 * DIM, row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
+
+
+@triton.jit
+def load_crumbs(
+    words, row, column, mask, CHUNK: tl.constexpr, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
+):
+    """Words of quarter CHUNK of a block's keys or values at 2 or 3 bits, and of its neighbour; as for `load_levels`."""
+    return load_words(words + (CHUNK // 2) * (4 * DIM), row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
+
+
+@triton.jit
+def load_levels(
+    words,
+    row,
+    column,
+    mask,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    SMALL: tl.constexpr,
+    ASM: tl.constexpr,
+    signs=None,
+    crumbs=None,
+):
+    """Levels of part CHUNK of a block's channels, cut into CHUNKS parts: four at 2 and 3 bits.
+
+    Args:
+        words: Pointer to the block's words of keys or values.
+        row, column: [M, 1] and [1, K]: token of a plane and channel of the part, or with IS_VALUE the reverse.
+        mask: Broadcastable to [M, K], or None.
+        SMALL: Whether to give levels of 3 and 4 bits times SMALL_UNIT.
+        signs: At 3 bits the words from `load_signs`, or None: they are loaded after the others.
+        crumbs: At 2 and 3 bits those from `load_crumbs`, or None.
+
+    Returns:
+        Four [M, K] fp16 tiles, planes 0 to 3.
+    """
+    PART: tl.constexpr = 16 * DIM // CHUNKS if IS_VALUE else DIM // CHUNKS // 2
+    ROW: tl.constexpr = 16 if IS_VALUE else (DIM // 2 if BITS >= 4 else DIM // 8)
+    odd = column % 2  # [1, K]
+    if BITS == 4:
+        return unpack4(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), odd, SMALL, ASM)
+    elif BITS == 8:
+        x0, x1 = unpack8(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), odd, ASM)
+        x2, x3 = unpack8(load_words(words + (16 * DIM + CHUNK * PART), row, column, mask, ROW, ASM), odd, ASM)
+        return x0, x1, x2, x3
+    else:
+        if crumbs is None:
+            crumbs = load_crumbs(words, row, column, mask, CHUNK, DIM, IS_VALUE, ASM)
+        if BITS == 3:
+            if signs is None:
+                signs = load_signs(words, row, column, mask, DIM, IS_VALUE, ASM)
+            return unpack3(crumbs, signs, odd, CHUNK, SMALL, ASM)
+        else:
+            return unpack2(crumbs, odd, CHUNK, ASM)

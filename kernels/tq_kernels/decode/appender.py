@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
-from ..codec.launch import MATRIX_TYPES, encode_config
-from ..codec.quantise import CORRECTIONS, LEVELS
+from ..codec.launch import encode_config
+from ..codec.quantise import LEVELS
 from ..common.compat import current_device
-from ..common.device import target
+from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
-from ..common.packed import Packed
+from ..types import Packed
 from .preallocated import append_and_encode
 
 APPEND = Kernel(append_and_encode)
@@ -31,7 +30,6 @@ class Appender:
         window: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
         key_rotation, value_rotation: As for `encode`.
         bits: Of keys and of values.
-        corrections: Of keys and of values, as for `encode`.
         residual_length: Tokens that stay dense.
     """
 
@@ -44,7 +42,6 @@ class Appender:
         value_rotation: torch.Tensor,
         *,
         bits: tuple[int, int],
-        corrections: tuple[str, str],
         residual_length: int,
     ) -> None:
         ring = window[0]
@@ -60,18 +57,14 @@ class Appender:
         self.block_strides = packed.block_strides
         constants: list[object] = []
         warps = 0
-        for states, rotation, own, correction in zip(
-            window, (key_rotation, value_rotation), bits, corrections, strict=True
-        ):
+        for states, rotation, own in zip(window, (key_rotation, value_rotation), bits, strict=True):
             dim = rotation.shape[0]
             tile = max(16, triton.next_power_of_2(dim))
             config = encode_config(tile, dim, bits, states.element_size(), on.capability)
             warps = max(warps, config.warps)
-            constants += [states.shape[3], dim, tile, own, LEVELS[own], CORRECTIONS[correction], config.k_step]
-        # The interpreter cannot multiply bf16.
-        matrix = tl.float32 if self.device.type == "cpu" else MATRIX_TYPES[ring.dtype]
+            constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
         precision = "tf32x3" if on.asm else "ieee"
-        self.constants = (*constants, packed.key_means is not None, matrix, precision, on.asm)
+        self.constants = (*constants, packed.key_means is not None, matrix_type(ring), precision, on.asm)
         self.columns = rotate_columns(max(16, triton.next_power_of_2(key_rotation.shape[0])), warps)
         """Channels of a program of `append_and_rotate` that rotates."""
         # `sanitize_overflow` is what `debug` turns on.

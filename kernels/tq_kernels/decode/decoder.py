@@ -16,15 +16,15 @@ import triton
 from ..common.compat import current_device, current_raw_stream
 from ..common.device import target
 from ..common.launcher import Kernel
-from ..common.packed import Packed
 from ..common.softmax import LOG2E
+from ..turing.split import decode_split_fragments
+from ..types import Packed
 from .append import rotate_and_append
 from .plan import plan_decode
 from .preallocated import append_and_rotate
 from .reduce import reduce_splits
 from .rotate import rotate_query
 from .split import decode_split
-from .split_fragments import decode_split_fragments
 from .step import Arguments, First, Held, Launches, NewRow, NewToken, Step
 
 ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (

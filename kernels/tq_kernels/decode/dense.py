@@ -1,11 +1,42 @@
 """Attention of decode over one job of dense tokens."""
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..common.schedule import DENSE_TOKENS
 from ..common.softmax import finite, soft_capped
-from .schedule import DENSE_TOKENS
 from .tiles import fetch
+
+
+class Mask(NamedTuple):
+    """The mask of a sequence: pointer to uint8, and strides of queries and of tokens."""
+
+    start: Any
+    stride_s: Any
+    stride_t: Any
+
+
+class DenseTokens(NamedTuple):
+    """The dense tokens of a KV head, sinks before window. The window is a ring, its first row in slot `window_start`.
+
+    Args:
+        sink_keys, sink_values, window_keys, window_values: Pointers to the head's rows.
+        sink_count, window_count: Rows that count.
+        window_start, window_capacity: Slots of the window.
+    """
+
+    sink_keys: Any
+    sink_values: Any
+    window_keys: Any
+    window_values: Any
+    sink_count: Any
+    window_count: Any
+    window_start: Any
+    window_capacity: Any
 
 
 @triton.jit
@@ -15,23 +46,15 @@ def allowed_tile(mask, t, r_offset, stride_t, valid):
 
 
 @triton.jit
-def dense_states(
-    k_row,
-    v_row,
-    inside,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DM: tl.constexpr,
-):
+def dense_states(k_row, v_row, inside, C: tl.constexpr):
     """Keys [32, BDK] and values [BDM, 32] of the dense tokens whose rows `k_row` and `v_row` [32] point to; those not
     `inside` [32] read 0."""
-    dk = tl.arange(0, BLOCK_DK)
-    dv = tl.arange(0, BLOCK_DM)
-    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0).to(
+    dk = tl.arange(0, C.BLOCK_DK)
+    dv = tl.arange(0, C.BLOCK_DM)
+    k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0).to(
         tl.float16
     )  # [32, BDK]
-    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < DV)[:, None], other=0.0).to(
+    v = tl.load(v_row[None, :] + dv[:, None], mask=inside[None, :] & (dv < C.DV)[:, None], other=0.0).to(
         tl.float16
     )  # [BDM, 32]
     return k, v
@@ -55,28 +78,17 @@ def dense_sums(x, v):
 
 
 @triton.jit
-def dense_rows_of(
-    low,
-    sink_count,
-    window_count,
-    window_start,
-    window_capacity,
-    sink_keys,
-    sink_values,
-    window_keys,
-    window_values,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-):
-    """Pointers [32] to the keys and values of dense tokens `low` to `low + 32`, counting sinks, then window; the tokens
-    [32], and which of them are there. The others' pointers are to the last one."""
+def dense_rows_of(low, dense, C: tl.constexpr):
+    """Pointers [32] to the keys and values of dense tokens `low` to `low + 32`; the tokens [32], and which of them are
+    there. The others' pointers are to the last one."""
     t = low + tl.arange(0, DENSE_TOKENS)
-    count = sink_count + window_count
+    count = dense.sink_count + dense.window_count
     near = tl.minimum(t, count - 1)
-    row = window_start + near - sink_count  # the window is a ring
-    row = tl.where(row >= window_capacity, row - window_capacity, row)
-    k_row = tl.where(near < sink_count, sink_keys + near * DK, window_keys + row * DK)
-    v_row = tl.where(near < sink_count, sink_values + near * DV, window_values + row * DV)
+    row = dense.window_start + near - dense.sink_count  # the window is a ring
+    row = tl.where(row >= dense.window_capacity, row - dense.window_capacity, row)
+    sink = near < dense.sink_count
+    k_row = tl.where(sink, dense.sink_keys + near * C.DK, dense.window_keys + row * C.DK)
+    v_row = tl.where(sink, dense.sink_values + near * C.DV, dense.window_values + row * C.DV)
     return k_row, v_row, t, t < count
 
 
@@ -90,51 +102,30 @@ def prefetch_rows(row, DIM: tl.constexpr):
 
 @triton.jit
 def dense_job(
-    low,
-    sink_count,
-    window_count,
-    window_start,
-    window_capacity,
-    packed_count,
-    query,
-    scale,
-    scaling_log2,
-    cap_log2,
-    sink_keys,
-    sink_values,
-    window_keys,
-    window_values,
-    mask,
-    mask_t,
-    mask_offset,
-    queries,
-    r,
-    rows,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DM: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    low, packed_count, query, scale, dense, mask, mask_offset, queries, r, rows, scaling_log2, cap_log2, C: tl.constexpr
 ):
-    """Attention over dense tokens `low` to `low + 32`, counting sinks, then window: (sum [BDM, BR], total [BR],
-    maximum [BR]). `query` and `scale` [BR] point to the rows' queries and to the factors these were divided by."""
-    k_row, v_row, t, inside = dense_rows_of(
-        low, sink_count, window_count, window_start, window_capacity, sink_keys, sink_values, window_keys,
-        window_values, DK, DV,
-    )  # fmt: skip
+    """Attention over dense tokens `low` to `low + 32`: (sum [BDM, BR], total [BR], maximum [BR]).
+
+    Args:
+        packed_count: Tokens in packed blocks, which come between sinks and window.
+        query, scale: [BR] pointers to the rows' queries and to the factors these were divided by.
+        dense: The `DenseTokens`.
+        mask: The sequence's `Mask`, and `mask_offset` [BR] the offset of each row's query.
+        queries, r, rows: S, [BR] rows of the head, and how many there are.
+        C: A `Shape`.
+    """
+    k_row, v_row, t, inside = dense_rows_of(low, dense, C)
     # States first: the compiler lets a product wait for its queries before it loads what comes after them.
-    k, v = dense_states(k_row, v_row, inside, DK, DV, BLOCK_DK, BLOCK_DM)
-    d = tl.arange(0, BLOCK_DK)
-    q = tl.load(query[None, :] + d[:, None], mask=(d < DK)[:, None] & (r < rows)[None, :], other=0.0)  # [BDK, BR]
+    k, v = dense_states(k_row, v_row, inside, C)
+    d = tl.arange(0, C.BLOCK_DK)
+    q = tl.load(query[None, :] + d[:, None], mask=(d < C.DK)[:, None] & (r < rows)[None, :], other=0.0)  # [BDK, BR]
     factor = tl.load(scale, mask=r < rows, other=1.0) * scaling_log2  # [BR]
-    x = dense_logits(k, q, factor, cap_log2, SOFTCAP)
+    x = dense_logits(k, q, factor, cap_log2, C.SOFTCAP)
     allowed = inside[:, None] & (r < rows)[None, :]
-    if CAUSAL:
-        allowed = allowed & ((t - sink_count)[:, None] <= (window_count - queries + r % queries)[None, :])
-    if MASK:
-        position = tl.where(t < sink_count, t, t + packed_count)
-        allowed = allowed & allowed_tile(mask, position, mask_offset, mask_t, allowed)
+    if C.CAUSAL:
+        allowed = allowed & ((t - dense.sink_count)[:, None] <= (dense.window_count - queries + r % queries)[None, :])
+    if C.MASK:
+        position = tl.where(t < dense.sink_count, t, t + packed_count)
+        allowed = allowed & allowed_tile(mask.start, position, mask_offset, mask.stride_t, allowed)
     x = tl.where(allowed, x, -float("inf"))
     return dense_sums(x, v)

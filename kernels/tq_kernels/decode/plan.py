@@ -13,8 +13,8 @@ from typing import Any
 import triton
 
 from ..common.device import Target
+from ..common.schedule import DENSE_TOKENS
 from ..format import BLOCK_TOKENS, padded_dim
-from .schedule import DENSE_TOKENS
 
 REDUCE_DENSE = 16
 """Dense slots of a row that `reduce_splits` takes in at a time. Constant: no kernel may change as a window grows."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..codec.encode import HALF_TOKENS, block_rows, encode_block, resident_rotation
+from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
 from ..format import TOKENS, due_blocks_in_kernel
 from .append import load_row
 from .rotate import rotate_rows
@@ -44,7 +44,6 @@ def _append(
     TILE: tl.constexpr,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
-    CORRECTION: tl.constexpr,
     IS_VALUE: tl.constexpr,
     MATRIX: tl.constexpr,
     K_STEP: tl.constexpr,
@@ -67,10 +66,12 @@ def _append(
         high, low = resident_rotation(rotation, factors, K_STEP, MATRIX, HEAD_DIM, DIM, TILE)
         early = window + (wide * capacity + first_slot) * HEAD_DIM
         offsets = block_rows()[:, None] * HEAD_DIM + tl.arange(0, K_STEP)[None, :]  # [64, K_STEP]
-        encode_block(
-            early, early + HALF_TOKENS * HEAD_DIM, offsets, offsets, words, scales, means, home, rotation, factors,
-            high, low, HEAD_DIM, DIM, TILE, BITS, LEVELS, CORRECTION, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, 0,
+        out = Output(words, scales, means)
+        C: tl.constexpr = EncodeShape(
+            HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, 0
         )  # fmt: skip
+        late = early + HALF_TOKENS * HEAD_DIM
+        encode_block(early, late, offsets, offsets, out, home, rotation, factors, high, low, C)
 
 
 @triton.jit(  # without `debug` the assertion would not be compiled
@@ -113,14 +114,12 @@ def append_and_encode(
     KEY_TILE: tl.constexpr,
     KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr,
-    KEY_CORRECTION: tl.constexpr,
     KEY_STEP: tl.constexpr,
     DV: tl.constexpr,
     DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_LEVELS: tl.constexpr,
-    VALUE_CORRECTION: tl.constexpr,
     VALUE_STEP: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     MATRIX: tl.constexpr,
@@ -161,13 +160,13 @@ def append_and_encode(
         _append(
             keys, keys_b, keys_h, sink_keys, window_keys, key_words, scales, key_means if HAS_MEAN else None,
             key_rotation, key_factors, heads, max_sinks, capacity, sinks, slot, to_sinks, fits, due, first_slot, home,
-            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_CORRECTION, False, MATRIX, KEY_STEP, PRECISION, ASM,
+            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, PRECISION, ASM,
         )  # fmt: skip
     else:
         _append(
             values, values_b, values_h, sink_values, window_values, value_words, scales, None,
             value_rotation, value_factors, heads, max_sinks, capacity, sinks, slot, to_sinks, fits, due, first_slot,
-            home, DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_CORRECTION, True, MATRIX, VALUE_STEP, PRECISION,
+            home, DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, PRECISION,
             ASM,
         )  # fmt: skip
 
@@ -223,14 +222,12 @@ def append_and_rotate(
     KEY_TILE: tl.constexpr,
     KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr,
-    KEY_CORRECTION: tl.constexpr,
     KEY_STEP: tl.constexpr,
     DV: tl.constexpr,
     DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_LEVELS: tl.constexpr,
-    VALUE_CORRECTION: tl.constexpr,
     VALUE_STEP: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     MATRIX: tl.constexpr,
@@ -251,8 +248,8 @@ def append_and_rotate(
             keys, values, state, step_counts, length, sink_keys, sink_values, window_keys, window_values,
             key_words, value_words, scales, key_means, key_rotation, value_rotation, value_factors, key_factors,
             keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len, blocks_b, blocks_h, heads,
-            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_CORRECTION, KEY_STEP,
-            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_CORRECTION, VALUE_STEP,
+            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
+            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP,
             HAS_MEAN, MATRIX, PRECISION, ASM,
         )  # fmt: skip
     else:

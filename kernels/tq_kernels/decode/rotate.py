@@ -9,10 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-LINE = tl.constexpr(32)
-"""Offsets into the scratch tensor count lines of 32 float32, so that the compiler knows them to be aligned."""
-ROTATED = tl.constexpr(2 * 32)
-"""Where the rotated queries begin in scratch, in fp16: behind a line for the count of claimed jobs."""
+from ..common.schedule import LINE, ROTATED
+
 ROTATE_COLUMNS = tl.constexpr(32)
 """Channels of a program of `rotate_query`, of two warps."""
 

@@ -1,246 +1,225 @@
 """What one program of decode attention does with a contiguous part of a stream's packed blocks."""
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..common.schedule import LINE, ROTATED
 from ..common.sequences import without_sinks
-from ..common.softmax import finite, log2_sum, soft_capped
+from ..common.softmax import log2_sum, rescaled, soft_capped
+from ..common.unpack import PROBABILITY_BITS
 from ..format import TOKENS
 from .dense import allowed_tile
-from .rotate import LINE, ROTATED
 from .tiles import (
     ROWS32,
     add_chunks,
-    halves_of,
     key_scores,
     level_unit,
     load_bias,
     load_scalars,
     mean_scores,
+    scales_of,
     value_levels,
 )
 
-PROBABILITY_BITS = tl.constexpr(4.0)
-"""Probabilities are kept as 2**4 times their value, which centres fp16's range on what value scales look like."""
+
+class Blocks(NamedTuple):
+    """The packed blocks of a stream: block i is `batch * stride_b + kv_head * stride_h + i`, or with a block table
+    `block_table[i] * stride_b + kv_head * stride_h`.
+
+    Args:
+        key_words, value_words, scalars, key_means: Pointers as of `decode_split`.
+        block_table: Pointer to the sequence's pages, int32, or `None`.
+        batch, kv_head: Of the stream.
+        stride_b, stride_h: In blocks.
+    """
+
+    key_words: Any
+    value_words: Any
+    scalars: Any
+    key_means: Any
+    block_table: Any
+    batch: Any
+    kv_head: Any
+    stride_b: Any
+    stride_h: Any
+
+
+class Rows(NamedTuple):
+    """The query rows of a stream.
+
+    Args:
+        head: Where the KV head's queries begin in scratch.
+        r: [BR] rows of the head.
+        inside: [BR], which of them exist.
+        local: [BR] rows of the partial result.
+        stored: [BR], which of them are stored.
+        queries: S.
+    """
+
+    head: Any
+    r: Any
+    inside: Any
+    local: Any
+    stored: Any
+    queries: Any
+
+
+class Scratch(NamedTuple):
+    """Scratch of a call, with offsets in lines.
+
+    Args:
+        start: Pointer to float32.
+        scale, lse, partial: Offsets as of `tq_kernels.decode.plan.ScratchLayout`.
+        tile_rows: Rows of a partial result.
+    """
+
+    start: Any
+    scale: Any
+    lse: Any
+    partial: Any
+    tile_rows: Any
 
 
 @triton.jit
-def attend_share(
-    scratch,
-    key_words,
-    value_words,
-    scalars,
-    key_means,
-    table,
-    mask,
-    first,
-    last,
-    batch,
-    kv_head,
-    blocks_b,
-    blocks_h,
-    head_row,
-    r,
-    row_mask,
-    local,
-    store_rows,
-    slot,
-    queries,
-    sink_count,
-    mask_s,
-    mask_t,
-    scaling_log2,
-    cap_log2,
-    tile_rows,
-    scale_at,
-    lse_at,
-    partial_at,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    DM: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    KEY_CHUNKS: tl.constexpr,
-    VALUE_CHUNKS: tl.constexpr,
-    BLOCK_KC: tl.constexpr,
-    BLOCK_VC: tl.constexpr,
-    BLOCK_MEAN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    SMALL: tl.constexpr,
-    ASM: tl.constexpr,
-    SINKS: tl.constexpr = 0,
-):
+def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, scaling_log2, cap_log2, C: tl.constexpr):
     """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `slot`.
 
-    Block i of the packed tensors is `batch * blocks_b + kv_head * blocks_h + i`, or with a table of pages
-    `table[i] * blocks_b + kv_head * blocks_h`.
-
     Args:
-        scratch: As for `decode_split`, with which other arguments are shared.
-        table: The sequence's pages, int32, or `None`.
-        mask: Of the sequence.
+        scratch: A `Scratch`.
+        blocks: `Blocks` of the stream.
+        mask: `Mask` of the sequence.
         first, last: Through `per_lane`, the latter.
-        head_row, r, row_mask: Where the head's queries begin in scratch, and which [BR] of them are the stream's.
-        local, store_rows: [BR] rows of the partial result, and which are stored.
-        BLOCK_WORDS: With a table, int32 words from a block to the next; 0 without.
-        SINKS: First tokens of block 0 that are attended to elsewhere.
+        rows: `Rows` of the stream.
+        sink_count: Tokens before block 0, of which the mask has columns.
+        C: A `Shape`.
     """
-    factor = tl.load(scratch + LINE * scale_at + head_row + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
-    factor /= level_unit(KEY_BITS, SMALL)
+    factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
+    factor = factor * scaling_log2
+    factor /= level_unit(C.KEY_BITS, C.SMALL)
 
     n = tl.arange(0, 32)
-    kc = tl.arange(0, BLOCK_KC)
-    vc = tl.arange(0, BLOCK_VC)
+    kc = tl.arange(0, C.BLOCK_KC)
+    vc = tl.arange(0, C.BLOCK_VC)
     # Fields are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
-    KEY_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else 4 * DKP * KEY_BITS
-    VALUE_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else 4 * DVP * VALUE_BITS
-    MEAN_SIZE: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else DKP
-    KEY_WIDTH: tl.constexpr = DKP // KEY_CHUNKS
-    VALUE_HEIGHT: tl.constexpr = DVP // VALUE_CHUNKS
-    queries_at = scratch.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
-    rotated = queries_at + (head_row + r)[None, :] * DKP + kc[:, None]
-    q_mask = (kc < KEY_WIDTH)[:, None] & row_mask[None, :]
-    q0 = tl.load(rotated, mask=q_mask, other=0.0)  # [BKC, BR]
-    q1 = q0
-    q2 = q0
-    q3 = q0
-    if KEY_CHUNKS > 1:
-        q1 = tl.load(rotated + KEY_WIDTH, mask=q_mask, other=0.0)
-    if KEY_CHUNKS > 2:
-        q2 = tl.load(rotated + 2 * KEY_WIDTH, mask=q_mask, other=0.0)
-        q3 = tl.load(rotated + 3 * KEY_WIDTH, mask=q_mask, other=0.0)
-    km = tl.arange(0, BLOCK_MEAN)
-    q_mean = q0
-    if HAS_MEAN and (KEY_CHUNKS > 1 or BLOCK_MEAN != BLOCK_KC):
-        whole = queries_at + (head_row + r)[None, :] * DKP + km[:, None]
-        q_mean = tl.load(whole, mask=(km < DKP)[:, None] & row_mask[None, :], other=0.0)  # [BM, BR]
-    a0 = tl.zeros([BLOCK_VC, BLOCK_R], tl.float32)
-    if VALUE_CHUNKS > 1:
-        a1 = tl.zeros([BLOCK_VC, BLOCK_R], tl.float32)
-        a2 = tl.zeros([BLOCK_VC, BLOCK_R], tl.float32)
-        a3 = tl.zeros([BLOCK_VC, BLOCK_R], tl.float32)
-    sums = tl.zeros([ROWS32, BLOCK_R], tl.float32)
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    KEY_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DKP * C.KEY_BITS
+    VALUE_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DVP * C.VALUE_BITS
+    MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DKP
+    KEY_WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
+    VALUE_HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
+    queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
+    rotated = queries_at + (rows.head + rows.r)[None, :] * C.DKP + kc[:, None]
+    q_mask = (kc < KEY_WIDTH)[:, None] & rows.inside[None, :]
+    q = ()
+    for chunk in tl.static_range(C.KEY_CHUNKS):
+        q += (tl.load(rotated + chunk * KEY_WIDTH, mask=q_mask, other=0.0),)  # [BKC, BR]
+    km = tl.arange(0, C.BLOCK_MEAN)
+    q_mean = q[0]
+    if C.HAS_MEAN and (C.KEY_CHUNKS > 1 or C.BLOCK_MEAN != C.BLOCK_KC):
+        whole = queries_at + (rows.head + rows.r)[None, :] * C.DKP + km[:, None]
+        q_mean = tl.load(whole, mask=(km < C.DKP)[:, None] & rows.inside[None, :], other=0.0)  # [BM, BR]
+    acc = ()
+    for _ in tl.static_range(C.VALUE_CHUNKS):
+        acc += (tl.zeros([C.BLOCK_VC, C.BLOCK_R], tl.float32),)
+    sums = tl.zeros([ROWS32, C.BLOCK_R], tl.float32)
+    maximum = tl.full([C.BLOCK_R], -float("inf"), tl.float32)
 
     # Scalars are read a block ahead into registers: as asynchronous copies they would cost four branches a block.
-    if table is None:
-        block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-        scalar_at = scalars + block0 * TOKENS + n
-        w0, w1, w2, w3 = load_scalars(scalar_at + first * TOKENS, first < last)
+    if blocks.block_table is None:
+        block0 = blocks.batch.to(tl.int64) * blocks.stride_b + blocks.kv_head.to(tl.int64) * blocks.stride_h
+        scalar_at = blocks.scalars + block0 * TOKENS + n
+        words = load_scalars(scalar_at + first * TOKENS, first < last)
     else:
         # The page of a block is read two blocks ahead: its words are copied, and its scalars read, one block ahead.
-        block0 = kv_head.to(tl.int64) * blocks_h
-        at = block0 + tl.load(table + first).to(tl.int64) * blocks_b
-        page = tl.load(table + first + 1, mask=first + 1 < last, other=0)
-        w0, w1, w2, w3 = load_scalars(scalars + at * BLOCK_WORDS + n, first < last)
-    if MASK == 1:
-        mask_at = mask + (sink_count + n).to(tl.int64) * mask_t
-        m0, m1, m2, m3 = load_bias(mask_at, first, mask_t)
+        block0 = blocks.kv_head.to(tl.int64) * blocks.stride_h
+        at = block0 + tl.load(blocks.block_table + first).to(tl.int64) * blocks.stride_b
+        page = tl.load(blocks.block_table + first + 1, mask=first + 1 < last, other=0)
+        words = load_scalars(blocks.scalars + at * C.BLOCK_WORDS + n, first < last)
+    if C.MASK == 1:
+        mask_at = mask.start + (sink_count + n).to(tl.int64) * mask.stride_t
+        bias = load_bias(mask_at, first, mask.stride_t)
     for block in tl.range(first, last):
-        if table is None:
+        if blocks.block_table is None:
             at = block0 + block
-        key_at = key_words + at * KEY_SIZE
-        value_at = value_words + at * VALUE_SIZE
-        x0, x1, x2, x3 = key_scores(
-            key_at, q0, q1, q2, q3, n[:, None], kc[None, :], DKP, KEY_BITS, KEY_CHUNKS, BLOCK_R, SMALL, ASM
-        )
-        ks0, vs0 = halves_of(w0)
-        ks1, vs1 = halves_of(w1)
-        ks2, vs2 = halves_of(w2)
-        ks3, vs3 = halves_of(w3)
-        if table is None:
-            w0, w1, w2, w3 = load_scalars(scalar_at + (block + 1) * TOKENS, block + 1 < last)
+        key_at = blocks.key_words + at * KEY_SIZE
+        value_at = blocks.value_words + at * VALUE_SIZE
+        scores = key_scores(key_at, q, n[:, None], kc[None, :], C)
+        key_scale, value_scale = scales_of(words)
+        if blocks.block_table is None:
+            words = load_scalars(scalar_at + (block + 1) * TOKENS, block + 1 < last)
         else:
-            next_at = block0 + page.to(tl.int64) * blocks_b
-            w0, w1, w2, w3 = load_scalars(scalars + next_at * BLOCK_WORDS + n, block + 1 < last)
-        x0 = x0 * ks0[:, None]
-        x1 = x1 * ks1[:, None]
-        x2 = x2 * ks2[:, None]
-        x3 = x3 * ks3[:, None]
-        if HAS_MEAN:
-            shared = mean_scores(key_means + at * MEAN_SIZE, q_mean, km, DKP) * level_unit(KEY_BITS, SMALL)  # [32, BR]
-            x0 += shared
-            x1 += shared
-            x2 += shared
-            x3 += shared
-        if SOFTCAP:
-            x0 = soft_capped(x0 * factor[None, :], cap_log2)
-            x1 = soft_capped(x1 * factor[None, :], cap_log2)
-            x2 = soft_capped(x2 * factor[None, :], cap_log2)
-            x3 = soft_capped(x3 * factor[None, :], cap_log2)
-        if SINKS:
-            x0 = without_sinks(x0, block, n[:, None], SINKS)
-        if MASK == 1:
-            x0 += m0[:, None]
-            x1 += m1[:, None]
-            x2 += m2[:, None]
-            x3 += m3[:, None]
-            m0, m1, m2, m3 = load_bias(mask_at, tl.minimum(block + 1, last - 1), mask_t)
-        elif MASK == 2:
+            next_at = block0 + page.to(tl.int64) * blocks.stride_b
+            words = load_scalars(blocks.scalars + next_at * C.BLOCK_WORDS + n, block + 1 < last)
+        # Step by step for all planes: softcap's exponentials stay in this order.
+        x = ()
+        for plane in tl.static_range(4):
+            x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
+        if C.HAS_MEAN:
+            shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C.DKP) * level_unit(C.KEY_BITS, C.SMALL)
+            x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
+        if C.SOFTCAP:
+            capped = ()
+            for plane in tl.static_range(4):
+                capped += (soft_capped(x[plane] * factor[None, :], cap_log2),)
+            x = capped
+        if C.SINKS:
+            x = (without_sinks(x[0], block, n[:, None], C.SINKS), x[1], x[2], x[3])
+        if C.MASK == 1:
+            x = (x[0] + bias[0][:, None], x[1] + bias[1][:, None], x[2] + bias[2][:, None], x[3] + bias[3][:, None])
+            bias = load_bias(mask_at, tl.minimum(block + 1, last - 1), mask.stride_t)
+        elif C.MASK == 2:
             t = sink_count + block * TOKENS + n
-            valid = row_mask[None, :]
-            mask_offset = (r % queries) * mask_s  # [BR]
-            x0 = tl.where(allowed_tile(mask, t, mask_offset, mask_t, valid), x0, -float("inf"))
-            x1 = tl.where(allowed_tile(mask, t + 32, mask_offset, mask_t, valid), x1, -float("inf"))
-            x2 = tl.where(allowed_tile(mask, t + 64, mask_offset, mask_t, valid), x2, -float("inf"))
-            x3 = tl.where(allowed_tile(mask, t + 96, mask_offset, mask_t, valid), x3, -float("inf"))
+            mask_offset = (rows.r % rows.queries) * mask.stride_s  # [BR]
+            seen = ()
+            for plane in tl.static_range(4):
+                allowed = allowed_tile(mask.start, t + 32 * plane, mask_offset, mask.stride_t, rows.inside[None, :])
+                seen += (tl.where(allowed, x[plane], -float("inf")),)
+            x = seen
         # The maximum is kept in the units of these products; the factor to base-2 logits enters the
         # exponent's FMA.
-        gain = tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor
-        new_maximum = tl.maximum(maximum, tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0))  # [BR]
-        shift = finite(new_maximum) if MASK else new_maximum
-        alpha = tl.exp2((maximum - shift) * gain)
+        gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.SOFTCAP else factor
+        largest = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), 0)  # [BR]
+        maximum, shift, alpha = rescaled(maximum, largest, gain, C.MASK)
         offset = shift * gain - PROBABILITY_BITS
-        p0 = tl.exp2(x0 * gain[None, :] - offset[None, :])  # [32, BR]
-        p1 = tl.exp2(x1 * gain[None, :] - offset[None, :])
-        p2 = tl.exp2(x2 * gain[None, :] - offset[None, :])
-        p3 = tl.exp2(x3 * gain[None, :] - offset[None, :])
-        maximum = new_maximum
-        sums = sums * alpha[None, :] + ((p0 + p1) + (p2 + p3))
-        a0 = a0 * alpha[None, :]
-        if VALUE_CHUNKS > 1:
-            a1 = a1 * alpha[None, :]
-            a2 = a2 * alpha[None, :]
-            a3 = a3 * alpha[None, :]
-        if VALUE_CHUNKS == 1:
+        p = ()
+        for plane in tl.static_range(4):
+            p += (tl.exp2(x[plane] * gain[None, :] - offset[None, :]),)  # [32, BR]
+        sums = sums * alpha[None, :] + ((p[0] + p[1]) + (p[2] + p[3]))
+        decayed = ()
+        for chunk in tl.static_range(C.VALUE_CHUNKS):
+            decayed += (acc[chunk] * alpha[None, :],)
+        if C.VALUE_CHUNKS == 1:
             # Two planes at a time: the exchange of probabilities between warps takes half the shared memory.
-            v0, v1, v2, v3 = value_levels(value_at, vc[:, None], n[None, :], DVP, VALUE_BITS, SMALL, ASM)
-            p0 = (p0 * vs0[:, None]).to(tl.float16)
-            p1 = (p1 * vs1[:, None]).to(tl.float16)
-            a0 = tl.dot(v0, p0, a0)
-            a0 = tl.dot(v1, p1, a0)
-            p2 = (p2 * vs2[:, None]).to(tl.float16)
-            p3 = (p3 * vs3[:, None]).to(tl.float16)
-            a0 = tl.dot(v2, p2, a0)
-            a0 = tl.dot(v3, p3, a0)
+            values = value_levels(value_at, vc[:, None], n[None, :], 0, C)
+            a = decayed[0]
+            for half in tl.static_range(2):
+                early = (p[2 * half] * value_scale[2 * half][:, None]).to(tl.float16)
+                late = (p[2 * half + 1] * value_scale[2 * half + 1][:, None]).to(tl.float16)
+                a = tl.dot(values[2 * half], early, a)
+                a = tl.dot(values[2 * half + 1], late, a)
+            acc = (a,)
         else:
-            p0 = (p0 * vs0[:, None]).to(tl.float16)
-            p1 = (p1 * vs1[:, None]).to(tl.float16)
-            p2 = (p2 * vs2[:, None]).to(tl.float16)
-            p3 = (p3 * vs3[:, None]).to(tl.float16)
-            a0, a1, a2, a3 = add_chunks(
-                a0, a1, a2, a3, value_at, vc[:, None], n[None, :], p0, p1, p2, p3, DVP, VALUE_BITS, SMALL, ASM
-            )
-        if table is not None:
+            weights = ()
+            for plane in tl.static_range(4):
+                weights += ((p[plane] * value_scale[plane][:, None]).to(tl.float16),)
+            acc = add_chunks(decayed, value_at, vc[:, None], n[None, :], weights, C)
+        if blocks.block_table is not None:
             at = next_at
-            page = tl.load(table + block + 2, mask=block + 2 < last, other=0)
+            page = tl.load(blocks.block_table + block + 2, mask=block + 2 < last, other=0)
 
     total = tl.sum(sums, 0)  # [BR]
-    gain = tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor
+    gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.SOFTCAP else factor
     tl.store(
-        scratch + LINE * lse_at + slot * tile_rows + local,
+        scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + rows.local,
         log2_sum(maximum * gain - PROBABILITY_BITS, total),
-        mask=store_rows,
+        mask=rows.stored,
     )
-    inverse = 1.0 / (tl.where(total > 0, total, 1.0) * level_unit(VALUE_BITS, SMALL))
-    out = scratch + LINE * partial_at + slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + vc[:, None]
-    out_mask = store_rows[None, :] & (vc < VALUE_HEIGHT)[:, None]
-    tl.store(out, a0 * inverse[None, :], mask=out_mask)
-    if VALUE_CHUNKS > 1:
-        tl.store(out + VALUE_HEIGHT, a1 * inverse[None, :], mask=out_mask)
-        tl.store(out + 2 * VALUE_HEIGHT, a2 * inverse[None, :], mask=out_mask)
-        tl.store(out + 3 * VALUE_HEIGHT, a3 * inverse[None, :], mask=out_mask)
+    inverse = 1.0 / (tl.where(total > 0, total, 1.0) * level_unit(C.VALUE_BITS, C.SMALL))
+    out = scratch.start + LINE * scratch.partial + slot.to(tl.int64) * (scratch.tile_rows * C.DM)
+    out = out + rows.local[None, :] * C.DM + vc[:, None]
+    out_mask = rows.stored[None, :] & (vc < VALUE_HEIGHT)[:, None]
+    for chunk in tl.static_range(C.VALUE_CHUNKS):
+        tl.store(out + chunk * VALUE_HEIGHT, acc[chunk] * inverse[None, :], mask=out_mask)

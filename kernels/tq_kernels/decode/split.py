@@ -6,7 +6,7 @@ For queries q of one KV head (rows r = g S + s of its G query heads and S querie
     rotated[r, :] = sum_t softmax(logit)[t, r] value_scale[t] value_level[t, :]    (`reduce` rotates back)
 
 The tokens are M and the query rows N of every matrix product: a GQA group of 4 then costs one 8-wide product instead of
-one padded to 16. Which program reads what is decided in `tq_kernels.decode.schedule`. Dense sinks and window are read
+one padded to 16. Which program reads what is decided in `tq_kernels.common.schedule`. Dense sinks and window are read
 in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
 
 Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
@@ -20,13 +20,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ..common.schedule import DENSE_TOKENS, LINE, START, claim, counted, dense_jobs, first_jobs, share_start
 from ..common.softmax import log2_sum
 from ..format import TOKENS
-from .dense import dense_job, dense_rows_of, prefetch_rows
-from .rotate import LINE
-from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, first_jobs, share_start
-from .share import attend_share
-from .tiles import per_lane, prefetch
+from .dense import DenseTokens, Mask, dense_job, dense_rows_of, prefetch_rows
+from .share import Blocks, Rows, Scratch, attend_share
+from .tiles import Shape, per_lane, prefetch
 
 
 @triton.jit(
@@ -99,6 +98,10 @@ def decode_split(
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DV if DV > DVP else DVP
+    C: tl.constexpr = Shape(
+        DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, HAS_MEAN, CAUSAL, MASK, SOFTCAP, KEY_CHUNKS, VALUE_CHUNKS,
+        BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, 0, 0,
+    )  # fmt: skip
     if PDL == 2:
         cuda.gdc_wait()
     if PDL:
@@ -108,7 +111,7 @@ def decode_split(
     blocks = tl.load(num_blocks)
     window_count = tl.load(num_window)
     sink_count = tl.load(num_sinks)
-    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     local = tl.arange(0, BLOCK_R)
     store_rows = local < tile_rows
@@ -135,11 +138,12 @@ def decode_split(
             job_head = first_job // jobs // row_tiles
             own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
             own_window = (job_head // kv_heads).to(tl.int64) * window_b + job_head % kv_heads * window_h
-            k_row, v_row, _, _ = dense_rows_of(
-                first_job % jobs * DENSE_TOKENS, sink_count, window_count, window_start, window_capacity,
+            first_low = first_job % jobs * DENSE_TOKENS
+            first_dense = DenseTokens(
                 sink_keys + own_sinks * DK, sink_values + own_sinks * DV, window_keys + own_window * DK,
-                window_values + own_window * DV, DK, DV,
+                window_values + own_window * DV, sink_count, window_count, window_start, window_capacity,
             )  # fmt: skip
+            k_row, v_row, _, _ = dense_rows_of(first_low, first_dense, C)
             prefetch_rows(k_row, DK)
             prefetch_rows(v_row, DV)
     if PDL == 1:
@@ -149,54 +153,13 @@ def decode_split(
         first = tl.maximum(start - stream * per_stream - START, 0)
         last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
         r = tile * BLOCK_R + local
+        stream_blocks = Blocks(key_words, value_words, scalars, key_means, None, batch, kv_head, blocks_b, blocks_h)
+        stream_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+        stream_rows = Rows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
         attend_share(
-            scratch,
-            key_words,
-            value_words,
-            scalars,
-            key_means,
-            None,
-            mask + batch.to(tl.int64) * mask_b if MASK else mask,
-            first,
-            last,
-            batch,
-            kv_head,
-            blocks_b,
-            blocks_h,
-            (batch * kv_heads + kv_head) * rows,
-            r,
-            r < rows,
-            local,
-            store_rows,
-            worker + stream,
-            queries,
-            sink_count,
-            mask_s,
-            mask_t,
-            scaling_log2,
-            cap_log2,
-            tile_rows,
-            scale_at,
-            lse_at,
-            partial_at,
-            DKP,
-            DVP,
-            DM,
-            KEY_BITS,
-            VALUE_BITS,
-            HAS_MEAN,
-            MASK,
-            SOFTCAP,
-            KEY_CHUNKS,
-            VALUE_CHUNKS,
-            BLOCK_KC,
-            BLOCK_VC,
-            BLOCK_MEAN,
-            BLOCK_R,
-            0,
-            SMALL,
-            ASM,
-        )
+            Scratch(scratch, scale_at, lse_at, partial_at, tile_rows), stream_blocks, stream_mask, first, last,
+            stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
+        )  # fmt: skip
         tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
         batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
 
@@ -211,35 +174,18 @@ def decode_split(
         r = (stream % row_tiles) * BLOCK_R + local
         sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
         window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
+        low, packed_count = part * DENSE_TOKENS, blocks * TOKENS
+        query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * DK
+        scale = scratch + LINE * scale_at + head * rows + r
+        dense = DenseTokens(
+            sink_keys + sink_at * DK, sink_values + sink_at * DV, window_keys + window_at * DK,
+            window_values + window_at * DV, sink_count, window_count, window_start, window_capacity,
+        )  # fmt: skip
+        job_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
         out, dense_total, dense_maximum = dense_job(
-            part * DENSE_TOKENS,
-            sink_count,
-            window_count,
-            window_start,
-            window_capacity,
-            blocks * TOKENS,
-            halves + (2 * LINE) * plain_at + (head * rows + r) * DK,
-            scratch + LINE * scale_at + head * rows + r,
-            scaling_log2,
-            cap_log2,
-            sink_keys + sink_at * DK,
-            sink_values + sink_at * DV,
-            window_keys + window_at * DK,
-            window_values + window_at * DV,
-            mask + batch.to(tl.int64) * mask_b if MASK else mask,
-            mask_t,
-            (r % queries) * mask_s,
-            queries,
-            r,
-            rows,
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DM,
-            CAUSAL,
-            MASK,
-            SOFTCAP,
-        )
+            low, packed_count, query, scale, dense, job_mask, (r % queries) * mask_s, queries, r, rows, scaling_log2,
+            cap_log2, C,
+        )  # fmt: skip
         slot = workers + streams + stream * dense_splits + part
         tl.store(
             scratch + LINE * lse_at + slot * tile_rows + local,

@@ -1,17 +1,69 @@
 """What one block contributes to decode attention: scores from its key words, operands from its value words, scales."""
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..common.unpack import load_words, small_unit, unpack2, unpack3, unpack4, unpack8, unpack_scales
+from ..common.unpack import load_levels, load_signs, small_unit, unpack_scales
 
 ROWS32 = tl.constexpr(32)
 """Tokens of a plane."""
 
 
+class Shape(NamedTuple):
+    """The constants of a split kernel, passed on as one argument C.
+
+    Args:
+        DK, DV: Channels of keys and of values as models see them.
+        DKP, DVP: The same, padded, as they are packed.
+        DM: max(DV, DVP), the stride of partial results.
+        KEY_BITS, VALUE_BITS: Bits of a code.
+        HAS_MEAN: Whether blocks have key means.
+        CAUSAL: Whether query s does not see the last S - 1 - s tokens.
+        MASK: 0: none, 1: one row for all queries, 2: a row for each.
+        SOFTCAP: Whether logits are capped.
+        KEY_CHUNKS, VALUE_CHUNKS: Parts of the channels that are computed one after the other, 1 or 4.
+        BLOCK_KC, BLOCK_VC: Channels of such a part, padded to a power of two.
+        BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
+        BLOCK_MEAN: Elements of a key mean's tile.
+        BLOCK_R: Query rows of a tile.
+        SMALL: Whether levels are small (`tq_kernels.common.unpack.SMALL_UNIT`).
+        ASM: Whether words are unpacked by inline PTX.
+        BLOCK_WORDS: With a block table, int32 words from a block to the next; 0 without.
+        SINKS: First tokens of block 0 that are attended to elsewhere.
+    """
+
+    DK: Any
+    DV: Any
+    DKP: Any
+    DVP: Any
+    DM: Any
+    KEY_BITS: Any
+    VALUE_BITS: Any
+    HAS_MEAN: Any
+    CAUSAL: Any
+    MASK: Any
+    SOFTCAP: Any
+    KEY_CHUNKS: Any
+    VALUE_CHUNKS: Any
+    BLOCK_KC: Any
+    BLOCK_VC: Any
+    BLOCK_DK: Any
+    BLOCK_DM: Any
+    BLOCK_MEAN: Any
+    BLOCK_R: Any
+    SMALL: Any
+    ASM: Any
+    BLOCK_WORDS: Any
+    SINKS: Any
+
+
 @triton.jit
 def level_unit(BITS: tl.constexpr, SMALL: tl.constexpr):
-    """What `key_scores`, `value_levels` and `add_chunks` multiply levels by."""
+    """What `key_scores` and `value_levels` multiply levels by."""
     return small_unit(BITS) if SMALL else 1.0
 
 
@@ -52,55 +104,26 @@ def per_lane(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def key_scores(
-    words,
-    q0,
-    q1,
-    q2,
-    q3,
-    row,
-    column,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SMALL: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """level_unit * level . q of a block's tokens, four [32, BR] float32 planes; `q*` are the CHUNKS channel chunks of
-    the queries, [BC, BR]."""
-    WIDTH: tl.constexpr = DIM // CHUNKS
-    TILE: tl.constexpr = 32 * DIM // 8  # int32 words of a crumb tile
-    odd = column % 2  # [1, BC]
+def key_scores(words, q, row, column, C: tl.constexpr):
+    """level_unit * level . q of a block's tokens, four [32, BR] float32 planes; `q` are the queries' KEY_CHUNKS chunks
+    of channels, [BC, BR]."""
+    WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
     mask = None if column.shape[1] == WIDTH else column < WIDTH
-    s0 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
-    s1 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
-    s2 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
-    s3 = tl.zeros([ROWS32, BLOCK_R], tl.float32)
-    if BITS == 3:
-        signs = load_words(words + 2 * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
-    for chunk in tl.static_range(CHUNKS):
-        q = q0 if chunk == 0 else (q1 if chunk == 1 else (q2 if chunk == 2 else q3))  # [BC, BR]
-        if BITS == 4:
-            w = load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM)  # [32, BC]
-            k0, k1, k2, k3 = unpack4(w, odd, SMALL, ASM)
-        elif BITS == 8:
-            k0, k1 = unpack8(load_words(words + chunk * (WIDTH // 2), row, column, mask, DIM // 2, ASM), odd, ASM)
-            k2, k3 = unpack8(
-                load_words(words + (16 * DIM + chunk * (WIDTH // 2)), row, column, mask, DIM // 2, ASM), odd, ASM
-            )
-        else:
-            if chunk % 2 == 0:
-                w = load_words(words + (chunk // 2) * TILE, row, column, mask, WIDTH // 2, ASM)  # [32, BC]
-            if BITS == 3:
-                k0, k1, k2, k3 = unpack3(w, signs, odd, chunk, SMALL, ASM)
-            else:
-                k0, k1, k2, k3 = unpack2(w, odd, chunk, ASM)
-        s0 = tl.dot(k0, q, s0)
-        s1 = tl.dot(k1, q, s1)
-        s2 = tl.dot(k2, q, s2)
-        s3 = tl.dot(k3, q, s3)
-    return s0, s1, s2, s3
+    s = ()
+    for _ in tl.static_range(4):
+        s += (tl.zeros([ROWS32, C.BLOCK_R], tl.float32),)
+    signs = None
+    if C.KEY_BITS == 3:
+        signs = load_signs(words, row, column, mask, C.DKP, False, C.ASM)
+    for chunk in tl.static_range(C.KEY_CHUNKS):
+        levels = load_levels(
+            words, row, column, mask, chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS, False, C.SMALL, C.ASM, signs
+        )
+        added = ()
+        for plane in tl.static_range(4):
+            added += (tl.dot(levels[plane], q[chunk], s[plane]),)
+        s = added
+    return s
 
 
 @triton.jit
@@ -113,95 +136,33 @@ def mean_scores(means, q, channel, DIM: tl.constexpr):
 
 
 @triton.jit
-def _add_dots(a, v0, v1, v2, v3, p0, p1, p2, p3):
-    """a + sum of v_plane @ p_plane."""
-    a = tl.dot(v0, p0, a)
-    a = tl.dot(v1, p1, a)
-    a = tl.dot(v2, p2, a)
-    return tl.dot(v3, p3, a)
-
-
-@triton.jit
-def value_levels(words, row, column, DIM: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
-    """Four planes [BV, 32] of a block's values at 4 or 8 bits, times `level_unit`."""
-    odd = column % 2  # [1, 32]
-    mask = None if row.shape[0] == DIM else row < DIM
-    if BITS == 4:
-        v0, v1, v2, v3 = unpack4(load_words(words, row, column, mask, 16, ASM), odd, SMALL, ASM)
-    else:
-        v0, v1 = unpack8(load_words(words, row, column, mask, 16, ASM), odd, ASM)
-        v2, v3 = unpack8(load_words(words + DIM * 16, row, column, mask, 16, ASM), odd, ASM)
-    return v0, v1, v2, v3
-
-
-@triton.jit
-def _chunk_levels(
-    words,
-    row,
-    column,
-    CHUNK: tl.constexpr,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    SMALL: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Four planes [BV, 32] of quarter CHUNK of the channels of a block's values, times `level_unit`."""
-    HEIGHT: tl.constexpr = DIM // 4
-    odd = column % 2  # [1, 32]
+def value_levels(words, row, column, CHUNK: tl.constexpr, C: tl.constexpr):
+    """Four planes [BV, 32] of part CHUNK of VALUE_CHUNKS of a block's values, times `level_unit`."""
+    HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
     mask = None if row.shape[0] == HEIGHT else row < HEIGHT
-    if BITS == 4:
-        v0, v1, v2, v3 = unpack4(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, SMALL, ASM)
-    elif BITS == 8:
-        v0, v1 = unpack8(load_words(words + CHUNK * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
-        v2, v3 = unpack8(load_words(words + (4 + CHUNK) * (HEIGHT * 16), row, column, mask, 16, ASM), odd, ASM)
-    else:
-        crumbs = load_words(words + (CHUNK // 2) * (HEIGHT * 16), row, column, mask, 16, ASM)
-        if BITS == 3:
-            signs = load_words(words + 2 * (HEIGHT * 16), row, column, mask, 16, ASM)
-            v0, v1, v2, v3 = unpack3(crumbs, signs, odd, CHUNK, SMALL, ASM)
-        else:
-            v0, v1, v2, v3 = unpack2(crumbs, odd, CHUNK, ASM)
-    return v0, v1, v2, v3
+    return load_levels(words, row, column, mask, CHUNK, C.VALUE_CHUNKS, C.DVP, C.VALUE_BITS, True, C.SMALL, C.ASM)
 
 
 @triton.jit
-def add_chunks(
-    a0,
-    a1,
-    a2,
-    a3,
-    words,
-    row,
-    column,
-    p0,
-    p1,
-    p2,
-    p3,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    SMALL: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """a_chunk [BV, BR] + a block's values of that quarter of the channels @ p_plane [32, BR] fp16, for four chunks."""
-    v0, v1, v2, v3 = _chunk_levels(words, row, column, 0, DIM, BITS, SMALL, ASM)
-    a0 = _add_dots(a0, v0, v1, v2, v3, p0, p1, p2, p3)
-    v0, v1, v2, v3 = _chunk_levels(words, row, column, 1, DIM, BITS, SMALL, ASM)
-    a1 = _add_dots(a1, v0, v1, v2, v3, p0, p1, p2, p3)
-    v0, v1, v2, v3 = _chunk_levels(words, row, column, 2, DIM, BITS, SMALL, ASM)
-    a2 = _add_dots(a2, v0, v1, v2, v3, p0, p1, p2, p3)
-    v0, v1, v2, v3 = _chunk_levels(words, row, column, 3, DIM, BITS, SMALL, ASM)
-    return a0, a1, a2, _add_dots(a3, v0, v1, v2, v3, p0, p1, p2, p3)
+def add_chunks(acc, words, row, column, p, C: tl.constexpr):
+    """acc[chunk] [BV, BR] + a block's values of that part of the channels @ p[plane] [32, BR] fp16, for all chunks."""
+    new = ()
+    for chunk in tl.static_range(C.VALUE_CHUNKS):
+        levels = value_levels(words, row, column, chunk, C)
+        a = acc[chunk]
+        for plane in tl.static_range(4):
+            a = tl.dot(levels[plane], p[plane], a)
+        new += (a,)
+    return new
 
 
 @triton.jit
 def load_scalars(pointer, valid):
     """Scalars of a block's four planes, [32] int32 each; `pointer` is to plane 0's."""
-    return (
-        tl.load(pointer, mask=valid, other=0),
-        tl.load(pointer + 32, mask=valid, other=0),
-        tl.load(pointer + 64, mask=valid, other=0),
-        tl.load(pointer + 96, mask=valid, other=0),
-    )
+    scalars = ()
+    for plane in tl.static_range(4):
+        scalars += (tl.load(pointer + 32 * plane, mask=valid, other=0),)
+    return scalars
 
 
 @triton.jit
@@ -221,7 +182,11 @@ def load_bias(pointer, block, stride):
 
 
 @triton.jit
-def halves_of(scalars):
-    """int32 scalars -> float32 key scale and value scale."""
-    key, value = unpack_scales(scalars)
-    return key.to(tl.float32), value.to(tl.float32)
+def scales_of(scalars):
+    """int32 scalars of four planes -> their float32 key scales, and their value scales."""
+    keys, values = (), ()
+    for plane in tl.static_range(4):
+        key, value = unpack_scales(scalars[plane])
+        keys += (key.to(tl.float32),)
+        values += (value.to(tl.float32),)
+    return keys, values

@@ -19,17 +19,244 @@ other, about half of the product rate; several programs overlap them but have fe
 Bytes do not matter: a block's 17 KB are read once for 128 rows.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..common.sequences import dense_rows, lengths, sinks_of, without_sinks
-from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
+from ..common.softmax import (
+    LOG2E,
+    SoftmaxState,
+    empty_state,
+    finite,
+    log2_sum,
+    rescaled,
+    soft_capped,
+    update,
+    weights,
+)
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
-from .rows import add_tile, hidden, logits, masked, normalised_rows, parked, row_tile, stored_rows, weights
+from .rows import (
+    Dense,
+    Mask,
+    Scale,
+    logits,
+    masked,
+    normalised_rows,
+    opaque,
+    row_tile,
+    spill,
+    stored_rows,
+)
 from .tiles import channel_of, key_tiles, reference_key, value_tiles
 
 TILE = tl.constexpr(64)
+
+
+class Blocks(NamedTuple):
+    """Packed blocks of a KV head, with what turns them and query rows into one another.
+
+    Args:
+        block_table: Pages of the sequence's blocks, or None.
+        stride_b: Blocks from a sequence to the next, or from a page.
+    """
+
+    key_words: Any
+    value_words: Any
+    scalars: Any
+    key_means: Any
+    key_rotation: Any
+    value_rotation: Any
+    key_factors: Any
+    value_factors: Any
+    block_table: Any
+    batch: Any
+    kv_head: Any
+    stride_b: Any
+    stride_h: Any
+
+
+class Scratch(NamedTuple):
+    """Memory of a program. `rows` are a KV head's of all sequences."""
+
+    lse: Any
+    operand_rows: Any
+    rows: Any
+    tile_count: Any
+
+
+class Shape(NamedTuple):
+    """Constants of `prefix_attention`."""
+
+    DK: tl.constexpr
+    DV: tl.constexpr
+    DKP: tl.constexpr
+    DVP: tl.constexpr
+    BLOCK_DK: tl.constexpr
+    BLOCK_DV: tl.constexpr
+    KEY_BITS: tl.constexpr
+    VALUE_BITS: tl.constexpr
+    CAUSAL: tl.constexpr
+    MASK: tl.constexpr
+    SOFTCAP: tl.constexpr
+    BLOCK_R: tl.constexpr
+    STEP: tl.constexpr
+    STAGES: tl.constexpr
+    ASM: tl.constexpr
+    ROWS: tl.constexpr
+    BLOCK_WORDS: tl.constexpr
+    SINKS: tl.constexpr
+
+
+@triton.jit
+def _key_matrix(blocks: Blocks, channel, exists, C: tl.constexpr):
+    """What rotates query rows, divided by the factors of the keys: [BDK in, BDK column] fp16."""
+    dk = tl.arange(0, C.BLOCK_DK)
+    matrix = tl.load(
+        blocks.key_rotation + channel[None, :] * C.DKP + dk[:, None],
+        mask=exists[None, :] & (dk < C.DKP)[:, None],
+        other=0.0,
+    )
+    factor = tl.load(blocks.key_factors + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0).to(tl.float32)
+    return (matrix.to(tl.float32) * (1.0 / factor)[:, None]).to(tl.float16)
+
+
+@triton.jit
+def _rotated_back(acc, blocks: Blocks, channel, exists, C: tl.constexpr):
+    """R^T acc / f' [BR, BDV]. Rows are normalised: fp16 then holds any output to 11 bits."""
+    dv = tl.arange(0, C.BLOCK_DV)
+    peak = tl.max(tl.abs(tl.where(exists[None, :], acc, 0.0)), 1)
+    peak = tl.where(peak > 0, peak, 1.0)
+    matrix = tl.load(
+        blocks.value_rotation + channel[:, None] * C.DVP + dv[None, :],
+        mask=exists[:, None] & (dv < C.DVP)[None, :],
+        other=0.0,
+    )  # [BDV column, BDV out]
+    operand = tl.where(exists[None, :], acc / peak[:, None], 0.0).to(tl.float16)
+    factor = tl.load(blocks.value_factors + tl.program_id(1) * C.DV + dv, mask=dv < C.DV, other=1.0).to(tl.float32)
+    return tl.dot(operand, matrix) * (peak * (C.DVP**-0.5))[:, None] / factor[None, :]
+
+
+@triton.jit
+def _row_of(scratch: Scratch, r):
+    """Where rows `r` [BR] of the program's sequence and KV head are in its part of `lse`."""
+    return (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * scratch.rows + r
+
+
+@triton.jit
+def _attend_blocks(
+    state, plain, first_row, rows, scale: Scale, mask: Mask, blocks: Blocks, first, last,
+    sinks, scratch: Scratch, C: tl.constexpr,
+):  # fmt: skip
+    """Take in packed blocks `first` to `last`, and rotate the accumulator back."""
+    # Fields of blocks are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
+    KEY_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DKP * C.KEY_BITS
+    VALUE_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DVP * C.VALUE_BITS
+    SCALARS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS
+    MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DKP
+    r = first_row + tl.arange(0, C.BLOCK_R)
+    dk = tl.arange(0, C.BLOCK_DK)
+    key_channel, key_exists = channel_of(dk, C.DKP, C.BLOCK_DK, C.KEY_BITS)
+    value_channel, value_exists = channel_of(tl.arange(0, C.BLOCK_DV), C.DVP, C.BLOCK_DV, C.VALUE_BITS)
+    matrix = _key_matrix(blocks, key_channel, key_exists, C)
+    if blocks.block_table is None:
+        block0 = blocks.batch * blocks.stride_b + blocks.kv_head * blocks.stride_h
+        scalar_at = blocks.scalars + block0 * TOKENS + tl.arange(0, 32)
+        first_at = block0 + first
+    else:
+        block0 = blocks.kv_head * blocks.stride_h
+        page = tl.load(blocks.block_table + first).to(tl.int64)
+        first_at = block0 + page * blocks.stride_b
+    rotated = tl.dot(plain, matrix) * (C.DKP**-0.5)
+    scale0, _ = unpack_scales(tl.load(blocks.scalars + first_at * SCALARS_SIZE))
+    reference = reference_key(blocks.key_means + first_at * MEAN_SIZE + key_channel, scale0, dk, key_exists)  # [BDK]
+    common = tl.sum(rotated * reference[None, :], 1)
+    if not C.SOFTCAP:
+        # Kept in memory: for sm_80 there are no registers left.
+        tl.store(scratch.lse + _row_of(scratch, r), common, mask=r < rows)
+    reference = spill(reference[None, :], scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
+    reference = tl.reshape(reference, [C.BLOCK_DK])
+    rotated = spill(rotated.to(tl.float16), scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
+    for block in tl.range(first, last, num_stages=C.STAGES):
+        if blocks.block_table is None:
+            at = block0 + block
+            scalars_of = scalar_at + block * TOKENS
+        else:
+            at = block0 + page * blocks.stride_b
+            page = tl.load(blocks.block_table + block + 1, mask=block + 1 < last, other=0).to(tl.int64)
+            scalars_of = blocks.scalars + at * C.BLOCK_WORDS + tl.arange(0, 32)
+        key_scales, value_scales = (), ()
+        for plane in tl.static_range(4):
+            key_scale, value_scale = unpack_scales(tl.load(scalars_of + 32 * plane))
+            key_scales += (key_scale,)
+            value_scales += (value_scale,)
+        mean = tl.load(blocks.key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0)  # [BDK]
+        mean = mean - reference
+        keys = key_tiles(blocks.key_words + at * KEY_SIZE, key_scales, mean, C.DKP, C.BLOCK_DK, C.KEY_BITS, C.ASM)
+        values = value_tiles(blocks.value_words + at * VALUE_SIZE, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
+        t = sinks + block * TOKENS + tl.arange(0, TILE)
+        x0 = logits(rotated, keys[0], common, scale, mask, t, C.MASK, C.SOFTCAP)
+        if C.SINKS:
+            x0 = without_sinks(x0, block, tl.arange(0, TILE)[None, :], C.SINKS)
+        if C.STEP == 64:
+            state = update(state, x0, tl.trans(values[0]), scale.gain, C.MASK > 0)
+        x1 = logits(rotated, keys[1], common, scale, mask, t + TILE, C.MASK, C.SOFTCAP)
+        if C.STEP == 64:
+            state = update(state, x1, tl.trans(values[1]), scale.gain, C.MASK > 0)
+        else:
+            largest = tl.maximum(tl.max(x0, 1), tl.max(x1, 1))
+            maximum, shift, decay = rescaled(state.maximum, largest, scale.gain, C.MASK > 0)
+            p0 = weights(x0, shift, scale.gain)
+            p1 = weights(x1, shift, scale.gain)
+            total = state.total * decay + tl.sum(p0 + p1, 1)
+            output = state.output * decay[:, None]
+            output = tl.dot(p0.to(tl.float16), tl.trans(values[0]), output)
+            output = tl.dot(p1.to(tl.float16), tl.trans(values[1]), output)
+            state = SoftmaxState(maximum, total, output)
+    maximum = state.maximum
+    if not C.SOFTCAP:
+        r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
+        row = _row_of(scratch, r)
+        tl.debug_barrier()
+        maximum += tl.load(scratch.lse + row, mask=r < rows, other=0.0)
+        tl.debug_barrier()
+    return SoftmaxState(maximum, state.total, _rotated_back(state.output, blocks, value_channel, value_exists, C))
+
+
+@triton.jit
+def _attend_dense(
+    state, plain, newest, scale: Scale, mask: Mask, dense: Dense, low, high, blocks, C: tl.constexpr,
+):  # fmt: skip
+    """Take in dense tokens `low` to `high`, of which rows see those up to `newest` [BR]; `blocks` are packed."""
+    dk = tl.arange(0, C.BLOCK_DK)
+    dv = tl.arange(0, C.BLOCK_DV)
+    for start in tl.range(low, high, TILE, num_stages=1):
+        t = start + tl.arange(0, TILE)
+        inside = t < high
+        if dense.pages is None:
+            k_row, v_row = stored_rows(dense, t, C.DK, C.DV)
+        else:
+            k_row, v_row = dense_rows(
+                dense.window_keys, dense.pages, dense.new_keys, dense.new_values, t, dense.sinks,
+                dense.history - dense.sinks, high, 0, dense.kv_head, dense.page_blocks, dense.new_t, 0, dense.new_vt, 0,
+                C.DK, C.ROWS, C.BLOCK_WORDS,
+            )  # fmt: skip
+        k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0)
+        v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < C.DV)[None, :], other=0.0)
+        x = tl.dot(plain, tl.trans(k.to(tl.float16)))  # [BR, 64]
+        if C.SOFTCAP:
+            x = soft_capped(x * scale.factor[:, None], scale.cap_log2)
+        if C.CAUSAL:
+            x = tl.where(inside[None, :] & (t[None, :] <= newest[:, None]), x, -float("inf"))
+        else:
+            x = tl.where(inside[None, :], x, -float("inf"))
+        if C.MASK > 0:
+            position = tl.where(t < dense.sinks, t, t + blocks * TOKENS)
+            x = masked(x, mask, position, inside, C.MASK)
+        state = update(state, x, v.to(tl.float16), scale.gain, True)
+    return state
 
 
 @triton.jit(
@@ -60,9 +287,9 @@ def prefix_attention(
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
     lse,  # [splits, B * Hkv * rows] float32, base 2; first what rows have in common with the reference key
     operand_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
-    cu_q,  # with a table: [B + 1] int32
-    cu_k,  # [B + 1] int32
-    table,  # [B, W] int32, or None
+    cu_seqlens_q,  # with a table: [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
+    block_table,  # [B, W] int32, or None
     query_b,
     query_h,
     query_s,
@@ -111,7 +338,6 @@ def prefix_attention(
     BLOCK_DV: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -132,27 +358,35 @@ def prefix_attention(
     Tensors have one batch row, in which new tokens follow one another; `window_keys` are the layer's first page,
     `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
     """
+    C: tl.constexpr = Shape(
+        DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, SOFTCAP, BLOCK_R, STEP, STAGES, ASM,
+        ROWS, BLOCK_WORDS, SINKS,
+    )  # fmt: skip
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
-    all_rows = rows
+    scratch = Scratch(lse, operand_rows, rows, tile_count)
     # The last rows see the most tokens: start them first.
-    if table is None:
+    pages = None
+    if block_table is None:
         first_row = (tile_count - 1 - tl.program_id(0)) * BLOCK_R
     else:
-        exists, sequence, first_row = row_tile(cu_q, cu_k, count, groups, tl.program_id(0), BLOCK_R, BLOCK_B)
+        exists, sequence, first_row = row_tile(
+            cu_seqlens_q, cu_seqlens_k, count, groups, tl.program_id(0), BLOCK_R, BLOCK_B
+        )
         if not exists:
             return
-        token, queries, past = lengths(cu_q, cu_k, sequence, count)
+        token, queries, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         new_count, rows = queries, queries * groups
         blocks, window_count, sink_count = past // TOKENS, past % TOKENS, sinks_of(past, SINKS)
-        pages = table + sequence.to(tl.int64) * width
-        table = pages + (TOKENS // ROWS + (1 if SINKS else 0))
+        pages = block_table + sequence.to(tl.int64) * width
+        block_table = pages + (TOKENS // ROWS + (1 if SINKS else 0))
         query += token.to(tl.int64) * query_s
         out += token.to(tl.int64) * out_s
         new_keys += token.to(tl.int64) * new_t
         new_values += token.to(tl.int64) * new_vt
         lse, partial = lse + token * groups, partial + token.to(tl.int64) * (groups * DV)
+        scratch = Scratch(lse, operand_rows, scratch.rows, tile_count)
     r = first_row + tl.arange(0, BLOCK_R)
     row_mask = r < rows
     s = r // groups
@@ -163,10 +397,12 @@ def prefix_attention(
     query_inside = row_mask[:, None] & (dk < DK)[None, :]
 
     # This program's share, in units of 128 tokens: packed blocks, then dense tokens as far as these rows see them.
-    dense = sink_count + window_count + new_count
+    dense_count = sink_count + window_count + new_count
     if CAUSAL:
-        dense = tl.minimum(dense, dense - queries + 1 + (tl.minimum(first_row + BLOCK_R, rows) - 1) // groups)
-    units = blocks + (dense + TOKENS - 1) // TOKENS
+        dense_count = tl.minimum(
+            dense_count, dense_count - queries + 1 + (tl.minimum(first_row + BLOCK_R, rows) - 1) // groups
+        )
+    units = blocks + (dense_count + TOKENS - 1) // TOKENS
     first = 0
     last = units
     if SPLIT:
@@ -176,175 +412,59 @@ def prefix_attention(
         last = (units // splits) * (split + 1) + (units % splits) * (split + 1) // splits
     last_block = tl.minimum(last, blocks)
 
-    plain, scale = normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
-    factor = scale * scaling_log2
-    gain = tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    plain, largest = normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
+    factor = largest * scaling_log2
+    scale = Scale(factor, tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor, cap_log2)
+    state = empty_state(BLOCK_R, BLOCK_DV)
     if MASK > 0:
         mask += batch * mask_b
-    mask_offset = s * mask_s  # [BR]
-    # Fields of blocks are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
-    KEY_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else 4 * DKP * KEY_BITS
-    VALUE_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else 4 * DVP * VALUE_BITS
-    SCALARS_SIZE: tl.constexpr = BLOCK_WORDS if BLOCK_WORDS else TOKENS
-    MEAN_SIZE: tl.constexpr = 2 * BLOCK_WORDS if BLOCK_WORDS else DKP
+    allowed = Mask(mask, s * mask_s, mask_t)
     if first < last_block:
-        key_channel, key_exists = channel_of(dk, DKP, BLOCK_DK, KEY_BITS)
-        value_channel, value_exists = channel_of(dv, DVP, BLOCK_DV, VALUE_BITS)
-        matrix = tl.load(
-            key_rotation + key_channel[None, :] * DKP + dk[:, None],
-            mask=key_exists[None, :] & (dk < DKP)[:, None],
-            other=0.0,
-        )  # [BDK in, BDK column]
-        key_factor = tl.load(key_factors + head * DK + dk, mask=dk < DK, other=1.0).to(tl.float32)
-        matrix = (matrix.to(tl.float32) * (1.0 / key_factor)[:, None]).to(tl.float16)
-        if table is None:
-            block0 = batch * blocks_b + kv_head * blocks_h
-            scalar_at = scalars + block0 * TOKENS + tl.arange(0, 32)
-            first_at = block0 + first
-        else:
-            block0 = kv_head * blocks_h
-            page = tl.load(table + first).to(tl.int64)
-            first_at = block0 + page * blocks_b
-        rotated = tl.dot(plain, matrix) * (DKP**-0.5)
-        reference = 0.0
-        common = tl.zeros([BLOCK_R], tl.float32)
-        if HAS_MEAN:
-            scale0, _ = unpack_scales(tl.load(scalars + first_at * SCALARS_SIZE))
-            reference = reference_key(key_means + first_at * MEAN_SIZE + key_channel, scale0, dk, key_exists)  # [BDK]
-            common = tl.sum(rotated * reference[None, :], 1)
-            if not SOFTCAP:
-                # Kept in memory: for sm_80 there are no registers left.
-                row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * all_rows + r
-                tl.store(lse + row, common, mask=row_mask)
-            reference = tl.reshape(
-                parked(reference[None, :], operand_rows, tile_count, BLOCK_R, BLOCK_DK), reference.shape
-            )
-        rotated = parked(rotated.to(tl.float16), operand_rows, tile_count, BLOCK_R, BLOCK_DK)
-        for block in tl.range(first, last_block, num_stages=STAGES):
-            if table is None:
-                at = block0 + block
-                scalars_of = scalar_at + block * TOKENS
-            else:
-                at = block0 + page * blocks_b
-                page = tl.load(table + block + 1, mask=block + 1 < last_block, other=0).to(tl.int64)
-                scalars_of = scalars + at * BLOCK_WORDS + tl.arange(0, 32)
-            k_scale0, v_scale0 = unpack_scales(tl.load(scalars_of))
-            k_scale1, v_scale1 = unpack_scales(tl.load(scalars_of + 32))
-            k_scale2, v_scale2 = unpack_scales(tl.load(scalars_of + 64))
-            k_scale3, v_scale3 = unpack_scales(tl.load(scalars_of + 96))
-            mean = 0.0
-            if HAS_MEAN:
-                mean = tl.load(key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0)  # [BDK]
-                mean = mean - reference
-            k0, k1 = key_tiles(
-                key_words + at * KEY_SIZE, k_scale0, k_scale1, k_scale2, k_scale3, mean,
-                DKP, BLOCK_DK, KEY_BITS, HAS_MEAN, ASM,
-            )  # fmt: skip
-            v0, v1 = value_tiles(
-                value_words + at * VALUE_SIZE, v_scale0, v_scale1, v_scale2, v_scale3, DVP, BLOCK_DV, VALUE_BITS, ASM
-            )
-            t = sink_count + block * TOKENS + tl.arange(0, TILE)
-            x0 = logits(rotated, k0, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK, SOFTCAP)
-            if SINKS:
-                x0 = without_sinks(x0, block, tl.arange(0, TILE)[None, :], SINKS)
-            if STEP == 64:
-                acc, total, maximum = add_tile(acc, total, maximum, x0, tl.trans(v0), gain, MASK > 0)
-            x1 = logits(rotated, k1, common, factor, cap_log2, mask, mask_offset, t + TILE, mask_t, MASK, SOFTCAP)
-            if STEP == 64:
-                acc, total, maximum = add_tile(acc, total, maximum, x1, tl.trans(v1), gain, MASK > 0)
-            else:
-                new_maximum = tl.maximum(maximum, tl.maximum(tl.max(x0, 1), tl.max(x1, 1)))
-                shift = finite(new_maximum) if MASK > 0 else new_maximum
-                alpha = tl.exp2((maximum - shift) * gain)
-                maximum = new_maximum
-                p0 = weights(x0, shift, gain)
-                p1 = weights(x1, shift, gain)
-                total = total * alpha + tl.sum(p0 + p1, 1)
-                acc = acc * alpha[:, None]
-                acc = tl.dot(p0.to(tl.float16), tl.trans(v0), acc)
-                acc = tl.dot(p1.to(tl.float16), tl.trans(v1), acc)
-
-        if HAS_MEAN and not SOFTCAP:
-            r = hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
-            row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * all_rows + r
-            tl.debug_barrier()
-            maximum += tl.load(lse + row, mask=r < rows, other=0.0)
-            tl.debug_barrier()
-        # Normalised rows: fp16 then holds any output to 11 bits.
-        peak = tl.max(tl.abs(tl.where(value_exists[None, :], acc, 0.0)), 1)
-        peak = tl.where(peak > 0, peak, 1.0)
-        matrix = tl.load(
-            value_rotation + value_channel[:, None] * DVP + dv[None, :],
-            mask=value_exists[:, None] & (dv < DVP)[None, :],
-            other=0.0,
-        )  # [BDV column, BDV out]
-        operand = tl.where(value_exists[None, :], acc / peak[:, None], 0.0).to(tl.float16)
-        value_factor = tl.load(value_factors + head * DV + dv, mask=dv < DV, other=1.0).to(tl.float32)
-        acc = tl.dot(operand, matrix) * (peak * (DVP**-0.5))[:, None] / value_factor[None, :]
+        packed = Blocks(
+            key_words, value_words, scalars, key_means, key_rotation, value_rotation, key_factors, value_factors,
+            block_table, batch, kv_head, blocks_b, blocks_h,
+        )  # fmt: skip
+        state = _attend_blocks(
+            state, plain, first_row, rows, scale, allowed, packed, first, last_block, sink_count,
+            scratch, C,
+        )  # fmt: skip
 
     if last > blocks:
-        first_row = hidden(first_row, ASM)
+        first_row = opaque(first_row, ASM)
         r = first_row + tl.arange(0, BLOCK_R)
         s = r // groups
-        mask_offset = s * mask_s
+        allowed = Mask(mask, s * mask_s, mask_t)
         query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
         query_inside = (r < rows)[:, None] & (dk < DK)[None, :]
         plain, _ = normalised_rows(query_at[:, None] + dk[None, :], query_inside)
-        plain = parked(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
+        plain = spill(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
         low = tl.maximum(first - blocks, 0) * TOKENS
-        high = tl.minimum((last - blocks) * TOKENS, dense)
-        sink_keys += batch * sink_b + kv_head * sink_h
-        sink_values += batch * sink_vb + kv_head * sink_vh
-        window_keys += batch * window_b + kv_head * window_h
-        window_values += batch * window_vb + kv_head * window_vh
-        new_keys += batch * new_b + kv_head * new_h
-        new_values += batch * new_vb + kv_head * new_vh
-        history = sink_count + window_count
-        newest = history + new_count - queries + s  # [BR], the last dense token a row sees
-        for start in tl.range(low, high, TILE, num_stages=1):
-            t = start + tl.arange(0, TILE)
-            inside = t < high
-            if table is None:
-                sink = t < sink_count
-                k_row, v_row = stored_rows(
-                    sink_keys, sink_values, window_keys, window_values, new_keys, new_values, t, sink, sink_count,
-                    history, window_start, window_capacity, new_t, new_vt, DK, DV,
-                )  # fmt: skip
-            else:
-                k_row, v_row = dense_rows(
-                    window_keys, pages, new_keys, new_values, t, sink_count, window_count, high, 0, kv_head,
-                    blocks_b, new_t, 0, new_vt, 0, DK, ROWS, BLOCK_WORDS,
-                )  # fmt: skip
-            k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < DK)[None, :], other=0.0)
-            v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
-            x = tl.dot(plain, tl.trans(k.to(tl.float16)))  # [BR, 64]
-            if SOFTCAP:
-                x = soft_capped(x * factor[:, None], cap_log2)
-            if CAUSAL:
-                x = tl.where(inside[None, :] & (t[None, :] <= newest[:, None]), x, -float("inf"))
-            else:
-                x = tl.where(inside[None, :], x, -float("inf"))
-            if MASK > 0:
-                position = tl.where(sink, t, t + blocks * TOKENS)
-                x = masked(x, mask, mask_offset, position, mask_t, inside, MASK)
-            acc, total, maximum = add_tile(acc, total, maximum, x, v.to(tl.float16), gain, True)
+        high = tl.minimum((last - blocks) * TOKENS, dense_count)
+        dense = Dense(
+            sink_keys + (batch * sink_b + kv_head * sink_h), sink_values + (batch * sink_vb + kv_head * sink_vh),
+            window_keys + (batch * window_b + kv_head * window_h),
+            window_values + (batch * window_vb + kv_head * window_vh),
+            new_keys + (batch * new_b + kv_head * new_h), new_values + (batch * new_vb + kv_head * new_vh),
+            new_t, new_vt, sink_count, sink_count + window_count, window_start, window_capacity,
+            pages, kv_head, blocks_b,
+        )  # fmt: skip
+        newest = dense.history + new_count - queries + s  # [BR], the last dense token a row sees
+        state = _attend_dense(state, plain, newest, scale, allowed, dense, low, high, blocks, C)
 
-    r = hidden(first_row, ASM) + tl.arange(0, BLOCK_R)
+    r = opaque(first_row, ASM) + tl.arange(0, BLOCK_R)
     row_mask = r < rows
     s = r // groups
     head_q = kv_head * groups + r % groups
+    maximum, total, acc = state.maximum, state.total, state.output
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     inside = row_mask[:, None] & (dv < DV)[None, :]
     if SPLIT:
-        row = (split * tl.num_programs(1) + head).to(tl.int64) * all_rows + r
-        tl.store(lse + row, log2_sum(finite(maximum) * gain, total), mask=row_mask)
+        row = _row_of(scratch, r)
+        tl.store(lse + row, log2_sum(finite(maximum) * scale.gain, total), mask=row_mask)
         tl.store(partial + row[:, None] * DV + dv[None, :], acc * inverse[:, None], mask=inside)
     else:
         if HAS_AUX:
             aux = tl.load(s_aux + head_q, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
-            inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - finite(maximum) * gain))
+            inverse = 1.0 / (tl.where(total > 0, total, 1.0) + tl.exp2(aux - finite(maximum) * scale.gain))
         at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
         tl.store(at[:, None] + dv[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -2,13 +2,27 @@
 
 A program holds BLOCK_R query rows of one KV head (row r = s G + g: all G heads of a few queries) and walks over the
 tokens they attend to, FlashAttention-style. Of a mask row by row, `mask_spans` finds each query's first and last token,
-so that a sliding window costs its own width and not the length of the prompt.
+so that a sliding window costs its own width and not the length of the prompt. What is launched is a heuristic table, no
+autotuner.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
+from ..common.compat import current_device
+from ..common.device import Target, matrix_type, target
+from ..common.launcher import Kernel, specialised
+from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, normalize, soft_capped, update
+from .launch import mask_layout, merge, prefix_splits
+from .rows import Mask
 
 
 @triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
@@ -35,72 +49,78 @@ def mask_spans(
     tl.store(at + 1, tl.max(end, 0))
 
 
+class States(NamedTuple):
+    """Keys and values of a KV head, and how far apart its tokens are. (A tuple of Triton has a field `values`.)"""
+
+    key: Any
+    value: Any
+    key_t: Any
+    value_t: Any
+
+
+class Shape(NamedTuple):
+    """Constants of `_add_tokens`."""
+
+    DK: tl.constexpr
+    DV: tl.constexpr
+    BLOCK_DK: tl.constexpr
+    BLOCK_DV: tl.constexpr
+    CAUSAL: tl.constexpr
+    MASK: tl.constexpr
+    SOFTCAP: tl.constexpr
+    MATRIX: tl.constexpr
+    BLOCK_T: tl.constexpr
+    STAGES: tl.constexpr
+
+
 @triton.jit
 def _add_tokens(
-    acc,
-    total,
-    maximum,
+    state,
     rows,  # [BR, BDK]
-    keys,
-    values,
-    key_t,
-    value_t,
-    mask,  # of the program's first query
-    mask_rows,  # [BR], offsets into it
-    mask_t,
+    states: States,
+    mask: Mask,  # from the program's first query on
     newest,  # [BR], the last token a row sees
     low,
     high,
     scaling_log2,
     cap_log2,
     EDGE: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MATRIX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Take in tokens `low` to `high`: without EDGE whole tiles that all rows see."""
-    dk = tl.arange(0, BLOCK_DK)
-    dv = tl.arange(0, BLOCK_DV)
+    dk = tl.arange(0, C.BLOCK_DK)
+    dv = tl.arange(0, C.BLOCK_DV)
     # Offsets in a tile stay, in 32 bits: pointers would take registers that the products need.
-    of_tile = tl.arange(0, BLOCK_T)
-    key_offsets = of_tile[:, None] * key_t + dk[None, :]
-    value_offsets = of_tile[:, None] * value_t + dv[None, :]
-    for start in tl.range(low, high, BLOCK_T, num_stages=STAGES):
+    of_tile = tl.arange(0, C.BLOCK_T)
+    key_offsets = of_tile[:, None] * states.key_t + dk[None, :]
+    value_offsets = of_tile[:, None] * states.value_t + dv[None, :]
+    # Machine code depends on the order in which the loop carries these.
+    output, total, maximum = state.output, state.total, state.maximum
+    for start in tl.range(low, high, C.BLOCK_T, num_stages=C.STAGES):
         t = start + of_tile
-        key_at = keys + tl.cast(start, tl.int64) * key_t + key_offsets
-        value_at = values + tl.cast(start, tl.int64) * value_t + value_offsets
+        key_at = states.key + tl.cast(start, tl.int64) * states.key_t + key_offsets
+        value_at = states.value + tl.cast(start, tl.int64) * states.value_t + value_offsets
         if EDGE:
-            k = tl.load(key_at, mask=(t < high)[:, None] & (dk < DK)[None, :], other=0.0)
-            v = tl.load(value_at, mask=(t < high)[:, None] & (dv < DV)[None, :], other=0.0)
+            k = tl.load(key_at, mask=(t < high)[:, None] & (dk < C.DK)[None, :], other=0.0)
+            v = tl.load(value_at, mask=(t < high)[:, None] & (dv < C.DV)[None, :], other=0.0)
         else:
-            k = tl.load(key_at) if BLOCK_DK == DK else tl.load(key_at, mask=(dk < DK)[None, :], other=0.0)
-            v = tl.load(value_at) if BLOCK_DV == DV else tl.load(value_at, mask=(dv < DV)[None, :], other=0.0)
-        x = tl.dot(rows, tl.trans(k.to(MATRIX))) * scaling_log2  # [BR, BT]
-        if SOFTCAP:
+            k = tl.load(key_at) if C.BLOCK_DK == C.DK else tl.load(key_at, mask=(dk < C.DK)[None, :], other=0.0)
+            v = tl.load(value_at) if C.BLOCK_DV == C.DV else tl.load(value_at, mask=(dv < C.DV)[None, :], other=0.0)
+        x = tl.dot(rows, tl.trans(k.to(C.MATRIX))) * scaling_log2  # [BR, BT]
+        if C.SOFTCAP:
             x = soft_capped(x, cap_log2)
         if EDGE:
             seen = (t < high)[None, :]
-            if CAUSAL:
+            if C.CAUSAL:
                 seen = seen & (t[None, :] <= newest[:, None])
-            if MASK > 0:
-                at = mask + tl.cast(start, tl.int64) * mask_t + (mask_rows[:, None] + of_tile[None, :] * mask_t)
+            if C.MASK > 0:
+                at = mask.pointer + tl.cast(start, tl.int64) * mask.stride_t
+                at += mask.rows[:, None] + of_tile[None, :] * mask.stride_t
                 seen = seen & (tl.load(at, mask=seen & (newest >= 0)[:, None], other=0) != 0)
             x = tl.where(seen, x, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(x, 1))
-        shift = finite(new_maximum)
-        p = tl.exp2(x - shift[:, None])
-        decay = tl.exp2(maximum - shift)
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(MATRIX), v.to(MATRIX), acc * decay[:, None])
-        maximum = new_maximum
-    return acc, total, maximum
+        updated = update(SoftmaxState(maximum, total, output), x, v.to(C.MATRIX), None, True)
+        output, total, maximum = updated.output, updated.total, updated.maximum
+    return SoftmaxState(maximum, total, output)
 
 
 @triton.jit(
@@ -192,25 +212,19 @@ def dense_attention(
     if MASK == 0:
         oldest = tl.min(tl.where(valid, newest, tokens), 0)
         edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_T * BLOCK_T
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    C: tl.constexpr = Shape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES)
+    state = empty_state(BLOCK_R, BLOCK_DV)
+    states = States(keys, values, key_t, value_t)
+    allowed = Mask(mask, mask_rows, mask_t)
     if MASK == 0:
-        acc, total, maximum = _add_tokens(
-            acc, total, maximum, plain, keys, values, key_t, value_t, mask, mask_rows, mask_t, newest, low, edge,
-            scaling_log2, cap_log2, False,
-            DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES,
-        )  # fmt: skip
-    acc, total, maximum = _add_tokens(
-        acc, total, maximum, plain, keys, values, key_t, value_t, mask, mask_rows, mask_t, newest, edge, high,
-        scaling_log2, cap_log2, True,
-        DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES,
-    )  # fmt: skip
+        state = _add_tokens(state, plain, states, allowed, newest, low, edge, scaling_log2, cap_log2, False, C)
+    state = _add_tokens(state, plain, states, allowed, newest, edge, high, scaling_log2, cap_log2, True, C)
+    maximum, total, acc = state.maximum, state.total, state.output
     inside = valid[:, None] & (dv < DV)[None, :]
     if SPLIT:
         row = (tl.program_id(2) * tl.num_programs(1) + head).to(tl.int64) * rows + r
         tl.store(lse + row, log2_sum(finite(maximum), total), mask=valid)
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        acc = normalize(state)
         tl.store(partial + row[:, None] * DV + dv[None, :], acc, mask=inside)
     else:
         total = tl.where(total > 0, total, 1.0)
@@ -219,3 +233,142 @@ def dense_attention(
             total += tl.exp2(aux - finite(maximum))
         at = out + batch * out_b + s.to(tl.int64) * out_s + head_q * out_h  # [BR]
         tl.store(at[:, None] + dv[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+ATTEND, SPANS = Kernel(dense_attention), Kernel(mask_spans)
+MAX_DIM = 256
+SPLIT_TOKENS = 128
+"""Tokens that a program of few rows takes in the time that another split costs half of (`prefix_splits`)."""
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Tile sizes and launch parameters of `dense_attention`.
+
+    Args:
+        block_rows: Query rows of a program.
+        block_tokens: Tokens of a tile.
+        warps: Warps of a program.
+        stages: Tiles on their way at a time.
+    """
+
+    block_rows: int
+    block_tokens: int
+    warps: int
+    stages: int
+
+
+@lru_cache
+def dense_config(dim: int, rows: int, masked: bool, on: Target) -> DenseConfig:
+    """The heuristic table.
+
+    Args:
+        dim: Channels of the larger tile, a power of two.
+        rows: Query rows of a KV head.
+        masked: Whether there is a mask row by row.
+        on: The device.
+    """
+    large = on.asm and on.shared_bytes > 160 * 1024
+    if rows <= 16:
+        return DenseConfig(16, 64 if dim <= 128 else 32, 4, 2)
+    if not on.asm:
+        return DenseConfig(64, 32, 4, 1)
+    # What is on its way takes registers, for which masks leave no room.
+    if dim > 128:
+        return DenseConfig(64, 32, 8, 1 if masked or not large else 3)
+    if not large or (masked and not on.dependent_launch):
+        return DenseConfig(64, 32, 4, 1 if masked else 2)
+    return DenseConfig(128, 64, 8, 1 if masked else 3)
+
+
+def attends_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the kernel takes these dtypes and heads on this device: matrix units that `tl.dot` uses, 16 bits."""
+    same = query.dtype == keys.dtype == values.dtype and query.dtype.itemsize == 2
+    return same and max(keys.shape[3], values.shape[3]) <= MAX_DIM and not target(query.device).fragments
+
+
+def attend_dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scaling: float,
+    allocate: Callable[[int], torch.Tensor],
+    mask: torch.Tensor | None = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of the newest S of T tokens over dense states.
+
+    Args:
+        query: `[B, Hq, S, Dk]` fp16 or bf16, last dimension contiguous, other strides as they come.
+        keys: `[B, Hkv, T, Dk]`, likewise.
+        values: `[B, Hkv, T, Dv]`, likewise.
+        scaling: Factor of the logits.
+        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+        mask: `[B, 1, S or 1, >= T]` bool, True attends.
+        causal: With no mask, query i does not see the last S - 1 - i tokens.
+        softcap: cap of cap * tanh(logit / cap).
+        s_aux: `[Hq]` logits of sinks that take weight but have no value.
+        splits: Programs that share the tokens of a tile of rows, instead of what the table says.
+
+    Returns:
+        `[B, S, Hq, Dv]`. Rows that attend to nothing are 0.
+    """
+    device = query.device
+    if device.type == "cuda" and device.index != current_device():
+        with torch.cuda.device(device):
+            return attend_dense(
+                query, keys, values, scaling=scaling, allocate=allocate, mask=mask, causal=causal, softcap=softcap,
+                s_aux=s_aux, splits=splits,
+            )  # fmt: skip
+    batch, query_heads, queries, key_dim = query.shape
+    kv_heads, tokens, value_dim = values.shape[1:]
+    groups, on = query_heads // kv_heads, target(device)
+    rows, heads = groups * queries, batch * kv_heads
+    block_dk, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    kind, mask_strides = mask_layout(mask)
+    config = dense_config(max(block_dk, block_dv), rows, kind == 2, on)
+    row_tiles = -(-rows // config.block_rows)
+    if splits is None:
+        # Rows of a mask have shares of their own width; there are enough of them.
+        splits = (
+            1
+            if kind == 2 and row_tiles > 1
+            else prefix_splits(row_tiles * heads, -(-tokens // SPLIT_TOKENS), 2 * on.multiprocessors)
+        )
+    out = query.new_empty(batch, queries, query_heads, value_dim)
+    sums = splits * heads * rows if splits > 1 else 0
+    sizes = [sums * value_dim, sums, 2 * batch * queries if kind == 2 else 0]
+    partial, lse, spans = allocate(max(1, sum(sizes)))[: sum(sizes)].split(sizes)
+    spans = spans.view(torch.int32)
+    seen = query if mask is None else mask.view(torch.uint8)
+    if kind == 2:
+        SPANS(
+            (queries, batch, 1),
+            (seen, spans),
+            (tokens, *mask_strides),
+            (1024,),
+            (specialised(mask_strides), device.index),
+            num_warps=4,
+        )
+    aux = query if s_aux is None else s_aux
+    flags = (causal and mask is None, kind, softcap is not None, s_aux is not None, splits > 1)
+    tiles = (config.block_rows, config.block_tokens, config.stages)
+    constants = (key_dim, value_dim, block_dk, block_dv, *flags, matrix_type(query), *tiles)
+    strides = (*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3])
+    counts = (rows, groups, kv_heads, queries, tokens)
+    logits = (scaling * LOG2E.value, (softcap or 1.0) * LOG2E.value)
+    ATTEND(
+        (row_tiles, heads, splits),
+        (query, keys, values, seen, spans, aux, out, partial, lse),
+        (*strides, *mask_strides, *counts, *logits, row_tiles),
+        constants,
+        (constants, specialised((*strides, *mask_strides)), query.dtype, seen.dtype, aux.dtype, device.index),
+        num_warps=config.warps,
+    )
+    if splits > 1:
+        merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=s_aux is not None)
+    return out

@@ -17,12 +17,12 @@ import triton
 from ..common.compat import current_device
 from ..common.device import Target, target
 from ..common.launcher import Kernel, specialised
-from ..common.packed import Packed
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS, padded_dim
+from ..turing.prefix import prefix_attention_fragments
+from ..types import Packed, Recipe
 from .attention import prefix_attention
-from .attention_fragments import prefix_attention_fragments
-from .merge import merge_splits
+from .rows import merge_splits
 
 __all__ = [
     "PrefixConfig",
@@ -123,7 +123,6 @@ def prefix_constants(
     value_dim: int,
     key_bits: int,
     value_bits: int,
-    has_mean: bool,
     causal: bool,
     mask: int,
     has_softcap: bool,
@@ -136,7 +135,7 @@ def prefix_constants(
     """The constexpr arguments of the attention kernel on this target, in order; `pages` are those that only a table of
     pages needs."""
     dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
-    flags = (key_bits, value_bits, has_mean, causal, mask, has_softcap, has_aux, split)
+    flags = (key_bits, value_bits, causal, mask, has_softcap, has_aux, split)
     if on.fragments:
         return (*dims, *flags, config.block_rows // 8)
     tiles = (config.block_rows, config.step, config.stages, on.asm)
@@ -151,11 +150,8 @@ def attend_prefix(
     window: tuple[torch.Tensor, torch.Tensor],
     num_window: int,
     new: tuple[torch.Tensor, torch.Tensor] | None,
-    key_rotation: torch.Tensor,
-    value_rotation: torch.Tensor,
+    recipe: Recipe,
     *,
-    key_bits: int,
-    value_bits: int,
     scaling: float,
     out: torch.Tensor,
     allocate: Callable[[int], torch.Tensor],
@@ -175,7 +171,7 @@ def attend_prefix(
         sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
         window: The same, a ring: the `num_window` rows that count start at row 128 * `num_blocks` modulo its size.
         new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the window, last dimension contiguous, or `None`.
-        key_rotation, value_rotation: sqrt(D) R as `[D, D]` fp16 with D the padded dimension.
+        recipe: What blocks were encoded with; sqrt(D) R in fp16.
         scaling: Factor of the logits.
         out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
         allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
@@ -193,14 +189,13 @@ def attend_prefix(
     if device.type == "cuda" and device.index != current_device():
         with torch.cuda.device(device):
             return attend_prefix(
-                query, packed, num_blocks, sinks, window, num_window, new,
-                key_rotation, value_rotation, key_bits=key_bits, value_bits=value_bits, scaling=scaling, out=out,
+                query, packed, num_blocks, sinks, window, num_window, new, recipe, scaling=scaling, out=out,
                 allocate=allocate, mask=mask, causal=causal, softcap=softcap, s_aux=s_aux, config=config, splits=splits,
             )  # fmt: skip
     batch, query_heads, queries, key_dim = query.shape
     kv_heads, value_dim = packed.key_words.shape[1], window[1].shape[3]
     groups, on = query_heads // kv_heads, target(device)
-    config = config or prefix_config(key_dim, value_dim, key_bits, value_bits, on)
+    config = config or prefix_config(key_dim, value_dim, *recipe.bits, on)
     rows, heads = groups * queries, batch * kv_heads
     row_tiles = -(-rows // config.block_rows)
     fresh = (window[0][:, :, :0], window[1][:, :, :0]) if new is None else new
@@ -221,9 +216,7 @@ def attend_prefix(
     constants = prefix_constants(
         key_dim,
         value_dim,
-        key_bits,
-        value_bits,
-        packed.key_means is not None,
+        *recipe.bits,
         causal and mask is None,
         mask_kind,
         softcap is not None,
@@ -247,9 +240,8 @@ def attend_prefix(
             packed.key_words,
             packed.value_words,
             packed.scalars,
-            packed.scalars if packed.key_means is None else packed.key_means,
-            key_rotation,
-            value_rotation,
+            packed.key_means,
+            *recipe.rotations,
             packed.key_factors,
             packed.value_factors,
             *sinks,

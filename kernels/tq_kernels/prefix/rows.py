@@ -1,10 +1,50 @@
-"""Query rows of attention over many queries: their operands, logits and running softmax."""
+"""Query rows of attention over many queries: their operands, logits and running softmax; and the merge of what
+programs found that shared the tokens of a tile of rows."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..common.sequences import lengths, located
-from ..common.softmax import finite, soft_capped
+from ..common.softmax import LOG2E, SoftmaxState, empty_state, merge, normalize, soft_capped
+
+
+class Mask(NamedTuple):
+    """A mask of a sequence: where its rows are, `rows` [BR] elements from `pointer`, and how far apart its tokens."""
+
+    pointer: Any
+    rows: Any
+    stride_t: Any
+
+
+class Scale(NamedTuple):
+    """What turns products into logits of base 2: rows' `factor` [BR] before the cap, `gain` [BR] after it."""
+
+    factor: Any
+    gain: Any
+    cap_log2: Any
+
+
+class Dense(NamedTuple):
+    """Dense tokens of a KV head: `sinks` rows, a ring up to token `history`, then new ones. With `pages`, those of the
+    sequence, sinks and ring are in them, from `window_keys` on, and pages are `page_blocks` blocks apart."""
+
+    sink_keys: Any
+    sink_values: Any
+    window_keys: Any
+    window_values: Any
+    new_keys: Any
+    new_values: Any
+    new_t: Any
+    new_vt: Any
+    sinks: Any
+    history: Any
+    window_start: Any
+    window_capacity: Any
+    pages: Any
+    kv_head: Any
+    page_blocks: Any
 
 
 @triton.jit
@@ -19,7 +59,7 @@ def normalised_rows(pointers, inside):
 
 
 @triton.jit
-def hidden(x, ASM: tl.constexpr):
+def opaque(x, ASM: tl.constexpr):
     """`x`, an int32 scalar: what is computed from the result is computed anew, not kept in registers until then."""
     if ASM:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
@@ -28,7 +68,7 @@ def hidden(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def parked(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
+def spill(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
     """`operand` [BR or 1, BDK] fp16 by way of memory.
 
     Triton keeps operands that were loaded in shared memory, others in registers. And an address that depends on the
@@ -44,44 +84,26 @@ def parked(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: t
 
 
 @triton.jit
-def masked(x, mask, s_offset, t, mask_t, valid, MASK: tl.constexpr):
+def masked(x, mask: Mask, t, valid, MASK: tl.constexpr):
     """x [BR, TILE] with -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
-    at = t.to(tl.int64) * mask_t
+    at = t.to(tl.int64) * mask.stride_t
     if MASK == 1:
-        allowed = tl.load(mask + at, mask=valid, other=False)[None, :]
+        allowed = tl.load(mask.pointer + at, mask=valid, other=False)[None, :]
     else:
-        allowed = tl.load(mask + s_offset[:, None] + at[None, :], mask=valid[None, :], other=False)
+        allowed = tl.load(mask.pointer + mask.rows[:, None] + at[None, :], mask=valid[None, :], other=False)
     return tl.where(allowed, x, -float("inf"))
 
 
 @triton.jit
-def logits(
-    rows, keys, common, factor, cap_log2, mask, mask_offset, t, mask_t, MASK: tl.constexpr, SOFTCAP: tl.constexpr
-):
+def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
     """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
-    `common` [BR] and `factor` [BR]."""
+    `common` [BR] and the rows' factor."""
     x = tl.dot(rows, tl.trans(keys))
     if SOFTCAP:
-        x = soft_capped(x * factor[:, None] + (common * factor)[:, None], cap_log2)
+        x = soft_capped(x * scale.factor[:, None] + (common * scale.factor)[:, None], scale.cap_log2)
     if MASK > 0:
-        x = masked(x, mask, mask_offset, t, mask_t, t >= 0, MASK)
+        x = masked(x, mask, t, t >= 0, MASK)
     return x
-
-
-@triton.jit
-def weights(x, shift, gain):
-    return tl.exp2(x * gain[:, None] - (shift * gain)[:, None])
-
-
-@triton.jit
-def add_tile(acc, total, maximum, x, v, gain, MASKED: tl.constexpr):
-    """Take in logits x [BR, 64] and values v [64, BDV]."""
-    new_maximum = tl.maximum(maximum, tl.max(x, 1))
-    shift = finite(new_maximum) if MASKED else new_maximum
-    alpha = tl.exp2((maximum - shift) * gain)
-    p = weights(x, shift, gain)
-    acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
-    return acc, total * alpha + tl.sum(p, 1), new_maximum
 
 
 @triton.jit
@@ -96,29 +118,61 @@ def row_tile(cu_q, cu_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: t
 
 
 @triton.jit
-def stored_rows(
-    sink_keys,
-    sink_values,
-    window_keys,
-    window_values,
-    new_keys,
-    new_values,
-    t,
-    sink,
-    sink_count,
-    history,
-    window_start,
-    window_capacity,
-    new_t,
-    new_vt,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-):
+def stored_rows(dense: Dense, t, DK: tl.constexpr, DV: tl.constexpr):
     """Pointers [64] to keys and to values of dense tokens `t`: sinks, window, new."""
-    slot = window_start + t - sink_count  # the window is a ring
-    slot = tl.where(slot >= window_capacity, slot - window_capacity, slot)
-    fresh = (t - history).to(tl.int64)
-    k_row = tl.where(sink, sink_keys + t * DK, window_keys + slot * DK)
-    k_row = tl.where(t < history, k_row, new_keys + fresh * new_t)
-    v_row = tl.where(sink, sink_values + t * DV, window_values + slot * DV)
-    return k_row, tl.where(t < history, v_row, new_values + fresh * new_vt)
+    sink = t < dense.sinks
+    slot = dense.window_start + t - dense.sinks  # the window is a ring
+    slot = tl.where(slot >= dense.window_capacity, slot - dense.window_capacity, slot)
+    fresh = (t - dense.history).to(tl.int64)
+    k_row = tl.where(sink, dense.sink_keys + t * DK, dense.window_keys + slot * DK)
+    k_row = tl.where(t < dense.history, k_row, dense.new_keys + fresh * dense.new_t)
+    v_row = tl.where(sink, dense.sink_values + t * DV, dense.window_values + slot * DV)
+    return k_row, tl.where(t < dense.history, v_row, dense.new_values + fresh * dense.new_vt)
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits", "out_b", "out_s", "out_h"])
+def merge_splits(
+    partial,  # [splits, count, DV] float32, normalised
+    lse,  # [splits, count] float32, base 2
+    s_aux,  # [Hq], any float dtype
+    out,  # [B, S, Hq, DV], last dimension contiguous
+    tokens,  # [] int32 on the device: no more queries than so many are written; or None
+    rows,  # G * S
+    groups,  # G
+    kv_heads,
+    count,  # B * Hkv * rows
+    splits,
+    out_b,
+    out_s,
+    out_h,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_AUX: tl.constexpr,
+):
+    """Weigh the splits of each row by their share of the softmax. Grid: (count / BLOCK_R,)."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    valid = row < count
+    dv = tl.arange(0, BLOCK_DV)
+    head, r = row // rows, row % rows
+    if tokens is not None:
+        valid = valid & (r // groups < tl.load(tokens))
+    head_q = head % kv_heads * groups + r % groups
+    inside = valid[:, None] & (dv < DV)[None, :]
+    state = empty_state(BLOCK_R, BLOCK_DV)
+    if HAS_AUX:
+        aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        state = SoftmaxState(aux, state.total + 1.0, state.output)
+    at = row.to(tl.int64)
+    for _ in tl.range(0, splits):
+        log = tl.load(lse + at, mask=valid, other=-float("inf"))
+        if tokens is None:
+            part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=inside, other=0.0)
+        else:
+            written = inside & (log > -float("inf"))[:, None]
+            part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=written, other=0.0)
+        state = merge(state, log, part)
+        at += count
+    acc = normalize(state)
+    at = out + (head // kv_heads).to(tl.int64) * out_b + (r // groups).to(tl.int64) * out_s + head_q * out_h
+    tl.store(at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=inside)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...codec.rotation import rotation_matrix
-from ...config import TurboQuantConfig
+from ...config import INNER, TurboQuantConfig
 from ...inference_mode import outside_inference_mode
 from ...layout import BlockLayout
 from ...tensors.attention import AttentionOptions
@@ -26,15 +26,15 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import dequantise as dequantise_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
-    from tq_kernels.common.packed import Packed
     from tq_kernels.decode.appender import Appender
     from tq_kernels.decode.counts import device_int
     from tq_kernels.decode.decoder import Decoder
     from tq_kernels.decode.reorder import Reorderer
     from tq_kernels.decode.step import NewRow, NewToken
-    from tq_kernels.prefix.dense_launch import attend_dense as attend_dense_states
-    from tq_kernels.prefix.dense_launch import attends_dense
+    from tq_kernels.prefix.dense import attend_dense as attend_dense_states
+    from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
+    from tq_kernels.types import Packed, Recipe
 
 R = TypeVar("R")
 
@@ -48,9 +48,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports_blocks(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels encode and read blocks of this layout, for states of this tensor's device and dtype."""
-    fits = layout.rotated_values and layout.key_dim <= MAX_HEAD_DIM and layout.value_dim <= MAX_HEAD_DIM
-    return fits and supports_states(tensor)
+    """Whether kernels read blocks of this layout, for states of this tensor's device and dtype: with rotated values and
+    key means. Torch computes what an `Ablation` leaves out."""
+    fits = layout.rotated_values and layout.key_mean
+    return fits and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM and supports_states(tensor)
+
+
+def supports_encode(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
+    """`supports_blocks`, for blocks that this configuration encodes: kernels store the scale of one correction."""
+    settled = config.key_correction == config.value_correction == INNER
+    return settled and supports_blocks(tensor, layout)
 
 
 def supports_states(tensor: torch.Tensor) -> bool:
@@ -115,7 +122,7 @@ def supports_attend_many(
     all heads."""
     layout = view.blocks.layout
     return (
-        supports_blocks(query, layout)
+        supports_encode(query, view.config, layout)
         and prefix_takes(layout.key_dim, layout.value_dim, query.device)
         and supports_mask(mask, options)
     )
@@ -132,6 +139,11 @@ def rotations(
         matrix = rotation_matrix(dim, config.rotation_seed, torch.device("cpu"), torch.float32)
         matrices.append((matrix * dim**0.5 if dtype == torch.float16 else matrix).to(device, dtype))
     return matrices[0], matrices[1]
+
+
+def recipe_of(config: TurboQuantConfig, layout: BlockLayout, device: torch.device, dtype: torch.dtype) -> Recipe:
+    """Bits, and `rotations`, as kernels take them."""
+    return Recipe((layout.key_bits, layout.value_bits), rotations(config, layout, device, dtype))
 
 
 def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -> None:
@@ -172,38 +184,17 @@ def balance(
 @explains_failures
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """`tq_hf.codec.reference.encode` on the GPU."""
-    key_rotation, value_rotation = rotations(config, out.layout, keys.device, torch.float32)
+    recipe = recipe_of(config, out.layout, keys.device, torch.float32)
     with launching_on(keys.device):
-        encode_blocks(
-            _rows(keys),
-            _rows(values),
-            _packed(out),
-            start,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            key_correction=config.key_correction,
-            value_correction=config.value_correction,
-            key_rotation=key_rotation,
-            value_rotation=value_rotation,
-        )
+        encode_blocks(_rows(keys), _rows(values), _packed(out), start, recipe)
 
 
 @explains_failures
 def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`tq_hf.codec.reference.dequantise` on the GPU."""
-    key_rotation, value_rotation = rotations(config, blocks.layout, keys.device, torch.float32)
+    recipe = recipe_of(config, blocks.layout, keys.device, torch.float32)
     with launching_on(keys.device):
-        dequantise_blocks(
-            _packed(blocks),
-            0,
-            blocks.capacity,
-            keys,
-            values,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            key_rotation=key_rotation,
-            value_rotation=value_rotation,
-        )
+        dequantise_blocks(_packed(blocks), 0, blocks.capacity, keys, values, recipe)
 
 
 @once_per_layer
@@ -259,7 +250,6 @@ def attend_many(
 ) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend_many`."""
     layout, blocks = view.blocks.layout, view.blocks
-    key_rotation, value_rotation = rotations(view.config, layout, query.device, torch.float16)
     return attend_prefix(
         _rows(query),
         _packed(blocks),
@@ -268,10 +258,7 @@ def attend_many(
         view.window.write_late_row(),
         view.num_window,
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
-        key_rotation,
-        value_rotation,
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
+        recipe_of(view.config, layout, query.device, torch.float16),
         allocate=allocator(current_workspace(query.device), "prefix attention", query.device),
         out=query.new_empty(query.shape[0], query.shape[2], query.shape[1], layout.value_dim),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
@@ -309,7 +296,6 @@ def _appender_of(tensors: LayerTensors) -> Appender:
         tensors.ring,
         *rotations(config, layout, tensors.row.device, torch.float32),
         bits=(layout.key_bits, layout.value_bits),
-        corrections=(config.key_correction, config.value_correction),
         residual_length=config.residual_length,
     )
 

@@ -19,20 +19,18 @@ from ..workspace import allocator
 from . import blocks
 
 if HAS_TRITON:
-    from tq_kernels.paged.launch import (
-        Geometry,
-        Pages,
-        Tokens,
+    from tq_kernels.decode.launch_paged import (
         append_new_rows,
         attend_single,
         encode_new_blocks,
         single_scratch_bytes,
         takes_sinks,
     )
-    from tq_kernels.paged.prompts import attend_many, takes_prompts
-    from tq_kernels.paged.windows import Windows
-    from tq_kernels.paged.windows import attend_windows as attend_window_rows
-    from tq_kernels.paged.windows import takes_windows as takes_window_rows
+    from tq_kernels.prefix.prompts import attend_many, takes_prompts
+    from tq_kernels.prefix.windows import Windows
+    from tq_kernels.prefix.windows import attend_windows as attend_window_rows
+    from tq_kernels.prefix.windows import takes_windows as takes_window_rows
+    from tq_kernels.types import Geometry, Pages, Tokens
 
 
 def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
@@ -49,7 +47,7 @@ def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout
     """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
     can be captured in a CUDA graph. (On Turing they read no sinks.)"""
     return (
-        blocks.supports_blocks(states, layout)
+        blocks.supports_encode(states, config, layout)
         and layout.key_dim % 8 == 0
         and (not config.sink_tokens or takes_sinks(states.device))
     )
@@ -117,14 +115,7 @@ def paged_step(
             out=out,
             fill=fill,
         )
-        encode_new_blocks(
-            tokens,
-            held,
-            geometry,
-            blocks.rotations(config, layout, device, torch.float32),
-            key_correction=config.key_correction,
-            value_correction=config.value_correction,
-        )
+        encode_new_blocks(tokens, held, geometry, blocks.rotations(config, layout, device, torch.float32))
         if not single:
             append_new_rows(tokens, held, geometry)
     return out

@@ -1,4 +1,4 @@
-"""Launch attention of sequences with many new tokens over their pages: `tq_kernels.prefix.attention` with a table."""
+"""Launch attention of sequences with many new tokens over their pages: `prefix_attention` with a block table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import triton
 from ..common.device import target
 from ..common.launcher import Kernel, specialised
 from ..common.softmax import LOG2E
-from ..prefix.attention import prefix_attention
-from ..prefix.launch import block_of, merge, prefix_config, prefix_constants, prefix_splits, prefix_takes
-from .launch import Geometry, Pages, Tokens
+from ..types import Geometry, Pages, Tokens
+from .attention import prefix_attention
+from .launch import block_of, merge, prefix_config, prefix_constants, prefix_splits, prefix_takes
 
 ATTEND = Kernel(prefix_attention)
 
@@ -64,7 +64,6 @@ def attend_many(
         dim,
         pages.key_bits,
         pages.value_bits,
-        pages.key_means is not None,
         True,
         0,
         softcap is not None,

@@ -1,11 +1,15 @@
-"""What tokens contribute to attention in `tq_kernels.common.fragments`: half a packed block, or 32 dense tokens.
+"""What tokens contribute to attention in `tq_kernels.turing.fragments`: half a packed block, or 32 dense tokens.
 
 The kernels of decode and of prefill differ in which tokens they go over, and in what they do with the result.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..common.softmax import soft_capped
+from ..common.unpack import PROBABILITY_BITS, small_unit, unpack_scales
 from .fragments import (
     LANES,
     decayed,
@@ -25,11 +29,6 @@ from .fragments import (
     weights,
     zero_quads,
 )
-from .softmax import soft_capped
-from .unpack import small_unit, unpack_scales
-
-PROBABILITY_BITS = tl.constexpr(4.0)
-"""Probabilities of packed tokens are kept as 2**4 times their value (as in `tq_kernels.decode.split`)."""
 
 
 @triton.jit
@@ -220,78 +219,77 @@ def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constex
     return new
 
 
+class Half(NamedTuple):
+    """Half a packed block: pointers to its first rows of words and of scales, and to the block's key mean."""
+
+    key_words: Any
+    value_words: Any
+    scalars: Any
+    mean: Any
+
+
+class PackedShape(NamedTuple):
+    """Constants of `attend_packed`."""
+
+    DKP: tl.constexpr
+    DVP: tl.constexpr
+    KEY_BITS: tl.constexpr
+    VALUE_BITS: tl.constexpr
+    HAS_MEAN: tl.constexpr
+    MASKED: tl.constexpr
+    SOFTCAP: tl.constexpr
+    TILES: tl.constexpr
+
+
 @triton.jit
-def attend_packed(
-    acc,
-    sums,
-    maximum,
-    q,
-    factor,
-    cap_log2,
-    key_words,
-    value_words,
-    scalars,
-    mean,
-    allowed,
-    g,
-    t,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, g, t, C: tl.constexpr):
     """Take in half a block.
 
     Args:
         acc, sums, maximum: What was summed, of `add_packed_values` and `decayed`, and `weights`' maximum.
         q: TILES tuples of `load_rows`, rotated.
         factor: 2 * TILES factors to base-2 logits, over `small_unit`.
-        key_words, value_words, scalars: Pointers to the half's first row.
-        mean: Pointer to the block's key mean.
         allowed: If MASKED, of plane p, row tile i and element j of its quad flag 4 * (p * TILES + i) + j.
+        C: A `PackedShape`.
     """
-    KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
-    KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
-    VALUE_TILES: tl.constexpr = value_tiles(DVP, VALUE_BITS)
-    s = packed_scores(key_words, q, g, t, DKP, KEY_BITS, TILES)
-    if HAS_MEAN:
-        means = load_rows(mean + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
-        shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), TILES)
+    KEY_QUARTERS: tl.constexpr = quarters_of(C.KEY_BITS)
+    KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
+    VALUE_TILES: tl.constexpr = value_tiles(C.DVP, C.VALUE_BITS)
+    s = packed_scores(half.key_words, q, g, t, C.DKP, C.KEY_BITS, C.TILES)
+    if C.HAS_MEAN:
+        means = load_rows(half.mean + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
+        shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), C.TILES)
     x, value_scale = (), ()
     for plane in tl.static_range(4):
         key_scale = ()
         for i in tl.static_range(2):
-            at = scalars + (32 * plane + 4 * (g // 2) + g % 2 + 2 * i)
+            at = half.scalars + (32 * plane + 4 * (g // 2) + g % 2 + 2 * i)
             scales = unpack_scales(load32(at, t >= 0))
             key_scale += (scales[0].to(tl.float32),)
             value_scale += (scales[1].to(tl.float32),)
-        for tile in tl.static_range(TILES):
+        for tile in tl.static_range(C.TILES):
             quad = ()
             for i in tl.static_range(4):
-                logit = s[plane * TILES + tile][i] * key_scale[i // 2]
-                if HAS_MEAN:
-                    logit += shared[tile][i] * small_unit(KEY_BITS)
-                if SOFTCAP:
+                logit = s[plane * C.TILES + tile][i] * key_scale[i // 2]
+                if C.HAS_MEAN:
+                    logit += shared[tile][i] * small_unit(C.KEY_BITS)
+                if C.SOFTCAP:
                     logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
-                if MASKED:
-                    logit = tl.where(allowed[4 * (plane * TILES + tile) + i], logit, -float("inf"))
+                if C.MASKED:
+                    logit = tl.where(allowed[4 * (plane * C.TILES + tile) + i], logit, -float("inf"))
                 quad += (logit,)
             x += (quad,)
-    gain = ones(TILES) if SOFTCAP else factor
-    p, maximum, decay = weights(x, maximum, gain, PROBABILITY_BITS, 4, TILES, MASKED)
-    acc, sums = decayed(acc, sums, decay, p, VALUE_TILES, 4, TILES)
+    gain = ones(C.TILES) if C.SOFTCAP else factor
+    p, maximum, decay = weights(x, maximum, gain, PROBABILITY_BITS, 4, C.TILES, C.MASKED)
+    acc, sums = decayed(acc, sums, decay, p, VALUE_TILES, 4, C.TILES)
     b = ()
     for plane in tl.static_range(4):
         for i in tl.static_range(2):
-            for tile in tl.static_range(TILES):
-                quad = p[plane * TILES + tile]
+            for tile in tl.static_range(C.TILES):
+                quad = p[plane * C.TILES + tile]
                 v = value_scale[2 * plane + i]
                 b += (transposed(pair_of(quad[2 * i] * v, quad[2 * i + 1] * v)),)
-    acc = add_packed_values(acc, value_words, b, g, t, DVP, VALUE_BITS, TILES)
+    acc = add_packed_values(acc, half.value_words, b, g, t, C.DVP, C.VALUE_BITS, C.TILES)
     return acc, sums, maximum
 
 

@@ -6,8 +6,8 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.sequences import lengths, ring_rows
-from ..decode.rotate import ROTATE_COLUMNS, rotate_rows
 from ..format import TOKENS
+from .rotate import ROTATE_COLUMNS, rotate_rows
 
 TAIL_ROWS = tl.constexpr(32)
 """Rows that a program of `append_tails` writes."""

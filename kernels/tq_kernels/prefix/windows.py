@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.device import target
+from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
-from ..common.softmax import LOG2E, finite, log2_sum, soft_capped
-from ..prefix.dense_launch import MATRIX_TYPES, MAX_DIM, SPLIT_TOKENS, dense_config
-from ..prefix.launch import merge, prefix_splits
+from ..common.softmax import LOG2E, empty_state, finite, log2_sum, normalize, soft_capped, update
+from .dense import MAX_DIM, SPLIT_TOKENS, dense_config
+from .launch import merge, prefix_splits
 
 
 @triton.jit(
@@ -93,9 +93,7 @@ def window_attention(
     tiles = (held + BLOCK_T - 1) // BLOCK_T
     low = tiles * split // tl.num_programs(2) * BLOCK_T
     high = tl.minimum(tiles * (split + 1) // tl.num_programs(2) * BLOCK_T, held)
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    state = empty_state(BLOCK_R, BLOCK_D)
     for start in tl.range(low, high, BLOCK_T, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_T)
         inside = row < high
@@ -112,18 +110,14 @@ def window_attention(
             x = soft_capped(x, cap_log2)
         x = tl.where(inside[None, :], x, -float("inf"))
         # Every tile has a token: the maximum is finite.
-        new_maximum = tl.maximum(maximum, tl.max(x, 1))
-        p = tl.exp2(x - new_maximum[:, None])
-        decay = tl.exp2(maximum - new_maximum)
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(MATRIX), v, acc * decay[:, None])
-        maximum = new_maximum
+        state = update(state, x, v, None, False)
 
+    maximum, total, acc = state.maximum, state.total, state.output
     inside = valid[:, None] & (d < DIM)[None, :]
     if SPLIT:
         at = ((split * kv_heads + kv_head).to(tl.int64) * count + request) * groups + g  # [BR]
         tl.store(lse + at, log2_sum(maximum, total), mask=valid)
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        acc = normalize(state)
         tl.store(partial + at[:, None] * DIM + d[None, :], acc, mask=inside)
     else:
         total = tl.where(total > 0, total, 1.0)
@@ -160,7 +154,7 @@ def takes_windows(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether the kernel takes these dtypes and heads on this device: 16 bits, matrix units that `tl.dot` uses, rows of
     whole 16 bytes."""
     dim = key.shape[-1]
-    takes = query.dtype == key.dtype and key.dtype in MATRIX_TYPES and dim <= MAX_DIM and dim % 8 == 0
+    takes = query.dtype == key.dtype and key.dtype.itemsize == 2 and dim <= MAX_DIM and dim % 8 == 0
     return takes and not target(query.device).fragments
 
 
@@ -203,14 +197,12 @@ def attend_windows(
         return out
     sums = splits * count * query_heads if splits > 1 else 0
     partial, lse = allocate(max(1, sums * (dim + 1)))[: sums * (dim + 1)].split([sums * dim, sums])
-    # The interpreter cannot multiply bf16.
-    matrix = tl.float32 if device.type == "cpu" else MATRIX_TYPES[query.dtype]
     aux = query if s_aux is None else s_aux
     strides = tuple(stride // 8 for x in tokens for stride in x.stride()[:2])
     place = (windows.table.shape[1], windows.rows.stride(0) // 8, windows.window)
     flags = (softcap is not None, s_aux is not None, splits > 1)
     tiles = (config.block_rows, config.block_tokens, STAGES)
-    constants = (dim, block_d, windows.rows.shape[2], *flags, matrix, *tiles)
+    constants = (dim, block_d, windows.rows.shape[2], *flags, matrix_type(query), *tiles)
     ATTEND(
         (count, kv_heads * row_tiles, splits),
         (query, key, value, windows.rows, windows.table, windows.past, aux, out, partial, lse),

@@ -16,7 +16,7 @@ The order of what is summed over is free as long as both operands share it, so a
 import triton
 import triton.language as tl
 
-from . import unpack
+from ..common import unpack
 
 LANES = tl.constexpr(32)
 _MMA = tl.constexpr(

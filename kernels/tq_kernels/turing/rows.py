@@ -4,12 +4,7 @@ back of what they attend to."""
 import triton
 import triton.language as tl
 
-from ..common.fragment_tiles import (
-    add_dense_values,
-    dense_scores,
-    load_elements,
-)
-from ..common.fragments import (
+from .fragments import (
     LANES,
     column_max,
     pair_of,
@@ -17,6 +12,11 @@ from ..common.fragments import (
     scaled,
     transposed,
     zero_quads,
+)
+from .tiles import (
+    add_dense_values,
+    dense_scores,
+    load_elements,
 )
 
 

@@ -1,4 +1,4 @@
-"""`prefix_attention` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.common.fragments`.
+"""`prefix_attention` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.turing.fragments`.
 
 A program is a warp, with TILES tiles of 8 query rows. The rotations are products of the same kinds: R q as scores of
 R's rows, and back as values of the other's rows. What bounds it on a T4 with 16 rows at D = 128 and 4 bits, in clocks
@@ -9,11 +9,10 @@ Words are read once for 16 rows, 17 bytes a clock; rows of one head run side by 
 import triton
 import triton.language as tl
 
-from ..common.fragment_tiles import (
-    attend_dense,
-    attend_packed,
-)
-from ..common.fragments import (
+from ..common.softmax import LOG2E, log2_sum
+from ..common.unpack import small_unit
+from ..format import TOKENS
+from .fragments import (
     LANES,
     column_sum,
     initial,
@@ -26,10 +25,8 @@ from ..common.fragments import (
     value_tiles,
     zero_quads,
 )
-from ..common.softmax import LOG2E, log2_sum
-from ..common.unpack import small_unit
-from ..format import TOKENS
-from .rows_fragments import rotated, rotated_back, row_pairs, row_scale
+from .rows import rotated, rotated_back, row_pairs, row_scale
+from .tiles import Half, PackedShape, attend_dense, attend_packed
 
 
 @triton.jit(
@@ -104,7 +101,6 @@ def prefix_attention_fragments(
     DVP: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -113,6 +109,7 @@ def prefix_attention_fragments(
     TILES: tl.constexpr,
 ):
     """Grid: (row tiles, B * Hkv, splits), of one warp each."""
+    C: tl.constexpr = PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, True, MASK > 0, SOFTCAP, TILES)
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
@@ -176,11 +173,13 @@ def prefix_attention_fragments(
                             allowed += (load_flag(seen, r < rows),)
             packed, sums, maximum = attend_packed(
                 packed, sums, maximum, q, packed_factor, cap_log2,
-                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
-                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                scalars + at * TOKENS + half * 16,
-                key_means + at * DKP if HAS_MEAN else key_means,
-                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
+                Half(
+                    key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
+                    value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                    scalars + at * TOKENS + half * 16,
+                    key_means + at * DKP,
+                ),
+                allowed, g, t, C,
             )  # fmt: skip
         acc = rotated_back(packed, value_rotation, g, t, DVP, DV, VALUE_QUARTERS, TILES)
         # Dense tokens are neither in the units of packed ones nor in their probabilities'.

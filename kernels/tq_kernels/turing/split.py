@@ -1,5 +1,5 @@
 """`decode_split` for GPUs whose matrix units Triton does not use (Turing): the same shares, the same scratch, the same
-results, a warp a program and `mma.m16n8k8` in inline PTX (`tq_kernels.common.fragments`).
+results, a warp a program and `mma.m16n8k8` in inline PTX (`tq_kernels.turing.fragments`).
 
 What it may cost on a T4 (40 multiprocessors at 1.59 GHz, 320 GB/s): a block of 4 bits at D = 128 is 17 KB and 32768
 elements, 54 ns of the whole memory, so 3.4 k clocks of a multiprocessor, which issues up to 4 warp instructions in
@@ -10,14 +10,11 @@ clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
 import triton
 import triton.language as tl
 
-from ..common.fragment_tiles import (
-    PROBABILITY_BITS,
-    attend_dense,
-    attend_packed,
-    load_dense,
-    load_rows,
-)
-from ..common.fragments import (
+from ..common.schedule import DENSE_TOKENS, LINE, ROTATED, START, claim, counted, dense_jobs, first_jobs, share_start
+from ..common.softmax import log2_sum
+from ..common.unpack import PROBABILITY_BITS, small_unit
+from ..format import TOKENS
+from .fragments import (
     LANES,
     column_sum,
     initial,
@@ -29,11 +26,7 @@ from ..common.fragments import (
     value_tiles,
     zero_quads,
 )
-from ..common.softmax import log2_sum
-from ..common.unpack import small_unit
-from ..format import TOKENS
-from .rotate import LINE, ROTATED
-from .schedule import DENSE_TOKENS, START, claim, counted, dense_jobs, first_jobs, share_start
+from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, load_rows
 
 
 @triton.jit
@@ -225,11 +218,13 @@ def decode_split_fragments(
                             allowed += (load_flag(seen, r < rows),)
             acc, sums, maximum = attend_packed(
                 acc, sums, maximum, q, factor, cap_log2,
-                key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
-                value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                scalars + at * TOKENS + half * 16,
-                key_means + at * DKP if HAS_MEAN else key_means,
-                allowed, g, t, DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES,
+                Half(
+                    key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
+                    value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
+                    scalars + at * TOKENS + half * 16,
+                    key_means + at * DKP if HAS_MEAN else key_means,
+                ),
+                allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES),
             )  # fmt: skip
         store_partial(
             lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, small_unit(VALUE_BITS),

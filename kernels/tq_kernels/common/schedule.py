@@ -1,5 +1,5 @@
-"""Who works on what: an equal share of all packed blocks for every program of `tq_kernels.decode.split`, then what is
-left of the dense tokens.
+"""Who works on what in a decode step: every program of `tq_kernels.decode.split` takes an equal share of all packed
+blocks, then what is left of the dense tokens.
 
 A *stream* is one KV head of one batch row and one tile of its query rows. The packed blocks of all streams form one
 sequence, stream after stream, and each of the W resident programs (*workers*) takes one contiguous share of it, so all
@@ -12,13 +12,27 @@ The dense tokens (sinks and window) are cut into jobs of 32 tokens of one stream
 one each; the others are claimed by whoever is done. Programs are not equally fast: of those on one multiprocessor, the
 first are served first, and are done when a fifth of the time is left. Their jobs wait for memory while the others
 compute.
+
+Over the pages of many sequences, streams are of one sequence each and differ in length. An *item* is a packed block or
+a dense job, which are about as many bytes. A stream's items are its blocks, then its dense jobs; those of all streams,
+one after the other, are shared out in contiguous equal parts. Sequences that do not have exactly one new token have no
+items.
 """
 
 import triton
 import triton.language as tl
 
+from ..format import TOKENS
+from .sequences import lengths, located, sinks_of
+
+LINE = tl.constexpr(32)
+"""Offsets into the scratch tensor count lines of 32 float32, so that the compiler knows them to be aligned."""
+ROTATED = tl.constexpr(2 * 32)
+"""Where the rotated queries begin in scratch, in fp16: behind a line for the count of claimed jobs."""
 DENSE_TOKENS = tl.constexpr(32)
+"""Tokens of a dense job."""
 START = tl.constexpr(1)
+"""Blocks that a stream counts as more than it has."""
 
 
 @triton.jit
@@ -61,3 +75,36 @@ def first_jobs(worker, workers, total):
 def claim(claims, without_share):
     """The next job, behind those that workers begin with."""
     return without_share + tl.atomic_add(claims, 1, sem="relaxed")
+
+
+@triton.jit
+def dense_slots(SINKS: tl.constexpr):
+    """Most dense jobs of a stream."""
+    return (SINKS + TOKENS + DENSE_TOKENS - 1) // DENSE_TOKENS
+
+
+@triton.jit
+def dense_jobs_of(past, SINKS: tl.constexpr):
+    """Jobs for the dense tokens of a sequence: its sinks, the rows of its ring and its new token."""
+    return (sinks_of(past, SINKS) + past % TOKENS + DENSE_TOKENS) // DENSE_TOKENS
+
+
+@triton.jit
+def stream_items(new, past, SINKS: tl.constexpr):
+    """Items of each stream of a sequence."""
+    return tl.where(new == 1, past // TOKENS + dense_jobs_of(past, SINKS), 0)
+
+
+@triton.jit
+def share(worker, workers, cu_q, cu_k, count, heads, SINKS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """A worker's first item and the one after its last, the first one's stream, and that stream's first item; `heads`
+    are streams of a sequence."""
+    _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    items = stream_items(new, past, SINKS) * heads
+    total = tl.sum(items, 0)
+    start = share_start(worker, workers, total)
+    sequence, before = located(items, start)
+    _, its_new, its_past = lengths(cu_q, cu_k, sequence, count)
+    per_stream = tl.maximum(stream_items(its_new, its_past, SINKS), 1)
+    stream = sequence * heads + (start - before) // per_stream
+    return start, share_start(worker + 1, workers, total), stream, start - (start - before) % per_stream

@@ -1,22 +1,20 @@
 """Decode attention over the pages of many sequences: `tq_kernels.decode.split`, block by block from a table.
 
-Shares are of `tq_kernels.paged.schedule`. Scratch is that of `decode_split` for one batch row: row g B + b of a KV head
-is query g of sequence b; every stream has slots for the dense jobs of its sinks and a whole ring.
+Shares are of `tq_kernels.common.schedule`. Scratch is that of `decode_split` for one batch row: row g B + b of a KV
+head is query g of sequence b; every stream has slots for the dense jobs of its sinks and a whole ring.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ..common.schedule import DENSE_TOKENS, LINE, dense_slots, share, stream_items
 from ..common.sequences import dense_rows, lengths, sinks_of
 from ..common.softmax import log2_sum
-from ..decode.dense import dense_logits, dense_states, dense_sums
-from ..decode.rotate import LINE
-from ..decode.schedule import DENSE_TOKENS
-from ..decode.share import attend_share
-from ..decode.tiles import per_lane, prefetch
 from ..format import TOKENS
-from .schedule import dense_slots, share, stream_items
+from .dense import Mask, dense_logits, dense_states, dense_sums
+from .share import Blocks, Rows, Scratch, attend_share
+from .tiles import Shape, per_lane, prefetch
 
 
 @triton.jit(
@@ -81,11 +79,15 @@ def decode_split_paged(
     workers = tl.num_programs(0)
     DM: tl.constexpr = DIM if DIM > DIMP else DIMP
     FIRST_BLOCK: tl.constexpr = TOKENS // ROWS + (1 if SINKS else 0)
+    C: tl.constexpr = Shape(
+        DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, HAS_MEAN, False, 0, SOFTCAP, KEY_CHUNKS, VALUE_CHUNKS,
+        BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS, SINKS,
+    )  # fmt: skip
     if PDL:
         cuda.gdc_launch_dependents()
     # Before the wait: nothing that the kernel in front writes, which is queries and rows of tokens that are read here
     # from `key` and `value`.
-    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     local = tl.arange(0, BLOCK_R)
     store_rows = local < tile_rows
     heads = kv_heads * row_tiles
@@ -126,9 +128,9 @@ def decode_split_paged(
                 key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, ROWS, BLOCK_WORDS,
             )  # fmt: skip
             inside = t < length
-            k, v = dense_states(k_row, v_row, inside, DIM, DIM, BLOCK_DK, BLOCK_DM)
+            k, v = dense_states(k_row, v_row, inside, C)
             dk = tl.arange(0, BLOCK_DK)
-            plain = halves + (2 * LINE) * plain_at + (head_row + r)[None, :] * DIM + dk[:, None]
+            plain = scratch_fp16 + (2 * LINE) * plain_at + (head_row + r)[None, :] * DIM + dk[:, None]
             q = tl.load(plain, mask=(dk < DIM)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
             factor = tl.load(scratch + LINE * scale_at + head_row + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
             x = dense_logits(k, q, factor, cap_log2, SOFTCAP)
@@ -142,54 +144,13 @@ def decode_split_paged(
             tl.store(scratch + LINE * partial_at + to, out * inverse[None, :], mask=out_mask)
 
         if first < blocks:
-            attend_share(
-                scratch,
-                key_words,
-                value_words,
-                scalars,
-                key_means,
-                pages + FIRST_BLOCK,
-                scratch,
-                first,
-                per_lane(tl.minimum(last, blocks), ASM),
-                0,
-                kv_head,
-                page_blocks,
-                1,
-                head_row,
-                r,
-                row_mask,
-                local,
-                store_rows,
-                worker + stream,
-                1,
-                0,
-                0,
-                0,
-                scaling_log2,
-                cap_log2,
-                tile_rows,
-                scale_at,
-                lse_at,
-                partial_at,
-                DIMP,
-                DIMP,
-                DM,
-                KEY_BITS,
-                VALUE_BITS,
-                HAS_MEAN,
-                0,
-                SOFTCAP,
-                KEY_CHUNKS,
-                VALUE_CHUNKS,
-                BLOCK_KC,
-                BLOCK_VC,
-                BLOCK_MEAN,
-                BLOCK_R,
-                BLOCK_WORDS,
-                SMALL,
-                ASM,
-                SINKS,
+            blocks_of = Blocks(
+                key_words, value_words, scalars, key_means, pages + FIRST_BLOCK, 0, kv_head, page_blocks, 1
             )
+            attend_share(
+                Scratch(scratch, scale_at, lse_at, partial_at, tile_rows), blocks_of, Mask(scratch, 0, 0),
+                first, per_lane(tl.minimum(last, blocks), ASM), Rows(head_row, r, row_mask, local, store_rows, 1),
+                worker + stream, 0, scaling_log2, cap_log2, C,
+            )  # fmt: skip
         at += stream_items(new, past, SINKS)
         stream += 1

@@ -1,18 +1,16 @@
-"""`decode_split_paged` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.decode.split_fragments`,
+"""`decode_split_paged` for GPUs whose matrix units Triton does not use (Turing): `tq_kernels.turing.split`,
 block by block from a table."""
 
 import triton
 import triton.language as tl
 
-from ..common.fragment_tiles import PROBABILITY_BITS, attend_dense, attend_packed, load_dense
-from ..common.fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
+from ..common.schedule import DENSE_TOKENS, LINE, ROTATED, dense_slots, share, stream_items
 from ..common.sequences import dense_rows, lengths
-from ..common.unpack import small_unit
-from ..decode.rotate import LINE, ROTATED
-from ..decode.schedule import DENSE_TOKENS
-from ..decode.split_fragments import factors_of, operands, store_partial
+from ..common.unpack import PROBABILITY_BITS, small_unit
 from ..format import TOKENS
-from .schedule import dense_slots, share, stream_items
+from .fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
+from .split import factors_of, operands, store_partial
+from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense
 
 
 @triton.jit(
@@ -141,11 +139,13 @@ def decode_split_paged_fragments(
                 block = page * page_blocks + kv_head
                 packed, packed_sums, packed_maximum = attend_packed(
                     packed, packed_sums, packed_maximum, rotated, factor, cap_log2,
-                    key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
-                    value_words + block * BLOCK_WORDS + half * 8,
-                    scalars + block * BLOCK_WORDS + half * 16,
-                    key_means + block * (2 * BLOCK_WORDS) if HAS_MEAN else key_means,
-                    (), g, t, DIMP, DIMP, KEY_BITS, VALUE_BITS, HAS_MEAN, False, SOFTCAP, TILES,
+                    Half(
+                        key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
+                        value_words + block * BLOCK_WORDS + half * 8,
+                        scalars + block * BLOCK_WORDS + half * 16,
+                        key_means + block * (2 * BLOCK_WORDS) if HAS_MEAN else key_means,
+                    ),
+                    (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, HAS_MEAN, False, SOFTCAP, TILES),
                 )  # fmt: skip
             store_partial(
                 lse, partial, worker + stream, packed, packed_sums, packed_maximum, packed_gain, PROBABILITY_BITS,

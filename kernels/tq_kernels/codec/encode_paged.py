@@ -6,9 +6,11 @@ Where nothing became complete, which in decoding is nearly always so, programs e
 import triton
 import triton.language as tl
 
-from ..codec.encode import HALF_TOKENS, block_rows, encode_block, resident_rotation
-from ..common.sequences import MOST_SINKS, completed, lengths, located, ring_rows
-from ..format import TOKENS
+from ..common.sequences import completed, lengths, located, ring_rows
+from ..format import MOST_SINKS, TOKENS
+from .encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
+
+_MOST_SINKS = tl.constexpr(MOST_SINKS)
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def _store_sinks(
     IS_VALUE: tl.constexpr,
 ):
     """Copy the first rows of block 0 to the sink page."""
-    token = tl.arange(0, MOST_SINKS)
+    token = tl.arange(0, _MOST_SINKS)
     d = tl.arange(0, TILE)[None, :]
     inside = (token < SINKS)[:, None] & (d < DIM)
     source = _rows_of(
@@ -91,7 +93,6 @@ def _encode_all(
     TILE: tl.constexpr,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
-    CORRECTION: tl.constexpr,
     IS_VALUE: tl.constexpr,
     MATRIX: tl.constexpr,
     K_STEP: tl.constexpr,
@@ -102,6 +103,9 @@ def _encode_all(
     ASM: tl.constexpr,
 ):
     """Every `programs`-th of all keys' or values' blocks."""
+    C: tl.constexpr = EncodeShape(
+        HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
+    )  # fmt: skip
     kv_head = tl.program_id(1)
     factors += kv_head * HEAD_DIM
     token = block_rows()  # [64]
@@ -128,10 +132,8 @@ def _encode_all(
             states, rows, pages, token + HALF_TOKENS, position, first, past, kv_head, page_blocks, stride_t, stride_h,
             HEAD_DIM, ROWS, BLOCK_WORDS, IS_VALUE,
         )  # fmt: skip
-        encode_block(
-            early, late, k, k, words, scales, means, page * page_blocks + kv_head, rotation, factors, high, low,
-            HEAD_DIM, DIM, TILE, BITS, LEVELS, CORRECTION, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS,
-        )  # fmt: skip
+        out = Output(words, scales, means)
+        encode_block(early, late, k, k, out, page * page_blocks + kv_head, rotation, factors, high, low, C)
 
 
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
@@ -165,8 +167,6 @@ def encode_completed(
     HAS_MEAN: tl.constexpr,
     KEY_LEVELS: tl.constexpr,
     VALUE_LEVELS: tl.constexpr,
-    KEY_CORRECTION: tl.constexpr,
-    VALUE_CORRECTION: tl.constexpr,
     MATRIX: tl.constexpr,
     K_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -186,11 +186,11 @@ def encode_completed(
         _encode_all(
             key, rows, table, cu_q, cu_k, key_words, scales, means if HAS_MEAN else None, key_rotation, key_factors,
             amounts, total, count, key_t * 8, key_h * 8, width, page_blocks, HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS,
-            KEY_CORRECTION, False, MATRIX, K_STEP, PRECISION, SINKS, ROWS, BLOCK_WORDS, ASM,
+            False, MATRIX, K_STEP, PRECISION, SINKS, ROWS, BLOCK_WORDS, ASM,
         )  # fmt: skip
     else:
         _encode_all(
             value, rows, table, cu_q, cu_k, value_words, scales, None, value_rotation, value_factors,
             amounts, total, count, value_t * 8, value_h * 8, width, page_blocks, HEAD_DIM, DIM, TILE, VALUE_BITS,
-            VALUE_LEVELS, VALUE_CORRECTION, True, MATRIX, K_STEP, PRECISION, SINKS, ROWS, BLOCK_WORDS, ASM,
+            VALUE_LEVELS, True, MATRIX, K_STEP, PRECISION, SINKS, ROWS, BLOCK_WORDS, ASM,
         )  # fmt: skip

@@ -7,113 +7,28 @@ graph can be replayed while sequences grow, begin and end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from ..codec.launch import MATRIX_TYPES, encode_config
-from ..codec.quantise import CORRECTIONS, LEVELS
-from ..common.device import Target, target
+from ..codec.encode_paged import encode_completed
+from ..codec.launch import encode_config
+from ..codec.quantise import LEVELS
+from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E
-from ..decode.plan import Plan, plan_decode
 from ..format import BLOCK_TOKENS
-from .append import TAIL_ROWS, append_tails, rotate_and_append_single
-from .encode import encode_completed
+from ..turing.split_paged import decode_split_paged_fragments
+from ..types import Geometry, Pages, Tokens
+from .append_paged import TAIL_ROWS, append_tails, rotate_and_append_single
+from .plan import Plan, plan_decode
 from .reduce import reduce_splits_paged
-from .split import decode_split_paged
-from .split_fragments import decode_split_paged_fragments
+from .split_paged import decode_split_paged
 
 ROTATE, REDUCE = Kernel(rotate_and_append_single), Kernel(reduce_splits_paged)
 SPLIT, SPLIT_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_fragments)
 ENCODE, APPEND = Kernel(encode_completed), Kernel(append_tails)
-
-
-class Pages(NamedTuple):
-    """One layer's pages of a pool, and what its blocks are encoded with.
-
-    All fields but factors are views of one tensor: a head's page begins `block_words` int32 words after the one before,
-    and its dense rows where its key words begin.
-
-    Args:
-        key_words: `[pages, Hkv, 128 * D padded * key bits / 32]` int32.
-        value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
-        scalars: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
-        key_means: `[pages, Hkv, D padded]` fp16, or `None`.
-        rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
-        key_factors: `[Hkv, D]` fp16 contiguous.
-        value_factors: `[Hkv, D]`, likewise.
-        key_bits, value_bits: 2, 3, 4 or 8.
-        sinks: First tokens of a sequence that lie as rows in a page of their own, before that of block 0; 0 for none,
-            and no such page.
-    """
-
-    key_words: torch.Tensor
-    value_words: torch.Tensor
-    scalars: torch.Tensor
-    key_means: torch.Tensor | None
-    rows: torch.Tensor
-    key_factors: torch.Tensor
-    value_factors: torch.Tensor
-    key_bits: int
-    value_bits: int
-    sinks: int
-
-    @property
-    def block_words(self) -> int:
-        """int32 words from a head's block to the next head's."""
-        return self.scalars.stride(1)
-
-    @property
-    def page_blocks(self) -> int:
-        """Blocks from a page to the next."""
-        return self.scalars.stride(0) // self.scalars.stride(1)
-
-    @property
-    def page_rows(self) -> int:
-        """Rows of a ring that a page holds."""
-        return self.rows.shape[3]
-
-    @property
-    def before_blocks(self) -> int:
-        """Pages of a table before that of block 0."""
-        return BLOCK_TOKENS // self.page_rows + min(1, self.sinks)
-
-    @property
-    def means(self) -> torch.Tensor:
-        """The key means, or what stands for them."""
-        return self.scalars if self.key_means is None else self.key_means
-
-
-class Geometry(NamedTuple):
-    """Whose the new tokens are, and where their sequences' pages: B sequences of any lengths.
-
-    Args:
-        cu_q: `[B + 1]` int32, first new token of each sequence.
-        cu_k: `[B + 1]` int32, the same of all tokens, cached and new.
-        table: `[B, W]` int32: pages of the ring, then of the sinks if there are any, then of the blocks, those included
-            that the new tokens complete.
-    """
-
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    table: torch.Tensor
-
-
-class Tokens(NamedTuple):
-    """New tokens of all sequences, one after the other; strides are multiples of 8.
-
-    Args:
-        query: `[T, Hq, D]`.
-        key: `[T, Hkv, D]` in the dtype of the rows.
-        value: `[T, Hkv, D]`, likewise.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
 
 
 def takes_sinks(device: torch.device) -> bool:
@@ -230,15 +145,11 @@ def encode_new_blocks(
     pages: Pages,
     geometry: Geometry,
     rotations: tuple[torch.Tensor, torch.Tensor],
-    *,
-    key_correction: str,
-    value_correction: str,
 ) -> None:
     """Encode the blocks that new tokens complete, from the rings and the new tokens.
 
     Args:
         rotations: R of keys and of values as `tq_kernels.codec.launch.encode` takes them.
-        key_correction, value_correction: Likewise.
     """
     _, key, value = tokens
     (total, kv_heads, dim), count = key.shape, geometry.cu_q.shape[0] - 1
@@ -248,8 +159,6 @@ def encode_new_blocks(
     config = encode_config(tile, padded, (pages.key_bits, pages.value_bits), key.element_size(), on.capability)
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
-    # The interpreter cannot multiply bf16.
-    matrix = tl.float32 if device.type == "cpu" else MATRIX_TYPES[key.dtype]
     constants = (
         dim,
         padded,
@@ -259,9 +168,7 @@ def encode_new_blocks(
         pages.key_means is not None,
         LEVELS[pages.key_bits],
         LEVELS[pages.value_bits],
-        CORRECTIONS[key_correction],
-        CORRECTIONS[value_correction],
-        matrix,
+        matrix_type(key),
         config.k_step,
         "tf32x3" if on.asm else "ieee",
         pages.sinks,

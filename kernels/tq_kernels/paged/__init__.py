@@ -1,1 +1,0 @@
-"""Kernels over the pages of many sequences."""

@@ -1,0 +1,133 @@
+"""What launchers of kernels are given, on both sides: types that need no Triton."""
+
+from typing import NamedTuple
+
+import torch
+
+from .format import BLOCK_TOKENS
+
+
+class Packed(NamedTuple):
+    """Packed blocks `[B, Hkv, N, *]` (sizes in `tq_hf/layout.py`).
+
+    The last two dimensions are contiguous, and all tensors have the same strides in blocks.
+
+    Args:
+        key_words: `[B, Hkv, N, 128 * Dk padded * key bits / 32]` int32.
+        value_words: `[B, Hkv, N, 128 * Dv padded * value bits / 32]` int32.
+        scalars: `[B, Hkv, N, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
+        key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
+        key_factors: `[B, Hkv, Dk]` fp16 contiguous, no more bits than bf16: what keys were multiplied by.
+        value_factors: `[B, Hkv, Dv]`, likewise.
+    """
+
+    key_words: torch.Tensor
+    value_words: torch.Tensor
+    scalars: torch.Tensor
+    key_means: torch.Tensor | None
+    key_factors: torch.Tensor
+    value_factors: torch.Tensor
+
+    @property
+    def block_strides(self) -> tuple[int, int]:
+        """Strides of the batch and of the heads, in blocks."""
+        tokens = self.scalars.shape[3]
+        return self.scalars.stride(0) // tokens, self.scalars.stride(1) // tokens
+
+
+class Recipe(NamedTuple):
+    """How blocks are encoded, of keys and of values each.
+
+    Args:
+        bits: 2, 3, 4 or 8.
+        rotations: `[D padded, D padded]`, contiguous. For the codec the orthogonal R in float32: a row x is rotated to
+            x @ R.T; where D padded is a power of two, only the signs of R are read. For attention sqrt(D) R in fp16.
+    """
+
+    bits: tuple[int, int]
+    rotations: tuple[torch.Tensor, torch.Tensor]
+
+
+class Pages(NamedTuple):
+    """One layer's pages of a pool, and what its blocks are encoded with.
+
+    All fields but factors are views of one tensor: a head's page begins `block_words` int32 words after the one before,
+    and its dense rows where its key words begin.
+
+    Args:
+        key_words: `[pages, Hkv, 128 * D padded * key bits / 32]` int32.
+        value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
+        scalars: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
+        key_means: `[pages, Hkv, D padded]` fp16, or `None`.
+        rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
+        key_factors: `[Hkv, D]` fp16 contiguous.
+        value_factors: `[Hkv, D]`, likewise.
+        key_bits, value_bits: 2, 3, 4 or 8.
+        sinks: First tokens of a sequence that lie as rows in a page of their own, before that of block 0; 0 for none,
+            and no such page.
+    """
+
+    key_words: torch.Tensor
+    value_words: torch.Tensor
+    scalars: torch.Tensor
+    key_means: torch.Tensor | None
+    rows: torch.Tensor
+    key_factors: torch.Tensor
+    value_factors: torch.Tensor
+    key_bits: int
+    value_bits: int
+    sinks: int
+
+    @property
+    def block_words(self) -> int:
+        """int32 words from a head's block to the next head's."""
+        return self.scalars.stride(1)
+
+    @property
+    def page_blocks(self) -> int:
+        """Blocks from a page to the next."""
+        return self.scalars.stride(0) // self.scalars.stride(1)
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a ring that a page holds."""
+        return self.rows.shape[3]
+
+    @property
+    def before_blocks(self) -> int:
+        """Pages of a table before that of block 0."""
+        return BLOCK_TOKENS // self.page_rows + min(1, self.sinks)
+
+    @property
+    def means(self) -> torch.Tensor:
+        """The key means, or what stands for them."""
+        return self.scalars if self.key_means is None else self.key_means
+
+
+class Geometry(NamedTuple):
+    """Whose the new tokens are, and where their sequences' pages: B sequences of any lengths.
+
+    Args:
+        cu_q: `[B + 1]` int32, first new token of each sequence.
+        cu_k: `[B + 1]` int32, the same of all tokens, cached and new.
+        table: `[B, W]` int32: pages of the ring, then of the sinks if there are any, then of the blocks, those included
+            that the new tokens complete.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    table: torch.Tensor
+
+
+class Tokens(NamedTuple):
+    """New tokens of all sequences, one after the other; strides are multiples of 8.
+
+    Args:
+        query: `[T, Hq, D]`.
+        key: `[T, Hkv, D]` in the dtype of the rows.
+        value: `[T, Hkv, D]`, likewise.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
