@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from tq_kernels.common import compat, launcher
 from tq_kernels.decode import decoder
 
@@ -275,6 +276,16 @@ def test_a_launch_dies_with_the_tensors_it_was_made_for(store):
     assert decoder() is triton_blocks.decoder_of(tensors)
     del tensors
     assert decoder() is None
+
+
+def test_what_launches_of_a_layer_need_is_not_compiled_anew_for_each_layer(store):
+    counter = CompileCounter()
+    launch_of = triton_blocks.once_per_layer(lambda tensors: tensors.batch_size)
+    step = torch.compile(lambda x, tensors: x + launch_of(tensors), backend=counter)
+    layers = [store.view().tensors.map(torch.clone) for _ in range(4)]
+    for tensors in layers:
+        assert step(torch.zeros(2), tensors)[0] == tensors.batch_size
+    assert counter.frame_count == 1
 
 
 # The late row

@@ -47,6 +47,9 @@ class LayerTensors:
     ring: KeyValue
     row: RowKind = field(init=False, repr=False)
     """What one token's keys and values are like."""
+    launches: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    """What a backend has made for these tensors. It knows their addresses, so it dies with this object and no copy has
+    it. (A weak dictionary in the backend would do, but Dynamo compiles anew whenever its length changes.)"""
 
     def __post_init__(self) -> None:
         keys, values = self.ring
@@ -55,7 +58,7 @@ class LayerTensors:
         object.__setattr__(self, "row", row)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the row: the copies may be on another device.
+        # Without launches, which know the addresses of these tensors, not of their copies.
         return LayerTensors, (self.config, self.blocks, self.sinks, self.ring)
 
     @property

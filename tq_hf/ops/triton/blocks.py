@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -67,15 +66,14 @@ def supports_states(tensor: torch.Tensor) -> bool:
 
 
 def once_per_layer(make: Callable[[LayerTensors], R]) -> Callable[[LayerTensors], R]:
-    """Decorate what makes a launch for a layer's tensors: it is made once. It knows their addresses, so it dies with
-    the object, and a copy of that has none."""
-    launches: WeakKeyDictionary[LayerTensors, R] = WeakKeyDictionary()
+    """Decorate what makes a launch for a layer's tensors: it is made once."""
+    name = make.__name__
 
     @wraps(make)
     def launch_of(tensors: LayerTensors) -> R:
-        launch = launches.get(tensors)
+        launch: R | None = tensors.launches.get(name)
         if launch is None:
-            launch = launches[tensors] = make(tensors)
+            launch = tensors.launches[name] = make(tensors)
         return launch
 
     return launch_of
