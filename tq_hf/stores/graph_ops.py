@@ -86,7 +86,7 @@ def append_row(
     Raises:
         RuntimeError: No kernel serves the heads, and a CUDA graph is captured.
     """
-    if triton_blocks.supports_blocks(tensors.ring[0], tensors.layout):
+    if triton_blocks.supports_encode(tensors.ring[0], tensors.config, tensors.layout):
         triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
         return
     check_host_reads(tensors)
@@ -155,7 +155,7 @@ def _attend(
     max_cache_len: int,
 ) -> torch.Tensor:
     """Append `row`, if there is one, and attend."""
-    if triton_blocks.supports_blocks(query, tensors.layout):
+    if triton_blocks.supports_encode(query, tensors.config, tensors.layout):
         return triton_blocks.attend_token(tensors, counts, sizes, query, row, mask, options, max_cache_len)
     if row is not None:
         append_row(tensors, counts, *row, max_cache_len)
