@@ -110,7 +110,8 @@ def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | N
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
-    return few and view.new is None and supports_mask(mask, options) and supports_blocks(query, view.tensors.layout)
+    stored = few and view.new is None and supports_mask(mask, options)
+    return stored and supports_encode(query, view.config, view.tensors.layout)
 
 
 def supports_attend_many(
