@@ -18,16 +18,9 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 @triton.jit
 def _load_inverse(
-    rotation,
-    factors,
-    chunk,
-    column,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    rotation, factors, chunk, column,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' factors.
 
     Returns:
@@ -95,20 +88,10 @@ def dequantise_blocks(
     blocks,  # n
     start,
     blocks_batch,  # strides of the packed tensors, in blocks
-    blocks_head,
-    stride_batch,
-    stride_head,
-    stride_token,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    blocks_head, stride_batch, stride_head, stride_token,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr,
+    CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, RESIDENT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Write the keys or the values of blocks `start, start + 1, ...` to `states`.
 
     A program takes every `programs`-th block of one head and COLUMNS of its channels.

@@ -80,13 +80,9 @@ def _add_tokens(
     states: States,
     mask: Mask,  # from the program's first query on
     newest,  # [BR], the last token a row sees
-    low,
-    high,
-    scaling_log2,
-    cap_log2,
-    EDGE: tl.constexpr,
-    C: tl.constexpr,
-):
+    low, high, scaling_log2, cap_log2,
+    EDGE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Take in tokens `low` to `high`: without EDGE whole tiles that all rows see."""
     dk = tl.arange(0, C.BLOCK_DK)
     dv = tl.arange(0, C.BLOCK_DV)
@@ -138,20 +134,7 @@ def dense_attention(
     out,  # [B, S, Hq, DV]; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
     lse,  # [splits, B * Hkv * rows] float32, base 2; likewise
-    query_b,
-    query_h,
-    query_s,
-    key_b,
-    key_h,
-    key_t,
-    value_b,
-    value_h,
-    value_t,
-    out_b,
-    out_s,
-    out_h,
-    mask_b,
-    mask_s,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_s, out_h, mask_b, mask_s,
     mask_t,
     rows,  # G * S
     groups,  # G
@@ -161,20 +144,10 @@ def dense_attention(
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     tile_count,  # tiles of rows
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_AUX: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MATRIX: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, MATRIX: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Grid: (row tiles, B * Hkv, splits). CAUSAL: query s does not see the last S - 1 - s tokens. MASK 1: a mask for
     all queries alike, 2: row by row."""
     head = tl.program_id(1)
