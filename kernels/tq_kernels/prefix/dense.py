@@ -17,9 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.compat import current_device
 from ..common.device import Target, matrix_type, target
-from ..common.launcher import Kernel, specialised
+from ..common.launcher import Kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, normalize, soft_capped, update
 from .launch import mask_layout, merge, prefix_splits
 from .rows import Mask
@@ -260,6 +259,7 @@ def attends_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
     return same and max(keys.shape[3], values.shape[3]) <= MAX_DIM and not target(query.device).fragments
 
 
+@on_its_device
 def attend_dense(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -291,12 +291,6 @@ def attend_dense(
         `[B, S, Hq, Dv]`. Rows that attend to nothing are 0.
     """
     device = query.device
-    if device.type == "cuda" and device.index != current_device():
-        with torch.cuda.device(device):
-            return attend_dense(
-                query, keys, values, scaling=scaling, allocate=allocate, mask=mask, causal=causal, softcap=softcap,
-                s_aux=s_aux, splits=splits,
-            )  # fmt: skip
     batch, query_heads, queries, key_dim = query.shape
     kv_heads, tokens, value_dim = values.shape[1:]
     groups, on = query_heads // kv_heads, target(device)
