@@ -109,6 +109,7 @@ def dequantise_blocks(
         row = tl.arange(0, 32)[:, None]
         column = tl.arange(0, CHANNELS)[None, :]
         exists = None if WIDTH == CHANNELS else column < WIDTH
+    odd = column % 2
     token = tl.arange(0, HALF_TOKENS)
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     chunk_channel = tl.arange(0, CHANNELS)
@@ -145,7 +146,7 @@ def dequantise_blocks(
             if BITS < 4 and chunk % 2 == 0:
                 crumbs = load_crumbs(block_words, row, column, exists, chunk, DIM, IS_VALUE, ASM)
             p0, p1, p2, p3 = load_levels(
-                block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs
+                block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs, odd
             )
             x0 = _add_product(_two_planes(p0, p1, IS_VALUE, ASM), high, low, x0, SPLIT)
             x1 = _add_product(_two_planes(p2, p3, IS_VALUE, ASM), high, low, x1, SPLIT)
