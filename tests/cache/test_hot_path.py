@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 
 from kernel_cases import INTERPRETED  # noqa: E402
 from tq_kernels.common.launcher import Kernel  # noqa: E402
-from tq_kernels.decode import appender, decoder  # noqa: E402
+from tq_kernels.decode import append, launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 
-KERNELS = {decoder: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), appender: ("APPEND",)}
+KERNELS = {launch: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), append: ("APPEND",)}
 
 
 class Silent:

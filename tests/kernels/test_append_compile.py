@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 import builds  # noqa: E402
 from kernel_cases import INTERPRETED  # noqa: E402
 from sass import SHARED, code, resources  # noqa: E402
-from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate  # noqa: E402
+from tq_kernels.decode.append import append_and_encode, append_and_rotate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

@@ -22,12 +22,9 @@ pytest.importorskip("triton")
 from paged_cases import Step, make  # noqa: E402
 from prefix_cases import make_prefix_inputs, run_prefix  # noqa: E402
 from ptx import run_inline_asm  # noqa: E402
-from tq_kernels.decode import decoder  # noqa: E402
+from tq_kernels.decode import launch as decode_launch  # noqa: E402
 from tq_kernels.decode import launch_paged as paged_launch  # noqa: E402
-from tq_kernels.prefix import (
-    launch,  # noqa: E402
-    prompts,  # noqa: E402
-)
+from tq_kernels.prefix import launch, prompts  # noqa: E402
 
 from tq_hf.ops import paged_triton  # noqa: E402
 
@@ -59,8 +56,8 @@ if INTERPRETED:
 
     @pytest.fixture(autouse=True)
     def on_turing(monkeypatch: pytest.MonkeyPatch) -> None:
-        turing = dataclasses.replace(decoder.target(torch.device("cpu")), capability=(7, 5))
-        for module in (decoder, launch, paged_launch, prompts):
+        turing = dataclasses.replace(decode_launch.target(torch.device("cpu")), capability=(7, 5))
+        for module in (decode_launch, launch, paged_launch, prompts):
             monkeypatch.setattr(module, "target", lambda device: turing)
 
     @pytest.mark.parametrize(

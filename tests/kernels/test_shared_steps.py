@@ -21,7 +21,7 @@ from kernel_cases import INTERPRETED  # noqa: E402
 from launch_recorder import Recorder, recorded  # noqa: E402
 from test_launch import KERNELS, addresses, packed_window_and_sinks, query, token  # noqa: E402
 from tq_kernels.common import launcher  # noqa: E402
-from tq_kernels.decode import decoder  # noqa: E402
+from tq_kernels.decode import launch  # noqa: E402
 from tq_kernels.decode import reorder as reorderer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     monkeypatch.setattr(triton_backend, "encode", lambda *arguments: None)
-    with recorded(monkeypatch, {decoder: KERNELS}) as log:
+    with recorded(monkeypatch, {launch: KERNELS}) as log:
         yield log
 
 
@@ -38,13 +38,13 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many decoders, and steps of decoders, are made from now on."""
     made = {"decoders": 0, "steps": 0}
     for name, counted in (("__init__", "decoders"), ("_step", "steps")):
-        function = getattr(decoder.Decoder, name)
+        function = getattr(launch.Decoder, name)
 
         def count(self, *arguments, function=function, counted=counted, **options):
             made[counted] += 1
             return function(self, *arguments, **options)
 
-        monkeypatch.setattr(decoder.Decoder, name, count)
+        monkeypatch.setattr(launch.Decoder, name, count)
     return made
 
 
