@@ -10,6 +10,8 @@ by programs of their own, which wait for nobody. `Appender` launches the same wi
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +25,7 @@ from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import Packed
-from .rotate import rotate_query, rotate_rows
+from .rotate import Queries, rotate_query, rotate_rows
 
 
 @triton.jit
@@ -115,61 +117,74 @@ def rotate_and_append(
     )
 
 
+class NewStates(NamedTuple):
+    """New keys or values, where rows of them are held, and what rotates them: pointers as of `append_and_encode`."""
+
+    states: Any
+    stride_b: Any
+    stride_h: Any
+    sinks: Any
+    window: Any
+    rotation: Any
+    factors: Any
+
+
+class Place(NamedTuple):
+    """Where the new token of a sequence goes, and the block that becomes due.
+
+    Args:
+        heads: H.
+        max_sinks, capacity: Rows that sinks and window have room for.
+        num_sinks: Sinks before the token.
+        slot: Its slot of the window.
+        to_sinks: Whether it is a sink.
+        fits: Whether there is room for it.
+        due: Blocks that become due, 0 or 1.
+        first_slot: Slot of the due block's first row.
+        home: Where that block is stored.
+    """
+
+    heads: Any
+    max_sinks: Any
+    capacity: Any
+    num_sinks: Any
+    slot: Any
+    to_sinks: Any
+    fits: Any
+    due: Any
+    first_slot: Any
+    home: Any
+
+
 @triton.jit
-def _append(
-    states,
-    states_b,
-    states_h,
-    sinks,
-    window,
-    words,
-    scales,
-    means,
-    rotation,
-    factors,
-    heads,
-    max_sinks,
-    capacity,
-    num_sinks,
-    slot,
-    to_sinks,
-    fits,
-    due,
-    first_slot,
-    home,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-    MATRIX: tl.constexpr,
-    K_STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Write the new row of this program's head to slot `slot` of the window, or to the sinks. If `due`, encode the
-    window's block from `first_slot` on, which may end with this row, as block `home`."""
+def _append(new, place, out, C: tl.constexpr):
+    """Write the new row of this program's head to its place. If a block is due, which may end with this row, encode it
+    from the window.
+
+    Args:
+        new: `NewStates`.
+        place: A `Place`.
+        out: The `Output` of `encode_block`.
+        C: An `EncodeShape`.
+    """
     head = tl.program_id(0)
-    d = tl.arange(0, TILE)
-    row = load_row(states, states_b, states_h, head, heads, d, HEAD_DIM)
+    d = tl.arange(0, C.TILE)
+    row = load_row(new.states, new.stride_b, new.stride_h, head, place.heads, d, C.HEAD_DIM)
     wide = head.to(tl.int64)
-    if to_sinks:
-        tl.store(sinks + (wide * max_sinks + num_sinks) * HEAD_DIM + d, row, mask=(d < HEAD_DIM) & fits)
+    if place.to_sinks:
+        sink = new.sinks + (wide * place.max_sinks + place.num_sinks) * C.HEAD_DIM
+        tl.store(sink + d, row, mask=(d < C.HEAD_DIM) & place.fits)
     else:
-        tl.store(window + (wide * capacity + slot) * HEAD_DIM + d, row, mask=(d < HEAD_DIM) & fits)
-    if due > 0:
+        at = new.window + (wide * place.capacity + place.slot) * C.HEAD_DIM
+        tl.store(at + d, row, mask=(d < C.HEAD_DIM) & place.fits)
+    if place.due > 0:
         tl.debug_barrier()
-        factors += head * HEAD_DIM
-        high, low = resident_rotation(rotation, factors, K_STEP, MATRIX, HEAD_DIM, DIM, TILE)
-        early = window + (wide * capacity + first_slot) * HEAD_DIM
-        offsets = block_rows()[:, None] * HEAD_DIM + tl.arange(0, K_STEP)[None, :]  # [64, K_STEP]
-        out = Output(words, scales, means)
-        C: tl.constexpr = EncodeShape(
-            HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, 0
-        )  # fmt: skip
-        late = early + HALF_TOKENS * HEAD_DIM
-        encode_block(early, late, offsets, offsets, out, home, rotation, factors, high, low, C)
+        factors = new.factors + head * C.HEAD_DIM
+        high, low = resident_rotation(new.rotation, factors, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+        early = new.window + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
+        offsets = block_rows()[:, None] * C.HEAD_DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
+        late = early + HALF_TOKENS * C.HEAD_DIM
+        encode_block(early, late, offsets, offsets, out, place.home, new.rotation, factors, high, low, C)
 
 
 @triton.jit(  # without `debug` the assertion would not be compiled
@@ -254,19 +269,19 @@ def append_and_encode(
         tl.store(length, after.to(tl.int64))
     head = tl.program_id(0)
     home = (head // heads).to(tl.int64) * blocks_b + (head % heads).to(tl.int64) * blocks_h + blocks
+    place = Place(heads, max_sinks, capacity, sinks, slot, to_sinks, fits, due, first_slot, home)
+    KEYS: tl.constexpr = EncodeShape(
+        DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, PRECISION, ASM, 0
+    )  # fmt: skip
+    VALUES: tl.constexpr = EncodeShape(
+        DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, PRECISION, ASM, 0
+    )  # fmt: skip
     if tl.program_id(1) == 0:
-        _append(
-            keys, keys_b, keys_h, sink_keys, window_keys, key_words, scales, key_means if HAS_MEAN else None,
-            key_rotation, key_factors, heads, max_sinks, capacity, sinks, slot, to_sinks, fits, due, first_slot, home,
-            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, PRECISION, ASM,
-        )  # fmt: skip
+        new_keys = NewStates(keys, keys_b, keys_h, sink_keys, window_keys, key_rotation, key_factors)
+        _append(new_keys, place, Output(key_words, scales, key_means if HAS_MEAN else None), KEYS)
     else:
-        _append(
-            values, values_b, values_h, sink_values, window_values, value_words, scales, None,
-            value_rotation, value_factors, heads, max_sinks, capacity, sinks, slot, to_sinks, fits, due, first_slot,
-            home, DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, PRECISION,
-            ASM,
-        )  # fmt: skip
+        new_values = NewStates(values, values_b, values_h, sink_values, window_values, value_rotation, value_factors)
+        _append(new_values, place, Output(value_words, scales, None), VALUES)
 
 
 @triton.jit(
@@ -354,9 +369,8 @@ def append_and_rotate(
         TILES: tl.constexpr = (DKP + COLUMNS - 1) // COLUMNS
         tile = tl.program_id(1) - 2
         rotate_rows(
-            query, query_rotation, key_factors, scratch, None, tile // TILES, tile % TILES,
-            rows, queries, heads, query_b, query_h, query_s, plain_at, scale_at,
-            DK, DKP, KEY_TILE, BLOCK_R, COLUMNS,
+            Queries(query, query_rotation, key_factors, None, rows, queries, heads, query_b, query_h, query_s),
+            scratch, tile // TILES, tile % TILES, plain_at, scale_at, DK, DKP, KEY_TILE, BLOCK_R, COLUMNS,
         )  # fmt: skip
 
 
