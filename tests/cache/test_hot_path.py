@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.common.launcher import Kernel
-from tq_kernels.decode import appender, decoder
+from tq_kernels.decode import append, launch
 
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.tiny_models import VOCAB, build
@@ -19,7 +19,7 @@ from tq_hf.ops.workspace import release_workspaces
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 
-KERNELS = {decoder: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), appender: ("APPEND",)}
+KERNELS = {launch: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), append: ("APPEND",)}
 
 
 class Silent:

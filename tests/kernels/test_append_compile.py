@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
+from tq_kernels.decode.append import append_and_encode, append_and_rotate
 
 from examples.measure.compile import builds
 from examples.measure.compile.sass import SHARED, code, resources

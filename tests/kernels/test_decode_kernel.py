@@ -93,7 +93,7 @@ test_all_cases_in_the_interpreter = child(__file__)
 
 
 if INTERPRETED:
-    from tq_kernels.decode import decoder
+    from tq_kernels.decode import launch
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_agrees_with_fp64(case: Case) -> None:
@@ -101,8 +101,8 @@ if INTERPRETED:
 
     @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])
     def test_agrees_with_fp64_as_on_amd(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        amd = replace(decoder.target(torch.device("cpu")), small_levels=False)
-        monkeypatch.setattr(decoder, "target", lambda device: amd)
+        amd = replace(launch.target(torch.device("cpu")), small_levels=False)
+        monkeypatch.setattr(launch, "target", lambda device: amd)
         assert not amd.narrow_products
         check(BASE.with_(preset=preset, Hq=8, Hkv=2), torch.device("cpu"))
 
@@ -182,7 +182,7 @@ def test_long_contexts_on_a_gpu(preset: str, batch: int) -> None:
 
 @gpu
 def test_nothing_is_compiled_or_allocated_while_a_cache_grows() -> None:
-    from tq_kernels.decode import decoder
+    from tq_kernels.decode import launch
 
     device = torch.device("cuda", 0)
     # A capacity has its own scratch layout; lengths within it, and other capacities, share the compiled kernels.
@@ -190,8 +190,8 @@ def test_nothing_is_compiled_or_allocated_while_a_cache_grows() -> None:
         for window in (1, 2, 31, 96):
             check(BASE.with_(blocks=blocks, window=window, capacity=32 if blocks < 20 else 64), device)
         if blocks == 1:
-            compiled = [len(kernel.variants) for kernel in (decoder.ROTATE, decoder.SPLIT, decoder.REDUCE)]
-    assert compiled == [len(kernel.variants) for kernel in (decoder.ROTATE, decoder.SPLIT, decoder.REDUCE)]
+            compiled = [len(kernel.variants) for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE)]
+    assert compiled == [len(kernel.variants) for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE)]
 
 
 @gpu

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from tq_kernels.decode import decoder
+from tq_kernels.decode import launch as decode_launch
 from tq_kernels.decode import launch_paged as paged_launch
 from tq_kernels.prefix import (
     launch,
@@ -56,8 +56,8 @@ if INTERPRETED:
 
     @pytest.fixture(autouse=True)
     def on_turing(monkeypatch: pytest.MonkeyPatch) -> None:
-        turing = dataclasses.replace(decoder.target(torch.device("cpu")), capability=(7, 5))
-        for module in (decoder, launch, paged_launch, prompts):
+        turing = dataclasses.replace(decode_launch.target(torch.device("cpu")), capability=(7, 5))
+        for module in (decode_launch, launch, paged_launch, prompts):
             monkeypatch.setattr(module, "target", lambda device: turing)
 
     @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from tq_kernels.common import compat, launcher
-from tq_kernels.decode import decoder
+from tq_kernels.decode import launch
 
 from tests.support.helpers import all_packed, assert_same, concatenated, filled, rows, states
 from tests.support.kernel_cases import INTERPRETED
@@ -34,7 +34,7 @@ KERNELS = ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"
 @pytest.fixture
 def log(monkeypatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(triton_blocks, "encode", lambda *arguments: None)
-    with recorded(monkeypatch, {decoder: KERNELS}) as log:
+    with recorded(monkeypatch, {launch: KERNELS}) as log:
         yield log
 
 
@@ -113,8 +113,8 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
 
 def test_a_split_reads_counts_when_they_are_written(preallocated, log, monkeypatch):
     """Behind the kernel that appends it waits first; behind another it reads them while that may still run."""
-    on = decoder.target(torch.device("cpu"))
-    monkeypatch.setattr(decoder, "target", lambda device: replace(on, capability=(9, 0)))
+    on = launch.target(torch.device("cpu"))
+    monkeypatch.setattr(launch, "target", lambda device: replace(on, capability=(9, 0)))
     for seed in (2, 3):
         view = preallocated.append(*token(seed))
         for _ in range(2):  # the second has nothing to append
@@ -122,9 +122,9 @@ def test_a_split_reads_counts_when_they_are_written(preallocated, log, monkeypat
     waits = [(how, values[1][-1]) for name, how, _, values in log if name == "SPLIT"]
     assert waits == [("compiled", 2), ("compiled", 1), ("launched", 2), ("launched", 1)]
     assert [values[1][-1] for name, *_, values in log if name == "APPEND_AND_ROTATE"] == [True, True]
-    for kernel in (decoder.SPLIT, decoder.REDUCE):
+    for kernel in (launch.SPLIT, launch.REDUCE):
         assert all(options["launch_pdl"] for options in kernel.function.options)
-    assert not any(options.get("launch_pdl", False) for options in decoder.APPEND_AND_ROTATE.function.options)
+    assert not any(options.get("launch_pdl", False) for options in launch.APPEND_AND_ROTATE.function.options)
 
 
 def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
@@ -171,7 +171,7 @@ def test_nothing_is_compiled_while_a_window_grows(log, residual):
     assert len(capacities) > (3 if residual == 1024 else 0)
     # By constants: the addresses of these tensors have whatever alignment the host gives them.
     for name in ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"):
-        variants = getattr(decoder, name).variants
+        variants = getattr(launch, name).variants
         assert len({key[0][0] for key in variants}) == 1, name
 
 
@@ -179,7 +179,7 @@ def test_a_triton_of_unknown_launch_launches_by_itself(log, monkeypatch, caplog)
     compat.knows_launch_of.cache_clear()
     monkeypatch.setattr(compat.triton, "__version__", "4.0.0")
     for name in KERNELS:
-        monkeypatch.setattr(decoder, name, launcher.Kernel(Recorder(name, log)))
+        monkeypatch.setattr(launch, name, launcher.Kernel(Recorder(name, log)))
     store = filled(TurboQuantConfig(), states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
     for seed in (2, 3, 4):
         dispatch.attend(query(), store.append(*token(seed)), None, AttentionOptions(0.3))
@@ -437,7 +437,7 @@ def test_a_launcher_that_calls_something_else_is_kept():
     assert launcher.direct(kept) is kept
 
 
-@pytest.mark.parametrize("launched", [decoder.ROTATE, decoder.ROTATE_AND_APPEND, decoder.SPLIT, decoder.REDUCE])
+@pytest.mark.parametrize("launched", [launch.ROTATE, launch.ROTATE_AND_APPEND, launch.SPLIT, launch.REDUCE])
 def test_no_number_decides_what_is_compiled(launched):
     """What is kept compiled is launched with other strides and slots."""
     parameters = launched.function.params

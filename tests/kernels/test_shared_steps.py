@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_launch import KERNELS, addresses, packed_window_and_sinks, query, token
 from tq_kernels.common import launcher
-from tq_kernels.decode import decoder
+from tq_kernels.decode import launch
 from tq_kernels.decode import reorder as reorderer
 
 from tests.support.helpers import filled, states
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     monkeypatch.setattr(triton_blocks, "encode", lambda *arguments: None)
-    with recorded(monkeypatch, {decoder: KERNELS}) as log:
+    with recorded(monkeypatch, {launch: KERNELS}) as log:
         yield log
 
 
@@ -37,13 +37,13 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many decoders, and steps of decoders, are made from now on."""
     made = {"decoders": 0, "steps": 0}
     for name, counted in (("__init__", "decoders"), ("_step", "steps")):
-        function = getattr(decoder.Decoder, name)
+        function = getattr(launch.Decoder, name)
 
         def count(self, *arguments, function=function, counted=counted, **options):
             made[counted] += 1
             return function(self, *arguments, **options)
 
-        monkeypatch.setattr(decoder.Decoder, name, count)
+        monkeypatch.setattr(launch.Decoder, name, count)
     return made
 
 

@@ -130,7 +130,7 @@ def views():
 def partial_results_are_held(monkeypatch):
     """Every stream pauses between writing partial results to scratch and reducing them."""
     from tq_kernels.common import launcher
-    from tq_kernels.decode import decoder
+    from tq_kernels.decode import launch
 
     class Pausing(launcher.Kernel):
         def launcher(self, compiled: Any) -> launcher.Launcher:
@@ -142,7 +142,7 @@ def partial_results_are_held(monkeypatch):
 
             return launcher.Launcher(pause_and_call, fixed)
 
-    monkeypatch.setattr(decoder, "REDUCE", Pausing(decoder.REDUCE.function))
+    monkeypatch.setattr(launch, "REDUCE", Pausing(launch.REDUCE.function))
 
 
 def interleaved_on_two_streams(cases: list) -> list[torch.Tensor]:

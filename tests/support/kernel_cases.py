@@ -287,8 +287,7 @@ def run_decode(
     num_window: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention on `inputs`, with scratch and output poisoned."""
-    from tq_kernels.decode.counts import device_int
-    from tq_kernels.decode.decoder import Decoder
+    from tq_kernels.decode.launch import Decoder, device_int
 
     case, packed = inputs.case, inputs.packed
     layout, device = packed.layout, inputs.query.device

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.common.launcher import Kernel
-from tq_kernels.decode.decoder import steps_of
+from tq_kernels.decode.launch import steps_of
 
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces

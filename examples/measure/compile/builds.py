@@ -18,11 +18,9 @@ from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.encode_paged import encode_completed
 from tq_kernels.codec.launch import dequantise_config, encode_config
 from tq_kernels.codec.quantise import LEVELS
-from tq_kernels.decode.append import rotate_and_append
+from tq_kernels.decode.append import append_and_encode, append_and_rotate, rotate_and_append, rotate_columns
 from tq_kernels.decode.append_paged import append_tails, rotate_and_append_single
-from tq_kernels.decode.appender import rotate_columns
 from tq_kernels.decode.plan import Plan, plan_decode
-from tq_kernels.decode.preallocated import append_and_encode, append_and_rotate
 from tq_kernels.decode.reduce import reduce_splits, reduce_splits_paged
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query

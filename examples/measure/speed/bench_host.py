@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from tq_kernels.common.launcher import Kernel, Launcher
-from tq_kernels.decode import decoder
+from tq_kernels.decode import launch as decode_launch
 from transformers import LlamaConfig
 
 from examples.provenance import LLAMA_8B
@@ -39,7 +39,7 @@ CONTEXT, STEPS = 300, 100
 def empty_launches() -> Iterator[list[int]]:
     """Kernels that do nothing. Yields the number of launches so far, in a list."""
     launches = [0]
-    decoder.steps_of.cache_clear()  # which would launch what it kept
+    decode_launch.steps_of.cache_clear()  # which would launch what it kept
 
     def count(*_: Any, **__: Any) -> None:
         launches[0] += 1
@@ -50,7 +50,7 @@ def empty_launches() -> Iterator[list[int]]:
 
     with (
         patch.object(Kernel, "__call__", launch),
-        patch.object(decoder, "current_raw_stream", lambda device: 0),
+        patch.object(decode_launch, "current_raw_stream", lambda device: 0),
         patch.object(triton_blocks, "encode_blocks", lambda *_, **__: None),
         patch.object(triton_blocks, "balance_channels", lambda *_, **__: None),
         patch.object(triton_blocks, "interpreted", lambda: True),

@@ -30,7 +30,7 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
-from tq_kernels.decode.counts import device_int
+from tq_kernels.decode.launch import device_int
 from transformers import LlamaConfig
 from triton.testing import do_bench
 

@@ -3,6 +3,10 @@
 Where nothing became complete, which in decoding is nearly always so, programs end after they have read the lengths.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -69,71 +73,58 @@ def _store_sinks(
     tl.store((to + IS_VALUE * ROWS * DIM)[:, None] + d, tl.load(source + d, mask=inside), mask=inside)
 
 
+class NewStates(NamedTuple):
+    """New keys or values, their strides of tokens and heads, and what rotates them."""
+
+    states: Any
+    stride_t: Any
+    stride_h: Any
+    rotation: Any
+    factors: Any
+
+
+class Pool(NamedTuple):
+    """Where rows and blocks of sequences are: arguments of `encode_completed`."""
+
+    rows: Any
+    table: Any
+    cu_q: Any
+    cu_k: Any
+    count: Any
+    width: Any
+    page_blocks: Any
+
+
 @triton.jit
-def _encode_all(
-    states,
-    rows,
-    table,
-    cu_q,
-    cu_k,
-    words,
-    scales,
-    means,
-    rotation,
-    factors,
-    amounts,
-    total,
-    count,
-    stride_t,
-    stride_h,
-    width,
-    page_blocks,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-    MATRIX: tl.constexpr,
-    K_STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Every `programs`-th of all keys' or values' blocks."""
-    C: tl.constexpr = EncodeShape(
-        HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
-    )  # fmt: skip
+def _encode_all(new, pool, out, amounts, total, SINKS: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
+    """Every `programs`-th of all keys' or values' blocks: `amounts` [BB] of each sequence, `total` in all."""
     kv_head = tl.program_id(1)
-    factors += kv_head * HEAD_DIM
+    factors = new.factors + kv_head * C.HEAD_DIM
     token = block_rows()  # [64]
-    k = tl.arange(0, K_STEP)[None, :]
-    high, low = resident_rotation(rotation, factors, K_STEP, MATRIX, HEAD_DIM, DIM, TILE)
+    k = tl.arange(0, C.K_STEP)[None, :]
+    high, low = resident_rotation(new.rotation, factors, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
     for task in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
         sequence, before = located(amounts, task)
-        first, _, past = lengths(cu_q, cu_k, sequence, count)
+        first, _, past = lengths(pool.cu_q, pool.cu_k, sequence, pool.count)
         block = past // TOKENS + task - before
-        pages = table + sequence.to(tl.int64) * width
+        pages = pool.table + sequence.to(tl.int64) * pool.width
         page = tl.load(pages + TOKENS // ROWS + (1 if SINKS else 0) + block).to(tl.int64)
         position = block * TOKENS
         if SINKS:
             if block == 0:
                 _store_sinks(
-                    states, rows, pages, first, past, kv_head, page_blocks, stride_t, stride_h,
-                    HEAD_DIM, TILE, SINKS, ROWS, BLOCK_WORDS, IS_VALUE,
+                    new.states, pool.rows, pages, first, past, kv_head, pool.page_blocks, new.stride_t, new.stride_h,
+                    C.HEAD_DIM, C.TILE, SINKS, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
                 )  # fmt: skip
         early = _rows_of(
-            states, rows, pages, token, position, first, past, kv_head, page_blocks, stride_t, stride_h,
-            HEAD_DIM, ROWS, BLOCK_WORDS, IS_VALUE,
+            new.states, pool.rows, pages, token, position, first, past, kv_head, pool.page_blocks, new.stride_t,
+            new.stride_h, C.HEAD_DIM, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
         )  # fmt: skip
         late = _rows_of(
-            states, rows, pages, token + HALF_TOKENS, position, first, past, kv_head, page_blocks, stride_t, stride_h,
-            HEAD_DIM, ROWS, BLOCK_WORDS, IS_VALUE,
+            new.states, pool.rows, pages, token + HALF_TOKENS, position, first, past, kv_head, pool.page_blocks,
+            new.stride_t, new.stride_h, C.HEAD_DIM, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
         )  # fmt: skip
-        out = Output(words, scales, means)
-        encode_block(early, late, k, k, out, page * page_blocks + kv_head, rotation, factors, high, low, C)
+        encode_block(early, late, k, k, out, page * pool.page_blocks + kv_head, new.rotation, factors, high, low, C)
 
 
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
@@ -182,15 +173,18 @@ def encode_completed(
     total = tl.sum(amounts, 0)
     if tl.program_id(0) >= total:
         return
+    pool = Pool(rows, table, cu_q, cu_k, count, width, page_blocks)
+    KEYS: tl.constexpr = EncodeShape(
+        HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
+    )  # fmt: skip
+    VALUES: tl.constexpr = EncodeShape(
+        HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
+    )  # fmt: skip
     if tl.program_id(2) == 0:
+        new_keys = NewStates(key, key_t * 8, key_h * 8, key_rotation, key_factors)
         _encode_all(
-            key, rows, table, cu_q, cu_k, key_words, scales, means if HAS_MEAN else None, key_rotation, key_factors,
-            amounts, total, count, key_t * 8, key_h * 8, width, page_blocks, HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS,
-            False, MATRIX, K_STEP, PRECISION, SINKS, ROWS, BLOCK_WORDS, ASM,
-        )  # fmt: skip
+            new_keys, pool, Output(key_words, scales, means if HAS_MEAN else None), amounts, total, SINKS, ROWS, KEYS
+        )
     else:
-        _encode_all(
-            value, rows, table, cu_q, cu_k, value_words, scales, None, value_rotation, value_factors,
-            amounts, total, count, value_t * 8, value_h * 8, width, page_blocks, HEAD_DIM, DIM, TILE, VALUE_BITS,
-            VALUE_LEVELS, True, MATRIX, K_STEP, PRECISION, SINKS, ROWS, BLOCK_WORDS, ASM,
-        )  # fmt: skip
+        new_values = NewStates(value, value_t * 8, value_h * 8, value_rotation, value_factors)
+        _encode_all(new_values, pool, Output(value_words, scales, None), amounts, total, SINKS, ROWS, VALUES)

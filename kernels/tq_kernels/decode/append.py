@@ -1,9 +1,31 @@
-"""Append one token a sequence to a window whose counts are on the host, in the launch that rotates its queries."""
+"""Append one token a sequence, and rotate the queries of a decode step in that launch.
 
+A growing store's counts are on the host: `rotate_and_append` writes the row. A preallocated store's are int32 tensors
+on the device (see `tq_hf/stores/preallocated.py`), and every length is read there: `state` is what is held between
+calls; `step_counts` is what this step attends to, the slot of the first window row, and the blocks that become due, in
+entries 16 bytes apart. One program a head appends the keys, another the values: it writes the row and, if a block is
+due, encodes it. All work out the counts from `state`; the last program to have read it writes them. Queries are rotated
+by programs of their own, which wait for nobody. `Appender` launches the same without queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
-from .rotate import rotate_query
+from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
+from ..codec.launch import encode_config
+from ..codec.quantise import LEVELS
+from ..common.compat import current_device
+from ..common.device import matrix_type, target
+from ..common.launcher import Kernel
+from ..format import TOKENS, due_blocks_in_kernel
+from ..types import Packed
+from .rotate import Queries, rotate_query, rotate_rows
 
 
 @triton.jit
@@ -93,3 +115,355 @@ def rotate_and_append(
         BLOCK_R,
         PDL,
     )
+
+
+class NewStates(NamedTuple):
+    """New keys or values, where rows of them are held, and what rotates them: pointers as of `append_and_encode`."""
+
+    states: Any
+    stride_b: Any
+    stride_h: Any
+    sinks: Any
+    window: Any
+    rotation: Any
+    factors: Any
+
+
+class Place(NamedTuple):
+    """Where the new token of a sequence goes, and the block that becomes due.
+
+    Args:
+        heads: H.
+        max_sinks, capacity: Rows that sinks and window have room for.
+        num_sinks: Sinks before the token.
+        slot: Its slot of the window.
+        to_sinks: Whether it is a sink.
+        fits: Whether there is room for it.
+        due: Blocks that become due, 0 or 1.
+        first_slot: Slot of the due block's first row.
+        home: Where that block is stored.
+    """
+
+    heads: Any
+    max_sinks: Any
+    capacity: Any
+    num_sinks: Any
+    slot: Any
+    to_sinks: Any
+    fits: Any
+    due: Any
+    first_slot: Any
+    home: Any
+
+
+@triton.jit
+def _append(new, place, out, C: tl.constexpr):
+    """Write the new row of this program's head to its place. If a block is due, which may end with this row, encode it
+    from the window.
+
+    Args:
+        new: `NewStates`.
+        place: A `Place`.
+        out: The `Output` of `encode_block`.
+        C: An `EncodeShape`.
+    """
+    head = tl.program_id(0)
+    d = tl.arange(0, C.TILE)
+    row = load_row(new.states, new.stride_b, new.stride_h, head, place.heads, d, C.HEAD_DIM)
+    wide = head.to(tl.int64)
+    if place.to_sinks:
+        sink = new.sinks + (wide * place.max_sinks + place.num_sinks) * C.HEAD_DIM
+        tl.store(sink + d, row, mask=(d < C.HEAD_DIM) & place.fits)
+    else:
+        at = new.window + (wide * place.capacity + place.slot) * C.HEAD_DIM
+        tl.store(at + d, row, mask=(d < C.HEAD_DIM) & place.fits)
+    if place.due > 0:
+        tl.debug_barrier()
+        factors = new.factors + head * C.HEAD_DIM
+        high, low = resident_rotation(new.rotation, factors, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+        early = new.window + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
+        offsets = block_rows()[:, None] * C.HEAD_DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
+        late = early + HALF_TOKENS * C.HEAD_DIM
+        encode_block(early, late, offsets, offsets, out, place.home, new.rotation, factors, high, low, C)
+
+
+@triton.jit(  # without `debug` the assertion would not be compiled
+    debug=True,
+    do_not_specialize=(
+        "keys_b keys_h values_b values_h max_sinks capacity residual max_cache_len blocks_b blocks_h heads"
+    ).split(),
+)
+def append_and_encode(
+    keys,  # [B, H, 1, DK]
+    values,  # [B, H, 1, DV]
+    state,  # [4] int32
+    step_counts,  # [6, 4] int32; the last entry counts programs, 0 between launches
+    length,  # [] int64
+    sink_keys,  # [B, H, max_sinks, DK], contiguous
+    sink_values,  # [B, H, max_sinks, DV]
+    window_keys,  # [B, H, capacity, DK], contiguous
+    window_values,  # [B, H, capacity, DV]
+    key_words,  # the packed tensors, as for `encode_blocks`
+    value_words,
+    scales,
+    key_means,  # anything without HAS_MEAN
+    key_rotation,
+    value_rotation,
+    value_factors,
+    key_factors,
+    keys_b,
+    keys_h,
+    values_b,
+    values_h,
+    max_sinks,
+    capacity,
+    residual,
+    max_cache_len,
+    blocks_b,  # strides of the packed tensors, in blocks
+    blocks_h,
+    heads,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_LEVELS: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_LEVELS: tl.constexpr,
+    VALUE_STEP: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    MATRIX: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Grid: (B * H, 2). A full store is left as it is, and the assertion fails."""
+    sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
+    blocks += pending
+    rows -= pending * TOKENS
+    held = sinks + blocks * TOKENS + rows
+    fits = held < max_cache_len
+    tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
+    to_sinks = (sinks < max_sinks) & (held == sinks)
+    # Window rows are numbered from the end of the sinks; row p is in slot p % capacity.
+    slot = (blocks * TOKENS + rows) % capacity
+    first_slot = (blocks * TOKENS) % capacity
+    after = held + fits.to(tl.int32)
+    due = tl.minimum(tl.maximum(due_blocks_in_kernel(after, max_sinks, residual) - blocks, 0), 1)
+    tl.debug_barrier()
+    if tl.atomic_add(step_counts + 5 * 4, 1) == 2 * tl.num_programs(0) - 1:
+        num_sinks = sinks + (to_sinks & fits).to(tl.int32)
+        num_rows = rows + (fits & (to_sinks == 0)).to(tl.int32)
+        tl.store(step_counts, num_sinks)
+        tl.store(step_counts + 1 * 4, blocks)
+        tl.store(step_counts + 2 * 4, num_rows)
+        tl.store(step_counts + 3 * 4, first_slot)
+        tl.store(step_counts + 4 * 4, due)
+        tl.store(step_counts + 5 * 4, 0)
+        tl.store(state, num_sinks)
+        tl.store(state + 1, blocks)
+        tl.store(state + 2, num_rows)
+        tl.store(state + 3, due)
+        tl.store(length, after.to(tl.int64))
+    head = tl.program_id(0)
+    home = (head // heads).to(tl.int64) * blocks_b + (head % heads).to(tl.int64) * blocks_h + blocks
+    place = Place(heads, max_sinks, capacity, sinks, slot, to_sinks, fits, due, first_slot, home)
+    KEYS: tl.constexpr = EncodeShape(
+        DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, PRECISION, ASM, 0
+    )  # fmt: skip
+    VALUES: tl.constexpr = EncodeShape(
+        DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, PRECISION, ASM, 0
+    )  # fmt: skip
+    if tl.program_id(1) == 0:
+        new_keys = NewStates(keys, keys_b, keys_h, sink_keys, window_keys, key_rotation, key_factors)
+        _append(new_keys, place, Output(key_words, scales, key_means if HAS_MEAN else None), KEYS)
+    else:
+        new_values = NewStates(values, values_b, values_h, sink_values, window_values, value_rotation, value_factors)
+        _append(new_values, place, Output(value_words, scales, None), VALUES)
+
+
+@triton.jit(
+    debug=True,
+    do_not_specialize=(
+        "keys_b keys_h values_b values_h max_sinks capacity residual max_cache_len blocks_b blocks_h "
+        "rows queries heads query_b query_h query_s plain_at scale_at"
+    ).split(),
+)
+def append_and_rotate(
+    keys,  # as for `append_and_encode`
+    values,
+    state,
+    step_counts,
+    length,
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
+    key_words,
+    value_words,
+    scales,
+    key_means,
+    key_rotation,
+    value_rotation,
+    value_factors,
+    query,  # as for `rotate_query`
+    query_rotation,
+    key_factors,
+    scratch,
+    keys_b,
+    keys_h,
+    values_b,
+    values_h,
+    max_sinks,
+    capacity,
+    residual,
+    max_cache_len,
+    blocks_b,
+    blocks_h,
+    rows,
+    queries,
+    heads,
+    query_b,
+    query_h,
+    query_s,
+    plain_at,
+    scale_at,
+    DK: tl.constexpr,
+    DKP: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_LEVELS: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_LEVELS: tl.constexpr,
+    VALUE_STEP: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    MATRIX: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
+
+    Grid: (B * H, 2 + rows / BLOCK_R * DKP / COLUMNS).
+    """
+    if PDL:
+        cuda.gdc_launch_dependents()
+    if tl.program_id(1) < 2:
+        append_and_encode(
+            keys, values, state, step_counts, length, sink_keys, sink_values, window_keys, window_values,
+            key_words, value_words, scales, key_means, key_rotation, value_rotation, value_factors, key_factors,
+            keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len, blocks_b, blocks_h, heads,
+            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
+            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP,
+            HAS_MEAN, MATRIX, PRECISION, ASM,
+        )  # fmt: skip
+    else:
+        TILES: tl.constexpr = (DKP + COLUMNS - 1) // COLUMNS
+        tile = tl.program_id(1) - 2
+        rotate_rows(
+            Queries(query, query_rotation, key_factors, None, rows, queries, heads, query_b, query_h, query_s),
+            scratch, tile // TILES, tile % TILES, plain_at, scale_at, DK, DKP, KEY_TILE, BLOCK_R, COLUMNS,
+        )  # fmt: skip
+
+
+APPEND = Kernel(append_and_encode)
+
+
+def rotate_columns(tile: int, warps: int) -> int:
+    """Channels of a program that rotates queries, of heads padded to `tile`: 16 for each warp's product."""
+    return max(32, min(tile, 16 * warps))
+
+
+class Appender:
+    """Appends one token a sequence to tensors that stay, for any number of calls.
+
+    Args:
+        packed: The blocks. They get the bits that `tq_kernels.codec.launch.encode` would give them.
+        sinks: Keys `[B, Hkv, S0, Dk]` and values `[B, Hkv, S0, Dv]`, contiguous.
+        window: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
+        key_rotation, value_rotation: As for `encode`.
+        bits: Of keys and of values.
+        residual_length: Tokens that stay dense.
+    """
+
+    def __init__(
+        self,
+        packed: Packed,
+        sinks: tuple[torch.Tensor, torch.Tensor],
+        window: tuple[torch.Tensor, torch.Tensor],
+        key_rotation: torch.Tensor,
+        value_rotation: torch.Tensor,
+        *,
+        bits: tuple[int, int],
+        residual_length: int,
+    ) -> None:
+        ring = window[0]
+        self.device, on = ring.device, target(ring.device)
+        words, scales = (packed.key_words, packed.value_words), packed.scalars.view(torch.float16)
+        means = scales if packed.key_means is None else packed.key_means
+        self.tensors = (*sinks, *window, *words, scales, means, key_rotation, value_rotation, packed.value_factors)
+        # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
+        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
+        self.key_factors = packed.key_factors
+        self.heads, self.programs = ring.shape[1], ring.shape[0] * ring.shape[1]
+        self.sizes = (sinks[0].shape[2], ring.shape[2], residual_length)
+        self.block_strides = packed.block_strides
+        constants: list[object] = []
+        warps = 0
+        for states, rotation, own in zip(window, (key_rotation, value_rotation), bits, strict=True):
+            dim = rotation.shape[0]
+            tile = max(16, triton.next_power_of_2(dim))
+            config = encode_config(tile, dim, bits, states.element_size(), on.capability)
+            warps = max(warps, config.warps)
+            constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
+        precision = "tf32x3" if on.asm else "ieee"
+        self.constants = (*constants, packed.key_means is not None, matrix_type(ring), precision, on.asm)
+        self.columns = rotate_columns(max(16, triton.next_power_of_2(key_rotation.shape[0])), warps)
+        """Channels of a program of `append_and_rotate` that rotates."""
+        # `sanitize_overflow` is what `debug` turns on.
+        self.options = {"num_warps": warps, "sanitize_overflow": False}
+
+    def numbers(
+        self, key_strides: tuple[int, ...], value_strides: tuple[int, ...], max_cache_len: int
+    ) -> tuple[int, ...]:
+        """The numbers that both kernels begin with, for states with these strides."""
+        return (*key_strides[:2], *value_strides[:2], *self.sizes, max_cache_len, *self.block_strides)
+
+    def __call__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        max_cache_len: int,
+    ) -> None:
+        """Write one token's rows to the sinks or the ring, encode the block that becomes due, and write the counts.
+
+        A decode step does so by `Decoder`, in the launch that rotates its queries; this is for other readers.
+
+        Args:
+            keys: `[B, Hkv, 1, Dk]` in the window's dtype, last dimension contiguous.
+            values: `[B, Hkv, 1, Dv]`.
+            counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
+            max_cache_len: Tokens there is room for. A full store is not written to, and on a GPU the launch fails.
+        """
+        index = self.device.index
+        if self.device.type == "cuda" and index != current_device():
+            # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
+            with torch.cuda.device(self.device):
+                return self(keys, values, counts, max_cache_len)
+        APPEND(
+            (self.programs, 2, 1),
+            (keys, values, *counts, *self.tensors, self.key_factors),
+            (*self.numbers(keys.stride(), values.stride(), max_cache_len), self.heads),
+            self.constants,
+            (self.constants, keys.dtype, index),
+            **self.options,
+        )

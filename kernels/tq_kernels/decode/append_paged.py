@@ -7,7 +7,7 @@ from triton.language.extra import cuda
 
 from ..common.sequences import lengths, ring_rows
 from ..format import TOKENS
-from .rotate import ROTATE_COLUMNS, rotate_rows
+from .rotate import ROTATE_COLUMNS, Queries, rotate_rows
 
 TAIL_ROWS = tl.constexpr(32)
 """Rows that a program of `append_tails` writes."""
@@ -92,28 +92,9 @@ def rotate_and_append_single(
                 key, value, (one + first).to(tl.int64), at, (one == 0) & stays, kv_head,
                 key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
             )  # fmt: skip
-    rotate_rows(
-        query,
-        rotation,
-        factors,
-        scratch,
-        cu_q,
-        tl.program_id(1),
-        tl.program_id(2),
-        head_rows,
-        count,
-        kv_heads,
-        0,
-        query_h * 8,
-        query_t * 8,
-        plain_at,
-        scale_at,
-        DIM,
-        DKP,
-        BLOCK_D,
-        BLOCK_R,
-        ROTATE_COLUMNS,
-    )
+    row_tile, tile = tl.program_id(1), tl.program_id(2)
+    new = Queries(query, rotation, factors, cu_q, head_rows, count, kv_heads, 0, query_h * 8, query_t * 8)
+    rotate_rows(new, scratch, row_tile, tile, plain_at, scale_at, DIM, DKP, BLOCK_D, BLOCK_R, ROTATE_COLUMNS)
 
 
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())

@@ -7,6 +7,10 @@ each: 13 instructions per element and thread at most, 6.6 of them on the half as
 clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -63,10 +67,20 @@ def factors_of(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr)
     return factors
 
 
+class Slots(NamedTuple):
+    """Where a warp leaves partial results: pointers to slot 0's logarithms and results, rows of a slot, and the lane's
+    numbers g and t."""
+
+    lse: Any
+    partial: Any
+    tile_rows: Any
+    g: Any
+    t: Any
+
+
 @triton.jit
 def store_partial(
-    lse,
-    partial,
+    slots,
     slot,
     acc,
     sums,
@@ -74,9 +88,6 @@ def store_partial(
     gain,
     bias,
     unit,
-    tile_rows,
-    g,
-    t,
     DIM: tl.constexpr,
     DM: tl.constexpr,
     QUARTERS: tl.constexpr,
@@ -88,27 +99,27 @@ def store_partial(
     CHUNKS: tl.constexpr = (WIDTH + 15) // 16
     for tile in tl.static_range(TILES):
         for e in tl.static_range(2):
-            local = 8 * tile + 2 * t + e
+            local = 8 * tile + 2 * slots.t + e
             total = column_sum(sums[2 * tile + e])
             store32(
-                lse + slot * tile_rows + local,
+                slots.lse + slot * slots.tile_rows + local,
                 log2_sum(maximum[2 * tile + e] * gain[2 * tile + e] - bias, total),
-                (g == 0) & (local < tile_rows),
+                (slots.g == 0) & (local < slots.tile_rows),
             )
             inverse = 1.0 / (tl.where(total > 0, total, 1.0) * unit)
-            at = partial + slot.to(tl.int64) * (tile_rows * DM) + local * DM
+            at = slots.partial + slot.to(tl.int64) * (slots.tile_rows * DM) + local * DM
             for quarter in tl.static_range(QUARTERS):
                 for chunk in tl.static_range(CHUNKS):
                     quad = acc[(quarter * CHUNKS + chunk) * TILES + tile]
                     for half in tl.static_range(2):
                         if DENSE:
-                            channel = 16 * chunk + 4 * (g // 2) + g % 2 + 2 * half
+                            channel = 16 * chunk + 4 * (slots.g // 2) + slots.g % 2 + 2 * half
                         else:
-                            channel = 16 * chunk + 8 * half + g
+                            channel = 16 * chunk + 8 * half + slots.g
                         store32(
                             at + quarter * WIDTH + channel,
                             quad[2 * half + e] * inverse,
-                            (channel < WIDTH) & (local < tile_rows),
+                            (channel < WIDTH) & (local < slots.tile_rows),
                         )
 
 
@@ -227,8 +238,8 @@ def decode_split_fragments(
                 allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES),
             )  # fmt: skip
         store_partial(
-            lse, partial, worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS, small_unit(VALUE_BITS),
-            tile_rows, g, t, DVP, DM, VALUE_QUARTERS, TILES, False,
+            Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
+            small_unit(VALUE_BITS), DVP, DM, VALUE_QUARTERS, TILES, False,
         )  # fmt: skip
 
     # Not before: the loop above has no register to spare.
@@ -293,5 +304,6 @@ def decode_split_fragments(
         if SOFTCAP:
             gain = ones(TILES)
         slot = workers + streams + stream * dense_splits + part
-        store_partial(lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DV, DM, 1, TILES, True)
+        slots = Slots(lse, partial, tile_rows, g, t)
+        store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DV, DM, 1, TILES, True)
         job = claim(claims, without_share)

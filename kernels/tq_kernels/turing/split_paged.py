@@ -9,7 +9,7 @@ from ..common.sequences import dense_rows, lengths
 from ..common.unpack import PROBABILITY_BITS, small_unit
 from ..format import TOKENS
 from .fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
-from .split import factors_of, operands, store_partial
+from .split import Slots, factors_of, operands, store_partial
 from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense
 
 
@@ -121,9 +121,8 @@ def decode_split_paged_fragments(
             if SOFTCAP:
                 gain = ones(TILES)
             slot = workers + heads * count + stream * dense_slots(0) + job
-            store_partial(
-                lse, partial, slot, acc, sums, maximum, gain, 0.0, 1.0, tile_rows, g, t, DIM, DM, 1, TILES, True
-            )
+            slots = Slots(lse, partial, tile_rows, g, t)
+            store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DIM, DM, 1, TILES, True)
 
         if first < blocks:
             factor = factors_of(scale, row0, count, first_row, groups, t, scaling_log2 / small_unit(KEY_BITS), TILES)
@@ -148,8 +147,8 @@ def decode_split_paged_fragments(
                     (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, HAS_MEAN, False, SOFTCAP, TILES),
                 )  # fmt: skip
             store_partial(
-                lse, partial, worker + stream, packed, packed_sums, packed_maximum, packed_gain, PROBABILITY_BITS,
-                small_unit(VALUE_BITS), tile_rows, g, t, DIMP, DM, VALUE_QUARTERS, TILES, False,
+                Slots(lse, partial, tile_rows, g, t), worker + stream, packed, packed_sums, packed_maximum, packed_gain,
+                PROBABILITY_BITS, small_unit(VALUE_BITS), DIMP, DM, VALUE_QUARTERS, TILES, False,
             )  # fmt: skip
         at += stream_items(new, past, 0)
         stream += 1

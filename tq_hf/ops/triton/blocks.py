@@ -25,11 +25,9 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import dequantise as dequantise_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
-    from tq_kernels.decode.appender import Appender
-    from tq_kernels.decode.counts import device_int
-    from tq_kernels.decode.decoder import Decoder
+    from tq_kernels.decode.append import Appender
+    from tq_kernels.decode.launch import Decoder, NewRow, NewToken, device_int
     from tq_kernels.decode.reorder import Reorderer
-    from tq_kernels.decode.step import NewRow, NewToken
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
