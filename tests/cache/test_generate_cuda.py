@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 
 from examples import needle_data as needle
-from tq_hf import PRESETS, TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.ops.workspace import release_workspaces
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -49,6 +49,29 @@ def test_a_passkey_is_recalled_from_packed_blocks(model, tokenizer, preset, comp
         out = model.generate(**ids, past_key_values=cache, max_new_tokens=needle.ANSWER_TOKENS)
         right += needle.is_recalled(tokenizer.decode(out[0, ids.input_ids.shape[1] :]), answer)
     assert right >= (5 if preset != "2bit_nc" else 3)
+
+
+@pytest.mark.parametrize("loop", ["generate", "graph_decoding"])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_a_prompt_is_read_in_chunks_into_a_preallocated_cache(tokenizer, attention, loop):
+    """With `generate()`'s own settings: a passkey is recalled, in a second turn too, and chunks take no graph each."""
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "needle", dtype=torch.float32, device_map="cuda").eval()
+    model.set_attn_implementation(attention)
+    own_loop = dict(custom_generate=graph_decoding) if loop == "graph_decoding" else {}
+    torch._dynamo.reset()
+    counters.clear()
+    prompt, answer = needle.passkey_prompt(3000, depth=0.5, seed=0)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to("cuda")
+    for chunk in (256, 1000):
+        cache = TurboQuantCache(model.config, max_cache_len=3200)
+        options = dict(past_key_values=cache, do_sample=False, max_new_tokens=needle.ANSWER_TOKENS, **own_loop)
+        out = model.generate(ids, prefill_chunk_size=chunk, **options)
+        assert needle.is_recalled(tokenizer.decode(out[0, ids.shape[1] :]), answer)
+        again = torch.cat([out, ids[:, -40:]], dim=1)
+        out = model.generate(again, prefill_chunk_size=17, **options)
+        assert needle.is_recalled(tokenizer.decode(out[0, again.shape[1] :]), answer)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
