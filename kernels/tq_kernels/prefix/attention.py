@@ -379,7 +379,7 @@ def prefix_attention(
     state = empty_state(BLOCK_R, BLOCK_DV)
     if MASK > 0:
         mask += batch * mask_b
-    allowed = Mask(mask, s * mask_s, mask_t)
+    allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
     if first < last_block:
         packed = Blocks(
             key_words, value_words, scalars, key_means, key_rotation, value_rotation, key_factors, value_factors,
@@ -394,7 +394,7 @@ def prefix_attention(
         first_row = opaque(first_row, ASM)
         r = first_row + tl.arange(0, BLOCK_R)
         s = r // groups
-        allowed = Mask(mask, s * mask_s, mask_t)
+        allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
         query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
         query_inside = (r < rows)[:, None] & (dk < DK)[None, :]
         plain, _ = normalised_rows(query_at[:, None] + dk[None, :], query_inside)
