@@ -10,7 +10,6 @@ from tiny_models import VOCAB, build
 from transformers import (
     CompileConfig,
     DynamicCache,
-    GenerationConfig,
     LogitsProcessor,
     StoppingCriteria,
     WatermarkingConfig,
@@ -159,6 +158,7 @@ def test_a_streamer_gets_every_token_once(model) -> None:
         (dict(prompt_lookup_num_tokens=2), "assisted generation"),
         (dict(assistant_early_exit=2), "assisted generation"),
         (dict(assistant_model=build("llama")), "assisted generation"),
+        (dict(use_mtp=True), "assisted generation"),
         (dict(use_cache=False), "use_cache"),
         (dict(synced_gpus=True), "synced_gpus"),
         (dict(streamer=Streamed()), "token_streamer"),
@@ -175,18 +175,6 @@ def test_what_it_cannot_do_is_a_sentence(model, change, sentence) -> None:
     with pytest.raises(ValueError, match=sentence):
         model.generate(**prompt(model), **(GREEDY | change), past_key_values=cache, custom_generate=graph_decoding)
     assert int(cache.get_seq_length()) == 0
-
-
-@pytest.mark.skipif(not hasattr(GenerationConfig(), "use_mtp"), reason="transformers before use_mtp")
-def test_a_models_own_drafts_are_refused(model) -> None:
-    with pytest.raises(ValueError, match="assisted generation"):
-        model.generate(
-            **prompt(model),
-            **GREEDY,
-            use_mtp=True,
-            past_key_values=TurboQuantCache(model.config, max_cache_len=ROOM),
-            custom_generate=graph_decoding,
-        )
 
 
 class Upper(LogitsProcessor):
