@@ -26,6 +26,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .cache import TurboQuantCache
+from .inference_mode import outside_inference_mode
 from .late_flags import LateFlags
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
@@ -279,9 +280,8 @@ class _Loop:
 
     def _step(self, inputs: dict[str, Any]) -> StepTensors:
         """The tensors of a step, set for the first one; those of the last call where they serve again."""
-        batch, device = self.prompt.shape[0], self.prompt.device
         # The token is not chosen yet; only its place counts.
-        longer = torch.cat([self.prompt, self.prompt.new_zeros(batch, 1)], dim=1)
+        longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
         first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
         for name in ("input_ids", "past_key_values"):
             first.pop(name)
@@ -302,18 +302,7 @@ class _Loop:
         key = self._key(first, positions, masks, width)
         if step is None or step.key != key:
             _kept.pop(self.cache, None)
-            step = StepTensors(
-                key=key,
-                token=self.prompt.new_zeros(batch, 1),
-                positions=None if positions is None else positions.clone(),
-                masks=map_masks(torch.clone, masks),
-                column=torch.zeros(1, dtype=torch.int64, device=device),
-                constants=first,
-                history=self.prompt.new_zeros(batch, width),
-                at=torch.zeros(1, dtype=torch.int64, device=device),
-                unfinished=torch.ones(batch, dtype=torch.bool, device=device),
-            )
-            _kept[self.cache] = step
+            step = _kept[self.cache] = self._made(key, positions, masks, first, width)
         else:
             if positions is not None and step.positions is not None:
                 step.positions.copy_(positions)
@@ -324,6 +313,24 @@ class _Loop:
         step.at.fill_(self.length)
         step.unfinished.fill_(True)
         return step
+
+    @outside_inference_mode
+    def _made(
+        self, key: tuple[Any, ...], positions: torch.Tensor | None, masks: Masks, constants: dict[str, Any], width: int
+    ) -> StepTensors:
+        """Tensors of a step of `width` tokens, which later calls write to in another mode perhaps."""
+        batch, device = self.prompt.shape[0], self.prompt.device
+        return StepTensors(
+            key=key,
+            token=torch.zeros(batch, 1, dtype=torch.int64, device=device),
+            positions=None if positions is None else positions.clone(),
+            masks=map_masks(torch.clone, masks),
+            column=torch.zeros(1, dtype=torch.int64, device=device),
+            constants=constants,
+            history=torch.zeros(batch, width, dtype=torch.int64, device=device),
+            at=torch.zeros(1, dtype=torch.int64, device=device),
+            unfinished=torch.ones(batch, dtype=torch.bool, device=device),
+        )
 
     def _key(
         self, constants: dict[str, Any], positions: torch.Tensor | None, masks: Masks, width: int

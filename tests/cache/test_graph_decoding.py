@@ -266,3 +266,17 @@ def test_a_step_under_autocast_is_another(model, monkeypatch) -> None:
     monkeypatch.setattr(module._Loop, "_key", key)
     plain, lower = keys(model, monkeypatch, dict(do_sample=False), dict(do_sample=False))
     assert plain != lower
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["inference mode first", "inference mode last"])
+def test_a_step_is_used_again_in_and_out_of_inference_mode(model, first) -> None:
+    cache, found = TurboQuantCache(model.config, max_cache_len=ROOM), []
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            found.append(
+                model.generate(
+                    **prompt(model, padded=9), **GREEDY, past_key_values=cache, custom_generate=graph_decoding
+                )
+            )
+            cache.reset()
+    assert torch.equal(*found)

@@ -86,8 +86,8 @@ class TurboQuantBatching(ContinuousMixin):
         known = signature(super().generate_batch).parameters.keys() | {"max_new_tokens"}
         if unknown := sorted(kwargs.keys() - known):
             raise ValueError(
-                f"`generate_batch` takes no {', '.join(unknown)}. Say how to decode in `generation_config`, greedily or "
-                "by sampling."
+                f"`generate_batch` takes no {', '.join(unknown)}. Say how to decode in `generation_config`: greedily, "
+                "or by sampling."
             )
         return super().generate_batch(inputs, *args, **kwargs)
 
