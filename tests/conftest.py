@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # These import kernels when they are collected, and Triton has no wheels for some systems.
 NEED_TRITON = ["kernels/*", "ops/test_failing_kernels.py", "cache/test_hot_path.py", "examples/test_compile_matrix.py"]
@@ -11,6 +12,12 @@ collect_ignore_glob = [] if find_spec("triton") else NEED_TRITON
 
 # Tests are small and run side by side; threads that wait for each other made them fifty times slower.
 torch.set_num_threads(1)
+
+# Nothing depends on the clock or on chance: no example has a deadline, none is refused for taking long to draw, and
+# they are the same each time. (Fixtures of hypothesis' tests are read, never changed.)
+checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=checks)
+settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ def run(python: Path | str, code: str, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [str(python), "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,7 +68,7 @@ def pip(*arguments: str | Path) -> None:
 def make_environment(folder: Path) -> Path:
     """A new virtual environment that sees the packages of the running one, but not what that one has installed in
     editable form (`.pth` files in a folder that a `.pth` file names are not read). Returns its interpreter."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=600)
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     purelib = Path(run(python, "import sysconfig; print(sysconfig.get_path('purelib'), end='')", folder))
     (purelib / "running_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -21,12 +21,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .autocast import autocast_dtype
 from .cache import TurboQuantCache
+from .inference_mode import outside_inference_mode
 from .late_flags import LateFlags
 from .layers.base import FullAttentionLayer
 from .layers.compressed import TurboQuantLayer
@@ -74,7 +75,8 @@ def graph_decoding(
         model: A decoder with `attn_implementation="turboquant"` (another works too, but reads dense states).
         input_ids: `[B, T]` int64.
         logits_processor: As for any loop of transformers.
-        stopping_criteria: Likewise.
+        stopping_criteria: Likewise. For `stop_strings`, whose `tokenizer` transformers does not hand on either, pass
+            `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
         generation_config: Likewise; `disable_compile` and `compile_config` are heeded, but for the compiler's own CUDA
             graphs, which cannot be captured again.
         token_streamer: Gets each token, a step late. `generate(streamer=...)` is not passed on by transformers 5.17 to
@@ -86,14 +88,11 @@ def graph_decoding(
 
     Raises:
         ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, or the call
-            asks for beams, an assistant, attentions or hidden states.
+            asks for another way of decoding than greedy search and sampling (beams, an assistant, contrastive search),
+            for `synced_gpus`, attentions or hidden states.
     """
-    caller = sys._getframe(1).f_locals
-    if caller.get("streamer") is not None:
-        raise ValueError(
-            "transformers does not hand `streamer` on to a loop of one's own. Pass it as `token_streamer=` instead."
-        )
-    cache = _check(model, generation_config, model_kwargs)
+    # What transformers does not hand on to a loop of one's own.
+    cache = _check(model, generation_config, model_kwargs, sys._getframe(1).f_locals)
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
@@ -105,7 +104,11 @@ def graph_decoding(
         return loop.run(logits, model_kwargs)
 
 
-def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> TurboQuantCache:
+def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], arguments: dict[str, Any]) -> TurboQuantCache:
+    if arguments.get("streamer") is not None:
+        raise ValueError(
+            "transformers does not hand `streamer` on to a loop of one's own. Pass it as `token_streamer=` instead."
+        )
     cache = inputs.get("past_key_values")
     advice = "Leave out `custom_generate`, or "
     if not isinstance(cache, TurboQuantCache) or not cache.is_compileable:
@@ -125,10 +128,16 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any]) -> Turb
         )
     if model.config.is_encoder_decoder:
         raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
-    if config.num_beams > 1:
-        raise ValueError(f"`graph_decoding` cannot search with {config.num_beams} beams. {advice}set `num_beams=1`.")
-    if config.prompt_lookup_num_tokens is not None or config.assistant_early_exit is not None:
-        raise ValueError(f"`graph_decoding` cannot draft tokens with an assistant. {advice}the assistant.")
+    mode = config.get_generation_mode(arguments.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"The options of this call ask for {mode.value.replace('_', ' ')}, and `graph_decoding` searches greedily "
+            f"or samples. {advice}those options."
+        )
+    if not config.use_cache:
+        raise ValueError(f"`graph_decoding` decodes with a cache, but `use_cache` is False. {advice}`use_cache`.")
+    if arguments.get("synced_gpus"):
+        raise ValueError(f"`graph_decoding` does not wait for other ranks (`synced_gpus`). {advice}`synced_gpus`.")
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             raise ValueError(f"`graph_decoding` does not return `{name}`. {advice}set it to False.")
@@ -272,9 +281,8 @@ class _Loop:
 
     def _step(self, inputs: dict[str, Any]) -> StepTensors:
         """The tensors of a step, set for the first one; those of the last call where they serve again."""
-        batch, device = self.prompt.shape[0], self.prompt.device
         # The token is not chosen yet; only its place counts.
-        longer = torch.cat([self.prompt, self.prompt.new_zeros(batch, 1)], dim=1)
+        longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
         first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
         for name in ("input_ids", "past_key_values"):
             first.pop(name)
@@ -295,18 +303,7 @@ class _Loop:
         key = self._key(first, positions, masks, width)
         if step is None or step.key != key:
             _kept.pop(self.cache, None)
-            step = StepTensors(
-                key=key,
-                token=self.prompt.new_zeros(batch, 1),
-                positions=None if positions is None else positions.clone(),
-                masks=map_masks(torch.clone, masks),
-                column=torch.zeros(1, dtype=torch.int64, device=device),
-                constants=first,
-                history=self.prompt.new_zeros(batch, width),
-                at=torch.zeros(1, dtype=torch.int64, device=device),
-                unfinished=torch.ones(batch, dtype=torch.bool, device=device),
-            )
-            _kept[self.cache] = step
+            step = _kept[self.cache] = self._made(key, positions, masks, first, width)
         else:
             if positions is not None and step.positions is not None:
                 step.positions.copy_(positions)
@@ -318,12 +315,34 @@ class _Loop:
         step.unfinished.fill_(True)
         return step
 
+    @outside_inference_mode
+    def _made(
+        self, key: tuple[Any, ...], positions: torch.Tensor | None, masks: Masks, constants: dict[str, Any], width: int
+    ) -> StepTensors:
+        """Tensors of a step of `width` tokens, which later calls write to in another mode perhaps."""
+        batch, device = self.prompt.shape[0], self.prompt.device
+        return StepTensors(
+            key=key,
+            token=torch.zeros(batch, 1, dtype=torch.int64, device=device),
+            positions=None if positions is None else positions.clone(),
+            masks=map_masks(torch.clone, masks),
+            column=torch.zeros(1, dtype=torch.int64, device=device),
+            constants=constants,
+            history=torch.zeros(batch, width, dtype=torch.int64, device=device),
+            at=torch.zeros(1, dtype=torch.int64, device=device),
+            unfinished=torch.ones(batch, dtype=torch.bool, device=device),
+        )
+
     def _key(
         self, constants: dict[str, Any], positions: torch.Tensor | None, masks: Masks, width: int
     ) -> tuple[Any, ...]:
         """Whatever a captured step depends on: another key, another graph."""
-        chooses = [(type(p).__name__, sorted((k, str(v)) for k, v in vars(p).items())) for p in self.processors]
-        ends = [end.tolist() for end in self.ends]
+        # All others choose outside of the graph.
+        processors = self.processors if self.selects_in_graph else []
+        chooses = [(type(p).__name__, *((name, _exact(value)) for name, value in vars(p).items())) for p in processors]
+        pad = None if self.pad is None else _exact(self.pad)
+        device = self.prompt.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         shapes = [None if x is None else x.shape for x in (positions, *mask_tensors(masks))]
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += [tensor for layer in self.cache.layers for tensor in _held(layer)]
@@ -332,12 +351,18 @@ class _Loop:
             self.model.config._attn_implementation,
             str(autocast_dtype(self.prompt)),
             str(adapters(self.model)),
-            str(constants),
-            str((chooses, self.sample, self.selects_in_graph, ends, None if self.pad is None else self.pad.tolist())),
-            str(shapes),
+            [(name, _exact(value)) for name, value in constants.items()],
+            (chooses, self.sample, self.selects_in_graph, [_exact(end) for end in self.ends], pad),
+            (self.compiles, autocast),
+            shapes,
             (self.prompt.shape[0], width),
             tuple(tensor.data_ptr() for tensor in tensors),
         )
+
+
+def _exact(value: Any) -> Any:
+    """What tells this value from others: a tensor that is printed is rounded."""
+    return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _held(layer: Any) -> list[torch.Tensor]:

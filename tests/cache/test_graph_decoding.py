@@ -6,7 +6,13 @@ import sys
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    LogitsProcessor,
+    StoppingCriteria,
+    WatermarkingConfig,
+)
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
@@ -142,8 +148,19 @@ def test_a_streamer_gets_every_token_once(model) -> None:
     [
         (dict(past_key_values="growing"), "max_cache_len"),
         (dict(past_key_values="dynamic"), "DynamicCache"),
-        (dict(num_beams=2), "beams"),
-        (dict(prompt_lookup_num_tokens=2), "draft"),
+        (dict(num_beams=2), "beam search"),
+        (dict(num_beams=2, do_sample=True), "beam sample"),
+        (dict(num_beams=4, num_beam_groups=2, diversity_penalty=1.0), "group beam search"),
+        (dict(force_words_ids=[[3]]), "constrained beam search"),
+        (dict(constraints=[object()]), "constrained beam search"),
+        (dict(penalty_alpha=0.6, top_k=4), "contrastive search"),
+        (dict(dola_layers="low"), "dola generation"),
+        (dict(prompt_lookup_num_tokens=2), "assisted generation"),
+        (dict(assistant_early_exit=2), "assisted generation"),
+        (dict(assistant_model=build("llama")), "assisted generation"),
+        (dict(use_mtp=True), "assisted generation"),
+        (dict(use_cache=False), "use_cache"),
+        (dict(synced_gpus=True), "synced_gpus"),
         (dict(streamer=Streamed()), "token_streamer"),
         (dict(return_dict_in_generate=True, output_attentions=True), "output_attentions"),
     ],
@@ -156,8 +173,42 @@ def test_what_it_cannot_do_is_a_sentence(model, change, sentence) -> None:
     }
     cache = caches[change.pop("past_key_values", None)]()
     with pytest.raises(ValueError, match=sentence):
-        model.generate(**prompt(model), **GREEDY, past_key_values=cache, custom_generate=graph_decoding, **change)
+        model.generate(**prompt(model), **(GREEDY | change), past_key_values=cache, custom_generate=graph_decoding)
     assert int(cache.get_seq_length()) == 0
+
+
+class Upper(LogitsProcessor):
+    """Prefers the upper half of the vocabulary."""
+
+    def __call__(self, input_ids, scores):
+        return scores + 3 * (torch.arange(scores.shape[-1], device=scores.device) >= scores.shape[-1] // 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(do_sample=True, num_return_sequences=3),
+        dict(do_sample=True, watermarking_config=WatermarkingConfig(bias=2.5)),
+        dict(logits_processor=[Upper()]),
+        dict(prefix_allowed_tokens_fn=lambda batch, ids: list(range(10 + ids.shape[0] % 7, 40))),
+        dict(guidance_scale=1.5),
+        dict(prefill_chunk_size=40),
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_what_generate_prepares_is_heeded(model, options) -> None:
+    (expected, plain), (tokens, cache) = both(model, prompt(model), **(GREEDY | options))
+    assert torch.equal(tokens, expected)
+    assert same_caches(cache, plain)
+    (free, _), _ = both(model, prompt(model), **GREEDY)
+    assert "prefill_chunk_size" in options or not torch.equal(tokens, free)
+
+
+def test_embeddings_are_a_prompt(model) -> None:
+    embeddings = model.get_input_embeddings()(prompt(model)["input_ids"])
+    (expected, plain), (tokens, cache) = both(model, {"inputs_embeds": embeddings}, **GREEDY)
+    assert torch.equal(tokens, expected)
+    assert same_caches(cache, plain)
 
 
 def test_another_adapter_makes_another_step(model, monkeypatch) -> None:
@@ -170,3 +221,62 @@ def test_another_adapter_makes_another_step(model, monkeypatch) -> None:
         steps.append(module._kept[cache])
         cache.reset()
     assert steps[0] is steps[1] is not steps[2]
+
+
+def keys(model, monkeypatch, *calls: dict) -> list:
+    """What the step of each of these calls depends on, all on one cache."""
+    found, real = [], module._Loop._key
+    monkeypatch.setattr(module._Loop, "_key", lambda self, *args: found.append(real(self, *args)) or found[-1])
+    cache = TurboQuantCache(model.config, max_cache_len=ROOM)
+    options = dict(max_new_tokens=3, past_key_values=cache, custom_generate=graph_decoding)
+    for call in calls:
+        model.generate(**prompt(model, tokens=20), **options, **call)
+        cache.reset()
+    return found
+
+
+def test_cutoffs_that_are_close_have_a_step_each(model, monkeypatch) -> None:
+    """A tensor that is printed is rounded to four digits."""
+    cutoffs = [dict(do_sample=True, eta_cutoff=cutoff) for cutoff in (3.1e-4, 3.4e-4, 3.1e-4)]
+    one, other, again = keys(model, monkeypatch, *cutoffs)
+    assert one == again != other
+
+
+def test_processors_outside_of_the_step_leave_it_as_it_is(model, monkeypatch) -> None:
+    penalties = [dict(do_sample=False, repetition_penalty=penalty) for penalty in (1.1, 1.3)]
+    one, other = keys(model, monkeypatch, *penalties)
+    assert one == other
+
+
+def test_a_step_that_is_compiled_is_another_than_one_that_is_not(model, monkeypatch) -> None:
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    calls = [dict(do_sample=False, compile_config=config, disable_compile=disabled) for disabled in (False, True)]
+    compiled, plain = keys(model, monkeypatch, *calls)
+    assert compiled != plain
+
+
+def test_a_step_under_autocast_is_another(model, monkeypatch) -> None:
+    real, enabled = module._Loop._key, iter([False, True])
+
+    def key(self, *args):
+        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=next(enabled)):
+            return real(self, *args)
+
+    monkeypatch.setattr(module._Loop, "_key", key)
+    plain, lower = keys(model, monkeypatch, dict(do_sample=False), dict(do_sample=False))
+    assert plain != lower
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["inference mode first", "inference mode last"])
+def test_a_step_is_used_again_in_and_out_of_inference_mode(model, first) -> None:
+    cache, found = TurboQuantCache(model.config, max_cache_len=ROOM), []
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            found.append(
+                model.generate(
+                    **prompt(model, padded=9), **GREEDY, past_key_values=cache, custom_generate=graph_decoding
+                )
+            )
+            cache.reset()
+    assert torch.equal(*found)

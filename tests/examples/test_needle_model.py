@@ -64,7 +64,7 @@ def test_generation_is_greedy_and_knows_the_special_tokens() -> None:
 
 
 @given(st.one_of(st.text(max_size=200), st.sampled_from(["<|bos|> is plain text", " a  b .\r\n\t", "é🙂\x00"])))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_token_is_a_byte_and_any_text_survives(text: str) -> None:
     ids = tokenizer()(text)["input_ids"]
     assert ids == list(text.encode())
@@ -73,7 +73,7 @@ def test_a_token_is_a_byte_and_any_text_survives(text: str) -> None:
 
 
 @given(tokens=st.integers(100, 6000), depth=st.floats(0, 1), seed=st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_passkey_prompt_holds_its_answer_once(tokens: int, depth: float, seed: int) -> None:
     prompt, answer = needle.passkey_prompt(tokens, depth, seed)
     assert (prompt, answer) == needle.passkey_prompt(tokens, depth, seed)
@@ -91,7 +91,7 @@ def test_a_passkey_lies_at_its_depth(depth: float) -> None:
 
 
 @given(n_facts=st.integers(1, 32), extra=st.integers(0, 4000), seed=st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_recall_prompt_holds_every_answer_once(n_facts: int, extra: int, seed: int) -> None:
     tokens = 40 * n_facts + extra
     prompt, asked = needle.recall_prompt(tokens, n_facts, seed)

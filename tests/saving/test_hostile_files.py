@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -70,7 +70,7 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_file, "read_tensors", fail)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(draw=st.data())
 def test_any_changed_byte_is_noticed(tmp_path, saved, draw):
     model, content, _ = saved
@@ -83,7 +83,7 @@ def test_any_changed_byte_is_noticed(tmp_path, saved, draw):
     refused(tmp_path, model, content[:place] + bytes([content[place] ^ change]) + content[place + 1 :])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(draw=st.data())
 def test_any_truncation_is_noticed(tmp_path, saved, nothing_read, draw):
     model, content, _ = saved
@@ -168,7 +168,7 @@ def test_every_field_of_the_description_forged_is_refused(tmp_path, saved):
     assert {field for field in loaded - free - flags if field[0] not in HARMLESS} <= unchecked
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(draw=st.data())
 def test_a_random_description_never_crashes(tmp_path, saved, draw):
     model, content, _ = saved

@@ -114,7 +114,7 @@ CALLS = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     bits=st.sampled_from([(4, 4), (8, 3), (2, 2)]),
     residual=st.sampled_from([0, 1, 100, 128, 200]),
@@ -156,7 +156,7 @@ def test_any_sequence_of_calls_holds_and_shows_what_it_should():
     assert late.call_count > 100, "the path of decoding is hardly taken"
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(list(CONFIGS)),
     calls=st.lists(st.one_of(st.integers(1, 5), st.integers(1, 128), st.integers(129, 500)), min_size=1, max_size=8),

@@ -115,12 +115,9 @@ class Session:
     def __exit__(self, *args: Any) -> None:
         self.batching.destroy_cached_continuous_batching_manager()
 
-    def run(self, inputs: list[Tokens], generation: GenerationConfig) -> list[Tokens]:
-        return answers(
-            self.batching.generate_batch(
-                inputs, generation_config=generation, continuous_batching_config=self.options, persistent_manager=True
-            )
-        )
+    def run(self, inputs: list[Tokens], generation: GenerationConfig, **more: Any) -> list[Tokens]:
+        more |= dict(continuous_batching_config=self.options, persistent_manager=True)
+        return answers(self.batching.generate_batch(inputs, generation_config=generation, **more))
 
     @property
     def manager(self) -> TurboQuantBatchingManager:

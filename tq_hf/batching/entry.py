@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -75,6 +76,20 @@ class TurboQuantBatching(ContinuousMixin):
             self.model.eval()  # as the manager will
             self._balance = Balance.of(self.model)
         return self._balance
+
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Answers to prompts, by transformers' own method and with its arguments.
+
+        Raises:
+            ValueError: An option is none of those, and would be left out without a word.
+        """
+        known = signature(super().generate_batch).parameters.keys() | {"max_new_tokens"}
+        if unknown := sorted(kwargs.keys() - known):
+            raise ValueError(
+                f"`generate_batch` takes no {', '.join(unknown)}. Say how to decode in `generation_config`: greedily, "
+                "or by sampling."
+            )
+        return super().generate_batch(inputs, *args, **kwargs)
 
     @torch.no_grad()
     def init_continuous_batching(

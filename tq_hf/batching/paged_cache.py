@@ -141,7 +141,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return bisect_right(range(self.max_tokens_read + BLOCK), self.num_sectors, key=self._sectors_of) - 1
 
     def check_room(self, state: RequestState) -> None:
-        """Raise a `ValueError` if a request is longer than the whole pool."""
+        """Raise a `ValueError` if a request has no tokens, or is longer than the whole pool."""
+        if not state.initial_tokens:
+            raise ValueError("A request of no tokens has no answer. Give it one at least (`bos_token_id`).")
         new = state.max_new_tokens or 0
         # The last token is returned and not stored.
         if len(state.initial_tokens) + max(0, new - 1) > self.max_request_tokens:

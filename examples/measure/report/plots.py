@@ -212,7 +212,7 @@ def draw_quality(axes: Any, numbers: dict[str, Any]) -> None:
     axes.set_xlabel("bytes per token and KV head, everything counted")
     axes.set_ylabel("KL from the full cache, nats")
     axes.set_title(f"Quality by bytes: {numbers['model']}, {numbers['tokens']:,} tokens", fontsize=10)
-    axes.legend()
+    axes.legend(loc="upper right")  # the best place is searched for, with a warning if that takes a second
     axes.figure.draw_without_rendering()  # places are known in pixels only once the layout is
     label_points(axes, points, lines)
 
