@@ -68,19 +68,9 @@ def _existing(start, first, size, valid, valid_t, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_squares(
-    sums,
-    states,
-    stride,
-    first,
-    size,
-    valid,
-    valid_t,
-    channel,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
-):
+    sums, states, stride, first, size, valid, valid_t, channel,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
     """Store sums of squares [D] over the tokens of a piece, if CENTRED about their mean, and behind them how many
     tokens count."""
     mean = tl.zeros([channel.shape[0]], tl.float32)
@@ -117,26 +107,10 @@ def sum_squares(
     sums,  # [B * Hkv, pieces, 2 + group, WIDTH + 1] float32, each with its number of tokens behind
     kv_heads,
     first,  # of a `Sample`, like the next two
-    size,
-    whole,
-    key_b,
-    key_h,
-    key_s,
-    value_b,
-    value_h,
-    value_s,
-    query_b,
-    query_h,
-    query_s,
-    valid_b,
-    valid_t,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    WIDTH: tl.constexpr,
+    size, whole, key_b, key_h, key_s, value_b, value_h, value_s, query_b, query_h, query_s, valid_b, valid_t,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: (B * Hkv, pieces, 2 + group): keys, values, and each head of queries."""
     program, piece, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
@@ -202,16 +176,9 @@ def _store_inverse(out, wanted, sigma, known, channel, DIM: tl.constexpr):
 
 @triton.jit
 def _key_factors(
-    sums,
-    out,
-    pieces,
-    kinds,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECES: tl.constexpr,
-    SHOWN: tl.constexpr,
-):
+    sums, out, pieces, kinds,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, SHOWN: tl.constexpr,
+):  # fmt: skip
     d = tl.arange(0, BLOCK)
     sigma, known = _rms(sums, pieces, kinds, 0, 1, d, DIM, WIDTH, PIECES)
     wanted = tl.full([BLOCK], 1.0, tl.float32)
@@ -239,14 +206,9 @@ def channel_factors(
     value_factors,  # [B, Hkv, DV] fp16
     pieces,
     kinds,  # 2 + group
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECES: tl.constexpr,
-    SHOWN: tl.constexpr,
-):
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
+    PIECES: tl.constexpr, SHOWN: tl.constexpr,
+):  # fmt: skip
     """Grid: (B * Hkv, 2), of keys and of values."""
     head = tl.program_id(0)
     sums += head * pieces * kinds * (WIDTH + 1)

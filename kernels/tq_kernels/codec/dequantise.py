@@ -18,16 +18,9 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 @triton.jit
 def _load_inverse(
-    rotation,
-    factors,
-    chunk,
-    column,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    rotation, factors, chunk, column,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' factors.
 
     Returns:
@@ -95,20 +88,10 @@ def dequantise_blocks(
     blocks,  # n
     start,
     blocks_batch,  # strides of the packed tensors, in blocks
-    blocks_head,
-    stride_batch,
-    stride_head,
-    stride_token,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    blocks_head, stride_batch, stride_head, stride_token,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr,
+    CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, RESIDENT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Write the keys or the values of blocks `start, start + 1, ...` to `states`.
 
     A program takes every `programs`-th block of one head and COLUMNS of its channels.
@@ -126,6 +109,7 @@ def dequantise_blocks(
         row = tl.arange(0, 32)[:, None]
         column = tl.arange(0, CHANNELS)[None, :]
         exists = None if WIDTH == CHANNELS else column < WIDTH
+    odd = column % 2
     token = tl.arange(0, HALF_TOKENS)
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     chunk_channel = tl.arange(0, CHANNELS)
@@ -162,7 +146,7 @@ def dequantise_blocks(
             if BITS < 4 and chunk % 2 == 0:
                 crumbs = load_crumbs(block_words, row, column, exists, chunk, DIM, IS_VALUE, ASM)
             p0, p1, p2, p3 = load_levels(
-                block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs
+                block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs, odd
             )
             x0 = _add_product(_two_planes(p0, p1, IS_VALUE, ASM), high, low, x0, SPLIT)
             x1 = _add_product(_two_planes(p2, p3, IS_VALUE, ASM), high, low, x1, SPLIT)

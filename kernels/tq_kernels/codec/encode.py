@@ -54,16 +54,10 @@ class EncodeShape(NamedTuple):
 
 @triton.jit
 def load_rotation(
-    rotation,
-    factors,
-    first,
-    ROWS: tl.constexpr,
-    MATRIX: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    rotation, factors, first,
+    ROWS: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-):
+):  # fmt: skip
     """Rows `first` to `first + ROWS` of sqrt(D) R^T, times their channels' factors, with columns in the order of
     quarters, `[ROWS, TILE]`.
 
@@ -244,23 +238,11 @@ def encode_blocks(
     blocks,  # n
     start,
     blocks_batch,  # strides of the packed tensors, in blocks
-    blocks_head,
-    stride_batch,
-    stride_head,
-    stride_token,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-    MATRIX: tl.constexpr,
-    K_STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    blocks_head, stride_batch, stride_head, stride_token,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
+    IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Encode blocks `program, program + programs, ...` of the keys or of the values; the first becomes `start`."""
     C: tl.constexpr = EncodeShape(
         HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, 0

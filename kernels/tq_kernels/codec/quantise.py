@@ -199,13 +199,9 @@ def store_codes(
     y1,  # [64, TILE] of planes 2 and 3
     words,  # block's first word
     scales,  # block's first scale of this kind; every other fp16 is one
-    IS_VALUE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    IS_VALUE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     ASM: tl.constexpr,
-):
+):  # fmt: skip
     """Quantise and pack a block and store its words and scales."""
     QUARTER: tl.constexpr = TILE // 4
     UNIT: tl.constexpr = DIM**-0.5

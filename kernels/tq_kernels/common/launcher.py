@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 
-from .compat import compiled_launch, current_raw_stream
+from .compat import compiled_launch, current_device, current_raw_stream
 
 ALWAYS = {"enable_fp_fusion": True}
 """Options every kernel is compiled with. Triton 3.9 warns where nobody says this, and says that 3.10 will not fuse
@@ -23,6 +24,19 @@ def specialised(numbers: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]
     """What decides a variant of integers that a kernel lets Triton specialise: multiples of 16, ones, and those beyond
     32 bits are compiled in ways of their own; the last also where it does not specialise."""
     return tuple([(number % 16 == 0, number == 1, number >= 2**31) for number in numbers])
+
+
+def on_its_device(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`launch`, on the device of its first argument: Triton launches on the current one."""
+
+    @wraps(launch)
+    def launch_there(states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if states.device.type != "cuda" or states.device.index == current_device():
+            return launch(states, *arguments, **options)
+        with torch.cuda.device(states.device):
+            return launch(states, *arguments, **options)
+
+    return launch_there
 
 
 class Launcher(NamedTuple):

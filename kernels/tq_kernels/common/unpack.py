@@ -340,6 +340,7 @@ def load_levels(
     ASM: tl.constexpr,
     signs=None,
     crumbs=None,
+    odd=None,
 ):
     """Levels of part CHUNK of a block's channels, cut into CHUNKS parts: four at 2 and 3 bits.
 
@@ -350,13 +351,15 @@ def load_levels(
         SMALL: Whether to give levels of 3 and 4 bits times SMALL_UNIT.
         signs: At 3 bits the words from `load_signs`, or None: they are loaded after the others.
         crumbs: At 2 and 3 bits those from `load_crumbs`, or None.
+        odd: `column % 2`, or None; a loop hands it in, to have it computed before.
 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
     """
     PART: tl.constexpr = 16 * DIM // CHUNKS if IS_VALUE else DIM // CHUNKS // 2
     ROW: tl.constexpr = 16 if IS_VALUE else (DIM // 2 if BITS >= 4 else DIM // 8)
-    odd = column % 2  # [1, K]
+    if odd is None:
+        odd = column % 2  # [1, K]
     if BITS == 4:
         return unpack4(load_words(words + CHUNK * PART, row, column, mask, ROW, ASM), odd, SMALL, ASM)
     elif BITS == 8:

@@ -290,68 +290,29 @@ def prefix_attention(
     cu_seqlens_q,  # with a table: [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
     block_table,  # [B, W] int32, or None
-    query_b,
-    query_h,
-    query_s,
+    query_b, query_h, query_s,
     blocks_b,  # strides of the packed tensors in blocks
     blocks_h,
     sink_b,  # of sinks, window and new tokens in elements: keys, then values
-    sink_h,
-    sink_vb,
-    sink_vh,
-    window_b,
-    window_h,
-    window_vb,
-    window_vh,
-    new_b,
-    new_h,
-    new_t,
-    new_vb,
-    new_vh,
-    new_vt,
-    out_b,
-    out_s,
-    out_h,
+    sink_h, sink_vb, sink_vh, window_b, window_h, window_vb, window_vh, new_b, new_h, new_t, new_vb, new_vh, new_vt,
+    out_b, out_s, out_h,
     rows,  # G * S
     groups,  # G
-    kv_heads,
-    blocks,
-    sink_count,
-    window_count,
-    window_start,
-    window_capacity,
-    new_count,
+    kv_heads, blocks, sink_count, window_count, window_start, window_capacity, new_count,
     queries,  # S
-    mask_b,
-    mask_s,
-    mask_t,
+    mask_b, mask_s, mask_t,
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     tile_count,  # tiles of rows
     count,  # with a table: B
     width,  # W
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_AUX: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr,  # this and the rest: 0 without a table
-    BLOCK_WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+    BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
 
     With a table: many sequences, those with more than one new token, over the pages of `tq_kernels.common.sequences`.

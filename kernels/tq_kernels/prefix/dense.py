@@ -17,9 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.compat import current_device
 from ..common.device import Target, matrix_type, target
-from ..common.launcher import Kernel, specialised
+from ..common.launcher import Kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, normalize, soft_capped, update
 from .launch import mask_layout, merge, prefix_splits
 from .rows import Mask
@@ -80,13 +79,9 @@ def _add_tokens(
     states: States,
     mask: Mask,  # from the program's first query on
     newest,  # [BR], the last token a row sees
-    low,
-    high,
-    scaling_log2,
-    cap_log2,
-    EDGE: tl.constexpr,
-    C: tl.constexpr,
-):
+    low, high, scaling_log2, cap_log2,
+    EDGE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Take in tokens `low` to `high`: without EDGE whole tiles that all rows see."""
     dk = tl.arange(0, C.BLOCK_DK)
     dv = tl.arange(0, C.BLOCK_DV)
@@ -138,20 +133,7 @@ def dense_attention(
     out,  # [B, S, Hq, DV]; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
     lse,  # [splits, B * Hkv * rows] float32, base 2; likewise
-    query_b,
-    query_h,
-    query_s,
-    key_b,
-    key_h,
-    key_t,
-    value_b,
-    value_h,
-    value_t,
-    out_b,
-    out_s,
-    out_h,
-    mask_b,
-    mask_s,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, out_b, out_s, out_h, mask_b, mask_s,
     mask_t,
     rows,  # G * S
     groups,  # G
@@ -161,20 +143,10 @@ def dense_attention(
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     tile_count,  # tiles of rows
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_AUX: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MATRIX: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, MATRIX: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Grid: (row tiles, B * Hkv, splits). CAUSAL: query s does not see the last S - 1 - s tokens. MASK 1: a mask for
     all queries alike, 2: row by row."""
     head = tl.program_id(1)
@@ -287,6 +259,7 @@ def attends_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
     return same and max(keys.shape[3], values.shape[3]) <= MAX_DIM and not target(query.device).fragments
 
 
+@on_its_device
 def attend_dense(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -318,12 +291,6 @@ def attend_dense(
         `[B, S, Hq, Dv]`. Rows that attend to nothing are 0.
     """
     device = query.device
-    if device.type == "cuda" and device.index != current_device():
-        with torch.cuda.device(device):
-            return attend_dense(
-                query, keys, values, scaling=scaling, allocate=allocate, mask=mask, causal=causal, softcap=softcap,
-                s_aux=s_aux, splits=splits,
-            )  # fmt: skip
     batch, query_heads, queries, key_dim = query.shape
     kv_heads, tokens, value_dim = values.shape[1:]
     groups, on = query_heads // kv_heads, target(device)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import triton
 
-from ..common.compat import current_device
 from ..common.device import Target, target
-from ..common.launcher import Kernel, specialised
+from ..common.launcher import Kernel, on_its_device, specialised
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS, padded_dim
 from ..turing.prefix import prefix_attention_fragments
@@ -142,6 +141,7 @@ def prefix_constants(
     return (*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *pages)
 
 
+@on_its_device
 def attend_prefix(
     query: torch.Tensor,
     packed: Packed,
@@ -185,16 +185,9 @@ def attend_prefix(
     Returns:
         `out`. Rows that attend to nothing are 0.
     """
-    device = query.device
-    if device.type == "cuda" and device.index != current_device():
-        with torch.cuda.device(device):
-            return attend_prefix(
-                query, packed, num_blocks, sinks, window, num_window, new, recipe, scaling=scaling, out=out,
-                allocate=allocate, mask=mask, causal=causal, softcap=softcap, s_aux=s_aux, config=config, splits=splits,
-            )  # fmt: skip
     batch, query_heads, queries, key_dim = query.shape
     kv_heads, value_dim = packed.key_words.shape[1], window[1].shape[3]
-    groups, on = query_heads // kv_heads, target(device)
+    groups, on = query_heads // kv_heads, target(query.device)
     config = config or prefix_config(key_dim, value_dim, *recipe.bits, on)
     rows, heads = groups * queries, batch * kv_heads
     row_tiles = -(-rows // config.block_rows)
@@ -213,18 +206,8 @@ def attend_prefix(
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
         options["maxnreg"] = config.registers
-    constants = prefix_constants(
-        key_dim,
-        value_dim,
-        *recipe.bits,
-        causal and mask is None,
-        mask_kind,
-        softcap is not None,
-        s_aux is not None,
-        splits > 1,
-        config,
-        on,
-    )
+    flags = (causal and mask is None, mask_kind, softcap is not None, s_aux is not None, splits > 1)
+    constants = prefix_constants(key_dim, value_dim, *recipe.bits, *flags, config, on)
     seen, aux = query if mask is None else mask, query if s_aux is None else s_aux
     query_strides, out_strides = query.stride()[:3], out.stride()[:3]
     dense_strides = (*sinks[0].stride()[:2], *sinks[1].stride()[:2], *window[0].stride()[:2], *window[1].stride()[:2])
@@ -236,24 +219,9 @@ def attend_prefix(
     (ATTEND_FRAGMENTS if on.fragments else ATTEND)(
         (row_tiles, heads, splits),
         (
-            query,
-            packed.key_words,
-            packed.value_words,
-            packed.scalars,
-            packed.key_means,
-            *recipe.rotations,
-            packed.key_factors,
-            packed.value_factors,
-            *sinks,
-            *window,
-            *fresh,
-            seen,
-            aux,
-            out,
-            partial,
-            lse,
-            operand_rows.view(torch.float16),
-            *no_table,
+            *(query, packed.key_words, packed.value_words, packed.scalars, packed.key_means, *recipe.rotations),
+            *(packed.key_factors, packed.value_factors, *sinks, *window, *fresh, seen, aux),
+            *(out, partial, lse, operand_rows.view(torch.float16), *no_table),
         ),
         (
             *query_strides,
@@ -278,7 +246,7 @@ def attend_prefix(
             *no_size,
         ),
         constants,
-        (constants, config, strides, dtypes, device.index),
+        (constants, config, strides, dtypes, query.device.index),
         **options,
     )
     if splits > 1:

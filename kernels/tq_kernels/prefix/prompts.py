@@ -59,20 +59,9 @@ def attend_many(
     if splits > 1:
         lse.fill_(-torch.inf)  # rows of sequences with one new token are written by nobody here
     aux = query if s_aux is None else s_aux
-    constants = prefix_constants(
-        dim,
-        dim,
-        pages.key_bits,
-        pages.value_bits,
-        True,
-        0,
-        softcap is not None,
-        s_aux is not None,
-        splits > 1,
-        config,
-        on,
-        (pages.page_rows, pages.block_words, triton.next_power_of_2(count), pages.sinks),
-    )
+    flags = (True, 0, softcap is not None, s_aux is not None, splits > 1)
+    place = (pages.page_rows, pages.block_words, triton.next_power_of_2(count), pages.sinks)
+    constants = prefix_constants(dim, dim, pages.key_bits, pages.value_bits, *flags, config, on, place)
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
         options["maxnreg"] = config.registers
@@ -82,24 +71,9 @@ def attend_many(
     ATTEND(
         (row_tiles, kv_heads, splits),
         (
-            query,
-            pages.key_words,
-            pages.value_words,
-            pages.scalars,
-            pages.means,
-            *rotations,
-            pages.key_factors,
-            pages.value_factors,
-            *[pages.rows] * 4,
-            key,
-            value,
-            query,
-            aux,
-            out,
-            partial,
-            lse,
-            operand_rows.view(torch.float16),
-            *geometry,
+            *(query, pages.key_words, pages.value_words, pages.scalars, pages.means, *rotations),
+            *(pages.key_factors, pages.value_factors, *[pages.rows] * 4, key, value, query, aux),
+            *(out, partial, lse, operand_rows.view(torch.float16), *geometry),
         ),
         (
             *(0, query_h, query_s),

@@ -141,15 +141,9 @@ def merge_splits(
     groups,  # G
     kv_heads,
     count,  # B * Hkv * rows
-    splits,
-    out_b,
-    out_s,
-    out_h,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    HAS_AUX: tl.constexpr,
-):
+    splits, out_b, out_s, out_h,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, HAS_AUX: tl.constexpr,
+):  # fmt: skip
     """Weigh the splits of each row by their share of the softmax. Grid: (count / BLOCK_R,)."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = row < count

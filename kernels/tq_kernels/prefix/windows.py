@@ -42,29 +42,15 @@ def window_attention(
     count,  # N
     kv_heads,
     groups,  # G
-    query_t,
-    query_h,
-    key_t,
-    key_h,
-    value_t,
-    value_h,
+    query_t, query_h, key_t, key_h, value_t, value_h,
     width,  # W
     page_size,  # in units of 8 elements
-    window,
-    row_tiles,
+    window, row_tiles,
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_AUX: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MATRIX: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr,
+    SPLIT: tl.constexpr, MATRIX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Grid: (N, Hkv * tiles of query rows, splits)."""
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) // row_tiles

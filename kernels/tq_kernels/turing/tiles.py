@@ -295,22 +295,9 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
 
 @triton.jit
 def attend_dense(
-    acc,
-    sums,
-    maximum,
-    q,
-    factor,
-    cap_log2,
-    key_rows,
-    value_rows,
-    inside,
-    allowed,
-    t,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    acc, sums, maximum, q, factor, cap_log2, key_rows, value_rows, inside, allowed, t,
+    DK: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """Take in 32 dense tokens, g of each eight a lane's.
 
     Args:
