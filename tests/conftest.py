@@ -1,5 +1,6 @@
 """Settings of every test."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -18,6 +19,11 @@ torch.set_num_threads(1)
 checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=checks)
 settings.load_profile("tests")
+
+if os.environ.get("TQ_HF_TARGET"):
+    from tests.support.target_override import install
+
+    install()
 
 
 @pytest.fixture(autouse=True)

@@ -169,7 +169,10 @@ def test_graph_decoding_keeps_a_step_for_its_autocast(device):
             ids, plain = prompt(20).to(device), TurboQuantCache(model.config)
             steps = model.generate(ids, past_key_values=cache, custom_generate=graph_decoding, **options).logits
             expected = model.generate(ids, past_key_values=plain, **options).logits
-        assert relative_error(torch.stack(steps), torch.stack(expected)) < 0.05
+        found, right = torch.stack(steps), torch.stack(expected)
+        # In 16 bits the best two tokens may tie; what follows another token is another text.
+        alike = (found.argmax(-1) == right.argmax(-1)).all(1).int().cumprod(0).sum().item() + 1
+        assert alike > 4 and relative_error(found[:alike], right[:alike]) < 0.05
         keys.append(graph_decoding.__globals__["_kept"][cache].key)
     assert keys[0] == keys[1] != keys[2]
 

@@ -18,9 +18,9 @@ import test_dequantise_kernel as dequantise
 import test_encode_kernel as encode
 import test_prefix_kernel as prefix
 import torch
-from tq_kernels.common.stand_in import STAND_INS, VARIABLE, stand_in
 
 from tests.support.kernel_cases import INTERPRETED, Case
+from tests.support.target_override import OTHER_CARDS, VARIABLE, wanted_card
 from tq_hf.config import PRESETS
 
 pytestmark = [
@@ -51,7 +51,7 @@ PREFIX = [
     (BASE.with_(S=300, window=341, window_capacity=384, blocks=31, capacity=32), True),
 ]
 
-if stand_in() is None:
+if wanted_card() is None:
 
     @pytest.fixture(scope="module")
     def children() -> Iterator[dict[str, subprocess.Popen[str]]]:
@@ -70,13 +70,13 @@ if stand_in() is None:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
-            for name in STAND_INS
+            for name in OTHER_CARDS
         }
         yield running
         for process in running.values():
             process.kill()
 
-    @pytest.mark.parametrize("name", STAND_INS)
+    @pytest.mark.parametrize("name", OTHER_CARDS)
     def test_kernels_of(name: str, children: dict[str, subprocess.Popen[str]]) -> None:
         report, _ = children[name].communicate()
         print(f"{name}: {report.strip().splitlines()[-1]}")
@@ -88,7 +88,7 @@ else:
     def test_tables_know_the_card() -> None:
         from tq_kernels.common.device import target
 
-        wanted = stand_in()
+        wanted = wanted_card()
         assert wanted is not None
         assert target(DEVICE).capability == wanted.capability
         assert target(DEVICE).shared_bytes == wanted.shared_bytes

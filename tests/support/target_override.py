@@ -1,4 +1,6 @@
-"""Run another NVIDIA GPU's kernels on this one, for tests: `TQ_HF_TARGET=sm_75` (80, 86, 89), or `plain`.
+"""Run another NVIDIA GPU's kernels on this one: `TQ_HF_TARGET=sm_75` (80, 86, 89), or `plain`.
+
+`conftest.py` installs it.
 
 PTX is forward compatible. With the variable set, every Triton kernel of the process is compiled for the named target as
 far as its PTX, which is then assembled for the GPU at hand, and the heuristic tables are told the named GPU. `plain` is
@@ -8,15 +10,18 @@ the code without inline PTX, which AMD and Intel GPUs run, compiled for the GPU 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+
+from tq_kernels.common import device
+from tq_kernels.common.device import Target
 
 VARIABLE = "TQ_HF_TARGET"
 
 
 @dataclass(frozen=True)
-class StandIn:
+class OtherCard:
     """The GPU whose kernels are run.
 
     Args:
@@ -30,16 +35,16 @@ class StandIn:
     small_levels: bool = True
 
 
-STAND_INS = {
-    "sm_75": StandIn((7, 5), 64 * 1024),
-    "sm_80": StandIn((8, 0), 164 * 1024),
-    "sm_86": StandIn((8, 6), 100 * 1024),
-    "sm_89": StandIn((8, 9), 100 * 1024),
-    "plain": StandIn((0, 0), 64 * 1024, small_levels=False),
+OTHER_CARDS = {
+    "sm_75": OtherCard((7, 5), 64 * 1024),
+    "sm_80": OtherCard((8, 0), 164 * 1024),
+    "sm_86": OtherCard((8, 6), 100 * 1024),
+    "sm_89": OtherCard((8, 9), 100 * 1024),
+    "plain": OtherCard((0, 0), 64 * 1024, small_levels=False),
 }
 
 
-def stand_in() -> StandIn | None:
+def wanted_card() -> OtherCard | None:
     """What the environment asks for.
 
     Raises:
@@ -48,9 +53,9 @@ def stand_in() -> StandIn | None:
     name = os.environ.get(VARIABLE)
     if not name:
         return None
-    if name not in STAND_INS:
-        raise ValueError(f"{VARIABLE}={name!r} is not a target whose kernels can be tried: one of {[*STAND_INS]}.")
-    return STAND_INS[name]
+    if name not in OTHER_CARDS:
+        raise ValueError(f"{VARIABLE}={name!r} is not a target whose kernels can be tried: one of {[*OTHER_CARDS]}.")
+    return OTHER_CARDS[name]
 
 
 def assemble_for(capability: int) -> None:
@@ -68,13 +73,13 @@ def assemble_for(capability: int) -> None:
 
 
 @lru_cache
-def pretend() -> StandIn | None:
+def pretend() -> OtherCard | None:
     """Make Triton compile for what the environment asks for; once a process.
 
     Raises:
         ValueError: For an unknown target, or one newer than the GPU at hand.
     """
-    wanted = stand_in()
+    wanted = wanted_card()
     if wanted is None or wanted.capability == (0, 0):
         return wanted
     from triton.backends.compiler import GPUTarget
@@ -88,3 +93,20 @@ def pretend() -> StandIn | None:
     pretended = GPUTarget("cuda", 10 * major + minor, real.warp_size)
     driver.active.get_current_target = lambda: pretended
     return wanted
+
+
+def overridden(target: Target) -> Target:
+    """The GPU at hand as the heuristic tables then see it.
+
+    Raises:
+        ValueError: As for `pretend`.
+    """
+    card = pretend()
+    if card is None:
+        return target
+    return replace(target, capability=card.capability, shared_bytes=card.shared_bytes, small_levels=card.small_levels)
+
+
+def install() -> None:
+    """Let all launches of this process take a GPU for the one that the environment names."""
+    device.override = overridden
