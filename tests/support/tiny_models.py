@@ -166,7 +166,7 @@ def build(name: str, seed: int = 1, **changes: int) -> PreTrainedModel:
 
 
 def multimodal() -> tuple[PreTrainedModel, Callable[[], list[str]]]:
-    """A random decoder with a vision tower, each with another attention, and what names those of whole, text, vision."""
+    """A random decoder with a vision tower, each of another attention, and what names those of whole, text, tower."""
     torch.manual_seed(1)
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     vision = CLIPVisionConfig(**sizes, image_size=32, patch_size=16)
