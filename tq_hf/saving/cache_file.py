@@ -135,21 +135,21 @@ def load_cache(
         FileNotFoundError: There is no file.
     """
     _check_model(model, "TurboQuantCache.load(path, model)")
-    safetensors_file.check_regular(path)
-    try:
-        header = safetensors_file.read_header(path)
-        state = _read_state(header.metadata)
-        config = _config(state["config"], preset)
-        fingerprint.check(state["model"], model)
-        room = state["max_cache_len"] if max_cache_len == "saved" else max_cache_len
-        loader = Loader(kind, model, config, state, room)
-        loader.check(header)
-        tensors = safetensors_file.read_tensors(path)
-        if safetensors_file.digest(tensors) != state["tensors"]:
-            raise ValueError("The tensors do not have the checksum they were saved with: the file is damaged.")
-        return loader.fill(tensors), state["notes"]
-    except ValueError as error:
-        raise ValueError(f"Cannot load the cache in {os.fspath(path)!r}. {error}") from error
+    with safetensors_file.held_open(path) as file:
+        try:
+            header = safetensors_file.read_header(file)
+            state = _read_state(header.metadata)
+            config = _config(state["config"], preset)
+            fingerprint.check(state["model"], model)
+            room = state["max_cache_len"] if max_cache_len == "saved" else max_cache_len
+            loader = Loader(kind, model, config, state, room)
+            loader.check(header)
+            tensors = safetensors_file.read_tensors(file)
+            if safetensors_file.digest(tensors) != state["tensors"]:
+                raise ValueError("The tensors do not have the checksum they were saved with: the file is damaged.")
+            return loader.fill(tensors), state["notes"]
+        except ValueError as error:
+            raise ValueError(f"Cannot load the cache in {os.fspath(path)!r}. {error}") from error
 
 
 def _check_model(model: Any, call: str) -> None:
