@@ -11,16 +11,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tq_kernels.format import LARGEST_FACTOR, SMALLEST_FACTOR
-from transformers import DynamicCache
+from tq_kernels.format import LARGEST_FACTOR, LEAST_TOKENS, SMALLEST_FACTOR
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from .compat import attention_of_parts, give_attention_back
 from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
 from .tensors.blocks import Factors
 
 PROBE_TOKENS = 512
 NAME = "turboquant"
+POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
+"""Names under which configs say how many positions a model has, at most one of them in each."""
 _CONFIG = TurboQuantConfig()
 
 
@@ -57,19 +60,23 @@ class Balance:
 
     @classmethod
     def of(cls, model: Any) -> Balance:
-        """From a short run of `model` on random tokens, the same ones every time."""
+        """From a short run of `model` on random tokens, the same ones every time.
+
+        Raises:
+            ValueError: The model has too few positions for statistics.
+        """
         config = model.config.get_text_config(decoder=True)
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(config.vocab_size, (1, PROBE_TOKENS), generator=generator)
-        before = model.config._attn_implementation
+        ids = torch.randint(config.vocab_size, (1, _probe_tokens(config)), generator=generator)
+        before = attention_of_parts(model)
         cache = DynamicCache(config=model.config)
         cache.layers = [TurboQuantLayer(_CONFIG) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        model.set_attn_implementation(NAME)
         try:
+            model.set_attn_implementation(NAME)
             with torch.no_grad():
                 model(ids.to(model.device), past_key_values=cache)
         finally:
-            model.set_attn_implementation(before)
+            give_attention_back(before)
         return cls.held_by(cache.layers)
 
     def give(self, layers: Iterable[Any]) -> None:
@@ -86,6 +93,18 @@ class Balance:
             )
         for index, layer in compressed.items():
             layer.factors = self.layers[index]
+
+
+def _probe_tokens(config: PreTrainedConfig) -> int:
+    """Tokens to run a decoder on: no more than it has positions for."""
+    limits = (getattr(config, name, None) for name in POSITIONS)
+    tokens = min(limit for limit in (PROBE_TOKENS, *limits) if isinstance(limit, int) and limit > 0)
+    if tokens < (least := _CONFIG.sink_tokens + LEAST_TOKENS):
+        raise ValueError(
+            f"This model has positions for {tokens} tokens ({type(config).__name__}), and factors of channels need "
+            f"statistics of {least} or more. Use it without: `balance=False`."
+        )
+    return tokens
 
 
 def _mean(factor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,9 @@ __all__ = [
     "as_plain_tensors",
     "asked_by_prefill",
     "attention_implementation",
+    "attention_of_parts",
     "current_raw_stream",
+    "give_attention_back",
     "has_attention_heads",
     "is_capturing",
     "is_tracing",
@@ -71,6 +73,23 @@ def attention_implementation(config: PreTrainedConfig | None) -> str | None:
         if "_attn_implementation_internal" in kept:
             return kept["_attn_implementation_internal"]
     return getattr(config, "_attn_implementation", None)
+
+
+def attention_of_parts(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:
+    """The config of every part of a model (text decoder, vision tower) and its attention, to give back after
+    `set_attn_implementation` (transformers 5.17 to 5.23)."""
+    configs = [model.config, *(part.config for part in model.modules() if isinstance(part, PreTrainedModel))]
+    for config in configs:  # which grows: parts of parts
+        parts = (getattr(config, name, None) for name in config.sub_configs)
+        configs += (part for part in parts if isinstance(part, PreTrainedConfig))
+    return [(config, config._attn_implementation_internal) for config in configs]
+
+
+def give_attention_back(parts: list[tuple[PreTrainedConfig, str | None]]) -> None:
+    """Let every part attend as `attention_of_parts` found it. Given to `set_attn_implementation`, the attention of the
+    whole would be that of all parts, and a dict could not name parts of parts (transformers 5.17 to 5.23)."""
+    for config, attention in parts:
+        config._attn_implementation_internal = attention
 
 
 def is_capturing() -> bool:

@@ -24,7 +24,7 @@ same share for every token: noise averages out over the tokens that attention su
 INNER: Correction = "inner"
 
 SETTLED = ("random_signs", "rotate_values", "key_mean", "key_correction", "value_correction")
-"""What is the same in every preset. Files of format version 2 name these, too."""
+"""What is the same in every preset. Files of format version 3 may name these, too."""
 
 
 @dataclass(frozen=True)

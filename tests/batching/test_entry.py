@@ -8,7 +8,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tests.support.batching_cases import Oracle, Session, answers, greedy, model_of, options, prompts
-from tests.support.tiny_models import build
+from tests.support.tiny_models import build, multimodal
 from tq_hf import Balance, TurboQuantBatching, continuous_batching
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.batching.entry import inner_model
@@ -47,6 +47,19 @@ def test_a_models_own_generate_batch_uses_packed_pages_within_the_context() -> N
     assert vars(model).keys() == held.keys()
     oracle = Oracle(model.eval(), balance=batching.balance)
     assert found == [oracle.generate(prompt, 8) for prompt in inputs]
+
+
+def test_parts_of_a_model_get_their_own_attention_back() -> None:
+    model, attention = multimodal()
+    own = attention()
+    batching = TurboQuantBatching(model)
+    for _ in range(2):
+        batching.generate_batch(prompts([40]), greedy(2), options(), persistent_manager=True)
+        assert attention() == own
+    batching.destroy_cached_continuous_batching_manager()
+    with pytest.raises(MemoryError):
+        batching.generate_batch(prompts([5]), greedy(1), options(num_blocks=10**9))
+    assert attention() == own == ["sdpa", "turboquant", "eager"]
 
 
 def test_the_context_ends_with_an_exception_too_and_is_not_entered_twice() -> None:

@@ -138,6 +138,23 @@ def test_a_forgotten_prompt_leaves_no_factors(length, forget):
         assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
 
 
+@pytest.mark.parametrize("length", [None, 500])
+@torch.no_grad()
+def test_a_reset_cache_waits_for_queries_again(length):
+    model = made("llama")
+    used, fresh = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
+    model.set_attn_implementation("sdpa")  # shows none
+    for part in (tokens(300), tokens(1)):
+        model(part, past_key_values=used)
+    assert all((keys == 1).all() for keys, _ in factors(used))
+    used.reset()
+    model.set_attn_implementation("turboquant")
+    for cache in (used, fresh):
+        model(tokens(300, seed=3), past_key_values=cache)
+    for pair, expected in zip(factors(used), factors(fresh), strict=True):
+        assert (expected[0] != 1).any() and all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
+
+
 @torch.no_grad()
 def test_factors_are_saved(tmp_path):
     model = made("qwen3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -131,6 +132,35 @@ def test_a_file_brings_its_factors_into_either_kind_of_cache(saved, loaded, tmp_
     for used in (again, fresh):
         model(tokens(280, batch=2, seed=3), past_key_values=used)
     assert_equal_factors(again, fresh)
+
+
+@pytest.mark.parametrize("saved, loaded", [(None, None), (None, 500), (500, None), (500, 500)])
+def test_factors_that_are_handed_on_stay_in_a_file(saved, loaded, tmp_path):
+    model = made("llama")
+    cache = TurboQuantCache(model.config, max_cache_len=saved, balance=Balance.of(model))
+    model(tokens(20, batch=2), past_key_values=cache)
+    cache.save(tmp_path / "c.safetensors", model)
+    again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
+    same = [model(tokens(400, batch=2, seed=5), past_key_values=used).logits for used in (cache, again)]
+    assert is_balanced(again) and torch.equal(*same)
+    assert_equal_factors(again, cache)
+    for used in (cache, again):
+        used.reset()
+        model(tokens(300, batch=2, seed=3), past_key_values=used)
+    assert_equal_factors(again, cache)
+
+
+@pytest.mark.parametrize("preset", ["4bit_nc", "auto"])
+@LENGTHS
+def test_factors_that_are_handed_on_go_with_an_empty_cache_to_another_process(length, preset):
+    model = made("llama")
+    cache = TurboQuantCache(model.config, preset, max_cache_len=length, balance=Balance.of(model))
+    again = pickle.loads(pickle.dumps(cache))
+    for used in (cache, again):
+        for part in (tokens(20), tokens(200, seed=3)):
+            model(part, past_key_values=used)
+    assert is_balanced(again)
+    assert_equal_factors(again, cache)
 
 
 @LENGTHS

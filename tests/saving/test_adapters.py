@@ -88,12 +88,6 @@ def test_a_model_without_adapters_has_none():
     assert fingerprint.identify(model)["adapters"] is None
 
 
-def test_a_file_that_does_not_say_is_refused_by_a_model_with_adapters():
-    model = adapted()
-    with pytest.raises(ValueError, match="older format, which does not say which adapters"):
-        fingerprint.check(fingerprint.identify(model) | {"adapters": fingerprint.UNKNOWN}, model)
-
-
 def test_adapters_of_peft(tmp_path):
     peft = pytest.importorskip("peft")
 

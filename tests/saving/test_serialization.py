@@ -137,6 +137,23 @@ def test_sliding_layers_that_record_their_past_come_back(tmp_path):
     assert_continue_alike(model, cache, loaded, (1,))
 
 
+@pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
+def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_len):
+    model, cache = filled("gemma3", length=80, batch=1, max_cache_len=max_cache_len)
+    ids = tokens(1, 120)
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
+    assert any(layer.record_past for layer in cache.layers if layer.is_sliding)
+    cache.save(tmp_path / "c.safetensors")
+    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    outs = [
+        model.generate(out, past_key_values=one, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
+        for one in (cache, loaded)
+    ]
+    assert torch.equal(*outs)
+    for length in (1, 9, 1):
+        assert torch.equal(*(run(model, one, tokens(1, length, seed=2)) for one in (cache, loaded)))
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_preallocated_window_that_is_full_goes_on_sliding(tmp_path, counted):
     """Versions that counted a full window on the host alone left the count on the device at 0."""

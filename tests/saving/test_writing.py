@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.saving_cases import filled, run, tokens
+from tests.support.saving_cases import assert_continue_alike, filled, run, tokens
 from tq_hf import TurboQuantCache
 from tq_hf.saving import safetensors_file
+from tq_hf.saving.layers import Loader
+from tq_hf.saving.safetensors_file import Header
 
 
 def test_a_link_to_a_file_is_followed_in_loading_and_replaced_in_saving(tmp_path):
@@ -88,3 +90,21 @@ def test_a_kill_during_a_save_leaves_the_old_file(tmp_path, monkeypatch, where):
     assert TurboQuantCache.load(path, model).get_seq_length() == 20
     cache.save(path)
     assert TurboQuantCache.load(path, model).get_seq_length() == 30
+
+
+def test_a_file_replaced_while_it_is_read_is_the_one_before(tmp_path, monkeypatch):
+    model, one = filled("llama", length=200)
+    _, two = filled("llama", length=201)
+    path = tmp_path / "c.safetensors"
+    one.save(path, model)
+    check = Loader.check
+
+    def replaced(loader: Loader, header: Header) -> None:
+        check(loader, header)
+        two.save(path, model)
+
+    monkeypatch.setattr(Loader, "check", replaced)
+    loaded = TurboQuantCache.load(path, model)
+    monkeypatch.undo()
+    assert loaded.get_seq_length() == 200 and TurboQuantCache.load(path, model).get_seq_length() == 201
+    assert_continue_alike(model, one, loaded)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -18,6 +19,8 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -160,3 +163,16 @@ def build(name: str, seed: int = 1, **changes: int) -> PreTrainedModel:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def multimodal() -> tuple[PreTrainedModel, Callable[[], list[str]]]:
+    """A random decoder with a vision tower, each of another attention, and what names those of whole, text, tower."""
+    torch.manual_seed(1)
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    vision = CLIPVisionConfig(**sizes, image_size=32, patch_size=16)
+    text = LlamaConfig(**(_SIZES | dict(num_hidden_layers=2)))
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=VOCAB - 1)
+    attention = {"text_config": "turboquant", "vision_config": "eager"}
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    return model, lambda: [part._attn_implementation for part in parts]

@@ -8,13 +8,14 @@ from math import ceil
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
+from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
 from ..balance import Balance
+from ..compat import attention_of_parts, give_attention_back
 from ..config import TurboQuantConfig
 from ..inference_mode import outside_inference_mode
 from ..ops.backend import check_choice
@@ -68,6 +69,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.config = config
         self.balance = balance
         self._computing = False
+        # transformers' `_original_attn_impl` is one name, that of the whole, and stays `None`.
+        self._own_attention: list[tuple[PreTrainedConfig, str | None]] = []
         given = continuous_batching_config
         on_cuda = model.device.type == "cuda"
         options = paged_options(given)
@@ -82,7 +85,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             options.use_async_batching = True
         # What transformers knows of block tables is said of names like "flash": it would set 0, and warn if one asks.
         options.max_blocks_per_request = options.decode_compile_config = None
-        with self._giving_back_on_failure(model):
+        with self._giving_back_on_failure():
             super().__init__(model, generation_config, options, workload_hints)
         resolved = self.continuous_batching_config
         resolved.decode_compile_config = given.decode_compile_config
@@ -107,25 +110,28 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Let the model attend to packed pages, whatever it uses elsewhere."""
-        original = model.config._attn_implementation
-        if original != NAME:
+        decoder = model.config.get_text_config()
+        if not model.config._attn_implementation == decoder._attn_implementation == NAME:
+            self._own_attention = attention_of_parts(model)
             model.set_attn_implementation(NAME)
-            self._original_attn_impl = original
+
+    def _give_attention_back(self) -> None:
+        """Let every part of the model attend as before, where this manager has changed that."""
+        give_attention_back(self._own_attention)
+        self._own_attention = []
 
     @contextmanager
-    def _giving_back_on_failure(self, model: Any) -> Iterator[None]:
+    def _giving_back_on_failure(self) -> Iterator[None]:
         """Give the model its own attention back on an exception: nobody has a manager then to do it."""
         try:
             yield
         except BaseException:
-            if getattr(self, "_original_attn_impl", None) is not None:
-                model.set_attn_implementation(self._original_attn_impl)
-                self._original_attn_impl = None
+            self._give_attention_back()
             raise
 
     def warmup(self) -> None:
         """Make the pool, and on a GPU capture the graphs of decode steps."""
-        with self._giving_back_on_failure(self.model):
+        with self._giving_back_on_failure():
             super().warmup()
 
     def start(self) -> None:
@@ -133,6 +139,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         # `stop` gave the model its own attention back, and a kept manager may be started again.
         self.switch_to_cb_friendly_attn(self.model)
         super().start()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the background thread, as transformers' `stop`, and give the model its own attention back."""
+        super().stop(*args, **kwargs)
+        self._give_attention_back()
 
     # transformers' own, with the classes of cache, scheduler and processor replaced, which it names outright
     # (tests/batching/test_upstream.py tells when it changes).

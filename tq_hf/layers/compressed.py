@@ -237,7 +237,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is not None:
             self.store = self.store.reset()
         self.is_initialized = self.store is not None
-        self.reader, self.is_untouched = None, False
+        self.reader, self.is_untouched, self.awaits_queries = None, False, True
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:

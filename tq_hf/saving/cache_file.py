@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ..cache import TurboQuantCache
 
 FORMAT = "tq_hf.cache"
-VERSION = 3
-"""Raised whenever a reader of the old version would misread a new file. 2 had no adapters and no optional tensors."""
-OLDEST = 2
+VERSION = 4
+"""Raised whenever a reader of the old version would misread a new file. 3 did not say whether factors are handed on."""
+OLDEST = 3
 
 STATE_FIELDS = {
     "config": dict,
@@ -135,21 +135,21 @@ def load_cache(
         FileNotFoundError: There is no file.
     """
     _check_model(model, "TurboQuantCache.load(path, model)")
-    safetensors_file.check_regular(path)
-    try:
-        header = safetensors_file.read_header(path)
-        state = _read_state(header.metadata)
-        config = _config(state["config"], preset)
-        fingerprint.check(state["model"], model)
-        room = state["max_cache_len"] if max_cache_len == "saved" else max_cache_len
-        loader = Loader(kind, model, config, state, room)
-        loader.check(header)
-        tensors = safetensors_file.read_tensors(path)
-        if safetensors_file.digest(tensors) != state["tensors"]:
-            raise ValueError("The tensors do not have the checksum they were saved with: the file is damaged.")
-        return loader.fill(tensors), state["notes"]
-    except ValueError as error:
-        raise ValueError(f"Cannot load the cache in {os.fspath(path)!r}. {error}") from error
+    with safetensors_file.held_open(path) as file:
+        try:
+            header = safetensors_file.read_header(file)
+            state = _read_state(header.metadata)
+            config = _config(state["config"], preset)
+            fingerprint.check(state["model"], model)
+            room = state["max_cache_len"] if max_cache_len == "saved" else max_cache_len
+            loader = Loader(kind, model, config, state, room)
+            loader.check(header)
+            tensors = safetensors_file.read_tensors(file)
+            if safetensors_file.digest(tensors) != state["tensors"]:
+                raise ValueError("The tensors do not have the checksum they were saved with: the file is damaged.")
+            return loader.fill(tensors), state["notes"]
+        except ValueError as error:
+            raise ValueError(f"Cannot load the cache in {os.fspath(path)!r}. {error}") from error
 
 
 def _check_model(model: Any, call: str) -> None:
@@ -194,11 +194,12 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     for name in ("batch", "tokens", "max_cache_len"):
         if state[name] is not None and not 1 <= state[name] <= safetensors_file.MAX_DIMENSION:
             raise ValueError(f"Its `{name}` is {state[name]}; it must be 1 or more.")
-    if int(version) == 2:
+    if int(version) == 3:
         for layer in state["layers"]:
             if isinstance(layer, dict) and "counts" in layer:
-                layer["optional"] = []
-        state["model"] = {**state["model"], "adapters": fingerprint.UNKNOWN}
+                if "handed_on" in layer:
+                    raise ValueError("Its format version is 3, and its layers are of a newer one: the file is damaged.")
+                layer["handed_on"] = False
     return state
 
 

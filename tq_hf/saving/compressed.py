@@ -13,12 +13,12 @@ from ..layers.compressed import TurboQuantLayer
 from ..stores.base import Counts
 from ..stores.growing import GrowingStore
 from ..stores.growth import GROW, Fixed
-from ..tensors.blocks import KeyValue
+from ..tensors.blocks import Factors, KeyValue
 from .expected import Expected, exactly
 from .safetensors_file import typed
 
-FIELDS = {"class": str, "counts": list, "reads_store": bool, "optional": list}
-"""Version 2 had no `optional`: names of tensors that only some stores have."""
+FIELDS = {"class": str, "counts": list, "reads_store": bool, "optional": list, "handed_on": bool}
+"""`optional` are names of tensors that only some stores have; factors that are `handed_on` stay, whatever comes."""
 
 OPTIONAL = ("key_factors", "value_factors")
 """Those of a balanced configuration."""
@@ -34,6 +34,7 @@ def describe(layer: TurboQuantLayer, index: int) -> tuple[dict[str, Any], dict[s
         "counts": list(counts),
         "reads_store": layer.reader is not None,
         "optional": [name for name in OPTIONAL if name in held],
+        "handed_on": layer.store.handed_on,
     }
     return description, held
 
@@ -64,6 +65,8 @@ def expect(
         raise ValueError(f"Layer {index} holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
     if described["optional"] != (list(OPTIONAL) if config.balance else []):
         raise ValueError(f"Layer {index} has unknown tensors {str(described['optional'])[:64]}: damaged.")
+    if described["handed_on"] and not config.balance:
+        raise ValueError(f"Layer {index} has factors that are handed on, and is not balanced: damaged.")
     counts = Counts(*numbers)
     layout = config.layout(keys.shape[-1], values.shape[-1])
     held = counts.sinks + counts.blocks * layout.tokens + counts.window
@@ -112,6 +115,9 @@ def fill(
             raise ValueError(
                 f"Its `{name}` are not between {SMALLEST_FACTOR} and {LARGEST_FACTOR}: the file is damaged."
             )
+    if described["handed_on"]:
+        # The same for every sequence; the next prompt may have more.
+        layer.factors = Factors(*(held[name][:1] for name in OPTIONAL))
     layer.lazy_initialization(*states_like(probe, batch))
     assert layer.store is not None
     layer.store.restore(Counts(*described["counts"]), held)

@@ -44,9 +44,6 @@ CONFIG_FIELDS = (
 """What of a config shapes keys and values; a field a config does not have is left out. A list of what counts, not of
 what does not: configs gain fields with every version of transformers, and a saved prompt should survive that."""
 
-UNKNOWN = "unknown"
-"""In place of adapters, of a file that does not say: only a model without any is sure to be the same."""
-
 SAMPLES = 64
 """Values of each parameter that are hashed."""
 
@@ -97,13 +94,7 @@ def check(saved: dict[str, Any], model: Any) -> None:
             "The cache belongs to another model: of the same shape as this one, but with other weights (another "
             "checkpoint, a fine-tune, another adapter, other quantisation). Load it with the model it was made with."
         )
-    if saved["adapters"] == UNKNOWN:
-        if ours["adapters"] is not None:
-            raise ValueError(
-                "The file is of an older format, which does not say which adapters were active, and this model has "
-                "some. Save the cache again."
-            )
-    elif saved["adapters"] != ours["adapters"]:
+    if saved["adapters"] != ours["adapters"]:
         raise ValueError(
             f"The cache was made with {_said(saved['adapters'])}, and this model has {_said(ours['adapters'])}. "
             "Activate, merge and scale its adapters as they were, or load the cache with the model it was made with."

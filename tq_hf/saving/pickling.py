@@ -6,7 +6,11 @@ import pickle
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedConfig
+
+from ..balance import Balance
+from ..layers.compressed import TurboQuantLayer
 
 if TYPE_CHECKING:
     from ..cache import TurboQuantCache
@@ -31,6 +35,13 @@ def reduce(cache: TurboQuantCache) -> tuple[Any, ...]:
         chosen = {"preset", "key_bits", "value_bits"}
         options = {field.name: getattr(cache.config, field.name) for field in fields(cache.config)}
         options = {name: value for name, value in options.items() if name not in chosen} | {"preset": "auto"}
+    given = {
+        index: layer.factors.map(torch.Tensor.cpu)  # whoever reads it may have no GPU
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, TurboQuantLayer) and layer.factors is not None
+    }
+    if given:
+        options["balance"] = Balance(given)
     return _make, (type(cache), model_config, options | {"max_cache_len": cache.preallocated_for}, cache.offloading)
 
 

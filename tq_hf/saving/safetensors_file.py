@@ -14,7 +14,8 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,8 +106,9 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
             os.close(folder)
 
 
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise unless `path` is a regular file, or a link to one, that may be read.
+@contextmanager
+def held_open(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
+    """A path of the regular file that is at `path` now, whatever takes its place there meanwhile.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
@@ -124,12 +126,15 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"{path} is a folder or a device, not a file; give the file that `cache.save` wrote.")
+        # safetensors opens paths only, and torch opens them again. (Windows replaces no file that is open.)
+        descriptor_path = f"/dev/fd/{descriptor}"
+        yield descriptor_path if os.path.exists(descriptor_path) else path
     finally:
         os.close(descriptor)
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The header of a file that `check_regular` passed.
+    """The header of a file that is `held_open`.
 
     Raises:
         ValueError: It is not a complete safetensors file of dtypes that caches have. Nothing was allocated.

@@ -26,10 +26,13 @@ PROBE_BATCH, PROBE_TOKENS, PROBE_ROOM = (1, 2), (2, 3), (11, 13)
 
 def describe(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A layer of transformers, of whatever class, as JSON and tensors by their path in it."""
-    values, held = {}, {}
+    values: dict[str, bool | int | None] = {}
+    held: dict[str, torch.Tensor] = {}
     for path, (_, _, value) in _leaves(layer).items():
         if isinstance(value, torch.Tensor):
             held[path] = value
+        elif path == "_recorded" and isinstance(layer, PreallocatedSlidingLayer):
+            values[path] = None  # the window is saved, and not what slid out of it since the last `crop`
         elif value is None or isinstance(value, (bool, int)):
             values[path] = value
         else:

@@ -1,0 +1,46 @@
+"""What `Balance.of` runs a model on, and that the model is as before afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.tiny_models import build, multimodal
+from tq_hf import Balance
+
+OWN = ["sdpa", "turboquant", "eager"]
+
+
+def test_parts_of_a_model_keep_their_own_attention():
+    model, attention = multimodal()
+    assert attention() == OWN
+    Balance.of(model)
+    assert attention() == OWN
+
+
+def test_parts_of_a_model_get_their_own_attention_back_from_a_run_that_fails():
+    model, attention = multimodal()
+
+    def fail(*args: object) -> None:
+        assert attention() == ["turboquant"] * 3
+        raise torch.OutOfMemoryError
+
+    model.get_decoder().layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        Balance.of(model)
+    assert attention() == OWN
+
+
+@pytest.mark.parametrize("positions, tokens", [(256, 256), (36, 36), (2048, 512)])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_probe_has_no_more_tokens_than_the_model_has_positions(name, positions, tokens):
+    model = build(name, max_position_embeddings=positions)
+    lengths = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+    assert Balance.of(model).layers.keys() == {0, 1, 2, 3}
+    assert lengths == [tokens]
+
+
+def test_a_model_of_too_few_positions_for_statistics_is_refused():
+    with pytest.raises(ValueError, match=r"positions for 35 tokens \(GPT2Config\).* 36 or more.*`balance=False`"):
+        Balance.of(build("gpt2", max_position_embeddings=35))
