@@ -7,6 +7,7 @@ a GPU (asynchronous batches, padding for graphs, pages offloaded to the CPU), ac
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.batching_cases import (
     prompts,
 )
 from tq_hf import TurboQuantBatching
+from tq_hf.batching.manager import WakeUp
 from tq_hf.batching.processor import TurboQuantBatchProcessor
 
 
@@ -286,3 +288,38 @@ def test_pages_offloaded_to_the_cpu_come_back_as_they_were(offloaded: list[set[s
         assert any(offloaded)
         assert found == [session.oracle.generate(prompt, 36) for prompt in inputs]
         assert session.pages_in_use() == 0
+
+
+def test_two_requests_of_one_id_are_both_answered(batching: TurboQuantBatching) -> None:
+    """transformers keeps requests by id: two of one would share pages, tokens and answer."""
+    with batching.continuous_batching_context_manager(greedy(5), continuous_batching_config=options()) as manager:
+        ids = [manager.add_request([7] * tokens, "a", max_new_tokens=5) for tokens in (30, 40, 50)]
+        assert ids == ["a", "a#2", "a#3"]
+        found = {}
+        while len(found) < 3:
+            result = manager.get_result(timeout=60)
+            assert result is not None and result.error is None
+            found[result.request_id] = result.generated_tokens
+        assert {name: len(tokens) for name, tokens in found.items()} == {"a": 5, "a#2": 5, "a#3": 5}
+        assert manager.add_request([7] * 30, "a", max_new_tokens=5) == "a", "an id that was answered is free again"
+        result = manager.get_result(timeout=60)
+        assert result is not None and result.generated_tokens == found["a"]
+
+
+def test_an_idle_loop_waits_without_looking_again(
+    batching: TurboQuantBatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[tuple[bool, float | None]] = []
+    wait = threading.Event.wait
+
+    def noted(event: Any, timeout: float | None = None) -> bool:
+        if isinstance(event, WakeUp):
+            waits.append((event.idle, timeout))
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", noted)
+    with batching.continuous_batching_context_manager(greedy(4), continuous_batching_config=options()) as manager:
+        for _ in range(2):
+            manager.add_request([7] * 20)
+            assert manager.get_result(timeout=60) is not None
+    assert any(idle for idle, _ in waits) and all(timeout is None for idle, timeout in waits if idle)

@@ -177,10 +177,10 @@ BREAKS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def attend_by_reference(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, **options: Any
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`dispatch.attend` over everything dequantised."""
-    return attend_dense(query, *dispatch.dense(view), mask, AttentionOptions(**options))
+    return attend_dense(query, *dispatch.dense(view), mask, options)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,8 @@ def test_what_is_not_installed_is_said(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_preset_that_does_not_exist_is_said_before_anything_is_loaded(folder: Path) -> None:
-    assert "Unknown preset 'auto'" in fails("serve", folder, "--preset", "auto")
+    assert "Unknown preset 'x'" in fails("serve", folder, "--preset", "x")
+    assert "Preset 'auto' chooses when it sees the first keys" in fails("serve", folder, "--preset", "auto")
     assert "`--dtype` is 'int4'" in fails("serve", folder, "--dtype", "int4")
 
 
@@ -124,3 +126,81 @@ def test_a_model_that_pages_cannot_hold_is_refused_before_the_server_starts(
 
     output = served(ask, saved_model("qwen3_next", tmp_path), status=1)
     assert "Error: " in output and "linear_attention" in output and "Traceback" not in output
+
+
+def chat(**options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 4, "temperature": 0.0} | options
+
+
+def test_what_cannot_be_answered_is_refused_in_a_sentence(served: Callable[..., str], folder: Path) -> None:
+    found: dict[str, Any] = {}
+
+    def ask(client: Any) -> None:
+        for name, body in {
+            "pool": chat(max_tokens=10**6),
+            "prompt": chat(messages=[{"role": "user", "content": "x" * 9000}]),
+            "number": chat(max_tokens="x"),
+        }.items():
+            found[name] = client.post("/v1/chat/completions", json=body)
+        found["after"] = client.post("/v1/chat/completions", json=chat())
+
+    served(ask, folder)
+    assert [found[name].status_code for name in ("pool", "prompt", "number", "after")] == [400, 400, 400, 200]
+    for name in ("pool", "prompt"):
+        assert "8,192" in found[name].json()["error"]["message"] or "tokens" in found[name].json()["error"]["message"]
+    assert found["number"].json()["error"]["message"]
+
+
+def test_an_id_that_is_being_answered_is_refused() -> None:
+    """Of two at once the second gets a 409; one after the other both are answered."""
+    pytest.importorskip("fastapi")
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"x-request-id", b"a")]}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if len(statuses) < 1:
+            await door(scope, receive, send)  # while this one is open
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    door = serve.OneAnswerAnId(app)
+
+    async def both() -> None:
+        await door(scope, receive, send)
+        await door(scope, receive, send)
+
+    asyncio.run(both())
+    assert statuses == [409, 200, 200] and not door.open
+
+
+def test_a_server_that_is_told_to_stop_does_not_wait_for_answers(
+    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[bool] = []
+    stop = TurboQuantBatchingManager.stop
+
+    def noted(manager: TurboQuantBatchingManager, *args: Any, **options: Any) -> None:
+        stopped.append(options.get("hard_stop", False))
+        stop(manager, *args, **options)
+
+    monkeypatch.setattr(TurboQuantBatchingManager, "stop", noted)
+
+    def ask(client: Any) -> None:
+        assert client.post("/v1/chat/completions", json=chat()).status_code == 200
+        (answering,) = managers
+        answering.add_request([5] * 20, "endless", max_new_tokens=8000)
+
+    managers: list[TurboQuantBatchingManager] = []
+    start = TurboQuantBatchingManager.start
+    monkeypatch.setattr(
+        TurboQuantBatchingManager, "start", lambda manager: (managers.append(manager), start(manager))[1]
+    )
+    served(ask, folder)
+    assert stopped[0] and not managers[0].is_running()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
@@ -33,6 +35,63 @@ UNKNOWN_LENGTH = 32_768
 """Tokens that block tables have room for where nobody says how long requests are. Longer ones are served by lists."""
 
 
+class AnswerRouter(OutputRouter):
+    """transformers' router, which knows the ids that are still to be answered.
+
+    Two requests of one id would share their pages, their tokens and their answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: set[str] = set()
+        self.refused: dict[str, str] = {}
+        """Requests that were not taken, and why, until `reason` is asked."""
+
+    def claim(self, request_id: str) -> str:
+        """`request_id`, with a number behind it if a request of that id is being answered."""
+        with self._lock:
+            claimed, number = request_id, 1
+            while claimed in self._open:
+                number += 1
+                claimed = f"{request_id}#{number}"
+            self._open.add(claimed)
+        return claimed
+
+    def release(self, request_id: str) -> None:
+        """The request of this id is answered, or was dropped."""
+        with self._lock:
+            self._open.discard(request_id)
+
+    def _note(self, output: GenerationOutput) -> None:
+        if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
+            self.release(output.request_id)
+
+    def deliver(self, output: GenerationOutput) -> None:
+        """Hand a result to whoever waits for it."""
+        super().deliver(output)
+        self._note(output)
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        """Hand results to whoever waits for them."""
+        super().deliver_batch(outputs)
+        for output in outputs:
+            self._note(output)
+
+
+class WakeUp(threading.Event):
+    """What wakes the loop: a request, a cancellation, a pause or a stop.
+
+    transformers' own looks every tenth of a second, with or without requests.
+    """
+
+    idle = False
+    """Whether nothing can happen before it is set."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set; for so many seconds at most, unless idle."""
+        return super().wait(None if self.idle else timeout)
+
+
 class TurboQuantBatchingManager(ContinuousBatchingManager):
     """Generates for many requests, whose tokens it holds in packed pages.
 
@@ -51,6 +110,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     Raises:
         ValueError: The model, the options or the way of generating are none that packed pages serve.
     """
+
+    output_router: AnswerRouter
+    _wake_up_loop: WakeUp
 
     def __init__(
         self,
@@ -87,6 +149,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         options.max_blocks_per_request = options.decode_compile_config = None
         with self._giving_back_on_failure():
             super().__init__(model, generation_config, options, workload_hints)
+        self.output_router = AnswerRouter()
+        self._wake_up_loop = WakeUp()
         resolved = self.continuous_batching_config
         resolved.decode_compile_config = given.decode_compile_config
         resolved.max_blocks_per_request = given.max_blocks_per_request
@@ -129,6 +193,30 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self._give_attention_back()
             raise
 
+    def add_request(
+        self, input_ids: list[int], request_id: str | None = None, *args: Any, **options: Any
+    ) -> str | None:
+        """Add a request, as transformers' method does.
+
+        Returns:
+            The id of its answer: `request_id`, or that with a number behind it while another request has it; `None` if
+            the request was dropped.
+        """
+        if request_id is None:
+            with self._request_lock:
+                request_id = f"req_{self._request_counter}"
+                self._request_counter += 1
+        request_id = self.output_router.claim(request_id)
+        added = super().add_request(input_ids, request_id, *args, **options)
+        if added is None:
+            self.output_router.release(request_id)
+        return added
+
+    def join(self, *args: Any, **options: Any) -> None:
+        """Wait for the thread that generates to end."""
+        self._wake_up_loop.set()
+        super().join(*args, **options)
+
     def warmup(self) -> None:
         """Make the pool, and on a GPU capture the graphs of decode steps."""
         with self._giving_back_on_failure():
@@ -143,6 +231,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stop the background thread, as transformers' `stop`, and give the model its own attention back."""
         super().stop(*args, **kwargs)
+        self._wake_up_loop.set()
         self._give_attention_back()
 
     # transformers' own, with the classes of cache, scheduler and processor replaced, which it names outright
@@ -194,6 +283,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
         """One step. If it fails, so do its requests, and the loop goes on with the others."""
+        # Ranks of a group look at one another again and again.
+        alone = self.distributed_helper.tp_size == 1
+        self._wake_up_loop.idle = alone and not batch_processor.has_pending_requests()
         try:
             return super()._generation_loop_body(batch_processor, bootstrapping)
         except Exception as error:

@@ -89,6 +89,9 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
             self.inputs_and_outputs.retrieve_device_outputs()
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        if isinstance(error, ValueError):
+            router: Any = self.output_router
+            router.refused[state.request_id] = str(error)
         super()._handle_request_error(error, state)
         # Somebody waits for its forks, too, which are not made yet.
         for i in range(state.num_children):

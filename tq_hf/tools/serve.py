@@ -13,8 +13,43 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import Modality
 from transformers.utils.import_utils import is_serve_available
 
-from ..batching import continuous_batching
+from ..batching import TurboQuantBatchingManager, continuous_batching
 from ..batching.checks import STOCK_PAGE_SIZE
+
+GRACE = 5
+"""Seconds that open connections have once the server is told to stop."""
+
+
+class OneAnswerAnId:
+    """ASGI middleware that refuses a request whose header `x-request-id` is that of one being answered.
+
+    transformers' server finds answers by this id.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.open: set[bytes] = set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request_id = dict(scope.get("headers", ())).get(b"x-request-id")
+        if request_id is None:
+            await self.app(scope, receive, send)
+        elif request_id in self.open:
+            sentence = "A request of this `x-request-id` is being answered. Take another id, or leave the header out."
+            await refusal(sentence, 409)(scope, receive, send)
+        else:
+            self.open.add(request_id)
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self.open.discard(request_id)
+
+
+def refusal(sentence: str, status: int = 400) -> Any:
+    """What a client is told, in the form of OpenAI's errors."""
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse({"error": {"message": sentence, "type": "invalid_request_error"}}, status_code=status)
 
 
 class TurboQuantServer(Serve):
@@ -67,10 +102,38 @@ class TurboQuantServer(Serve):
                 )
             with continuous_batching(model, self.preset) as batching:
                 _ = batching.balance  # found by a run of the model, for which no request should wait
+                self._refuse_in_sentences()
+                self.server.config.timeout_graceful_shutdown = GRACE
                 self.started(loaded.processor)
                 try:
                     self.server.run()
                 finally:
+                    if (answering := self._manager()) is not None:
+                        # transformers would go on until what is outstanding is answered.
+                        answering.stop(block=True, hard_stop=True)
                     self._generation_state.shutdown()
         finally:
             manager.shutdown()
+
+    def _manager(self) -> TurboQuantBatchingManager | None:
+        """What generates, from the first request on."""
+        answering: Any = self._generation_state._cb_manager
+        return None if answering is None else answering._cb
+
+    def _refuse_in_sentences(self) -> None:
+        """Let a client have the sentence where it asked for what there is not, as a 400; it would be a bare 500."""
+        app: Any = self.server.config.app
+        app.add_middleware(OneAnswerAnId)
+
+        @app.exception_handler(ValueError)
+        @app.exception_handler(TypeError)
+        async def of_the_request(request: Any, error: Exception) -> Any:
+            return refusal(str(error))
+
+        @app.exception_handler(RuntimeError)
+        async def of_the_pool(request: Any, error: RuntimeError) -> Any:
+            manager = self._manager()
+            sentence = None if manager is None else manager.output_router.refused.pop(request.state.request_id, None)
+            if sentence is None:
+                raise error
+            return refusal(sentence)
