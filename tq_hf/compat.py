@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,10 +52,13 @@ def asked_by_prefill() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    frame = sys._getframe(2).f_back
-    while frame is not None and frame.f_code.co_name in ("is_compileable", "_valid_auto_compile_criteria"):
+    names = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(names) < 2:
+        if frame.f_code.co_name != "is_compileable":  # of an encoder-decoder's cache
+            names.append(frame.f_code.co_name)
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_prefill"
+    return names == ["_valid_auto_compile_criteria", "_prefill"]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
