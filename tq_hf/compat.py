@@ -52,7 +52,7 @@ def asked_by_prefill() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    names = []
+    names: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(names) < 2:
         if frame.f_code.co_name != "is_compileable":  # of an encoder-decoder's cache
