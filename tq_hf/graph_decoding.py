@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -188,8 +189,9 @@ class _Loop:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
         step = self._step(inputs)
         self._select(step, logits)
-        while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
-            self._advance(step)
+        with self._autocast():
+            while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
+                self._advance(step)
         self.flags.finish(ended)
         if ended and self.flags.lag:
             self.length -= self.flags.lag
@@ -204,6 +206,14 @@ class _Loop:
         }
         kept |= dict(sequences=tokens, past_key_values=self.cache)
         return GenerateDecoderOnlyOutput(**kept)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """The caller's `torch.autocast`, but without its copies of weights: they are freed as it ends, and a graph that
+        has captured them would read what is there then."""
+        device = self.prompt.device.type
+        if not self.captures or not torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
     def _advance(self, step: StepTensors) -> None:
         """One token more a sequence."""
