@@ -152,7 +152,7 @@ def _attend_step(
 ) -> torch.Tensor:
     if triton_blocks.supports_mask(mask, options):
         return graph_ops.attend_token(view, query, mask, options)
-    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
+    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantized states, of which those after the last are
     # empty room.
     keys, values = graph_ops.dense_tokens(view)
     sinks, blocks, rows = view.entries

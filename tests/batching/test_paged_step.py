@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.support.helpers import BLOCK, all_packed, dequantised, encoded, states
+from tests.support.helpers import BLOCK, all_packed, dequantized, encoded, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
@@ -54,7 +54,7 @@ class Requests:
         self.unused = free[sum(needed) :].long()
 
     def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Outputs of the next tokens of each request, next to those over dequantised states, `[n, Hq, D]`."""
+        """Outputs of the next tokens of each request, next to those over dequantized states, `[n, Hq, D]`."""
         spans = [slice(done, done + n) for done, n in zip(self.done, new, strict=True)]
         packed = [
             torch.cat([x[0, :, span].transpose(0, 1) for x, span in zip(tensors, spans, strict=True)])
@@ -76,7 +76,7 @@ class Requests:
         whole = span.start // BLOCK * BLOCK
         old = keys[:, :, :whole], values[:, :, :whole]
         blocks = encoded(self.config, *old, self.pages.factors)
-        for states_, read in zip((keys, values), dequantised(self.config, blocks, old), strict=True):
+        for states_, read in zip((keys, values), dequantized(self.config, blocks, old), strict=True):
             sinks = self.config.sink_tokens if whole else 0
             states_[:, :, sinks:whole] = read[:, :, sinks:]
         return attend_dense(self.queries[i][:, :, span], keys, values, None, AttentionOptions(0.2, **options))[0]

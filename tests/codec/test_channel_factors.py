@@ -39,7 +39,7 @@ def read(config, queries, keys, values, factors):
     """Attention outputs `[B, Hkv, G, S, D]` of the last 16 queries over packed blocks, without a mask."""
     blocks = encoded(config, keys, values, factors)
     out = torch.empty_like(keys), torch.empty_like(values)
-    reference.dequantise(config, blocks, *out)
+    reference.dequantize(config, blocks, *out)
     grouped = queries[:, :, -16:].unflatten(1, (HEADS, GROUP))
     logits = grouped @ out[0][:, :, None].transpose(-1, -2) * D**-0.5
     return logits.softmax(-1) @ out[1][:, :, None]
@@ -102,7 +102,7 @@ def test_scales_stay_in_the_range_of_fp16_whatever_that_of_the_states(size):
     chosen = factors(queries, keys * size, values * size)
     blocks = encoded(config, keys * size, values * size, chosen)
     out = torch.empty_like(keys), torch.empty_like(values)
-    reference.dequantise(config, blocks, *out)
+    reference.dequantize(config, blocks, *out)
     for restored, truth in zip(out, (keys, values), strict=True):
         assert relative_error(restored / size, truth) < 0.2
 

@@ -1,4 +1,4 @@
-"""Encoders, dequantisers and kernels of many queries are launched as decode's are: by the variant that was compiled for
+"""Encoders, dequantizers and kernels of many queries are launched as decode's are: by the variant that was compiled for
 such arguments."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_other_lengths_are_launched_by_what_was_compiled(log) -> None:
         assert how(log) == [kind, kind], count
         keys, values = (torch.empty(1, 2, 40 * 128, 64, dtype=torch.float16) for _ in range(2))
         part = blocks.slice(0, count)
-        triton_blocks.dequantise(CONFIG, part, keys[:, :, : 128 * count], values[:, :, : 128 * count])
+        triton_blocks.dequantize(CONFIG, part, keys[:, :, : 128 * count], values[:, :, : 128 * count])
         assert how(log) == [kind, kind], count
 
 
@@ -152,7 +152,7 @@ def test_a_merge_over_pages_is_not_that_of_one_batch(log) -> None:
         (prefix.MERGE, set()),
         (prompts.ATTEND, None),
     ],
-    ids=["encode", "dequantise", "attend", "attend on Turing", "merge", "attend over pages"],
+    ids=["encode", "dequantize", "attend", "attend on Turing", "merge", "attend over pages"],
 )
 def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: set[str] | None) -> None:
     """The key has strides; whatever else is a number must not be specialised."""

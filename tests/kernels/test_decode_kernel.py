@@ -1,4 +1,4 @@
-"""Decode kernels against fp64 attention over the dequantised cache, in the interpreter and on a GPU if there is one."""
+"""Decode kernels against fp64 attention over the dequantized cache, in the interpreter and on a GPU if there is one."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.support.kernel_cases import INTERPRETED, child, gpu, packed_of, rando
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
-from tq_hf.codec.reference import dequantise as reference_dequantise
+from tq_hf.codec.reference import dequantize as reference_dequantize
 from tq_hf.codec.reference import encode as reference_encode
 from tq_hf.codec.rotation import rotate, rotation_matrix
 from tq_hf.config import PRESETS, TurboQuantConfig
@@ -187,8 +187,8 @@ def check_spoilt(case: Case, device: torch.device) -> None:
     rest = torch.arange(128 * BLOCKS) != token
     for which in (0, 1):
         restored = [torch.empty_like(x) for x in sound], [torch.empty_like(x) for x in sound]
-        reference_dequantise(case.config, got, *restored[0])
-        reference_dequantise(case.config, want, *restored[1])
+        reference_dequantize(case.config, got, *restored[0])
+        reference_dequantize(case.config, want, *restored[1])
         assert all(pair[which][:, :, token].isnan().all() for pair in restored)
         ours, theirs = ((pair[which] - sound[which])[:, :, rest].square().mean().sqrt() for pair in restored)
         assert ours <= 1.01 * theirs

@@ -237,7 +237,7 @@ def copied(store: GrowingStore) -> GrowingStore:
 def test_launches_follow_the_buffers(store, log, change, monkeypatch):
     from tq_hf.codec import reference
 
-    monkeypatch.setattr(triton_blocks, "dequantise", reference.dequantise)
+    monkeypatch.setattr(triton_blocks, "dequantize", reference.dequantize)
     view = store.append(*token(2))
     dispatch.attend(query(), view, None, AttentionOptions(0.3))  # launches are kept for these buffers
     changed = change(store)

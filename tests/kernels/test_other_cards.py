@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import test_decode_kernel as decode
-import test_dequantise_kernel as dequantise
+import test_dequantize_kernel as dequantize
 import test_encode_kernel as encode
 import test_prefix_kernel as prefix
 import torch
@@ -111,5 +111,5 @@ else:
 
     @pytest.mark.parametrize("dims", [(128, 64), (64, 128), (128, 128), (256, 256), (80, 96)], ids=str)
     @pytest.mark.parametrize("preset", PRESETS)
-    def test_dequantise(preset: str, dims: tuple[int, int]) -> None:
-        dequantise.check(dequantise.Case(PRESETS[preset], *dims, torch.float16), DEVICE)
+    def test_dequantize(preset: str, dims: tuple[int, int]) -> None:
+        dequantize.check(dequantize.Case(PRESETS[preset], *dims, torch.float16), DEVICE)

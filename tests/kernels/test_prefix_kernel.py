@@ -1,4 +1,4 @@
-"""Attention of many queries over packed history against fp64 attention over the dequantised cache: in the interpreter
+"""Attention of many queries over packed history against fp64 attention over the dequantized cache: in the interpreter
 and on a GPU if there is one."""
 
 from __future__ import annotations

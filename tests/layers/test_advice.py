@@ -95,7 +95,7 @@ def test_a_layer_shows_its_first_states(said: Any) -> None:
     ("attention", "way"),
     [("sdpa", 'Load the model with `attn_implementation="turboquant"`'), ("turboquant", "no other")],
 )
-def test_steps_that_dequantise_are_predicted_to_be_slower(said: Any, attention: str, way: str) -> None:
+def test_steps_that_dequantize_are_predicted_to_be_slower(said: Any, attention: str, way: str) -> None:
     config = Config("llama", attention)
     layer = TurboQuantLayer(TurboQuantConfig(), model_config=config)  # type: ignore[arg-type]
     layer.update(*states(0, tokens=5, dim=128))

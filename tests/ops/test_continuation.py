@@ -26,7 +26,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("queries", "past"), [(2, 300), (17, 263), (101, 420), (160, 300)])
-def test_buffered_attention_is_attention_over_the_dequantised_history(preset, queries, past):
+def test_buffered_attention_is_attention_over_the_dequantized_history(preset, queries, past):
     config = TurboQuantConfig.from_preset(preset, residual_length=0)
     view = viewed(queries, config=config, past=past)
     assert view.num_blocks >= 2

@@ -89,7 +89,7 @@ def test_attention_appends_it_once_whoever_reads_the_view_again() -> None:
     assert store.length == 31
 
 
-def test_dequantised_states_have_it() -> None:
+def test_dequantized_states_have_it() -> None:
     store = store_of(30)
     assert_same(rows(store.dense(step(store)), 0, 31), concatenated(PAIR, states(1, tokens=1)))
     assert store.counts.length == 31

@@ -16,7 +16,7 @@ from tests.support.helpers import (
     assert_same,
     assert_unchanged,
     concatenated,
-    dequantised,
+    dequantized,
     encoded,
     filled,
     packed_tensors,
@@ -61,7 +61,7 @@ class Expected:
     def read(self, blocks: int):
         """All tokens, those of the first packed blocks as they come out of them."""
         end = self.sinks + blocks * BLOCK
-        packed = dequantised(self.config, self.packed(blocks), like=self.tokens)
+        packed = dequantized(self.config, self.packed(blocks), like=self.tokens)
         return concatenated(rows(self.tokens, 0, self.sinks), packed, rows(self.tokens, end))
 
     def append(self, new):

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
-from tq_hf.codec.reference import dequantise, encode
+from tq_hf.codec.reference import dequantize, encode
 from tq_hf.config import SETTLED
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import GROW, Growth
@@ -64,13 +64,13 @@ def encoded(
     return blocks
 
 
-def dequantised(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue | None = None) -> KeyValue:
+def dequantized(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue | None = None) -> KeyValue:
     """Blocks as dense keys and values, in the dtype of `like` (float32 without)."""
     shape = (*blocks.scalars.shape[:2], blocks.capacity * blocks.layout.tokens)
     dtype = torch.float32 if like is None else like[0].dtype
     keys = torch.empty(*shape, blocks.layout.key_dim, dtype=dtype)
     values = torch.empty(*shape, blocks.layout.value_dim, dtype=dtype)
-    dequantise(config, blocks, keys, values)
+    dequantize(config, blocks, keys, values)
     return keys, values
 
 

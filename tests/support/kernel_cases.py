@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tq_hf.codec.ablation import Ablation
-from tq_hf.codec.reference import dequantise, encode
+from tq_hf.codec.reference import dequantize, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
 from tq_hf.layout import BlockLayout
@@ -221,12 +221,12 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 
 
 def oracle(inputs: Inputs) -> torch.Tensor:
-    """fp64 attention over the dequantised keys and values, `[B, S, Hq, Dv]`."""
+    """fp64 attention over the dequantized keys and values, `[B, S, Hq, Dv]`."""
     case = inputs.case
     packed = inputs.packed.slice(0, case.blocks).map(torch.Tensor.cpu)
     middle = [torch.empty(case.B, case.Hkv, 128 * case.blocks, dim, dtype=torch.float32) for dim in (case.Dk, case.Dv)]
     if case.blocks:
-        dequantise(inputs.config, packed, middle[0], middle[1])
+        dequantize(inputs.config, packed, middle[0], middle[1])
     keys, values = (
         torch.cat(
             [sinks.cpu().float(), packed, window.roll(-window_start(case), dims=2)[:, :, : case.window].cpu().float()],

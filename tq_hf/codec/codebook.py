@@ -1,6 +1,6 @@
 """Levels a stored code stands for, and the boundaries between them.
 
-2, 3 and 4 bits are the Lloyd-Max quantiser of N(0, 1), the limit of a channel of a randomly rotated unit vector times
+2, 3 and 4 bits are the Lloyd-Max quantizer of N(0, 1), the limit of a channel of a randomly rotated unit vector times
 sqrt(D) (TurboQuant, arXiv 2504.19874, section 3.1), on a grid of 1/64. 8 bits is FP8 e4m3. Levels are exact in fp16, so
 that every backend multiplies the same numbers.
 """

@@ -1,11 +1,11 @@
-"""Encode and dequantise in torch: the oracle of the kernels and the path of devices without them.
+"""Encode and dequantize in torch: the oracle of the kernels and the path of devices without them.
 
 With R the rotation, x a key or value, f its head's factors (see `tq_hf.codec.balance`) and b its block:
 
     encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block in fp16, 0 where that is not finite)
                 sigma = |z| / sqrt(D)
                 c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
-    dequantise  x' = R^-1 (scale c + m_b) / f
+    dequantize  x' = R^-1 (scale c + m_b) / f
 
 (TurboQuant_mse, arXiv 2504.19874, algorithm 1, with a norm correction, as vLLM's `_nc` presets have one, and a key mean
 per block.)
@@ -144,24 +144,24 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         target.scalars.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
 
 
-def _dequantise(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
+def _dequantize(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
     level = levels(bits, words.device)[unpack(words, bits, dim, is_value=is_value)]
     return level * scales.float()[..., None]
 
 
-def dequantise_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, as stored: rotated, values
     unless the layout says otherwise."""
     layout: BlockLayout = blocks.layout
     scales = blocks.scalars.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
-    keys = _dequantise(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
+    keys = _dequantize(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
     if blocks.key_means is not None:
         keys = keys + blocks.key_means.float()[..., None, :]
-    values = _dequantise(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
+    values = _dequantize(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
     return keys, values
 
 
-def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write what `blocks` hold, as attention reads it.
 
     Args:
@@ -176,7 +176,7 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
     for first in range(0, blocks.capacity, step):
         last = min(first + step, blocks.capacity)
         rows = slice(first * layout.tokens, last * layout.tokens)
-        key, value = dequantise_rotated(blocks.slice(first, last))
+        key, value = dequantize_rotated(blocks.slice(first, last))
         key = rotate_back(key, config.rotation_seed)
         if config.rotate_values:
             value = rotate_back(value, config.rotation_seed)

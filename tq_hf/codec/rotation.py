@@ -1,4 +1,4 @@
-"""The rotation before quantising: random signs, then a Hadamard-type transform.
+"""The rotation before quantizing: random signs, then a Hadamard-type transform.
 
 R = H diag(s): s are random signs, H is symmetric and orthogonal, so R^-1 = diag(s) H. For D = m 2^k, m odd, H is the
 Kronecker product of the m-point Hartley matrix cas(2 pi i j / m) / sqrt(m) and the 2^k Sylvester-Hadamard matrix; for

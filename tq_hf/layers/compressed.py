@@ -29,11 +29,11 @@ class TurboQuantLayer(FullAttentionLayer):
 
     What `update` returns depends on who reads it. The attention function "turboquant" reads the packed store, by a
     handle on the keys and values (see `tq_hf.layers.handle`); a layer whose handle it has resolved returns lazy states,
-    for as long as that model uses it. Any other attention reads dequantised states; so does a model whose keys do not
+    for as long as that model uses it. Any other attention reads dequantized states; so does a model whose keys do not
     reach attention as they left `update` (MLA latents, models without an attention interface).
 
     A compiled step goes by one bit: did the last eager call hand its states to attention and do nothing else with them?
-    If so it returns placeholders, otherwise dequantised states.
+    If so it returns placeholders, otherwise dequantized states.
 
     Args:
         config: What to compress to.
@@ -71,7 +71,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All cached keys, dequantised: `[B, Hkv, T, Dk]`. A new tensor; writing to it changes nothing."""
+        """All cached keys, dequantized: `[B, Hkv, T, Dk]`. A new tensor; writing to it changes nothing."""
         return None if self.store is None else dispatch.dense(self.store.view())[0]
 
     @keys.setter
@@ -80,7 +80,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """All cached values, dequantised: `[B, Hkv, T, Dv]`. A new tensor; writing to it changes nothing."""
+        """All cached values, dequantized: `[B, Hkv, T, Dv]`. A new tensor; writing to it changes nothing."""
         return None if self.store is None else dispatch.dense(self.store.view())[1]
 
     @values.setter
@@ -143,7 +143,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.reads_packed:
             return handle.lazy((self._nan, self._nan))
         if key_states.shape[2] == 1 and self._nan.is_cuda:
-            advice.of_dequantised_steps(self.store.layout, self._may_read_packed())
+            advice.of_dequantized_steps(self.store.layout, self._may_read_packed())
         return handle.attached(self.dense(view))
 
     def _first_states(self, view: StoreView | StepView, states: KeyValue) -> KeyValue:
@@ -183,7 +183,7 @@ class TurboQuantLayer(FullAttentionLayer):
         return max(view.length, self.get_max_length()) if self.shows_room else view.length
 
     def dense(self, view: StoreView | StepView) -> KeyValue:
-        """The states `view` stands for, dequantised."""
+        """The states `view` stands for, dequantized."""
         assert self.store is not None
         return self._shown(self.store.dense(view))
 

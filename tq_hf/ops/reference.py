@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..codec.reference import dequantise
+from ..codec.reference import dequantize
 from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import BLOCK, KeyValue
 from ..tensors.layer import LayerTensors, StoreView
@@ -23,7 +23,7 @@ def dense_states(view: StoreView) -> KeyValue:
             out[:, :, start : start + states.shape[2]] = states
     start, tokens = view.sinks[0].shape[2], view.num_blocks * view.blocks.layout.tokens
     packed = slice(start, start + tokens)
-    dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
+    dequantize(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
     return keys, values
 
 

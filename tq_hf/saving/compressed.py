@@ -121,6 +121,6 @@ def fill(
     layer.lazy_initialization(*states_like(probe, batch))
     assert layer.store is not None
     layer.store.restore(Counts(*described["counts"]), held)
-    # Known already, so that the next step need not dequantise everything to find out.
+    # Known already, so that the next step need not dequantize everything to find out.
     if described["reads_store"]:
         layer.read_like(probe)

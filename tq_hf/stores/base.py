@@ -101,7 +101,7 @@ class LayerStore(ABC):
 
     @abstractmethod
     def dense(self, view: StoreView | StepView) -> KeyValue:
-        """The keys and values `[B, Hkv, view.length, D]` of a view that `append` returned, dequantised."""
+        """The keys and values `[B, Hkv, view.length, D]` of a view that `append` returned, dequantized."""
 
     @abstractmethod
     def view(self) -> StoreView:
@@ -110,7 +110,7 @@ class LayerStore(ABC):
     @abstractmethod
     def crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens, at most all. Exact within the window; a packed block that is cut moves its
-        surviving tokens to the window, dequantised."""
+        surviving tokens to the window, dequantized."""
 
     @abstractmethod
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:

@@ -1,7 +1,7 @@
 """A decode step of a preallocated store: functions, each also an operator opaque to `torch.compile`.
 
 `attend_token` appends the newest token and attends. Where attention reads states instead, `append_newest` appends it
-and `dense_tokens` dequantises.
+and `dense_tokens` dequantizes.
 
 Outside of compilation the functions are called as they are. A compiled graph holds the operators, which take tensors,
 numbers and the configuration as text, read lengths on the device (on a GPU) and write in place: a captured graph
@@ -262,7 +262,7 @@ def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> Key
     )
     if tensors.blocks.capacity:
         packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
-        dispatch.dequantise(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
+        dispatch.dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
     sinks, blocks, rows = entries(step_counts)
     first, device = blocks * tokens, tensors.row.device
     # As many neighbouring rows of the result as the ring has: those of the window, and some before it at the end.

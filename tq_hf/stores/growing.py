@@ -285,7 +285,7 @@ class GrowingStore(LayerStore):
         if rows:
             cut = self.blocks.slice(self.num_blocks, self.num_blocks + 1)
             slots = slice(self.window.first % self.window.capacity, self.window.first % self.window.capacity + block)
-            dispatch.dequantise(self.config, cut, *(part[:, :, slots] for part in self.tensors.ring))
+            dispatch.dequantize(self.config, cut, *(part[:, :, slots] for part in self.tensors.ring))
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:

@@ -140,7 +140,7 @@ def estimate_command(
     dtype: Dtype = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="What the weights take, as 13GB. By default counted, quantised as the config says."),
+        typer.Option(help="What the weights take, as 13GB. By default counted, quantized as the config says."),
     ] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
 ) -> None:

@@ -28,7 +28,7 @@ from ..stores.growing import GrowingStore
 from ..tensors.blocks import KeyValue
 from . import weights
 from .traced import trace
-from .weights import method_of, quantisation_of
+from .weights import method_of, quantization_of
 
 MOST = 2**40
 """Where a search for what fits ends: a model of which more fits has layers that do not grow."""
@@ -61,12 +61,12 @@ class Estimator:
         self.dtype = dtype or _dtype_of(text_config) or _dtype_of(model_config) or torch.bfloat16
         found = trace(model_config, self.dtype)
         self.config, self.calls = found.config, found.calls
-        options = quantisation_of(model_config)
-        self.quantisation = method_of(options)
-        """How the checkpoint says its weights are quantised, or `None`."""
+        options = quantization_of(model_config)
+        self.quantization = method_of(options)
+        """How the checkpoint says its weights are quantized, or `None`."""
         counted, note = weights.weight_bytes(found.model, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
-        """Bytes of the weights of the whole model: quantised as its config says, else in `dtype`."""
+        """Bytes of the weights of the whole model: quantized as its config says, else in `dtype`."""
         self.notes = [note] if note and weight_bytes is None else []
         """What else there is to know, in sentences."""
         if not found.whole:

@@ -65,14 +65,14 @@ def table(findings: list[Finding]) -> str:
         "",
         'Each is run with its default attention and with "turboquant", growing and preallocated, with everything in '
         "the dense window and with whole prompts packed: logits of teacher-forced steps (one token, three tokens) "
-        "and of a left-padded generation, against transformers' own cache; packed, against it read dequantised.",
+        "and of a left-padded generation, against transformers' own cache; packed, against it read dequantized.",
         "",
         "| | families |",
         "| --- | ---: |",
         *(f"| {VERDICTS[kind]} | {counts[kind]} |" for kind in reversed(list(VERDICTS)) if counts[kind]),
         f"| not testable here | {len(NOT_TESTABLE)} |",
         "",
-        '"Read" is how "turboquant" reads the compressed layers: packed, or dequantised where keys do not reach '
+        '"Read" is how "turboquant" reads the compressed layers: packed, or dequantized where keys do not reach '
         "attention as they were cached; where none is compressed, what layers there are.",
         "",
         "| family | layers compressed | read | | |",

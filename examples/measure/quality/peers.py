@@ -193,7 +193,7 @@ def coded_cache(config: PreTrainedConfig, name: str) -> Cache:
 
 
 QUANTIZED = {"transformers fp8": "fp8", "quanto int4": "quanto", "hqq int4": "hqq"}
-"""Backends of transformers' `QuantizedCache`; all but fp8 keep the last 128 tokens and quantise anew when they do."""
+"""Backends of transformers' `QuantizedCache`; all but fp8 keep the last 128 tokens and quantize anew when they do."""
 REQUIRES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 """Packages of the extra `peers`, as imported."""
 

@@ -39,7 +39,7 @@ from examples.measure.speed import bench_generate, bench_models, bench_prefix
 from examples.provenance import RESULTS, provenance, slug
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_attention
-from tq_hf.codec.reference import dequantise, encode
+from tq_hf.codec.reference import dequantize, encode
 from tq_hf.layout import BlockLayout
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
@@ -135,7 +135,7 @@ def prepared(
 
 
 def relative_error(preset: str, heads: tuple[int, int, int], device: torch.device) -> float:
-    """Relative RMS against fp64 attention over the same dequantised keys and values, 2 x 2k tokens of Gaussian
+    """Relative RMS against fp64 attention over the same dequantized keys and values, 2 x 2k tokens of Gaussian
     states, fp16."""
     query_heads, kv_heads, dim = heads
     config = TurboQuantConfig.from_preset(preset)
@@ -145,7 +145,7 @@ def relative_error(preset: str, heads: tuple[int, int, int], device: torch.devic
     window = 200
     step, inputs = prepared(config, packed, window, query_heads, torch.float16)
     middle = [torch.empty(2, kv_heads, 2048, dim, device=device) for _ in range(2)]
-    dequantise(config, packed, middle[0], middle[1])
+    dequantize(config, packed, middle[0], middle[1])
     start = 2048 % WINDOW_CAPACITY
     keys, values = (
         torch.cat(

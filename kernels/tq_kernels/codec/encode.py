@@ -1,4 +1,4 @@
-"""Encode whole blocks of keys and values: rotate, remove the key mean, quantise and pack, in one kernel.
+"""Encode whole blocks of keys and values: rotate, remove the key mean, quantize and pack, in one kernel.
 
 A program takes the 128 rows of one block of keys or of values at a time. Rotating them is a matrix product with the
 dense rotation matrix; everything after it stays in registers. Keys and values are two launches, the second of which
@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..format import TOKENS
-from .quantise import store_codes
+from .quantize import store_codes
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 

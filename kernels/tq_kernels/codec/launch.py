@@ -12,11 +12,11 @@ from ..common.device import matrix_type, target
 from ..common.launcher import Kernel, specialised
 from ..format import BLOCK_TOKENS
 from ..types import Packed, Recipe
-from .dequantise import dequantise_blocks
+from .dequantize import dequantize_blocks
 from .encode import encode_blocks
-from .quantise import LEVELS
+from .quantize import LEVELS
 
-ENCODE, DEQUANTISE = Kernel(encode_blocks), Kernel(dequantise_blocks)
+ENCODE, DEQUANTISE = Kernel(encode_blocks), Kernel(dequantize_blocks)
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def encode(
 
 
 @dataclass(frozen=True)
-class DequantiseConfig:
-    """Tile sizes and launch parameters of `dequantise_blocks`.
+class DequantizeConfig:
+    """Tile sizes and launch parameters of `dequantize_blocks`.
 
     Args:
         chunks: Parts the packed channels are cut into; four where quarters are packed apart.
@@ -149,19 +149,19 @@ class DequantiseConfig:
     programs_per_multiprocessor: int
 
 
-def dequantise_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantiseConfig:
+def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantizeConfig:
     """The heuristic table; `capability` of an NVIDIA GPU or (0, 0)."""
     if capability[0] == 9:
         warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
         columns = 64 if bits < 4 and dim > 128 else 128
-        return DequantiseConfig(
+        return DequantizeConfig(
             4 if bits < 4 else 1, columns, resident=True, warps=warps, programs_per_multiprocessor=2
         )
     columns = 128 if capability[0] >= 8 else 64
-    return DequantiseConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
+    return DequantizeConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
 
 
-def dequantise(
+def dequantize(
     packed: Packed,
     start: int,
     stop: int,
@@ -200,7 +200,7 @@ def dequantise(
         (True, values, packed.value_words, None, packed.value_factors, recipe.rotations[1], recipe.bits[1]),
     ):
         dim = rotation.shape[0]
-        config = dequantise_config(dim, bits, on.capability)
+        config = dequantize_config(dim, bits, on.capability)
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
         columns = min(config.columns, tile)
         tiles = triton.cdiv(dim, columns)

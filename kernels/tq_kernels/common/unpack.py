@@ -4,7 +4,7 @@ A word tile has the shape `[M, K]` of the matrix operands it unpacks to; every w
 of a block at once (the format is defined in `tq_hf/codec/packing.py`). With ASM a tile element is an int16, half of an
 int32 word, so that the 32-bit register of two neighbours along K is exactly one stored word: byte permutes look up the
 levels and no data moves between threads. A kernel that permutes what it unpacked must keep Triton from moving the
-permuted layout above the look-up (`tq_kernels.codec.dequantise._two_planes`). Without ASM (interpreter, sm_75, AMD) a
+permuted layout above the look-up (`tq_kernels.codec.dequantize._two_planes`). Without ASM (interpreter, sm_75, AMD) a
 tile element is the whole int32 word, loaded once per neighbour, and shifts pick the neighbour's codes.
 
     load_words     packed words of a tile, in the form the chosen spelling needs

@@ -14,7 +14,7 @@ import triton
 
 from ..codec.encode_paged import encode_completed
 from ..codec.launch import encode_config
-from ..codec.quantise import LEVELS
+from ..codec.quantize import LEVELS
 from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E

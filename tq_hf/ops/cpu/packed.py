@@ -314,10 +314,10 @@ class PackedTile:
         return total[..., : self.value_dim] / _of_heads(self.blocks.factors.values)
 
 
-def dequantise(
+def dequantize(
     config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, take: Take
 ) -> None:
-    """`tq_hf.codec.reference.dequantise` by tables: the same bits.
+    """`tq_hf.codec.reference.dequantize` by tables: the same bits.
 
     Args:
         config: Seed of the rotation.

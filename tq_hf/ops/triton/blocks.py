@@ -22,7 +22,7 @@ from ..workspace import allocator, current_workspace
 
 if HAS_TRITON:
     from tq_kernels.codec.balance import balance as balance_channels
-    from tq_kernels.codec.launch import dequantise as dequantise_blocks
+    from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
     from tq_kernels.decode.append import Appender
@@ -187,11 +187,11 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
 
 
 @explains_failures
-def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """`tq_hf.codec.reference.dequantise` on the GPU."""
+def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`tq_hf.codec.reference.dequantize` on the GPU."""
     recipe = recipe_of(config, blocks.layout, keys.device, torch.float32)
     with launching_on(keys.device):
-        dequantise_blocks(_packed(blocks), 0, blocks.capacity, keys, values, recipe)
+        dequantize_blocks(_packed(blocks), 0, blocks.capacity, keys, values, recipe)
 
 
 @once_per_layer

@@ -77,7 +77,7 @@ def _store_rows(pointers, x, channel, HEAD_DIM: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit(do_not_specialize=["heads", "blocks", "start", "blocks_batch", "blocks_head"])
-def dequantise_blocks(
+def dequantize_blocks(
     words,  # [B, H, N, 128 * DIM * BITS / 32] int32
     scales,  # [B, H, N, 128, 2] float16, a key's and a value's
     means,  # [B, H, N, DIM] float16, or None
