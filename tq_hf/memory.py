@@ -20,7 +20,7 @@ class MemoryFootprint:
     Args:
         packed: Codes of packed blocks.
         metadata: Scales and block means, and each layer's few bytes of bookkeeping.
-        window: Dense windows of compressed layers.
+        window: Residuals of compressed layers: their newest tokens, dense.
         sinks: Dense sink tokens of compressed layers.
         uncompressed: Layers that are not compressed (sliding, linear, skipped).
         bf16_equivalent: What a cache of the same tokens with 16-bit keys and values everywhere would hold.

@@ -37,7 +37,7 @@ factor, scales undo it."""
 
 LEAST_TOKENS = 32
 """Of fewer tokens nothing is concluded about channels: their factors stay one. A later call of more than 128 tokens
-decides if it comes before the first block is encoded. Shorter ones do not: their rows are in the window when queries
+decides if it comes before the first block is encoded. Shorter ones do not: their rows are in the residual when queries
 are known."""
 SAMPLED_BLOCKS = 8
 """Blocks of a prompt that are looked at, evenly spread."""

@@ -99,9 +99,9 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
     ring, empty = half(512), half(0)
     tensors = LayerTensors(CONFIG, blocks, empty, ring)
     kinds = []
-    for num_blocks, num_window, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
+    for num_blocks, num_residual, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
         query = torch.zeros(1, 4, queries, 64, dtype=torch.float16)
-        view = StoreView(tensors, num_blocks, num_window, num_blocks * 128 + num_window, None, half(queries))
+        view = StoreView(tensors, num_blocks, num_residual, num_blocks * 128 + num_residual, None, half(queries))
         out = triton_blocks.attend_many(query, view, None, AttentionOptions(0.3))
         assert out.shape == (1, queries, 4, 64)
         kinds.append(how(log))
@@ -162,7 +162,7 @@ def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: 
     pointers = {
         *("states", "words", "scales", "means", "rotation", "factors", "query", "key_words", "value_words", "scalars"),
         *("key_means", "key_rotation", "value_rotation", "key_factors", "value_factors", "sink_keys", "sink_values"),
-        *("window_keys", "window_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
+        *("residual_keys", "residual_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
         *("operand_rows", "rotated", "block_table", "tokens", "cu_seqlens_q", "cu_seqlens_k"),
     }
     assert {p.name for p in numbers} - strided <= pointers

@@ -194,12 +194,12 @@ TENSOR = "layers.1.key_words"
 
 
 def _overlap(header: dict[str, Any]) -> None:
-    first, second = "layers.1.window_keys", "layers.1.window_values"
+    first, second = "layers.1.residual_keys", "layers.1.residual_values"
     header[second]["data_offsets"] = header[first]["data_offsets"]
 
 
 def _swapped(header: dict[str, Any]) -> None:
-    first, second = header["layers.1.window_keys"], header["layers.1.window_values"]
+    first, second = header["layers.1.residual_keys"], header["layers.1.residual_values"]
     first["data_offsets"], second["data_offsets"] = second["data_offsets"], first["data_offsets"]
 
 
@@ -233,7 +233,10 @@ HOSTILE = {
         lambda content: edited(content, lambda h: h["__metadata__"].update(version=str(VERSION + 1))),
         "newer tq_hf",
     ),
-    "past": (lambda content: edited(content, lambda h: h["__metadata__"].update(version="3")), "of a newer one"),
+    "past": (
+        lambda content: edited(content, lambda h: h["__metadata__"].update(version="3")),
+        "reads 4. It was written by no released tq_hf",
+    ),
     "endless version": (
         lambda content: edited(content, lambda h: h["__metadata__"].update(version="9" * 5000)),
         "not a number",

@@ -48,7 +48,7 @@ def concatenated(*pairs: KeyValue) -> KeyValue:
 
 
 def all_packed(**options) -> TurboQuantConfig:
-    """A configuration without sinks and residual window: every complete block is packed."""
+    """A configuration without sinks and residual: every complete block is packed."""
     kind = Ablation if options.keys() & SETTLED else TurboQuantConfig
     return kind(**(dict(residual_length=0, sink_tokens=0) | options))
 
@@ -88,13 +88,13 @@ def filled(
 
 
 def packed_tensors(store: GrowingStore) -> dict[str, torch.Tensor]:
-    """The used blocks of a store, those not yet dropped from the window included."""
+    """The used blocks of a store, those not yet dropped from the residual included."""
     return store.blocks.slice(0, store.num_blocks + store.num_pending).tensors()
 
 
-def window_tensors(store: GrowingStore) -> KeyValue:
+def residual_tensors(store: GrowingStore) -> KeyValue:
     """The dense rows of a store that no packed block holds."""
-    parts = [part for _, part in store.window.parts(store.num_pending * store.layout.tokens)]
+    parts = [part for _, part in store.residual.parts(store.num_pending * store.layout.tokens)]
     return concatenated(*parts) if parts else rows(store.sinks, 0, 0)
 
 
@@ -105,7 +105,7 @@ def snapshot(store: GrowingStore | PreallocatedStore | None) -> dict[str, object
     tensors = {f"{kind} {i}": t.clone() for kind, group in store.by_kind().items() for i, t in enumerate(group)}
     if isinstance(store, PreallocatedStore):
         return tensors  # its counts are tensors
-    return tensors | {"counts": store.counts, "first window row": store.window.first, "length": store.length}
+    return tensors | {"counts": store.counts, "first residual row": store.residual.first, "length": store.length}
 
 
 def assert_unchanged(store: GrowingStore | PreallocatedStore | None, before: dict[str, object]) -> None:
@@ -137,7 +137,7 @@ def prefill_bytes(
 ) -> dict[str, int]:
     """Bytes a layer holds after one prefill, by the kinds of `MemoryFootprint`, from the documentation alone.
 
-    Whole blocks older than the residual window are packed without spare room; the window is a ring of whole blocks with
+    Whole blocks older than the residual are packed without spare room; the residual is a ring of whole blocks with
     room for what decoding will need, up to an eighth and a block more than it holds; every channel of a head has a
     factor; one element is the placeholder's NaN.
     """
@@ -146,14 +146,14 @@ def prefill_bytes(
     blocks = max(0, (tokens - sinks - config.residual_length) // 128)
     held = tokens - sinks - 128 * blocks
     room = max(held, min(config.residual_length + 128, held * 9 // 8 + 128))
-    window = -(-room // 128) * 128
+    residual = -(-room // 128) * 128
     codes = 128 * dim * (config.key_bits + config.value_bits) // 8
     return {
         "packed": batch * heads * blocks * codes,
         "metadata": batch * heads * blocks * (128 * layout.scalar_bytes + layout.mean_bytes)
         + layout.factor_bytes * batch * heads
         + itemsize,
-        "window": batch * heads * window * 2 * dim * itemsize,
+        "window": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }
 

@@ -92,10 +92,10 @@ def child(file: str) -> Callable[[], None]:
 class Case:
     """One call of a `Decoder`.
 
-    `blocks` of the store's `capacity` blocks and `window` of its window's rows are in use. `mask` is `None`, "padding"
-    (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random). `key_offset`
-    is the size of what all packed keys of a head have in common, in units of what they have not. With `balanced`,
-    blocks have factors, and keys and queries, as values, channels to go with them.
+    `blocks` of the store's `capacity` blocks and `residual` of its residual's rows are in use. `mask` is `None`,
+    "padding" (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random).
+    `key_offset` is the size of what all packed keys of a head have in common, in units of what they have not. With
+    `balanced`, blocks have factors, and keys and queries, as values, channels to go with them.
     """
 
     B: int = 1
@@ -109,8 +109,8 @@ class Case:
     blocks: int = 3
     capacity: int = 4
     sinks: int = 4
-    window: int = 37
-    window_capacity: int = 96
+    residual: int = 37
+    residual_capacity: int = 96
     mask: str | None = None
     causal: bool = True
     softcap: float | None = None
@@ -127,7 +127,7 @@ class Case:
     @property
     def length(self) -> int:
         """Tokens attended to."""
-        return self.sinks + 128 * self.blocks + self.window
+        return self.sinks + 128 * self.blocks + self.residual
 
     def with_(self, **changes: object) -> Case:
         """This case with some fields changed."""
@@ -143,7 +143,7 @@ class Inputs:
     query: torch.Tensor
     packed: PackedBlocks
     sinks: tuple[torch.Tensor, torch.Tensor]
-    window: tuple[torch.Tensor, torch.Tensor]
+    residual: tuple[torch.Tensor, torch.Tensor]
     mask: torch.Tensor | None
     s_aux: torch.Tensor | None
     scaling: float
@@ -162,9 +162,9 @@ def random_factors(batch: int, heads: int, key_dim: int, value_dim: int, seed: i
     return Factors(made(key_dim), made(value_dim))
 
 
-def window_start(case: Case) -> int:
-    """The slot of the window's first row."""
-    return 128 * case.blocks % case.window_capacity
+def residual_start(case: Case) -> int:
+    """The slot of the residual's first row."""
+    return 128 * case.blocks % case.residual_capacity
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -213,7 +213,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         query=query.to(device),
         packed=packed.map(lambda tensor: tensor.to(device)),
         sinks=dense(case.sinks, case.sinks),
-        window=dense(case.window_capacity, case.window, window_start(case)),
+        residual=dense(case.residual_capacity, case.residual, residual_start(case)),
         mask=mask,
         s_aux=randn(case.Hq).to(device) if case.s_aux else None,
         scaling=case.Dk**-0.5,
@@ -229,10 +229,14 @@ def oracle(inputs: Inputs) -> torch.Tensor:
         dequantize(inputs.config, packed, middle[0], middle[1])
     keys, values = (
         torch.cat(
-            [sinks.cpu().float(), packed, window.roll(-window_start(case), dims=2)[:, :, : case.window].cpu().float()],
+            [
+                sinks.cpu().float(),
+                packed,
+                residual.roll(-residual_start(case), dims=2)[:, :, : case.residual].cpu().float(),
+            ],
             dim=2,
         ).double()
-        for sinks, packed, window in zip(inputs.sinks, middle, inputs.window, strict=True)
+        for sinks, packed, residual in zip(inputs.sinks, middle, inputs.residual, strict=True)
     )
     groups = case.Hq // case.Hkv
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
@@ -284,7 +288,7 @@ def run_decode(
     inputs: Inputs,
     scratch_fill: float = torch.nan,
     num_blocks: torch.Tensor | None = None,
-    num_window: torch.Tensor | None = None,
+    num_residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention on `inputs`, with scratch and output poisoned."""
     from tq_kernels.decode.launch import Decoder, device_int
@@ -294,7 +298,7 @@ def run_decode(
     decoder = Decoder(
         packed_of(packed),
         inputs.sinks,
-        inputs.window,
+        inputs.residual,
         *kernel_rotations(inputs),
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
@@ -302,7 +306,7 @@ def run_decode(
     return decoder(
         inputs.query,
         device_int(case.blocks, device) if num_blocks is None else num_blocks,
-        device_int(case.window, device) if num_window is None else num_window,
+        device_int(case.residual, device) if num_residual is None else num_residual,
         device_int(case.sinks, device),
         scaling=inputs.scaling,
         allocate=lambda size: torch.full((size,), scratch_fill, device=device),

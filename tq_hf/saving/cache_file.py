@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT = "tq_hf.cache"
 VERSION = 4
-"""Raised whenever a reader of the old version would misread a new file. 3 did not say whether factors are handed on."""
-OLDEST = 3
+"""Raised whenever a reader of the old version would misread a new file."""
 
 STATE_FIELDS = {
     "config": dict,
@@ -178,11 +177,9 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     version = metadata["version"]
     if not version.isascii() or not version.isdigit() or len(version) > 9:
         raise ValueError(f"Its format version is {version[:32]!r}, not a number: the file is damaged.")
-    if not OLDEST <= int(version) <= VERSION:
+    if int(version) != VERSION:
         what = "a newer tq_hf: upgrade it" if int(version) > VERSION else "no released tq_hf: save the cache again"
-        raise ValueError(
-            f"Its format version is {version}, and this tq_hf reads {OLDEST} to {VERSION}. It was written by {what}."
-        )
+        raise ValueError(f"Its format version is {version}, and this tq_hf reads {VERSION}. It was written by {what}.")
     if metadata.keys() != {"format", "version", "state", "checksum"}:
         raise ValueError("Its metadata are not those of a cache: the file is damaged.")
     if safetensors_file.text_digest(metadata["state"]) != metadata["checksum"]:
@@ -194,12 +191,6 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     for name in ("batch", "tokens", "max_cache_len"):
         if state[name] is not None and not 1 <= state[name] <= safetensors_file.MAX_DIMENSION:
             raise ValueError(f"Its `{name}` is {state[name]}; it must be 1 or more.")
-    if int(version) == 3:
-        for layer in state["layers"]:
-            if isinstance(layer, dict) and "counts" in layer:
-                if "handed_on" in layer:
-                    raise ValueError("Its format version is 3, and its layers are of a newer one: the file is damaged.")
-                layer["handed_on"] = False
     return state
 
 
@@ -208,8 +199,6 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
     defaults = dataclasses.asdict(TurboQuantConfig())
     types = {name: (str, type(None)) if name == "preset" else type(value) for name, value in defaults.items()}
     settled = {name: type(getattr(TurboQuantConfig, name)) for name in SETTLED if name in saved}
-    if "balance" not in saved:  # as written before there was any
-        del types["balance"]
     safetensors_file.check_fields(saved, types | {"skip_layers": list} | settled, "The configuration")
     if saved["preset"] is not None and saved["preset"] not in PRESETS:
         raise ValueError(f"Its preset is {saved['preset'][:32]!r}, unknown here. Known presets: {', '.join(PRESETS)}.")

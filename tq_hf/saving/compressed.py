@@ -69,13 +69,13 @@ def expect(
         raise ValueError(f"Layer {index} has factors that are handed on, and is not balanced: damaged.")
     counts = Counts(*numbers)
     layout = config.layout(keys.shape[-1], values.shape[-1])
-    held = counts.sinks + counts.blocks * layout.tokens + counts.window
+    held = counts.sinks + counts.blocks * layout.tokens + counts.residual
     packed = counts.blocks + counts.pending
     if (
         held != tokens
-        or counts.pending * layout.tokens > counts.window
+        or counts.pending * layout.tokens > counts.residual
         or counts.sinks > config.sink_tokens
-        or (counts.sinks < config.sink_tokens and (packed or counts.window))
+        or (counts.sinks < config.sink_tokens and (packed or counts.residual))
         or (room is not None and packed > config.num_blocks(room))
     ):
         raise ValueError(f"Layer {index} holds {counts}, which is impossible for {tokens} tokens: damaged.")
@@ -92,7 +92,7 @@ def expect(
     }
     dense_shapes = {
         f"{part}_{name}": (like.dtype, [*like.shape[:2], rows, like.shape[3]])
-        for part, rows in (("sink", counts.sinks), ("window", counts.window))
+        for part, rows in (("sink", counts.sinks), ("residual", counts.residual))
         for name, like in (("keys", keys), ("values", values))
     }
     factors = zip(OPTIONAL, store.blocks.factors, strict=True)

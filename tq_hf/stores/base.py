@@ -14,11 +14,11 @@ from ..tensors.layer import LayerTensors, StepView, StoreView
 
 
 class Counts(NamedTuple):
-    """What a store holds: sink tokens, packed blocks, window rows, and packed blocks whose rows are still there."""
+    """What a store holds: sink tokens, packed blocks, residual rows, and packed blocks whose rows are still there."""
 
     sinks: int
     blocks: int
-    window: int
+    residual: int
     pending: int
 
 
@@ -109,8 +109,8 @@ class LayerStore(ABC):
 
     @abstractmethod
     def crop(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, at most all. Exact within the window; a packed block that is cut moves its
-        surviving tokens to the window, dequantized."""
+        """Remove the last `tokens` tokens, at most all. Exact within the residual; a packed block that is cut moves its
+        surviving tokens to the residual, dequantized."""
 
     @abstractmethod
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
@@ -133,7 +133,7 @@ class LayerStore(ABC):
     @abstractmethod
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """The counts, and what they count of each tensor, by name: the block tensors' names, `sink_keys`,
-        `sink_values`, `window_keys` and `window_values`, window rows in the order of the tokens, and if balanced
+        `sink_values`, `residual_keys` and `residual_values`, residual rows in the order of the tokens, and if balanced
         `key_factors` and `value_factors`."""
 
     @abstractmethod

@@ -34,7 +34,7 @@ Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def entries(step_counts: torch.Tensor) -> Entries:
-    """The numbers of sinks, blocks and window rows, each `[]` int32, 16 bytes apart."""
+    """The numbers of sinks, blocks and residual rows, each `[]` int32, 16 bytes apart."""
     sinks, blocks, rows, *_ = step_counts[:, 0].unbind()
     return sinks, blocks, rows
 
@@ -92,8 +92,8 @@ def append_row(
     check_host_reads(tensors)
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
     view = store.append(keys, values)
-    slot = view.window.first % view.window.capacity
-    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending, 0)
+    slot = view.residual.first % view.residual.capacity
+    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_residual, slot, store.num_pending, 0)
     counts.step_counts[:, 0] = torch.tensor(attended, dtype=torch.int32)
     write_counts(counts, store)
 
@@ -265,13 +265,13 @@ def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> Key
         dispatch.dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
     sinks, blocks, rows = entries(step_counts)
     first, device = blocks * tokens, tensors.row.device
-    # As many neighbouring rows of the result as the ring has: those of the window, and some before it at the end.
+    # As many neighbouring rows of the result as the ring has: those of the residual, and some before it at the end.
     row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
-    in_window, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
+    in_residual, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
     empty = (torch.arange(length, device=device) >= sinks + first + rows)[:, None]
     for out, ring, sink in zip((keys, values), tensors.ring, tensors.sinks, strict=True):
         out[:, :, :num_sinks] = sink[:, :, :length]
-        near = torch.where(in_window, ring.index_select(2, slot), out.index_select(2, target))
+        near = torch.where(in_residual, ring.index_select(2, slot), out.index_select(2, target))
         out.index_copy_(2, target, near).masked_fill_(empty, 0)
     return keys, values
 

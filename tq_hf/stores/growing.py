@@ -1,11 +1,11 @@
-"""The keys and values of one layer, counted on the host: dense sinks, packed blocks, dense window.
+"""The keys and values of one layer, counted on the host: dense sinks, packed blocks, dense residual.
 
-    [ sinks: first S0 tokens ][ packed blocks of 128 tokens ][ window: the rest, dense ]
+    [ sinks: first S0 tokens ][ packed blocks of 128 tokens ][ residual: the rest, dense ]
 
 What is packed is a function of the tokens alone: of T tokens, `TurboQuantConfig.num_blocks(T)` blocks, however they
 were appended. `append` encodes the blocks that become due, but the view it returns still shows their tokens dense: the
 tokens of a call are read exactly in that call. A block that a short call encoded is *pending*: its dense rows stay in
-the window until the next call begins, so that a `crop` in between (assisted decoding) finds them.
+the residual until the next call begins, so that a `crop` in between (assisted decoding) finds them.
 
 Of a balanced configuration, the factors of channels are those of the last long call before the first block is encoded.
 They depend on its queries, which the store does not see: if `append` is told to wait, such a call is encoded when
@@ -31,7 +31,7 @@ from .checks import check_fits, check_states
 from .growth import GROW, Growth
 
 SHORT_CALL = 128
-"""Calls of up to this many tokens go through the window; longer ones are encoded from the model's own tensors."""
+"""Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
 
 
 class GrowingStore(LayerStore):
@@ -50,15 +50,15 @@ class GrowingStore(LayerStore):
         super().__init__(tensors, handed_on)
         self.growth = growth
         self.num_sinks, self.num_blocks, rows, self.num_pending = counts
-        self.window = Residual(tensors.ring, self.num_blocks * self.layout.tokens, rows)
+        self.residual = Residual(tensors.ring, self.num_blocks * self.layout.tokens, rows)
         self._rows_of_due = self.layout.tokens + self.config.residual_length
-        """Rows the window has at least if one of its blocks is due."""
+        """Rows the residual has at least if one of its blocks is due."""
         # States of a call that waits for its queries, of which the first rows, as many as the number, are sinks.
         self._prompt: tuple[KeyValue, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_prompt()
-        self.window.write_late_row()
+        self.residual.write_late_row()
         return type(self), (self.tensors, self.counts, self.growth, self.handed_on)
 
     @classmethod
@@ -76,33 +76,33 @@ class GrowingStore(LayerStore):
         batch, heads = keys.shape[:2]
         blocks = PackedBlocks.allocate(layout, batch, heads, growth.blocks(config, 0, 0), keys.device)
         sinks = Residual.allocate((keys, values), config.sink_tokens).ring
-        ring = Residual.allocate((keys, values), growth.window_rows(config, 0)).ring
+        ring = Residual.allocate((keys, values), growth.residual_rows(config, 0)).ring
         return cls(LayerTensors(config, blocks, sinks, ring), growth=growth)
 
     @property
     def counts(self) -> Counts:
         """What is held."""
         self.encode_prompt()
-        return Counts(self.num_sinks, self.num_blocks, self.window.count, self.num_pending)
+        return Counts(self.num_sinks, self.num_blocks, self.residual.count, self.num_pending)
 
     @property
     def length(self) -> int:
         """Tokens held."""
         waiting = 0 if self._prompt is None else self._prompt[0][0].shape[2] - self._prompt[1]
-        return self.num_sinks + self.num_blocks * self.layout.tokens + self.window.count + waiting
+        return self.num_sinks + self.num_blocks * self.layout.tokens + self.residual.count + waiting
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView:
         """See `LayerStore.append`."""
-        tensors, window = self.tensors, self.window
+        tensors, residual = self.tensors, self.residual
         row = tensors.row
-        # Nearly every decode step: one token that only has to be written to the window, which attention does.
+        # Nearly every decode step: one token that only has to be written to the residual, which attention does.
         if (
             keys.shape == row.keys
             and values.shape == row.values
             and keys.dtype == values.dtype == row.dtype
             and keys.device == values.device == row.device
             and self.num_sinks == self.config.sink_tokens
-            and 0 < window.count - self.num_pending * self.layout.tokens < window.capacity
+            and 0 < residual.count - self.num_pending * self.layout.tokens < residual.capacity
             and not self.growth.in_place
             and self._prompt is None
             and not torch.is_grad_enabled()
@@ -110,11 +110,11 @@ class GrowingStore(LayerStore):
         ):
             self.drop_encoded_rows()
             past = self.length
-            window.append_late(keys, values)
+            residual.append_late(keys, values)
             try:
-                return self._encode_window(past)
+                return self._encode_residual(past)
             except BaseException:
-                window.count -= 1
+                residual.count -= 1
                 self.num_pending = 0
                 raise
         check_fits(keys, values, row)
@@ -122,7 +122,7 @@ class GrowingStore(LayerStore):
         self.encode_prompt()
         self.drop_encoded_rows()
         # What is written where nothing is held yet does not count: a kernel that fails leaves the store as it was.
-        before = vars(self) | {"window": window.snapshot()}
+        before = vars(self) | {"residual": residual.snapshot()}
         try:
             return self._append(keys, values, wait)
         except BaseException:
@@ -138,14 +138,14 @@ class GrowingStore(LayerStore):
         self.num_sinks += to_sinks
         rest = (keys[:, :, to_sinks:], values[:, :, to_sinks:])
         if new_tokens <= 1 or (new_tokens <= SHORT_CALL and past > 0):
-            rows = self.window.count + rest[0].shape[2]
-            if rows > self.window.capacity:
-                self._replace_window(self.window.copied(self.growth.window_rows(self.config, rows)))
-            self.window.append(*rest)
-            return self._encode_window(past)
-        # The window does not have these rows yet, and the sinks that they filled are theirs.
+            rows = self.residual.count + rest[0].shape[2]
+            if rows > self.residual.capacity:
+                self._replace_residual(self.residual.copied(self.growth.residual_rows(self.config, rows)))
+            self.residual.append(*rest)
+            return self._encode_residual(past)
+        # The residual does not have these rows yet, and the sinks that they filled are theirs.
         shown = self.tensors.with_sinks(sinks_before)
-        view = StoreView(shown, self.num_blocks, self.window.count, past, self.window.late, (keys, values))
+        view = StoreView(shown, self.num_blocks, self.residual.count, past, self.residual.late, (keys, values))
         self._prompt = ((keys, values), to_sinks)
         if not wait or not self.config.balance or self.handed_on or self.num_blocks:
             self.encode_prompt()
@@ -166,7 +166,7 @@ class GrowingStore(LayerStore):
         self, prompt: KeyValue, to_sinks: int, queries: torch.Tensor | None, attended: torch.Tensor | None
     ) -> None:
         keys, values = prompt
-        before = vars(self) | {"window": self.window.snapshot()}
+        before = vars(self) | {"residual": self.residual.snapshot()}
         self._prompt = None
         try:
             if self.config.balance and not self.handed_on and not self.num_blocks:
@@ -176,36 +176,36 @@ class GrowingStore(LayerStore):
             vars(self).update(before)
             raise
 
-    def _encode_window(self, past: int) -> StoreView:
-        """Encode the blocks that became due by rows the window has now. Returns a view of all rows."""
+    def _encode_residual(self, past: int) -> StoreView:
+        """Encode the blocks that became due by rows the residual has now. Returns a view of all rows."""
         view = self._view(past)
-        if self.window.count < self._rows_of_due:
+        if self.residual.count < self._rows_of_due:
             self.num_pending = 0
             return view
         self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
         if self.num_pending:
-            for skipped, part in self.window.parts(0, self.num_pending * self.layout.tokens):
+            for skipped, part in self.residual.parts(0, self.num_pending * self.layout.tokens):
                 self._encode(part, self.num_blocks + skipped // self.layout.tokens)
         return view
 
     def _append_long(self, rest: KeyValue) -> None:
         """Append the tokens of a long call, and encode what they make due without copying it.
 
-            window before          new tokens
+            residual before          new tokens
             [ rows held | ....... ][ lead | whole blocks | kept ]
             [ block ][ block begun  .... ][ block ][ ... ][ dense ]
 
-        The block that the old window began is completed by `lead` new tokens in a copy of the window, and encoded from
-        there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
-        window. The old ring stays as it is, because the view of this call reads it.
+        The block that the old residual began is completed by `lead` new tokens in a copy of the residual, and encoded
+        from there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
+        residual. The old ring stays as it is, because the view of this call reads it.
         """
         tokens = self.layout.tokens
-        rows, held = rest[0].shape[2], self.window.count
+        rows, held = rest[0].shape[2], self.residual.count
         due = max(0, self.config.num_blocks(self.length + rows) - self.num_blocks)
         lead = min(rows, -held % tokens)
         whole = max(0, due - (held + lead) // tokens)
-        begun = due - whole  # blocks due that have rows in the old window
-        completed = self.window  # of no rows: nothing to complete
+        begun = due - whole  # blocks due that have rows in the old residual
+        completed = self.residual  # of no rows: nothing to complete
         if held:
             completed = completed.copied(ring_capacity(held + lead))
             completed.append(*(x[:, :, :lead] for x in rest))
@@ -214,11 +214,11 @@ class GrowingStore(LayerStore):
         end = lead + whole * tokens
         keys, values = (x[:, :, lead:end] for x in rest)
         self._encode((keys, values), self.num_blocks + begun)
-        capacity = self.growth.window_rows(self.config, held + rows - due * tokens)
+        capacity = self.growth.residual_rows(self.config, held + rows - due * tokens)
         kept = completed.copied(capacity, begun * tokens)
         kept.first += whole * tokens
         kept.append(*(x[:, :, end:] for x in rest))
-        self._replace_window(kept)
+        self._replace_residual(kept)
         self.num_blocks += due
 
     @outside_inference_mode
@@ -235,29 +235,29 @@ class GrowingStore(LayerStore):
             capacity = self.growth.blocks(self.config, held, needed)
             self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
 
-    def _replace_window(self, window: Residual) -> None:
-        """Hold the rows of `window`, in its ring."""
-        self.window = window
-        self.tensors = self.tensors.with_ring(window.ring)
+    def _replace_residual(self, residual: Residual) -> None:
+        """Hold the rows of `residual`, in its ring."""
+        self.residual = residual
+        self.tensors = self.tensors.with_ring(residual.ring)
 
     def drop_encoded_rows(self) -> None:
         """Drop the dense rows of pending blocks: they are only packed from now on."""
         if self.num_pending:
-            self.window.drop(self.num_pending * self.layout.tokens)
+            self.residual.drop(self.num_pending * self.layout.tokens)
             self.num_blocks += self.num_pending
             self.num_pending = 0
 
     def _view(self, past: int) -> StoreView:
-        tensors, window = self.tensors, self.window
+        tensors, residual = self.tensors, self.residual
         if self.num_sinks != self.config.sink_tokens:
             tensors = tensors.with_sinks(self.num_sinks)
-        return StoreView(tensors, self.num_blocks, window.count, past, window.late)
+        return StoreView(tensors, self.num_blocks, residual.count, past, residual.late)
 
     def view(self) -> StoreView:
         """See `LayerStore.view`. The rows of pending blocks stay for a crop."""
         self.encode_prompt()
         reader = copy(self)
-        reader.window = self.window.snapshot()
+        reader.residual = self.residual.snapshot()
         reader.drop_encoded_rows()
         return reader._view(self.length)
 
@@ -273,31 +273,33 @@ class GrowingStore(LayerStore):
         length = max(0, self.length - tokens)
         block = self.layout.tokens
         if (kept := length - self.num_sinks - self.num_blocks * block) >= 0:
-            self.window.count = kept
+            self.residual.count = kept
             # Rows of pending blocks are still here: keep packed what a cache of this length would have packed.
             self.num_pending = min(self.num_pending, max(0, self.config.num_blocks(length) - self.num_blocks))
             return
-        self.window.write_late_row()
+        self.residual.write_late_row()
         self.num_pending = 0
         self.num_blocks, rows = divmod(max(0, length - self.num_sinks), block)
         self.num_sinks = min(self.num_sinks, length)
-        self.window = Residual(self.tensors.ring, self.num_blocks * block, rows)
+        self.residual = Residual(self.tensors.ring, self.num_blocks * block, rows)
         if rows:
             cut = self.blocks.slice(self.num_blocks, self.num_blocks + 1)
-            slots = slice(self.window.first % self.window.capacity, self.window.first % self.window.capacity + block)
+            slots = slice(
+                self.residual.first % self.residual.capacity, self.residual.first % self.residual.capacity + block
+            )
             dispatch.dequantize(self.config, cut, *(part[:, :, slots] for part in self.tensors.ring))
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:
         """See `LayerStore.map`."""
         self.encode_prompt()
-        self.window.write_late_row()
+        self.residual.write_late_row()
         return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.handed_on)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
         self.encode_prompt()
-        self.window.write_late_row()
+        self.residual.write_late_row()
         super().reorder(beam_idx)
 
     def reset(self) -> None:
@@ -307,7 +309,7 @@ class GrowingStore(LayerStore):
         """See `LayerStore.by_kind`. A late row is held in the model's own tensors until it is written."""
         self.encode_prompt()
         kinds = self.tensors.by_kind()
-        late = self.window.late
+        late = self.residual.late
         if late is not None and late.states is not None:
             kinds["window"] += late.states
         return kinds
@@ -321,7 +323,7 @@ class GrowingStore(LayerStore):
         for name, position in (("keys", 0), ("values", 1)):
             held[f"sink_{name}"] = self.sinks[position][:, :, : self.num_sinks]
             empty = self.sinks[position][:, :, :0]
-            held[f"window_{name}"] = torch.cat([empty, *(part[position] for _, part in self.window.parts())], dim=2)
+            held[f"residual_{name}"] = torch.cat([empty, *(part[position] for _, part in self.residual.parts())], dim=2)
         return self.counts, held
 
     @outside_inference_mode
@@ -336,8 +338,8 @@ class GrowingStore(LayerStore):
             self.blocks.factors.values.copy_(held["value_factors"])
         for buffer, name in zip(self.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
-        capacity = self.growth.window_rows(self.config, counts.window)
-        window = Residual.allocate(self.tensors.ring, capacity, counts.blocks * self.layout.tokens)
-        window.append(held["window_keys"].to(device), held["window_values"].to(device))
-        self._replace_window(window)
+        capacity = self.growth.residual_rows(self.config, counts.residual)
+        residual = Residual.allocate(self.tensors.ring, capacity, counts.blocks * self.layout.tokens)
+        residual.append(held["residual_keys"].to(device), held["residual_values"].to(device))
+        self._replace_residual(residual)
         self.num_sinks, self.num_blocks, _, self.num_pending = counts

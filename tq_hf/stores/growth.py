@@ -23,8 +23,8 @@ class Growth(Protocol):
     def check(self, tokens: int, held: int) -> None:
         """Raise a `ValueError` unless so many more tokens may be held."""
 
-    def window_rows(self, config: TurboQuantConfig, rows: int) -> int:
-        """Rows to make room for in a window that holds `rows`."""
+    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
+        """Rows to make room for in a residual that holds `rows`."""
 
     def blocks(self, config: TurboQuantConfig, held: int, needed: int) -> int:
         """Blocks to make room for where `held` are and `needed` will be."""
@@ -39,7 +39,7 @@ class Grow:
     def check(self, tokens: int, held: int) -> None:
         """Anything goes."""
 
-    def window_rows(self, config: TurboQuantConfig, rows: int) -> int:
+    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
         """What decoding will need, at once where that is little."""
         most = config.residual_length + BlockLayout.tokens
         return ring_capacity(max(rows, min(most, int(rows * GROWTH) + BlockLayout.tokens)))
@@ -67,7 +67,7 @@ class Fixed:
         """Raise a `ValueError` for more than there is room for."""
         check_room(tokens, held, self.max_cache_len)
 
-    def window_rows(self, config: TurboQuantConfig, rows: int) -> int:
+    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
         """All that decoding will need. (A chunk may need more for as long as it is appended.)"""
         return ring_capacity(max(rows, min(config.residual_length + BlockLayout.tokens, self.max_cache_len)))
 

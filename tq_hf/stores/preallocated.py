@@ -4,8 +4,8 @@ Its tensors are allocated once and written in place. What changes from step to s
 that a captured graph serves every length:
 
     state        [4] int32     what is held between calls, as `Counts`
-    step_counts  [6, 4] int32  what the last decode step attends to: sinks, blocks, window rows, slot of the first
-                               window row; the blocks that became due in it; and 0, by which the append's programs
+    step_counts  [6, 4] int32  what the last decode step attends to: sinks, blocks, residual rows, slot of the first
+                               residual row; the blocks that became due in it; and 0, by which the append's programs
                                find who is last. Only column 0 is used: entries lie 16 bytes apart, as wide as Triton's
                                alignment.
     length       [] int64      tokens held, as `get_seq_length` returns it
@@ -138,8 +138,8 @@ class PreallocatedStore(LayerStore):
     def _append_many(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
         store = self.as_growing()
         # Of its own: what is returned reads the old rows, and outlives the writing back.
-        store.window = store.window.copied(store.window.capacity)
-        store.tensors = store.tensors.with_ring(store.window.ring)
+        store.residual = store.residual.copied(store.residual.capacity)
+        store.tensors = store.tensors.with_ring(store.residual.ring)
         view = store.append(keys, values, wait)
         self._appending = store
         if not store.waits:
@@ -158,7 +158,7 @@ class PreallocatedStore(LayerStore):
         if (store := self._appending) is not None:
             store.encode_prompt(queries, attended)
             self._appending = None
-            if store.window.count > self.tensors.ring[0].shape[2]:
+            if store.residual.count > self.tensors.ring[0].shape[2]:
                 store.drop_encoded_rows()
             self._take(store)
 
@@ -172,9 +172,9 @@ class PreallocatedStore(LayerStore):
     def _take(self, store: GrowingStore) -> None:
         """Hold what `store` holds, whose blocks and sinks are this store's."""
         if store.tensors.ring is not self.tensors.ring:
-            window = Residual(self.tensors.ring, store.window.first)
-            for _, part in store.window.parts():
-                window.append(*part)
+            residual = Residual(self.tensors.ring, store.residual.first)
+            for _, part in store.residual.parts():
+                residual.append(*part)
         graph_ops.write_counts(self.counts, store)
         self.num_held = store.length
 

@@ -258,7 +258,7 @@ def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
         layer.store = _Sizes.allocate(layer.config, keys, values)
         layer.store.handed_on = True  # no statistics of a prompt without values
     layer.store.append(keys, values)
-    layer.store.window.write_late_row()  # as attention does
+    layer.store.residual.write_late_row()  # as attention does
 
 
 def _largest(fits: Callable[[int], bool]) -> int | None:

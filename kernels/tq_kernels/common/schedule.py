@@ -8,9 +8,9 @@ streams: worker w leaves its partial result for stream s in slot w + s. Both gro
 with each new piece, so slots are unique, and the pieces of stream s lie in consecutive slots. Each stream counts as if
 `START` blocks more came first, because a program that goes on to another one has to begin anew.
 
-The dense tokens (sinks and window) are cut into jobs of 32 tokens of one stream. Workers that have no share begin with
-one each; the others are claimed by whoever is done. Programs are not equally fast: of those on one multiprocessor, the
-first are served first, and are done when a fifth of the time is left. Their jobs wait for memory while the others
+The dense tokens (sinks and residual) are cut into jobs of 32 tokens of one stream. Workers that have no share begin
+with one each; the others are claimed by whoever is done. Programs are not equally fast: of those on one multiprocessor,
+the first are served first, and are done when a fifth of the time is left. Their jobs wait for memory while the others
 compute.
 
 Over the pages of many sequences, streams are of one sequence each and differ in length. An *item* is a packed block or

@@ -170,7 +170,7 @@ def merge_stream(slots, packed, dense, s_aux, head_q, local, row_mask, channels,
 def reduce_splits(
     scratch,
     num_blocks,  # [] int32
-    num_window,  # [] int32
+    num_residual,  # [] int32
     num_sinks,  # [] int32
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
     factors,  # [B * Hkv, DV] fp16
@@ -219,7 +219,7 @@ def reduce_splits(
     )  # [BC out, BD in]
     factor = tl.load(factors + head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     blocks = tl.load(num_blocks)
-    dense_tokens = tl.load(num_sinks) + tl.load(num_window)
+    dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
     per_stream = counted(blocks)
     first = holder(stream * per_stream, workers, per_stream * streams) + stream
     last = holder((stream + 1) * per_stream - 1, workers, per_stream * streams) + stream + 1

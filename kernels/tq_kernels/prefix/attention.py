@@ -2,7 +2,7 @@
 
 A program holds BLOCK_R query rows of one KV head (row r = s G + g: all G heads of a few queries) and walks over its
 share of the tokens, FlashAttention-style: first the packed blocks, with the rows rotated by R, unpacking each tile
-once for all rows; then its accumulator is rotated back, and it goes on over the dense tokens (sinks, window, new
+once for all rows; then its accumulator is rotated back, and it goes on over the dense tokens (sinks, residual, new
 tokens; bottom-right causal) with the plain rows. No history is ever dense in memory. Scratch is the rows themselves
 in fp16, and partial results where several programs share the tokens of a tile of rows.
 
@@ -239,7 +239,7 @@ def _attend_dense(
             k_row, v_row = stored_rows(dense, t, C.DK, C.DV)
         else:
             k_row, v_row = dense_rows(
-                dense.window_keys, dense.pages, dense.new_keys, dense.new_values, t, dense.sinks,
+                dense.residual_keys, dense.pages, dense.new_keys, dense.new_values, t, dense.sinks,
                 dense.history - dense.sinks, high, 0, dense.kv_head, dense.page_blocks, dense.new_t, 0, dense.new_vt, 0,
                 C.DK, C.ROWS, C.BLOCK_WORDS,
             )  # fmt: skip
@@ -261,7 +261,7 @@ def _attend_dense(
 
 @triton.jit(
     do_not_specialize=(
-        "blocks_b blocks_h rows groups kv_heads blocks sink_count window_count window_start window_capacity "
+        "blocks_b blocks_h rows groups kv_heads blocks sink_count residual_count residual_start residual_capacity "
         "new_count queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count count width"
     ).split()
 )
@@ -277,8 +277,8 @@ def prefix_attention(
     value_factors,  # f', [B, Hkv, DV] fp16
     sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype
     sink_values,  # [B, Hkv, sinks, DV]
-    window_keys,  # [B, Hkv, window_capacity, DK], row j in slot (window_start + j) % window_capacity
-    window_values,  # [B, Hkv, window_capacity, DV]
+    residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (residual_start + j) % residual_capacity
+    residual_values,  # [B, Hkv, residual_capacity, DV]
     new_keys,  # [B, Hkv, new_count, DK]
     new_values,  # [B, Hkv, new_count, DV]
     mask,  # [B, 1, S or 1, T] bool
@@ -293,12 +293,12 @@ def prefix_attention(
     query_b, query_h, query_s,
     blocks_b,  # strides of the packed tensors in blocks
     blocks_h,
-    sink_b,  # of sinks, window and new tokens in elements: keys, then values
-    sink_h, sink_vb, sink_vh, window_b, window_h, window_vb, window_vh, new_b, new_h, new_t, new_vb, new_vh, new_vt,
-    out_b, out_s, out_h,
+    sink_b,  # of sinks, residual and new tokens in elements: keys, then values
+    sink_h, sink_vb, sink_vh, residual_b, residual_h, residual_vb, residual_vh, new_b, new_h, new_t, new_vb, new_vh,
+    new_vt, out_b, out_s, out_h,
     rows,  # G * S
     groups,  # G
-    kv_heads, blocks, sink_count, window_count, window_start, window_capacity, new_count,
+    kv_heads, blocks, sink_count, residual_count, residual_start, residual_capacity, new_count,
     queries,  # S
     mask_b, mask_s, mask_t,
     scaling_log2,  # scaling * log2(e)
@@ -316,7 +316,7 @@ def prefix_attention(
     """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
 
     With a table: many sequences, those with more than one new token, over the pages of `tq_kernels.common.sequences`.
-    Tensors have one batch row, in which new tokens follow one another; `window_keys` are the layer's first page,
+    Tensors have one batch row, in which new tokens follow one another; `residual_keys` are the layer's first page,
     `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
     """
     C: tl.constexpr = Shape(
@@ -339,7 +339,7 @@ def prefix_attention(
             return
         token, queries, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         new_count, rows = queries, queries * groups
-        blocks, window_count, sink_count = past // TOKENS, past % TOKENS, sinks_of(past, SINKS)
+        blocks, residual_count, sink_count = past // TOKENS, past % TOKENS, sinks_of(past, SINKS)
         pages = block_table + sequence.to(tl.int64) * width
         block_table = pages + (TOKENS // ROWS + (1 if SINKS else 0))
         query += token.to(tl.int64) * query_s
@@ -358,7 +358,7 @@ def prefix_attention(
     query_inside = row_mask[:, None] & (dk < DK)[None, :]
 
     # This program's share, in units of 128 tokens: packed blocks, then dense tokens as far as these rows see them.
-    dense_count = sink_count + window_count + new_count
+    dense_count = sink_count + residual_count + new_count
     if CAUSAL:
         dense_count = tl.minimum(
             dense_count, dense_count - queries + 1 + (tl.minimum(first_row + BLOCK_R, rows) - 1) // groups
@@ -403,10 +403,10 @@ def prefix_attention(
         high = tl.minimum((last - blocks) * TOKENS, dense_count)
         dense = Dense(
             sink_keys + (batch * sink_b + kv_head * sink_h), sink_values + (batch * sink_vb + kv_head * sink_vh),
-            window_keys + (batch * window_b + kv_head * window_h),
-            window_values + (batch * window_vb + kv_head * window_vh),
+            residual_keys + (batch * residual_b + kv_head * residual_h),
+            residual_values + (batch * residual_vb + kv_head * residual_vh),
             new_keys + (batch * new_b + kv_head * new_h), new_values + (batch * new_vb + kv_head * new_vh),
-            new_t, new_vt, sink_count, sink_count + window_count, window_start, window_capacity,
+            new_t, new_vt, sink_count, sink_count + residual_count, residual_start, residual_capacity,
             pages, kv_head, blocks_b,
         )  # fmt: skip
         newest = dense.history + new_count - queries + s  # [BR], the last dense token a row sees

@@ -125,7 +125,7 @@ def store_partial(
 
 @triton.jit(
     do_not_specialize=(
-        "rows queries kv_heads blocks_b blocks_h sink_b sink_h window_b window_h window_capacity mask_b mask_s "
+        "rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h residual_capacity mask_b mask_s "
         "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
         "dense_splits"
     ).split()
@@ -139,9 +139,9 @@ def decode_split_fragments(
     num_blocks,
     sink_keys,
     sink_values,
-    window_keys,
-    window_values,
-    num_window,
+    residual_keys,
+    residual_values,
+    num_residual,
     num_sinks,
     mask,
     rows,
@@ -151,9 +151,9 @@ def decode_split_fragments(
     blocks_h,
     sink_b,
     sink_h,
-    window_b,
-    window_h,
-    window_capacity,
+    residual_b,
+    residual_h,
+    residual_capacity,
     mask_b,
     mask_s,
     mask_t,
@@ -243,10 +243,10 @@ def decode_split_fragments(
         )  # fmt: skip
 
     # Not before: the loop above has no register to spare.
-    window_count = tl.load(num_window)
+    residual_count = tl.load(num_residual)
     sink_count = tl.load(num_sinks)
-    jobs = dense_jobs(sink_count + window_count)
-    window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
+    jobs = dense_jobs(sink_count + residual_count)
+    residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     job, without_share = first_jobs(worker, workers, total)
     if job < 0:
@@ -268,7 +268,7 @@ def decode_split_fragments(
                 pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
             q += (pairs,)
         sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-        window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
+        residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
         mask_row = mask + batch.to(tl.int64) * mask_b
         key_rows, value_rows, inside, allowed = (), (), (), ()
         for group in tl.static_range(2):
@@ -276,13 +276,13 @@ def decode_split_fragments(
             for half in tl.static_range(2):
                 j = part * DENSE_TOKENS + 16 * group + 8 * half + g
                 sink = j < sink_count
-                row = window_start + j - sink_count  # the window is a ring
-                row = tl.where(row >= window_capacity, row - window_capacity, row)
-                key_rows += (tl.where(sink, sink_keys + (sink_at + j) * DK, window_keys + (window_at + row) * DK),)
+                row = residual_start + j - sink_count  # the residual is a ring
+                row = tl.where(row >= residual_capacity, row - residual_capacity, row)
+                key_rows += (tl.where(sink, sink_keys + (sink_at + j) * DK, residual_keys + (residual_at + row) * DK),)
                 value_rows += (
-                    tl.where(sink, sink_values + (sink_at + j) * DV, window_values + (window_at + row) * DV),
+                    tl.where(sink, sink_values + (sink_at + j) * DV, residual_values + (residual_at + row) * DV),
                 )
-                inside += (j < sink_count + window_count,)
+                inside += (j < sink_count + residual_count,)
                 token += (j,)
             for tile in tl.static_range(TILES):
                 for i in tl.static_range(4):
@@ -290,7 +290,7 @@ def decode_split_fragments(
                     r = first_row + 8 * tile + 2 * t + i % 2
                     seen = inside[2 * group + i // 2] & (r < rows)
                     if CAUSAL:
-                        seen = seen & (j - sink_count <= window_count - queries + r % queries)
+                        seen = seen & (j - sink_count <= residual_count - queries + r % queries)
                     if MASK:
                         position = tl.where(j < sink_count, j, j + blocks * TOKENS)
                         at = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s

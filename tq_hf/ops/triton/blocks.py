@@ -210,7 +210,7 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
 
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's late row."""
-    tensors, num_blocks, num_window, _, late, _ = view
+    tensors, num_blocks, num_residual, _, late, _ = view
     decoder, device = decoder_of(tensors), query.device
     if mask is not None and mask.shape[0] != query.shape[0]:
         mask = mask.expand(query.shape[0], -1, -1, -1)
@@ -221,7 +221,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
         out = decoder(
             _rows(query),
             device_int(num_blocks, device),
-            device_int(num_window, device),
+            device_int(num_residual, device),
             device_int(decoder.sinks, device),
             scaling=options.scaling,
             allocate=allocator(current_workspace(device), "decode attention", device),
@@ -252,8 +252,8 @@ def attend_many(
         _packed(blocks),
         view.num_blocks,
         view.sinks,
-        view.window.write_late_row(),
-        view.num_window,
+        view.residual.write_late_row(),
+        view.num_residual,
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
         recipe_of(view.config, layout, query.device, torch.float16),
         allocate=allocator(current_workspace(query.device), "prefix attention", query.device),
@@ -354,12 +354,12 @@ def attend_token(
     options: AttentionOptions,
     max_cache_len: int,
 ) -> torch.Tensor:
-    """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and window rows.
+    """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and residual rows.
 
     Scratch is per call: in a captured graph it comes from the graph's own memory, where one layer's is free again for
     the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
-    num_sinks, num_blocks, num_window = sizes
+    num_sinks, num_blocks, num_residual = sizes
     token = None
     if row is not None:
         keys, values = row
@@ -367,7 +367,7 @@ def attend_token(
     return decoder_of(tensors)(
         _rows(query),
         num_blocks,
-        num_window,
+        num_residual,
         num_sinks,
         allocate=allocator(None, "decode attention", query.device),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
