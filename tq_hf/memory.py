@@ -89,7 +89,7 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
             for kind, tensors in layer.by_kind().items():
                 for tensor in tensors:
                     count(kind, tensor)
-            tokens = math.prod(layer.store.blocks.scalars.shape[:2]) * int(layer.store.length)
+            tokens = math.prod(layer.store.blocks.scales.shape[:2]) * int(layer.store.length)
             footprint.bf16_equivalent += tokens * layer.store.blocks.layout.dense_bytes
         else:
             for tensor in _tensors(list(vars(layer).values())):

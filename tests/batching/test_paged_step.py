@@ -48,8 +48,8 @@ class Requests:
         free = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)).int()
         before = self.pages.ring_pages + self.pages.sink_pages
         needed = [before + n // BLOCK for n in totals]
-        self.table = torch.full((len(totals), max(needed)), -1, dtype=torch.int32)
-        for row, own in zip(self.table, free[: sum(needed)].split(needed), strict=True):
+        self.block_table = torch.full((len(totals), max(needed)), -1, dtype=torch.int32)
+        for row, own in zip(self.block_table, free[: sum(needed)].split(needed), strict=True):
             row[: len(own)] = own
         self.unused = free[sum(needed) :].long()
 
@@ -62,7 +62,7 @@ class Requests:
         ]
         packed = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]) for x in packed]
         lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
-        sequences = Sequences(cumulative(new), cumulative(lengths), self.table, max(new))
+        sequences = Sequences(cumulative(new), cumulative(lengths), self.block_table, max(new))
         out = paged_step(*packed, self.pages, sequences, AttentionOptions(0.2, **options))
         assert (out[sum(new) :] == 0).all()
         expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
@@ -134,9 +134,9 @@ def test_pages_of_a_request_do_not_depend_on_its_company_or_chunks() -> None:
     for i, total in enumerate(TOTALS):
         alone.step([total if i == j else 0 for j in range(len(TOTALS))])
     for i, total in enumerate(TOTALS):
-        own = together.table[i, together.pages.ring_pages :][: total // BLOCK].long()
+        own = together.block_table[i, together.pages.ring_pages :][: total // BLOCK].long()
         assert torch.equal(together.pool[own, 1], alone.pool[own, 1])
-        ring = together.table[i, : together.pages.ring_pages].long()
+        ring = together.block_table[i, : together.pages.ring_pages].long()
         for a, b in zip(together.pages.ring(ring), alone.pages.ring(ring), strict=True):
             assert torch.equal(a[:, :, : total % BLOCK], b[:, :, : total % BLOCK])
 

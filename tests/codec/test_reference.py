@@ -225,12 +225,12 @@ def test_16_bit_states_are_encoded_like_their_float32_values(name, dtype):
     assert_same(restored, (exact[0].to(dtype), exact[1].to(dtype)))
 
 
-def test_scalars_hold_the_key_scale_low_and_the_value_scale_high():
+def test_scales_hold_the_key_scale_low_and_the_value_scale_high():
     config = all_packed(key_mean=False)
     keys, values = states(18, dim=64)
-    scalars = encoded(config, keys, values).scalars[:, :, 0]
-    key_scale = (scalars & 0xFFFF).to(torch.uint16).view(torch.float16)
-    value_scale = (scalars >> 16 & 0xFFFF).to(torch.uint16).view(torch.float16)
+    scales = encoded(config, keys, values).scales[:, :, 0]
+    key_scale = (scales & 0xFFFF).to(torch.uint16).view(torch.float16)
+    value_scale = (scales >> 16 & 0xFFFF).to(torch.uint16).view(torch.float16)
     assert torch.equal(key_scale, quantize(rotate(keys, 0), 4, config.key_correction)[1])
     assert torch.equal(value_scale, quantize(rotate(values, 0), 4, config.value_correction)[1])
 

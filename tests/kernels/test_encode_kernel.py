@@ -141,7 +141,7 @@ def check(case: Case, device: torch.device) -> None:
     config, layout = case.config, got.layout
     want = replace(PackedBlocks.allocate(layout, case.batch, case.heads, BLOCKS, CPU), factors=got.factors)
     reference_encode(config, keys.cpu(), values.cpu(), want, 0)
-    got_scales, want_scales = (x.scalars.contiguous().view(FP16).unflatten(-1, (-1, 2)).float() for x in (got, want))
+    got_scales, want_scales = (x.scales.contiguous().view(FP16).unflatten(-1, (-1, 2)).float() for x in (got, want))
     assert got_scales.isfinite().all()
     torch.testing.assert_close(got_scales, want_scales, rtol=1.5e-3, atol=1e-7)
     key_factors, value_factors = (factor.float()[:, :, None] for factor in got.factors)

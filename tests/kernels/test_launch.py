@@ -370,7 +370,7 @@ POINTERS = {
     *(
         "key_words",
         "value_words",
-        "scalars",
+        "scales",
         "key_means",
         "key_factors",
         "value_factors",

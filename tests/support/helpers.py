@@ -66,7 +66,7 @@ def encoded(
 
 def dequantized(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue | None = None) -> KeyValue:
     """Blocks as dense keys and values, in the dtype of `like` (float32 without)."""
-    shape = (*blocks.scalars.shape[:2], blocks.capacity * blocks.layout.tokens)
+    shape = (*blocks.scales.shape[:2], blocks.capacity * blocks.layout.tokens)
     dtype = torch.float32 if like is None else like[0].dtype
     keys = torch.empty(*shape, blocks.layout.key_dim, dtype=dtype)
     values = torch.empty(*shape, blocks.layout.value_dim, dtype=dtype)
@@ -150,7 +150,7 @@ def prefill_bytes(
     codes = 128 * dim * (config.key_bits + config.value_bits) // 8
     return {
         "packed": batch * heads * blocks * codes,
-        "metadata": batch * heads * blocks * (128 * layout.scalar_bytes + layout.mean_bytes)
+        "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
         + layout.factor_bytes * batch * heads
         + itemsize,
         "window": batch * heads * residual * 2 * dim * itemsize,

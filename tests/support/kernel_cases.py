@@ -270,7 +270,7 @@ def packed_of(blocks: PackedBlocks) -> Any:
     """`blocks` as kernels take them."""
     from tq_kernels.types import Packed
 
-    return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, *blocks.factors)
+    return Packed(blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means, *blocks.factors)
 
 
 def recipe_of(config: TurboQuantConfig, layout: BlockLayout, device: torch.device) -> Any:

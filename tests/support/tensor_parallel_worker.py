@@ -129,7 +129,7 @@ def main() -> None:
         tokens = generate(sharded, cache)
         found["tokens"][preset] = [tokens, expected[preset][0]]
         found["bytes"][preset] = [bytes_held(cache), expected[preset][1]]
-        found["heads"] += [layer.store.blocks.scalars.shape[1] for layer in cache.layers]
+        found["heads"] += [layer.store.blocks.scales.shape[1] for layer in cache.layers]
     found["same_packed"] = shares_are_the_whole(alone, rank)
     loud = load(folder / "loud", distributed_config=DistributedConfig(tp_plan="auto"))
     found["factors"] = factors_of_shares(loud, load(folder / "loud"), rank)

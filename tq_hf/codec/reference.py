@@ -108,7 +108,7 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
 
 
 def _blocks_at_a_time(blocks: PackedBlocks) -> int:
-    batch, heads = blocks.scalars.shape[:2]
+    batch, heads = blocks.scales.shape[:2]
     return max(1, TILE_BLOCKS // max(1, batch * heads))
 
 
@@ -141,7 +141,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
             z = rotate(z, config.rotation_seed)
         codes, value_scales = quantize(z, layout.value_bits, config.value_correction)
         target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
-        target.scalars.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
+        target.scales.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
 
 
 def _dequantize(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
@@ -153,7 +153,7 @@ def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor
     """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, as stored: rotated, values
     unless the layout says otherwise."""
     layout: BlockLayout = blocks.layout
-    scales = blocks.scalars.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
+    scales = blocks.scales.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
     keys = _dequantize(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
     if blocks.key_means is not None:
         keys = keys + blocks.key_means.float()[..., None, :]

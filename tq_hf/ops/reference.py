@@ -77,9 +77,13 @@ class Request(NamedTuple):
 
 def requests(sequences: Sequences, ring_pages: int, sink_pages: int) -> Iterator[Request]:
     """The requests of a step that have new tokens."""
-    starts, ends, table = sequences.cu_q.tolist(), sequences.cu_k.tolist(), sequences.table.long()
+    starts, ends, block_table = (
+        sequences.cu_seqlens_q.tolist(),
+        sequences.cu_seqlens_k.tolist(),
+        sequences.block_table.long(),
+    )
     before = ring_pages + sink_pages
-    for i, row in enumerate(table):
+    for i, row in enumerate(block_table):
         new = starts[i + 1] - starts[i]
         if new:
             past = ends[i + 1] - ends[i] - new

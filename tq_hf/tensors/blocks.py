@@ -58,7 +58,7 @@ class PackedBlocks:
         layout: Sizes of a block.
         key_words: `[B, Hkv, N, layout.key_words]` int32.
         value_words: `[B, Hkv, N, layout.value_words]` int32.
-        scalars: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
+        scales: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
         key_means: `[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means, or `None` if the layout has none.
         factors: What states were multiplied by before they were encoded; of all blocks.
     """
@@ -66,7 +66,7 @@ class PackedBlocks:
     layout: BlockLayout
     key_words: torch.Tensor
     value_words: torch.Tensor
-    scalars: torch.Tensor
+    scales: torch.Tensor
     key_means: torch.Tensor | None
     factors: Factors
 
@@ -81,7 +81,7 @@ class PackedBlocks:
             layout=layout,
             key_words=zeros(layout.key_words),
             value_words=zeros(layout.value_words),
-            scalars=zeros(layout.tokens),
+            scales=zeros(layout.tokens),
             key_means=zeros(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
             factors=Factors.ones(batch, heads, layout.key_dim, layout.value_dim, device),
         )
@@ -89,11 +89,11 @@ class PackedBlocks:
     @property
     def capacity(self) -> int:
         """Blocks there is room for."""
-        return self.scalars.shape[2]
+        return self.scales.shape[2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of N blocks by field name, without an absent mean."""
-        names = ("key_words", "value_words", "scalars", "key_means")
+        names = ("key_words", "value_words", "scales", "key_means")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
@@ -104,7 +104,7 @@ class PackedBlocks:
         self, function: Callable[[torch.Tensor], torch.Tensor], factors: Factors | None = None
     ) -> PackedBlocks:
         means = None if self.key_means is None else function(self.key_means)
-        words = (function(self.key_words), function(self.value_words), function(self.scalars))
+        words = (function(self.key_words), function(self.value_words), function(self.scales))
         return PackedBlocks(self.layout, *words, means, factors or self.factors)
 
     def slice(self, start: int, stop: int) -> PackedBlocks:

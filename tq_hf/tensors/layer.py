@@ -101,7 +101,7 @@ class LayerTensors:
         means = [] if blocks.key_means is None else [blocks.key_means]
         return {
             "packed": [blocks.key_words, blocks.value_words],
-            "metadata": [blocks.scalars, *means, *blocks.factors],
+            "metadata": [blocks.scales, *means, *blocks.factors],
             "window": list(self.ring),
             "sinks": list(self.sinks),
         }
@@ -114,10 +114,10 @@ class LayerTensors:
     def from_arguments(cls, config: TurboQuantConfig, tensors: Sequence[torch.Tensor]) -> LayerTensors:
         """The layer whose `arguments()` these are."""
         sink_keys, sink_values, ring_keys, ring_values, *factors = tensors[:6]
-        key_words, value_words, scalars, *means = tensors[6:]
+        key_words, value_words, scales, *means = tensors[6:]
         layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
         means_or_none = means[0] if means else None
-        blocks = PackedBlocks(layout, key_words, value_words, scalars, means_or_none, Factors(*factors))
+        blocks = PackedBlocks(layout, key_words, value_words, scales, means_or_none, Factors(*factors))
         return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))
 
 

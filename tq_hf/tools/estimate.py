@@ -229,7 +229,7 @@ def _measure(layer: Any, tokens: int) -> MemoryFootprint:
             return footprint
         kinds = layer.by_kind()
         blocks = layer.store.blocks
-        footprint.bf16_equivalent = math.prod(blocks.scalars.shape[:2]) * tokens * blocks.layout.dense_bytes
+        footprint.bf16_equivalent = math.prod(blocks.scales.shape[:2]) * tokens * blocks.layout.dense_bytes
     else:
         kinds = {"uncompressed": list(_tensors(list(vars(layer).values())))}
         footprint.bf16_equivalent = sum(2 * t.numel() for t in kinds["uncompressed"] if t.is_floating_point())

@@ -101,8 +101,8 @@ def random_blocks(layout: BlockLayout, batch: int, kv_heads: int, blocks: int, d
         words.random_(-(2**31), 2**31 - 1)
         if bits == 8:
             words &= 0x3F3F3F3F  # no NaN
-    scales = torch.rand(*packed.scalars.shape, 2, device=device).mul_(0.1).add_(0.05).half()
-    packed.scalars.copy_(scales.view(torch.int32).squeeze(-1))
+    scales = torch.rand(*packed.scales.shape, 2, device=device).mul_(0.1).add_(0.05).half()
+    packed.scales.copy_(scales.view(torch.int32).squeeze(-1))
     if packed.key_means is not None:
         packed.key_means.normal_(std=0.1)
     return packed
@@ -112,8 +112,8 @@ def prepared(
     config: TurboQuantConfig, packed: PackedBlocks, window_rows: int, query_heads: int, dtype: torch.dtype
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
     """A decode step over sinks, `packed` and `window_rows` rows of a window, and the tensors it reads."""
-    layout, device = packed.layout, packed.scalars.device
-    batch, kv_heads, blocks = packed.scalars.shape[:3]
+    layout, device = packed.layout, packed.scales.device
+    batch, kv_heads, blocks = packed.scales.shape[:3]
 
     def dense(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(

@@ -88,8 +88,8 @@ class Pool(NamedTuple):
 
     rows: Any
     table: Any
-    cu_q: Any
-    cu_k: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
     count: Any
     width: Any
     page_blocks: Any
@@ -105,7 +105,7 @@ def _encode_all(new, pool, out, amounts, total, SINKS: tl.constexpr, ROWS: tl.co
     high, low = resident_rotation(new.rotation, factors, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
     for task in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
         sequence, before = located(amounts, task)
-        first, _, past = lengths(pool.cu_q, pool.cu_k, sequence, pool.count)
+        first, _, past = lengths(pool.cu_seqlens_q, pool.cu_seqlens_k, sequence, pool.count)
         block = past // TOKENS + task - before
         pages = pool.table + sequence.to(tl.int64) * pool.width
         page = tl.load(pages + TOKENS // ROWS + (1 if SINKS else 0) + block).to(tl.int64)
@@ -133,8 +133,8 @@ def encode_completed(
     value,  # [T, Hkv, HEAD_DIM]
     rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype
     table,  # [B, W] int32
-    cu_q,  # [B + 1] int32
-    cu_k,  # [B + 1] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
     key_words,  # [pages, Hkv, 128 * DIM * KEY_BITS / 32] int32
     value_words,  # [pages, Hkv, 128 * DIM * VALUE_BITS / 32] int32
     scales,  # [pages, Hkv, 128, 2] float16
@@ -168,12 +168,12 @@ def encode_completed(
     ASM: tl.constexpr,
 ):
     """Grid: (programs, Hkv, 2), keys and values."""
-    _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
     amounts = completed(new, past)  # [BB]
     total = tl.sum(amounts, 0)
     if tl.program_id(0) >= total:
         return
-    pool = Pool(rows, table, cu_q, cu_k, count, width, page_blocks)
+    pool = Pool(rows, table, cu_seqlens_q, cu_seqlens_k, count, width, page_blocks)
     KEYS: tl.constexpr = EncodeShape(
         HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
     )  # fmt: skip

@@ -121,7 +121,7 @@ def encode(
         )
         ENCODE(
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (states, words, packed.scalars.view(torch.float16), means, rotation, factors),
+            (states, words, packed.scales.view(torch.float16), means, rotation, factors),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
@@ -212,7 +212,7 @@ def dequantize(
         )
         DEQUANTISE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
-            (words, packed.scalars.view(torch.float16), means, rotation, factors, states),
+            (words, packed.scales.view(torch.float16), means, rotation, factors, states),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),

@@ -407,7 +407,7 @@ class Appender:
     ) -> None:
         ring = residual[0]
         self.device, on = ring.device, target(ring.device)
-        words, scales = (packed.key_words, packed.value_words), packed.scalars.view(torch.float16)
+        words, scales = (packed.key_words, packed.value_words), packed.scales.view(torch.float16)
         means = scales if packed.key_means is None else packed.key_means
         self.tensors = (*sinks, *residual, *words, scales, means, key_rotation, value_rotation, packed.value_factors)
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.

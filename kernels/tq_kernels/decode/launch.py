@@ -237,7 +237,7 @@ class Decoder:
         self.packed, self.bits = packed, (key_bits, value_bits)
         self.device = packed.key_words.device
         # Without means, the kernel reads nothing at the last address.
-        words = (*packed[:3], packed.scalars if packed.key_means is None else packed.key_means)
+        words = (*packed[:3], packed.scales if packed.key_means is None else packed.key_means)
         single = (key_rotation, value_rotation, packed.key_factors, packed.value_factors)
         self.tensors = Held(words, (*sinks, *residual), *single)
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.

@@ -248,8 +248,8 @@ def reduce_splits_paged(
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
     factors,  # [Hkv, DV] fp16
     s_aux,  # [Hq], any float dtype
-    cu_q,  # [B + 1] int32
-    cu_k,  # [B + 1] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
     out,  # [T, Hq, DV], contiguous
     tokens,  # T
     count,  # B
@@ -291,11 +291,11 @@ def reduce_splits_paged(
     )  # [BC out, BD in]
     factor = tl.load(factors + kv_head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     b = tl.arange(0, BLOCK_B)
-    _, new, past = lengths(cu_q, cu_k, b, count)
+    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
     items = stream_items(new, past, SINKS) * heads
     total = tl.sum(items, 0)
     at = tl.sum(tl.where(b < sequence, items, 0), 0)
-    token, new, past = lengths(cu_q, cu_k, sequence, count)
+    token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
     at += stream % heads * stream_items(new, past, SINKS)
     blocks = tl.where(new == 1, past // TOKENS, 0)
     first = holder(at, workers, total) + stream
@@ -304,7 +304,7 @@ def reduce_splits_paged(
     dense_last = dense_first + tl.where(new == 1, dense_jobs_of(past, SINKS), 0)
     if FILL:
         # Of all sequences before this one, as many as have no token are ahead of it in taking those of nobody.
-        token = tl.where(new == 1, token, tl.load(cu_q + count) + sequence - token)
+        token = tl.where(new == 1, token, tl.load(cu_seqlens_q + count) + sequence - token)
         writes = token < tokens
     else:
         writes = new == 1

@@ -39,7 +39,7 @@ def decode_split(
     scratch,
     key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32
     value_words,  # [B, Hkv, N, 128 * DVP * VALUE_BITS / 32] int32
-    scalars,  # [B, Hkv, N, 128] int32
+    scales,  # [B, Hkv, N, 128] int32
     key_means,  # [B, Hkv, N, DKP] fp16
     num_blocks,  # [] int32
     sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype, of which the first num_sinks count
@@ -131,7 +131,7 @@ def decode_split(
         # What comes first is on its way while queries are made.
         own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
         own_block += tl.maximum(start % per_stream - START, 0)
-        prefetch(scalars + own_block * TOKENS, TOKENS // 32, start < end)
+        prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
         prefetch(key_words + own_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
         prefetch(value_words + own_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
         if (first_job >= 0) & (first_job < jobs * streams):
@@ -153,7 +153,7 @@ def decode_split(
         first = tl.maximum(start - stream * per_stream - START, 0)
         last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
         r = tile * BLOCK_R + local
-        stream_blocks = Blocks(key_words, value_words, scalars, key_means, None, batch, kv_head, blocks_b, blocks_h)
+        stream_blocks = Blocks(key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h)
         stream_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
         stream_rows = Rows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
         attend_share(

@@ -65,7 +65,7 @@ class Blocks(NamedTuple):
 
     key_words: Any
     value_words: Any
-    scalars: Any
+    scales: Any
     key_means: Any
     key_rotation: Any
     value_rotation: Any
@@ -154,7 +154,7 @@ def _attend_blocks(
     # Fields of blocks are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
     KEY_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DKP * C.KEY_BITS
     VALUE_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DVP * C.VALUE_BITS
-    SCALARS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS
+    SCALES_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS
     MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DKP
     r = first_row + tl.arange(0, C.BLOCK_R)
     dk = tl.arange(0, C.BLOCK_DK)
@@ -163,14 +163,14 @@ def _attend_blocks(
     matrix = _key_matrix(blocks, key_channel, key_exists, C)
     if blocks.block_table is None:
         block0 = blocks.batch * blocks.stride_b + blocks.kv_head * blocks.stride_h
-        scalar_at = blocks.scalars + block0 * TOKENS + tl.arange(0, 32)
+        scale_at = blocks.scales + block0 * TOKENS + tl.arange(0, 32)
         first_at = block0 + first
     else:
         block0 = blocks.kv_head * blocks.stride_h
         page = tl.load(blocks.block_table + first).to(tl.int64)
         first_at = block0 + page * blocks.stride_b
     rotated = tl.dot(plain, matrix) * (C.DKP**-0.5)
-    scale0, _ = unpack_scales(tl.load(blocks.scalars + first_at * SCALARS_SIZE))
+    scale0, _ = unpack_scales(tl.load(blocks.scales + first_at * SCALES_SIZE))
     reference = reference_key(blocks.key_means + first_at * MEAN_SIZE + key_channel, scale0, dk, key_exists)  # [BDK]
     common = tl.sum(rotated * reference[None, :], 1)
     if not C.SOFTCAP:
@@ -182,14 +182,14 @@ def _attend_blocks(
     for block in tl.range(first, last, num_stages=C.STAGES):
         if blocks.block_table is None:
             at = block0 + block
-            scalars_of = scalar_at + block * TOKENS
+            scales_at = scale_at + block * TOKENS
         else:
             at = block0 + page * blocks.stride_b
             page = tl.load(blocks.block_table + block + 1, mask=block + 1 < last, other=0).to(tl.int64)
-            scalars_of = blocks.scalars + at * C.BLOCK_WORDS + tl.arange(0, 32)
+            scales_at = blocks.scales + at * C.BLOCK_WORDS + tl.arange(0, 32)
         key_scales, value_scales = (), ()
         for plane in tl.static_range(4):
-            key_scale, value_scale = unpack_scales(tl.load(scalars_of + 32 * plane))
+            key_scale, value_scale = unpack_scales(tl.load(scales_at + 32 * plane))
             key_scales += (key_scale,)
             value_scales += (value_scale,)
         mean = tl.load(blocks.key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0)  # [BDK]
@@ -269,7 +269,7 @@ def prefix_attention(
     query,  # [B, Hq, S, DK], last dimension contiguous
     key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32
     value_words,  # [B, Hkv, N, 128 * DVP * VALUE_BITS / 32] int32
-    scalars,  # [B, Hkv, N, 128] int32
+    scales,  # [B, Hkv, N, 128] int32
     key_means,  # [B, Hkv, N, DKP] fp16
     key_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
     value_rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
@@ -382,7 +382,7 @@ def prefix_attention(
     allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
     if first < last_block:
         packed = Blocks(
-            key_words, value_words, scalars, key_means, key_rotation, value_rotation, key_factors, value_factors,
+            key_words, value_words, scales, key_means, key_rotation, value_rotation, key_factors, value_factors,
             block_table, batch, kv_head, blocks_b, blocks_h,
         )  # fmt: skip
         state = _attend_blocks(

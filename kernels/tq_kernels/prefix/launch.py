@@ -225,7 +225,7 @@ def attend_prefix(
     (ATTEND_FRAGMENTS if on.fragments else ATTEND)(
         (row_tiles, heads, splits),
         (
-            *(query, packed.key_words, packed.value_words, packed.scalars, packed.key_means, *recipe.rotations),
+            *(query, packed.key_words, packed.value_words, packed.scales, packed.key_means, *recipe.rotations),
             *(packed.key_factors, packed.value_factors, *sinks, *residual, *fresh, seen, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *no_table),
         ),

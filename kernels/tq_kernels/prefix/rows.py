@@ -107,10 +107,10 @@ def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, 
 
 
 @triton.jit
-def row_tile(cu_q, cu_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
+def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
     """Of the tiles of rows of all sequences with more than one new token, from the last on: whether there is an
     `index`-th, its sequence and its first row."""
-    first, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
     tiles = tl.where(new > 1, (new * groups + BLOCK_R - 1) // BLOCK_R, 0)
     tile = tl.sum(tiles, 0) - 1 - index
     sequence, before = located(tiles, tile)

@@ -37,7 +37,7 @@ from .tiles import Half, PackedShape, attend_dense, attend_packed
 )
 def prefix_attention_fragments(
     query,  # arguments as for prefix_attention
-    key_words, value_words, scalars, key_means, key_rotation, value_rotation, key_factors, value_factors, sink_keys,
+    key_words, value_words, scales, key_means, key_rotation, value_rotation, key_factors, value_factors, sink_keys,
     sink_values, residual_keys, residual_values, new_keys, new_values, mask, s_aux, out, partial, lse,
     operand_rows,  # unused
     query_b, query_h, query_s, blocks_b, blocks_h, sink_b, sink_h, sink_vb, sink_vh, residual_b, residual_h,
@@ -116,7 +116,7 @@ def prefix_attention_fragments(
                 Half(
                     key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
                     value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                    scalars + at * TOKENS + half * 16,
+                    scales + at * TOKENS + half * 16,
                     key_means + at * DKP,
                 ),
                 allowed, g, t, C,

@@ -134,7 +134,7 @@ def decode_split_fragments(
     scratch,  # arguments as for decode_split
     key_words,
     value_words,
-    scalars,
+    scales,
     key_means,
     num_blocks,
     sink_keys,
@@ -232,7 +232,7 @@ def decode_split_fragments(
                 Half(
                     key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
                     value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                    scalars + at * TOKENS + half * 16,
+                    scales + at * TOKENS + half * 16,
                     key_means + at * DKP if HAS_MEAN else key_means,
                 ),
                 allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES),

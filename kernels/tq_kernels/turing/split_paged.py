@@ -23,14 +23,14 @@ def decode_split_paged_fragments(
     scratch,  # arguments as for decode_split_paged
     key_words,
     value_words,
-    scalars,
+    scales,
     key_means,
     rows,
     key,
     value,
-    table,
-    cu_q,
-    cu_k,
+    block_table,
+    cu_seqlens_q,
+    cu_seqlens_k,
     count,
     kv_heads,
     groups,
@@ -75,14 +75,14 @@ def decode_split_paged_fragments(
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
     heads = kv_heads * row_tiles
-    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, 0, BLOCK_B)
+    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, count, heads, 0, BLOCK_B)
     while at < end:
         sequence = stream // heads
         kv_head = stream % heads // row_tiles
         first_row = stream % row_tiles * (8 * TILES)
         row0 = kv_head * (groups * count) + sequence  # query r of the head is row `row0 + count * r`
-        token, new, past = lengths(cu_q, cu_k, sequence, count)
-        pages = table + sequence.to(tl.int64) * width
+        token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        pages = block_table + sequence.to(tl.int64) * width
         blocks = tl.where(new == 1, past // TOKENS, 0)
         held = past % TOKENS
         first = tl.maximum(start - at, 0)
@@ -141,7 +141,7 @@ def decode_split_paged_fragments(
                     Half(
                         key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
                         value_words + block * BLOCK_WORDS + half * 8,
-                        scalars + block * BLOCK_WORDS + half * 16,
+                        scales + block * BLOCK_WORDS + half * 16,
                         key_means + block * (2 * BLOCK_WORDS) if HAS_MEAN else key_means,
                     ),
                     (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, HAS_MEAN, False, SOFTCAP, TILES),

@@ -132,7 +132,7 @@ def _packed_tiles(view: StoreView, query: torch.Tensor) -> Iterator[PackedTile]:
 
 
 def _blocks_of_tile(blocks: PackedBlocks) -> int:
-    batch, heads = blocks.scalars.shape[:2]
+    batch, heads = blocks.scales.shape[:2]
     return max(1, TILE_NUMBERS // (max(1, batch * heads) * blocks.layout.tokens * blocks.layout.key_dim_padded))
 
 

@@ -233,7 +233,7 @@ class PackedTile:
     @cached_property
     def _scales(self) -> torch.Tensor:
         """`[N, n, 128, 2]` float32: of keys and values."""
-        return self.blocks.scalars.flatten(0, 1).view(torch.float16).unflatten(-1, (-1, 2)).float()
+        return self.blocks.scales.flatten(0, 1).view(torch.float16).unflatten(-1, (-1, 2)).float()
 
     @cached_property
     def _keys(self) -> torch.Tensor:

@@ -90,7 +90,7 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(blocks: PackedBlocks) -> Packed:
-    return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, *blocks.factors)
+    return Packed(blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means, *blocks.factors)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager:
