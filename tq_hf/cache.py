@@ -60,10 +60,10 @@ class TurboQuantCache(DynamicCache):
             once). Held weakly.
         max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
-        balance: Whether channels that are much louder or quieter than others are given factors, from the first prompt
-            (see `tq_hf.codec.balance`; by default what the preset says); or the factors themselves: a `Balance`, or a
-            cache of the same model that holds tokens. A prompt of under 32 tokens has no statistics: hand on
-            `Balance.of(model)` where prompts are short.
+        balance: Whether channels that are much louder or quieter than others are given channel scales, from the first
+            prompt (see `tq_hf.codec.balance`; by default what the preset says); or the channel scales themselves: a
+            `Balance`, or a cache of the same model that holds tokens. A prompt of under 32 tokens has no statistics:
+            hand on `Balance.of(model)` where prompts are short.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -158,7 +158,7 @@ class TurboQuantCache(DynamicCache):
                 )
         if isinstance(balance, Balance):
             if not self.config.balance:
-                raise ValueError("Factors of channels are given, and the preset has `balance=False`: leave out either.")
+                raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
             balance.give(layers)
         _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):

@@ -43,8 +43,8 @@ class TurboQuantConfig:
         skip_layers: Layers that are not compressed, as indices into the model's layers; negative ones count from the
             end.
         seed: Seed of the random signs of the rotation. Equal seeds give equal bits on every device and rank.
-        balance: Give channels that are much louder or quieter than others factors, so that the error does not depend on
-            how a model scales its channels (see `tq_hf.codec.balance`).
+        balance: Give channels that are much louder or quieter than others channel scales, so that the error does not
+            depend on how a model scales its channels (see `tq_hf.codec.balance`).
 
     Raises:
         ValueError: An option is outside its range. The message says what came and what is allowed.

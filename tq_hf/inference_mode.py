@@ -22,7 +22,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
-def made_once(make: Callable[P, R]) -> Callable[P, R]:
+def cached_table(make: Callable[P, R]) -> Callable[P, R]:
     """Keep the table that `make` returns for these arguments, which must be hashable. To `torch.compile` it is a
     constant: Dynamo warns of `lru_cache` itself, looks through it and makes the table anew in each graph."""
     kept = lru_cache(outside_inference_mode(make))

@@ -85,8 +85,8 @@ class BlockLayout:
         return 2 * self.key_dim_padded if self.key_mean else 0
 
     @property
-    def factor_bytes(self) -> int:
-        """Bytes of the factors of a head's channels, for all its blocks."""
+    def channel_scale_bytes(self) -> int:
+        """Bytes of the channel scales of a head, for all its blocks."""
         return 2 * (self.key_dim + self.value_dim)
 
     @property

@@ -13,7 +13,7 @@ from tq_hf import TurboQuantConfig
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.blocks import Factors
+from tq_hf.tensors.blocks import ChannelScales
 from tq_hf.tensors.pages import LayerPages, Sequences
 
 HEADS, QUERY_HEADS, PAGES, LAYERS = 2, 6, 96, 3
@@ -27,7 +27,7 @@ def layer_pages(
     pool.random_(0, 60, generator=torch.Generator().manual_seed(5))
     pages = LayerPages.of_pool(pool, 1, config, dim, dtype)
     keys, values = (1 + torch.rand(1, HEADS, dim, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    return replace(pages, factors=Factors(keys.bfloat16().half(), values.bfloat16().half())), pool
+    return replace(pages, channel_scales=ChannelScales(keys.bfloat16().half(), values.bfloat16().half())), pool
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Requests:
         keys, values = (x[:, :, : span.stop].clone() for x in self.tokens[i])
         whole = span.start // BLOCK * BLOCK
         old = keys[:, :, :whole], values[:, :, :whole]
-        blocks = encoded(self.config, *old, self.pages.factors)
+        blocks = encoded(self.config, *old, self.pages.channel_scales)
         for states_, read in zip((keys, values), dequantized(self.config, blocks, old), strict=True):
             sinks = self.config.sink_tokens if whole else 0
             states_[:, :, sinks:whole] = read[:, :, sinks:]

@@ -94,7 +94,7 @@ def test_ranks_rotate_and_quantize_alike(found):
 
 def test_a_rank_balances_its_own_heads_as_one_process_does(found):
     for rank in RANKS:
-        furthest, touched = found[rank]["factors"]
+        furthest, touched = found[rank]["channel_scales"]
         # In each of two layers, rows and heads two channels of keys and two of values.
         assert furthest < 0.02 and touched >= 32
 

@@ -12,7 +12,7 @@ from tests.support.kernel_cases import (
     child,
     gpu,
     packed_of,
-    random_factors,
+    random_channel_scales,
     recipe_of,
     relative_rms,
 )
@@ -78,12 +78,12 @@ def check(case: Case, device: torch.device) -> None:
     layout = config.layout(case.dk, case.dv)
     blocks = PackedBlocks.allocate(layout, case.batch, case.heads, case.blocks, CPU)
     if case.balanced:
-        blocks = replace(blocks, factors=random_factors(case.batch, case.heads, case.dk, case.dv))
+        blocks = replace(blocks, channel_scales=random_channel_scales(case.batch, case.heads, case.dk, case.dv))
     keys, values = (
         torch.randn(case.batch, case.heads, 128 * case.blocks, dim, generator=generator) for dim in (case.dk, case.dv)
     )
-    key_factors, value_factors = (factor.float()[:, :, None] for factor in blocks.factors)
-    reference_encode(config, (keys + 2) / key_factors, values / value_factors, blocks, 0)
+    key_channel_scales, value_channel_scales = (factor.float()[:, :, None] for factor in blocks.channel_scales)
+    reference_encode(config, (keys + 2) / key_channel_scales, values / value_channel_scales, blocks, 0)
     tokens = 128 * (case.stop - case.start)
     expected = [torch.empty(case.batch, case.heads, tokens, dim) for dim in (case.dk, case.dv)]
     reference_dequantize(config, blocks.slice(case.start, case.stop), *expected)

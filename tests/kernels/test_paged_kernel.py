@@ -173,8 +173,8 @@ def test_blocks_do_not_depend_on_chunks_or_company_on_a_gpu() -> None:
 @gpu
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
-    """One graph of a step of eight sequences; what it is replayed with are other lengths, tables, tokens, factors and
-    pages."""
+    """One graph of a step of eight sequences; what it is replayed with are other lengths, tables, tokens, channel
+    scales and pages."""
     device = torch.device("cuda")
     steps = [
         Step(past=(5, 0, 127, 300, 1, 2, 3, 4), new=(1,) * 8, Hq=8, Hkv=2, D=128, spare=30),
@@ -202,7 +202,7 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
             held.copy_(torch.cat([given, given[-1:].expand(8 - count)]))
         for held, given in zip(static.tokens, inputs.tokens, strict=True):
             held[: len(given)].copy_(given)
-        for held, given in zip(static.factors, inputs.factors, strict=True):
+        for held, given in zip(static.channel_scales, inputs.channel_scales, strict=True):
             held.copy_(given)
 
     load(make(steps[0]))

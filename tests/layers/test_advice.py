@@ -41,7 +41,7 @@ def show(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(triton_blocks, "supports_blocks", lambda *_: True)
     monkeypatch.setattr(triton_blocks, "supports_inline_ptx", lambda device: not plain)
-    advice.of_states(SimpleNamespace(dtype=dtype, is_cuda=True, device="cuda"), LAYOUT, model_type)  # type: ignore[arg-type]
+    advice.warn_about_states(SimpleNamespace(dtype=dtype, is_cuda=True, device="cuda"), LAYOUT, model_type)  # type: ignore[arg-type]
 
 
 def test_bf16_on_turing_is_told_to_be_slow_once(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:

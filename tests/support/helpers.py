@@ -15,7 +15,7 @@ from tq_hf.config import SETTLED
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.growth import GROW, Growth
 from tq_hf.stores.preallocated import PreallocatedStore
-from tq_hf.tensors.blocks import Factors, KeyValue, PackedBlocks
+from tq_hf.tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 
 CPU = torch.device("cpu")
 BLOCK = BlockLayout.tokens
@@ -54,12 +54,12 @@ def all_packed(**options) -> TurboQuantConfig:
 
 
 def encoded(
-    config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, factors: Factors | None = None
+    config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, channel_scales: ChannelScales | None = None
 ) -> PackedBlocks:
     """The packed blocks of whole blocks of tokens, encoded in one call."""
     layout = config.layout(keys.shape[-1], values.shape[-1])
     blocks = PackedBlocks.allocate(layout, *keys.shape[:2], keys.shape[2] // layout.tokens, keys.device)
-    blocks = blocks if factors is None else replace(blocks, factors=factors)
+    blocks = blocks if channel_scales is None else replace(blocks, channel_scales=channel_scales)
     encode(config, keys, values, blocks, 0)
     return blocks
 
@@ -151,7 +151,7 @@ def prefill_bytes(
     return {
         "packed": batch * heads * blocks * codes,
         "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
-        + layout.factor_bytes * batch * heads
+        + layout.channel_scale_bytes * batch * heads
         + itemsize,
         "window": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,

@@ -17,7 +17,7 @@ from tq_hf.codec.reference import dequantize, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
 from tq_hf.layout import BlockLayout
-from tq_hf.tensors.blocks import Factors, PackedBlocks
+from tq_hf.tensors.blocks import ChannelScales, PackedBlocks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads this when it is imported, so tests that need the interpreter run in a child process with it set."""
@@ -95,7 +95,7 @@ class Case:
     `blocks` of the store's `capacity` blocks and `residual` of its residual's rows are in use. `mask` is `None`,
     "padding" (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random).
     `key_offset` is the size of what all packed keys of a head have in common, in units of what they have not. With
-    `balanced`, blocks have factors, and keys and queries, as values, channels to go with them.
+    `balanced`, blocks have channel scales, and keys and queries, as values, channels to go with them.
     """
 
     B: int = 1
@@ -149,17 +149,18 @@ class Inputs:
     scaling: float
 
 
-def random_factors(batch: int, heads: int, key_dim: int, value_dim: int, seed: int = 0) -> Factors:
-    """Factors as `tq_hf.codec.balance` makes them: ones, but for some channels; another power of two for each head."""
+def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int, seed: int = 0) -> ChannelScales:
+    """Channel scales as `tq_hf.codec.balance` makes them: ones, but for some channels; another power of two for each
+    head."""
     generator = torch.Generator().manual_seed(seed)
 
     def made(dim: int) -> torch.Tensor:
-        factors = torch.exp(1.5 * torch.randn(batch, heads, dim, generator=generator))
-        factors = torch.where(torch.rand(batch, heads, dim, generator=generator) < 0.8, 1, factors)
+        channel_scales = torch.exp(1.5 * torch.randn(batch, heads, dim, generator=generator))
+        channel_scales = torch.where(torch.rand(batch, heads, dim, generator=generator) < 0.8, 1, channel_scales)
         sizes = torch.randint(-1, 2, (batch, heads, 1), generator=generator)
-        return (factors * 2.0**sizes).bfloat16().half()
+        return (channel_scales * 2.0**sizes).bfloat16().half()
 
-    return Factors(made(key_dim), made(value_dim))
+    return ChannelScales(made(key_dim), made(value_dim))
 
 
 def residual_start(case: Case) -> int:
@@ -180,13 +181,13 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     for tensor in packed.tensors().values():
         tensor.copy_(torch.randint(-(2**15), 2**15, tensor.shape, generator=generator))
     if case.balanced:
-        packed = replace(packed, factors=random_factors(case.B, case.Hkv, case.Dk, case.Dv, seed))
-    key_factors, value_factors = (factor.float() for factor in packed.factors)
+        packed = replace(packed, channel_scales=random_channel_scales(case.B, case.Hkv, case.Dk, case.Dv, seed))
+    key_channel_scales, value_channel_scales = (factor.float() for factor in packed.channel_scales)
     if case.blocks:
         tokens = 128 * case.blocks
         offset = case.key_offset * randn(case.B, case.Hkv, 1, case.Dk)
-        keys = ((randn(case.B, case.Hkv, tokens, case.Dk) + offset) / key_factors[:, :, None]).to(case.dtype)
-        values = randn(case.B, case.Hkv, tokens, case.Dv) * case.value_scale / value_factors[:, :, None]
+        keys = ((randn(case.B, case.Hkv, tokens, case.Dk) + offset) / key_channel_scales[:, :, None]).to(case.dtype)
+        values = randn(case.B, case.Hkv, tokens, case.Dv) * case.value_scale / value_channel_scales[:, :, None]
         values = values.to(case.dtype)
         encode(config, keys, values, packed, 0)
 
@@ -205,7 +206,11 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     elif case.mask == "full":
         mask = (torch.rand(case.B, 1, case.S, case.length, generator=generator) < 0.5).to(device)
     # Transposed, as models give it.
-    query = 3 * randn(case.B, case.S, case.Hq, case.Dk) * key_factors.repeat_interleave(case.Hq // case.Hkv, 1)[:, None]
+    query = (
+        3
+        * randn(case.B, case.S, case.Hq, case.Dk)
+        * key_channel_scales.repeat_interleave(case.Hq // case.Hkv, 1)[:, None]
+    )
     query = query.to(case.dtype).transpose(1, 2)
     return Inputs(
         case=case,
@@ -270,7 +275,7 @@ def packed_of(blocks: PackedBlocks) -> Any:
     """`blocks` as kernels take them."""
     from tq_kernels.types import Packed
 
-    return Packed(blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means, *blocks.factors)
+    return Packed(blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means, *blocks.channel_scales)
 
 
 def recipe_of(config: TurboQuantConfig, layout: BlockLayout, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ import torch
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend, dispatch
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.blocks import BLOCK, Factors
+from tq_hf.tensors.blocks import BLOCK, ChannelScales
 from tq_hf.tensors.pages import LayerPages, Sequences
 
 LAYERS = 2
@@ -78,7 +78,7 @@ class Inputs:
 
     step: Step
     pool: torch.Tensor
-    factors: Factors
+    channel_scales: ChannelScales
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     sequences: Sequences
     s_aux: torch.Tensor | None
@@ -86,7 +86,7 @@ class Inputs:
     @property
     def pages(self) -> LayerPages:
         pages = LayerPages.of_pool(self.pool, 1, self.step.config, self.step.D, self.step.dtype)
-        return replace(pages, factors=self.factors)
+        return replace(pages, channel_scales=self.channel_scales)
 
     def to(self, device: torch.device) -> Inputs:
         """A copy on `device`."""
@@ -94,8 +94,8 @@ class Inputs:
         cu_seqlens_q, cu_seqlens_k, block_table, max_q = self.sequences
         sequences = Sequences(*(x.to(device, copy=True) for x in (cu_seqlens_q, cu_seqlens_k, block_table)), max_q)
         s_aux = None if self.s_aux is None else self.s_aux.to(device)
-        factors = self.factors.map(lambda x: x.to(device))
-        return Inputs(self.step, self.pool.to(device, copy=True), factors, tokens, sequences, s_aux)
+        channel_scales = self.channel_scales.map(lambda x: x.to(device))
+        return Inputs(self.step, self.pool.to(device, copy=True), channel_scales, tokens, sequences, s_aux)
 
     @property
     def options(self) -> AttentionOptions:
@@ -144,7 +144,7 @@ def make(step: Step, seed: int = 0) -> Inputs:
     key, value = randn(step.Hkv, total, step.D).transpose(0, 1), randn(total, step.Hkv, step.D)
     tokens = tuple(x.to(step.dtype) for x in (query, key, value))
     s_aux = randn(step.Hq) if step.s_aux else None
-    inputs = Inputs(step, pool, Factors(*made), tokens, sequences_of(step.past, step.new, block_table), s_aux)
+    inputs = Inputs(step, pool, ChannelScales(*made), tokens, sequences_of(step.past, step.new, block_table), s_aux)
     for i, (past, new) in enumerate(zip(step.past, step.new, strict=True)):
         if past and new:
             query, key, value = (randn(past, heads, step.D).to(step.dtype) for heads in (step.Hq, step.Hkv, step.Hkv))

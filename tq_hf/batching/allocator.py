@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from ..config import TurboQuantConfig
-from ..tensors.blocks import BLOCK, Factors
+from ..tensors.blocks import BLOCK, ChannelScales
 from ..tensors.pages import LayerPages, rows_per_page
 from .geometry import listed_pages
 
@@ -25,13 +25,13 @@ class TurboQuantAllocator(FullAttentionCacheAllocator):
 
     Args:
         tq_config: What blocks are encoded with.
-        factors: Factors of channels by layer, `[1, Hkv, D]`; layers without have factors of one.
+        channel_scales: Channel scales by layer, `[1, Hkv, D]`; layers without have channel scales of one.
         **options: Arguments of transformers' allocator.
     """
 
-    def __init__(self, tq_config: TurboQuantConfig, factors: dict[int, Factors], **options: Any) -> None:
+    def __init__(self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], **options: Any) -> None:
         self.tq_config = tq_config
-        self.factors = factors
+        self.channel_scales = channel_scales
         super().__init__(**options)
         layout = tq_config.layout(self.head_dim)
         self.ring_pages = BLOCK // rows_per_page(layout, self.cache_dtype)
@@ -59,7 +59,9 @@ class TurboQuantAllocator(FullAttentionCacheAllocator):
         pages = cache_tensor.view(len(self._copy_view), self.pages_per_block, self.num_key_value_heads, -1)
         for i, layer in enumerate(self.layer_indices):
             view = LayerPages.of_pool(pages, i, self.tq_config, self.head_dim, self.cache_dtype)
-            self.pages[layer] = view.with_factors(self.factors[layer]) if layer in self.factors else view
+            self.pages[layer] = (
+                view.with_channel_scales(self.channel_scales[layer]) if layer in self.channel_scales else view
+            )
 
     def pages_of(self, length: int) -> int:
         """Pages of a request of `length` tokens."""

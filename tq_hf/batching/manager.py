@@ -105,7 +105,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             decode path by block tables are on where they are not set and the device has them.
         workload_hints: What is known of the requests.
         config: What pages are encoded with (see `tq_hf.batching.checks.pages_config`).
-        balance: Factors of the model's channels; without, channels are not balanced.
+        balance: Channel scales of the model's channels; without, channels are not balanced.
 
     Raises:
         ValueError: The model, the options or the way of generating are none that packed pages serve.

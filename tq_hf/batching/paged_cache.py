@@ -19,7 +19,7 @@ from ..ops.dispatch import paged_step
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
 from ..ops.triton.pages import decode_scratch_bytes
 from ..tensors.attention import AttentionOptions
-from ..tensors.blocks import BLOCK, Factors
+from ..tensors.blocks import BLOCK, ChannelScales
 from ..tensors.pages import Sequences
 from .allocator import TurboQuantAllocator
 from .geometry import sequences_of, windows_of
@@ -32,7 +32,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
 
     Args:
         tq_config: What blocks are encoded with.
-        factors: Factors of channels by layer.
+        channel_scales: Channel scales by layer.
         config: The text decoder's config.
         continuous_batching_config: The engine's options, with a `page_size` of 128.
         device: Where the pool is.
@@ -46,7 +46,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def __init__(
         self,
         tq_config: TurboQuantConfig,
-        factors: dict[int, Factors],
+        channel_scales: dict[int, ChannelScales],
         config: PreTrainedConfig,
         continuous_batching_config: ContinuousBatchingConfig,
         device: torch.device,
@@ -69,7 +69,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             allow_block_sharing=continuous_batching_config.allow_block_sharing,
         )
         allocator = TurboQuantAllocator(
-            tq_config, factors, index=0, layer_indices=layers[FULL_ATTENTION], page_size=BLOCK, **shared
+            tq_config, channel_scales, index=0, layer_indices=layers[FULL_ATTENTION], page_size=BLOCK, **shared
         )
         self.allocator = allocator
         self.cache_allocators = {FULL_ATTENTION: allocator}

@@ -40,7 +40,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         """Wait for what is queued: the engine's streams do not.
 
         Inputs are reset on the current stream, and those of a step are copied to them on another: where that came
-        first, a step was computed with zeros for its inputs. Pool and factors are on the current stream, too.
+        first, a step was computed with zeros for its inputs. Pool and channel scales are on the current stream, too.
         """
         if self.cache.cache_tensor.is_cuda:
             torch.cuda.synchronize(self.cache.cache_tensor.device)

@@ -1,6 +1,6 @@
 """Encode and dequantize in torch: the oracle of the kernels and the path of devices without them.
 
-With R the rotation, x a key or value, f its head's factors (see `tq_hf.codec.balance`) and b its block:
+With R the rotation, x a key or value, f its head's channel scales (see `tq_hf.codec.balance`) and b its block:
 
     encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block in fp16, 0 where that is not finite)
                 sigma = |z| / sqrt(D)
@@ -122,7 +122,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         out: Blocks to write to.
         start: Index of the first block written.
     """
-    factors = out.factors.map(_per_block)
+    channel_scales = out.channel_scales.map(_per_block)
     layout = out.layout
     blocks, step = keys.shape[2] // layout.tokens, _blocks_at_a_time(out)
     for first in range(0, blocks, step):
@@ -130,13 +130,13 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         tile = slice(first * layout.tokens, last * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (last - first, layout.tokens)) for x in (keys, values))
         target = out.slice(start + first, start + last)
-        z = rotate(_padded(k * factors.keys, layout.key_dim_padded), config.rotation_seed)
+        z = rotate(_padded(k * channel_scales.keys, layout.key_dim_padded), config.rotation_seed)
         if target.key_means is not None:
             target.key_means.copy_(_finite_or_zero((_sum(z.transpose(-1, -2)) / layout.tokens).half()))
             z = z - target.key_means.float()[..., None, :]
         codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
-        z = _padded(v * factors.values, layout.value_dim_padded)
+        z = _padded(v * channel_scales.values, layout.value_dim_padded)
         if config.rotate_values:
             z = rotate(z, config.rotation_seed)
         codes, value_scales = quantize(z, layout.value_bits, config.value_correction)
@@ -171,7 +171,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         values: `[B, Hkv, N * 128, Dv]`, likewise.
     """
     layout = blocks.layout
-    factors = blocks.factors.map(_per_block)
+    channel_scales = blocks.channel_scales.map(_per_block)
     step = _blocks_at_a_time(blocks)
     for first in range(0, blocks.capacity, step):
         last = min(first + step, blocks.capacity)
@@ -180,5 +180,5 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         key = rotate_back(key, config.rotation_seed)
         if config.rotate_values:
             value = rotate_back(value, config.rotation_seed)
-        for out, states, factor in ((keys, key, factors.keys), (values, value, factors.values)):
+        for out, states, factor in ((keys, key, channel_scales.keys), (values, value, channel_scales.values)):
             out[:, :, rows] = (states[..., : out.shape[-1]] / factor).flatten(2, 3)

@@ -19,7 +19,7 @@ OVERFLOWS = ("gemma2", "gemma3", "gemma3_text", "glm4")
 of Gemma 3 transformers' issue 36822 tells the same. Activations exceed 65,504."""
 
 
-def of_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None) -> None:
+def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None) -> None:
     """Say what is to be said of a layer's first states `[B, Hkv, S, D]`."""
     fails = f"{model_type} is known to exceed float16's range"
     if states.dtype == torch.float16 and model_type in OVERFLOWS:

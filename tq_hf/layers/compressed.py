@@ -17,7 +17,7 @@ from ..stores.base import LayerStore
 from ..stores.checks import check_room, check_states, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
-from ..tensors.blocks import Factors, KeyValue
+from ..tensors.blocks import ChannelScales, KeyValue
 from ..tensors.layer import StepView, StoreView, is_first
 from . import advice
 from .base import FullAttentionLayer, check_crop
@@ -58,8 +58,8 @@ class TurboQuantLayer(FullAttentionLayer):
         # An attribute of the layer, not of the class: transformers compiles decoding if all layers have it.
         self.is_compileable = max_cache_len is not None
         self.store: LayerStore | None = None
-        self.factors: Factors | None = None
-        """Factors of channels to use, if they were handed on."""
+        self.channel_scales: ChannelScales | None = None
+        """Channel scales to use, if they were handed on."""
         self.awaits_queries = True
         """Whether a prompt is encoded only when attention has shown its queries, or something else is asked of it."""
         self._model_config = None if model_config is None else weakref.ref(model_config)
@@ -108,11 +108,11 @@ class TurboQuantLayer(FullAttentionLayer):
             store = GrowingStore.allocate(self.config, key_states, value_states)
         else:
             store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len)
-        if self.factors is not None:
-            store.hand_on(self.factors)
+        if self.channel_scales is not None:
+            store.set_scales(self.channel_scales)
         self.store = store
         model_config = None if self._model_config is None else self._model_config()
-        advice.of_states(key_states, store.layout, getattr(model_config, "model_type", None))
+        advice.warn_about_states(key_states, store.layout, getattr(model_config, "model_type", None))
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
         self.is_initialized = True

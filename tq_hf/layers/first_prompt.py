@@ -73,7 +73,7 @@ def _sizes(layer: TurboQuantLayer) -> KeyValue | None:
 def _lost(index: int, layer: TurboQuantLayer, sizes: KeyValue) -> str | None:
     """What is wrong with a layer that scales in fp16 cannot hold."""
     assert layer.store is not None
-    for what, size, factor in zip(("Keys", "Values"), sizes, layer.store.blocks.factors, strict=True):
+    for what, size, factor in zip(("Keys", "Values"), sizes, layer.store.blocks.channel_scales, strict=True):
         stored = (size.to(factor.device) * factor).square().mean(-1).sqrt()
         least, most = torch.stack([torch.where(stored > 0, stored, 1).min(), stored.max()]).tolist()
         if least < SMALLEST_RMS or most > LARGEST_RMS:
@@ -88,7 +88,7 @@ def _lost(index: int, layer: TurboQuantLayer, sizes: KeyValue) -> str | None:
 
 
 def _report_balance(seen: Sequence[tuple[int, TurboQuantLayer, KeyValue]]) -> None:
-    """Say how far keys are from balanced, by their factors or, where nobody showed queries, by themselves."""
+    """Say how far keys are from balanced, by their channel scales or, where nobody showed queries, by themselves."""
     if not all(layer.awaits_queries and layer.config.balance for _, layer, _ in seen):
         gain, index = max((key_gain(keys, torch.ones_like(keys)).max().item(), index) for index, _, (keys, _) in seen)
         if gain > GREAT_SPREAD and seen[0][1].config.key_bits < 8:
@@ -101,7 +101,7 @@ def _report_balance(seen: Sequence[tuple[int, TurboQuantLayer, KeyValue]]) -> No
     found, heads, far = [], 0, 0
     for index, layer, _ in seen:
         assert layer.store is not None
-        factor = layer.store.blocks.factors.keys.float().cpu()
+        factor = layer.store.blocks.channel_scales.keys.float().cpu()
         away = (factor / factor.median(-1, keepdim=True).values).log().abs().amax(-1).exp()  # [B, Hkv]
         heads, far = heads + away.numel(), far + int((away > NEAR).sum())
         found.append((away.max().item(), index, key_gain(1 / factor, factor).max().item()))
@@ -111,6 +111,6 @@ def _report_balance(seen: Sequence[tuple[int, TurboQuantLayer, KeyValue]]) -> No
         return
     logger.warning(
         f"preset='auto': keys of {far} of {heads} heads are not balanced, in layer {index} by {times:.0f} times (their "
-        f"error would be {gain**0.5:.1f} times that of balanced ones). Their channels have factors, so "
+        f"error would be {gain**0.5:.1f} times that of balanced ones). Their channels have channel scales, so "
         f"{seen[0][1].config.preset} serves as on other models; with `balance=False` take preset='k8v4'."
     )

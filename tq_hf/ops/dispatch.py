@@ -9,10 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..autocast import outside_autocast
 from ..codec import reference as codec_reference
-from ..codec.balance import factors
+from ..codec.balance import channel_scales
 from ..config import TurboQuantConfig
 from ..tensors.attention import AttentionOptions, supports_sdpa
-from ..tensors.blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from ..tensors.blocks import BLOCK, ChannelScales, KeyValue, PackedBlocks
 from ..tensors.layer import LayerTensors, StoreView
 from ..tensors.pages import LayerPages, Sequences
 from . import reference
@@ -26,17 +26,17 @@ def balance(
     queries: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    out: Factors,
+    out: ChannelScales,
     *,
     first: int,
     valid: torch.Tensor | None,
 ) -> None:
-    """Write factors of channels; arguments as of `tq_hf.codec.balance.factors`."""
+    """Write channel scales; arguments as of `tq_hf.codec.balance.channel_scales`."""
     if triton_blocks.supports_balance(keys, values):
         triton_blocks.balance(queries, keys, values, out, first=first, valid=valid)
         return
     with outside_autocast(keys):
-        for held, chosen in zip(out, factors(queries, keys, values, first=first, valid=valid), strict=True):
+        for held, chosen in zip(out, channel_scales(queries, keys, values, first=first, valid=valid), strict=True):
             held.copy_(chosen)
 
 
@@ -214,7 +214,7 @@ def _store_request(pages: LayerPages, request: reference.Request, new: KeyValue)
     if whole:
         done = whole * BLOCK
         blocks = PackedBlocks.allocate(pages.layout, 1, pages.kv_heads, whole, keys.device)
-        blocks = replace(blocks, factors=pages.factors)
+        blocks = replace(blocks, channel_scales=pages.channel_scales)
         encode(pages.config, keys[:, :, :done], values[:, :, :done], blocks, 0)
         pages.write_packed(request.blocks[first_block : first_block + whole], blocks)
         if pages.sink_pages and not first_block:

@@ -6,21 +6,22 @@ import math
 from typing import Any
 
 import torch
-from tq_kernels.format import LARGEST_FACTOR, SMALLEST_FACTOR
+from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..stores.base import Counts
 from ..stores.growing import GrowingStore
 from ..stores.growth import GROW, Fixed
-from ..tensors.blocks import Factors, KeyValue
+from ..tensors.blocks import ChannelScales, KeyValue
 from .expected import Expected, exactly
 from .safetensors_file import typed
 
-FIELDS = {"class": str, "counts": list, "reads_store": bool, "optional": list, "handed_on": bool}
-"""`optional` are names of tensors that only some stores have; factors that are `handed_on` stay, whatever comes."""
+FIELDS = {"class": str, "counts": list, "reads_store": bool, "optional": list, "scales_are_fixed": bool}
+"""`optional` are names of tensors that only some stores have; channel scales that are `scales_are_fixed` stay, whatever
+comes."""
 
-OPTIONAL = ("key_factors", "value_factors")
+OPTIONAL = ("key_channel_scales", "value_channel_scales")
 """Those of a balanced configuration."""
 
 
@@ -34,7 +35,7 @@ def describe(layer: TurboQuantLayer, index: int) -> tuple[dict[str, Any], dict[s
         "counts": list(counts),
         "reads_store": layer.reader is not None,
         "optional": [name for name in OPTIONAL if name in held],
-        "handed_on": layer.store.handed_on,
+        "scales_are_fixed": layer.store.scales_are_fixed,
     }
     return description, held
 
@@ -65,8 +66,8 @@ def expect(
         raise ValueError(f"Layer {index} holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
     if described["optional"] != (list(OPTIONAL) if config.balance else []):
         raise ValueError(f"Layer {index} has unknown tensors {str(described['optional'])[:64]}: damaged.")
-    if described["handed_on"] and not config.balance:
-        raise ValueError(f"Layer {index} has factors that are handed on, and is not balanced: damaged.")
+    if described["scales_are_fixed"] and not config.balance:
+        raise ValueError(f"Layer {index} has channel scales that are handed on, and is not balanced: damaged.")
     counts = Counts(*numbers)
     layout = config.layout(keys.shape[-1], values.shape[-1])
     held = counts.sinks + counts.blocks * layout.tokens + counts.residual
@@ -95,9 +96,9 @@ def expect(
         for part, rows in (("sink", counts.sinks), ("residual", counts.residual))
         for name, like in (("keys", keys), ("values", values))
     }
-    factors = zip(OPTIONAL, store.blocks.factors, strict=True)
-    factor_shapes = {name: (like.dtype, list(like.shape)) for name, like in factors if config.balance}
-    shapes = packed_shapes | dense_shapes | factor_shapes
+    channel_scales = zip(OPTIONAL, store.blocks.channel_scales, strict=True)
+    channel_scale_shapes = {name: (like.dtype, list(like.shape)) for name, like in channel_scales if config.balance}
+    shapes = packed_shapes | dense_shapes | channel_scale_shapes
     size += sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     return {name: (dtype, exactly(shape), shape) for name, (dtype, shape) in shapes.items()}, size
 
@@ -111,13 +112,11 @@ def fill(
         ValueError: A channel has a factor that none can have.
     """
     for name in described["optional"]:
-        if not bool(((held[name] >= SMALLEST_FACTOR) & (held[name] <= LARGEST_FACTOR)).all()):
-            raise ValueError(
-                f"Its `{name}` are not between {SMALLEST_FACTOR} and {LARGEST_FACTOR}: the file is damaged."
-            )
-    if described["handed_on"]:
+        if not bool(((held[name] >= SMALLEST_SCALE) & (held[name] <= LARGEST_SCALE)).all()):
+            raise ValueError(f"Its `{name}` are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: the file is damaged.")
+    if described["scales_are_fixed"]:
         # The same for every sequence; the next prompt may have more.
-        layer.factors = Factors(*(held[name][:1] for name in OPTIONAL))
+        layer.channel_scales = ChannelScales(*(held[name][:1] for name in OPTIONAL))
     layer.lazy_initialization(*states_like(probe, batch))
     assert layer.store is not None
     layer.store.restore(Counts(*described["counts"]), held)

@@ -36,9 +36,9 @@ def reduce(cache: TurboQuantCache) -> tuple[Any, ...]:
         options = {field.name: getattr(cache.config, field.name) for field in fields(cache.config)}
         options = {name: value for name, value in options.items() if name not in chosen} | {"preset": "auto"}
     given = {
-        index: layer.factors.map(torch.Tensor.cpu)  # whoever reads it may have no GPU
+        index: layer.channel_scales.map(torch.Tensor.cpu)  # whoever reads it may have no GPU
         for index, layer in enumerate(cache.layers)
-        if isinstance(layer, TurboQuantLayer) and layer.factors is not None
+        if isinstance(layer, TurboQuantLayer) and layer.channel_scales is not None
     }
     if given:
         options["balance"] = Balance(given)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops import dispatch
-from ..tensors.blocks import Factors, KeyValue, PackedBlocks
+from ..tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 from ..tensors.layer import LayerTensors, StepView, StoreView
 
 
@@ -30,12 +30,12 @@ class LayerStore(ABC):
 
     Args:
         tensors: The tensors.
-        handed_on: Whether the factors of channels came from elsewhere, and stay.
+        scales_are_fixed: Whether the channel scales came from elsewhere, and stay.
     """
 
-    def __init__(self, tensors: LayerTensors, handed_on: bool = False) -> None:
+    def __init__(self, tensors: LayerTensors, scales_are_fixed: bool = False) -> None:
         self.tensors = tensors
-        self.handed_on = handed_on
+        self.scales_are_fixed = scales_are_fixed
         self.config = tensors.config
         self.layout = tensors.layout
 
@@ -68,7 +68,7 @@ class LayerStore(ABC):
         Args:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
             values: `[B, Hkv, S, Dv]`.
-            wait: Leave a prompt whose queries decide the factors of channels to `encode_prompt`.
+            wait: Leave a prompt whose queries decide the channel scales to `encode_prompt`.
 
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
@@ -88,16 +88,16 @@ class LayerStore(ABC):
             attended: Which of its tokens are not padding, `[B or 1, S]` bool; `None` for all.
         """
 
-    def hand_on(self, factors: Factors) -> None:
-        """Use these factors, `[B or 1, Hkv, D]`. The store must be empty.
+    def set_scales(self, channel_scales: ChannelScales) -> None:
+        """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty.
 
         Raises:
             ValueError: They are of heads of another number or size.
         """
-        self.blocks.factors.check(factors)
-        for held, given in zip(self.blocks.factors, factors, strict=True):
+        self.blocks.channel_scales.check(channel_scales)
+        for held, given in zip(self.blocks.channel_scales, channel_scales, strict=True):
             held.copy_(given)
-        self.handed_on = True
+        self.scales_are_fixed = True
 
     @abstractmethod
     def dense(self, view: StoreView | StepView) -> KeyValue:
@@ -134,7 +134,7 @@ class LayerStore(ABC):
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """The counts, and what they count of each tensor, by name: the block tensors' names, `sink_keys`,
         `sink_values`, `residual_keys` and `residual_values`, residual rows in the order of the tokens, and if balanced
-        `key_factors` and `value_factors`."""
+        `key_channel_scales` and `value_channel_scales`."""
 
     @abstractmethod
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:

@@ -7,9 +7,9 @@ were appended. `append` encodes the blocks that become due, but the view it retu
 tokens of a call are read exactly in that call. A block that a short call encoded is *pending*: its dense rows stay in
 the residual until the next call begins, so that a `crop` in between (assisted decoding) finds them.
 
-Of a balanced configuration, the factors of channels are those of the last long call before the first block is encoded.
-They depend on its queries, which the store does not see: if `append` is told to wait, such a call is encoded when
-attention shows them (`encode_prompt`), or when anything else is asked of the store.
+Of a balanced configuration, the channel scales are those of the last long call before the first block is
+encoded. They depend on its queries, which the store does not see: if `append` is told to wait, such a call is encoded
+when attention shows them (`encode_prompt`), or when anything else is asked of the store.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class GrowingStore(LayerStore):
         tensors: The tensors, which the store writes to.
         counts: What they hold.
         growth: How much room the store makes.
-        handed_on: See `LayerStore`.
+        scales_are_fixed: See `LayerStore`.
     """
 
     def __init__(
-        self, tensors: LayerTensors, counts: Counts = NOTHING, growth: Growth = GROW, handed_on: bool = False
+        self, tensors: LayerTensors, counts: Counts = NOTHING, growth: Growth = GROW, scales_are_fixed: bool = False
     ) -> None:
-        super().__init__(tensors, handed_on)
+        super().__init__(tensors, scales_are_fixed)
         self.growth = growth
         self.num_sinks, self.num_blocks, rows, self.num_pending = counts
         self.residual = Residual(tensors.ring, self.num_blocks * self.layout.tokens, rows)
@@ -59,7 +59,7 @@ class GrowingStore(LayerStore):
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_prompt()
         self.residual.write_late_row()
-        return type(self), (self.tensors, self.counts, self.growth, self.handed_on)
+        return type(self), (self.tensors, self.counts, self.growth, self.scales_are_fixed)
 
     @classmethod
     @outside_inference_mode
@@ -147,7 +147,7 @@ class GrowingStore(LayerStore):
         shown = self.tensors.with_sinks(sinks_before)
         view = StoreView(shown, self.num_blocks, self.residual.count, past, self.residual.late, (keys, values))
         self._prompt = ((keys, values), to_sinks)
-        if not wait or not self.config.balance or self.handed_on or self.num_blocks:
+        if not wait or not self.config.balance or self.scales_are_fixed or self.num_blocks:
             self.encode_prompt()
         return view
 
@@ -169,8 +169,8 @@ class GrowingStore(LayerStore):
         before = vars(self) | {"residual": self.residual.snapshot()}
         self._prompt = None
         try:
-            if self.config.balance and not self.handed_on and not self.num_blocks:
-                dispatch.balance(queries, keys, values, self.blocks.factors, first=to_sinks, valid=attended)
+            if self.config.balance and not self.scales_are_fixed and not self.num_blocks:
+                dispatch.balance(queries, keys, values, self.blocks.channel_scales, first=to_sinks, valid=attended)
             self._append_long((keys[:, :, to_sinks:], values[:, :, to_sinks:]))
         except BaseException:
             vars(self).update(before)
@@ -294,7 +294,7 @@ class GrowingStore(LayerStore):
         """See `LayerStore.map`."""
         self.encode_prompt()
         self.residual.write_late_row()
-        return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.handed_on)
+        return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
@@ -319,7 +319,7 @@ class GrowingStore(LayerStore):
         self.encode_prompt()
         held = self.blocks.slice(0, self.num_blocks + self.num_pending).tensors()
         if self.config.balance:
-            held["key_factors"], held["value_factors"] = self.blocks.factors
+            held["key_channel_scales"], held["value_channel_scales"] = self.blocks.channel_scales
         for name, position in (("keys", 0), ("values", 1)):
             held[f"sink_{name}"] = self.sinks[position][:, :, : self.num_sinks]
             empty = self.sinks[position][:, :, :0]
@@ -334,8 +334,8 @@ class GrowingStore(LayerStore):
         for name, tensor in self.blocks.tensors().items():
             tensor[:, :, :packed] = held[name].to(device)
         if self.config.balance:
-            self.blocks.factors.keys.copy_(held["key_factors"])
-            self.blocks.factors.values.copy_(held["value_factors"])
+            self.blocks.channel_scales.keys.copy_(held["key_channel_scales"])
+            self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
         for buffer, name in zip(self.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
         capacity = self.growth.residual_rows(self.config, counts.residual)

@@ -47,13 +47,13 @@ class PreallocatedStore(LayerStore):
         tensors: Room for `max_cache_len` tokens.
         counts: `state`, `step_counts` and `length`; see the module.
         max_cache_len: Tokens there is room for.
-        handed_on: See `LayerStore`.
+        scales_are_fixed: See `LayerStore`.
     """
 
     def __init__(
-        self, tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int, handed_on: bool = False
+        self, tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int, scales_are_fixed: bool = False
     ) -> None:
-        super().__init__(tensors, handed_on)
+        super().__init__(tensors, scales_are_fixed)
         self._appending: GrowingStore | None = None
         """What the last call was appended to, if it waits for its queries."""
         self._newest = NewestToken()
@@ -66,7 +66,7 @@ class PreallocatedStore(LayerStore):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_prompt()
-        return PreallocatedStore, (self.tensors, self.counts, self.max_cache_len, self.handed_on)
+        return PreallocatedStore, (self.tensors, self.counts, self.max_cache_len, self.scales_are_fixed)
 
     @classmethod
     @outside_inference_mode
@@ -166,7 +166,7 @@ class PreallocatedStore(LayerStore):
         """A store over the same tensors, with counts on the host. Waits for the device."""
         self.encode_prompt()
         counts = Counts(*self.state.tolist())
-        return GrowingStore(self.tensors, counts, Fixed(self.max_cache_len), self.handed_on)
+        return GrowingStore(self.tensors, counts, Fixed(self.max_cache_len), self.scales_are_fixed)
 
     @outside_inference_mode
     def _take(self, store: GrowingStore) -> None:
@@ -199,7 +199,7 @@ class PreallocatedStore(LayerStore):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PreallocatedStore:
         """See `LayerStore.map`. The counts stay where they are."""
         self.encode_prompt()
-        return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.handed_on)
+        return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
@@ -209,8 +209,8 @@ class PreallocatedStore(LayerStore):
     def reset(self) -> PreallocatedStore:
         """See `LayerStore.reset`: the tensors stay where they are."""
         self._appending = self._newest.states = None
-        if not self.handed_on:
-            for factor in self.blocks.factors:
+        if not self.scales_are_fixed:
+            for factor in self.blocks.channel_scales:
                 factor.fill_(1)
         self.counts.state.zero_()
         self.counts.length.zero_()

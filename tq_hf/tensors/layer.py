@@ -10,7 +10,7 @@ import torch
 
 from ..config import TurboQuantConfig
 from ..layout import BlockLayout
-from .blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from .blocks import BLOCK, ChannelScales, KeyValue, PackedBlocks
 from .residual import LateRow, Residual
 
 
@@ -101,23 +101,23 @@ class LayerTensors:
         means = [] if blocks.key_means is None else [blocks.key_means]
         return {
             "packed": [blocks.key_words, blocks.value_words],
-            "metadata": [blocks.scales, *means, *blocks.factors],
+            "metadata": [blocks.scales, *means, *blocks.channel_scales],
             "window": list(self.ring),
             "sinks": list(self.sinks),
         }
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
-        return [*self.sinks, *self.ring, *self.blocks.factors, *self.blocks.tensors().values()]
+        return [*self.sinks, *self.ring, *self.blocks.channel_scales, *self.blocks.tensors().values()]
 
     @classmethod
     def from_arguments(cls, config: TurboQuantConfig, tensors: Sequence[torch.Tensor]) -> LayerTensors:
         """The layer whose `arguments()` these are."""
-        sink_keys, sink_values, ring_keys, ring_values, *factors = tensors[:6]
+        sink_keys, sink_values, ring_keys, ring_values, *channel_scales = tensors[:6]
         key_words, value_words, scales, *means = tensors[6:]
         layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
         means_or_none = means[0] if means else None
-        blocks = PackedBlocks(layout, key_words, value_words, scales, means_or_none, Factors(*factors))
+        blocks = PackedBlocks(layout, key_words, value_words, scales, means_or_none, ChannelScales(*channel_scales))
         return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))
 
 

@@ -30,7 +30,7 @@ import torch
 
 from ..config import TurboQuantConfig
 from ..layout import BlockLayout
-from .blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from .blocks import BLOCK, ChannelScales, KeyValue, PackedBlocks
 
 LEAST_ROWS = 32
 """Rows that a page of a sliding layer has at least, if its window has as many."""
@@ -71,20 +71,20 @@ class LayerPages:
         blocks: The pages as packed blocks.
         rows: The same bytes as dense rows, `[pages, Hkv, 2, rows_per_page, D]` in the model's dtype; keys at 0, values
             at 1.
-        factors: What states are multiplied by before they are encoded, `[1, Hkv, D]`; of all requests.
+        channel_scales: What states are multiplied by before they are encoded, `[1, Hkv, D]`; of all requests.
     """
 
     config: TurboQuantConfig
     layout: BlockLayout
     blocks: PageFields
     rows: torch.Tensor
-    factors: Factors
+    channel_scales: ChannelScales
 
     @classmethod
     def of_pool(
         cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype
     ) -> LayerPages:
-        """The view of the `index`-th layer of a pool, with factors of one.
+        """The view of the `index`-th layer of a pool, with channel scales of one.
 
         Args:
             pool: `[pages, layers, Hkv, layout.block_bytes]` uint8, contiguous.
@@ -104,16 +104,16 @@ class LayerPages:
             scales.view(torch.int32),
             means.view(torch.float16) if layout.key_mean else None,
         )
-        return cls(config, layout, fields, dense, Factors.ones(1, page.shape[1], head_dim, head_dim, pool.device))
+        return cls(config, layout, fields, dense, ChannelScales.ones(1, page.shape[1], head_dim, head_dim, pool.device))
 
-    def with_factors(self, factors: Factors) -> LayerPages:
-        """This view with other factors, `[1, Hkv, D]` on any device.
+    def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
+        """This view with other channel scales, `[1, Hkv, D]` on any device.
 
         Raises:
             ValueError: They are of heads of another number or size.
         """
-        self.factors.check(factors)
-        return replace(self, factors=factors.map(lambda factor: factor.to(self.rows.device)))
+        self.channel_scales.check(channel_scales)
+        return replace(self, channel_scales=channel_scales.map(lambda factor: factor.to(self.rows.device)))
 
     @property
     def rows_per_page(self) -> int:
@@ -141,7 +141,7 @@ class LayerPages:
             None if field is None else field[pages].transpose(0, 1)[None] for field in self.blocks
         )
         assert key_words is not None and value_words is not None and scales is not None
-        return PackedBlocks(self.layout, key_words, value_words, scales, key_means, self.factors)
+        return PackedBlocks(self.layout, key_words, value_words, scales, key_means, self.channel_scales)
 
     def write_packed(self, pages: torch.Tensor, blocks: PackedBlocks) -> None:
         """Write n blocks of one sequence to `pages` `[n]`."""
@@ -176,15 +176,16 @@ class LayerPages:
 class Sequences(NamedTuple):
     """The geometry of one step, on the device: B requests, their new tokens one after the other, and their pages.
 
-    A request b has `cu_seqlens_q[b + 1] - cu_seqlens_q[b]` new tokens and `cu_seqlens_k[b + 1] - cu_seqlens_k[b]` tokens with them. Without new tokens
-    nothing is done for it, whether it has others or only pads the batch. Tokens after `cu_seqlens_q[B]` belong to nobody.
+    A request b has `cu_seqlens_q[b + 1] - cu_seqlens_q[b]` new tokens and `cu_seqlens_k[b + 1] - cu_seqlens_k[b]`
+    tokens with them. Without new tokens nothing is done for it, whether it has others or only pads the batch. Tokens
+    after `cu_seqlens_q[B]` belong to nobody.
 
     Args:
         cu_seqlens_q: `[B + 1]` int32.
         cu_seqlens_k: `[B + 1]` int32.
-        block_table: `[B, W]` int32: a request's ring pages, then the sink page if there is one, then its blocks, those that
-            this step completes included; -1 where it has none. Of a ring whose request has fewer than 128 tokens, pages
-            beyond the last token's may be left out.
+        block_table: `[B, W]` int32: a request's ring pages, then the sink page if there is one, then its blocks, those
+            that this step completes included; -1 where it has none. Of a ring whose request has fewer than 128 tokens,
+            pages beyond the last token's may be left out.
         max_q: At least the most new tokens that a request has; 1 if and only if all have one at most.
     """
 

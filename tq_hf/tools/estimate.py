@@ -256,7 +256,7 @@ def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
         return  # all there will ever be is there
     if not isinstance(layer.store, _Sizes):
         layer.store = _Sizes.allocate(layer.config, keys, values)
-        layer.store.handed_on = True  # no statistics of a prompt without values
+        layer.store.scales_are_fixed = True  # no statistics of a prompt without values
     layer.store.append(keys, values)
     layer.store.residual.write_late_row()  # as attention does
 

@@ -103,9 +103,17 @@ def encode(
         return
     on = target(keys.device)
     matrix = matrix_type(keys)
-    for is_value, states, words, means, factors, rotation, bits in (
-        (False, keys, packed.key_words, packed.key_means, packed.key_factors, recipe.rotations[0], recipe.bits[0]),
-        (True, values, packed.value_words, None, packed.value_factors, recipe.rotations[1], recipe.bits[1]),
+    for is_value, states, words, means, channel_scales, rotation, bits in (
+        (
+            False,
+            keys,
+            packed.key_words,
+            packed.key_means,
+            packed.key_channel_scales,
+            recipe.rotations[0],
+            recipe.bits[0],
+        ),
+        (True, values, packed.value_words, None, packed.value_channel_scales, recipe.rotations[1], recipe.bits[1]),
     ):
         dim = rotation.shape[0]
         tile = max(16, triton.next_power_of_2(dim))
@@ -121,7 +129,7 @@ def encode(
         )
         ENCODE(
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (states, words, packed.scales.view(torch.float16), means, rotation, factors),
+            (states, words, packed.scales.view(torch.float16), means, rotation, channel_scales),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
@@ -195,9 +203,17 @@ def dequantize(
     if batch * heads * blocks == 0:
         return
     on = target(keys.device)
-    for is_value, states, words, means, factors, rotation, bits in (
-        (False, keys, packed.key_words, packed.key_means, packed.key_factors, recipe.rotations[0], recipe.bits[0]),
-        (True, values, packed.value_words, None, packed.value_factors, recipe.rotations[1], recipe.bits[1]),
+    for is_value, states, words, means, channel_scales, rotation, bits in (
+        (
+            False,
+            keys,
+            packed.key_words,
+            packed.key_means,
+            packed.key_channel_scales,
+            recipe.rotations[0],
+            recipe.bits[0],
+        ),
+        (True, values, packed.value_words, None, packed.value_channel_scales, recipe.rotations[1], recipe.bits[1]),
     ):
         dim = rotation.shape[0]
         config = dequantize_config(dim, bits, on.capability)
@@ -212,7 +228,7 @@ def dequantize(
         )
         DEQUANTISE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
-            (words, packed.scales.view(torch.float16), means, rotation, factors, states),
+            (words, packed.scales.view(torch.float16), means, rotation, channel_scales, states),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),

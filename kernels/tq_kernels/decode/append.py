@@ -60,7 +60,7 @@ def rotate_and_append(
     residual_values,  # [B, Hkv, capacity, DV]
     query,  # from here on as for rotate_query
     rotation,
-    factors,
+    channel_scales,
     scratch,
     slot,
     capacity,
@@ -99,7 +99,7 @@ def rotate_and_append(
     rotate_query(
         query,
         rotation,
-        factors,
+        channel_scales,
         scratch,
         rows,
         queries,
@@ -126,7 +126,7 @@ class NewStates(NamedTuple):
     sinks: Any
     residual: Any
     rotation: Any
-    factors: Any
+    channel_scales: Any
 
 
 class Place(NamedTuple):
@@ -179,12 +179,12 @@ def _append(new, place, out, C: tl.constexpr):
         tl.store(at + d, row, mask=(d < C.HEAD_DIM) & place.fits)
     if place.due > 0:
         tl.debug_barrier()
-        factors = new.factors + head * C.HEAD_DIM
-        high, low = resident_rotation(new.rotation, factors, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+        channel_scales = new.channel_scales + head * C.HEAD_DIM
+        high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
         early = new.residual + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
         offsets = block_rows()[:, None] * C.HEAD_DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
         late = early + HALF_TOKENS * C.HEAD_DIM
-        encode_block(early, late, offsets, offsets, out, place.home, new.rotation, factors, high, low, C)
+        encode_block(early, late, offsets, offsets, out, place.home, new.rotation, channel_scales, high, low, C)
 
 
 @triton.jit(  # without `debug` the assertion would not be compiled
@@ -209,8 +209,8 @@ def append_and_encode(
     key_means,  # anything without HAS_MEAN
     key_rotation,
     value_rotation,
-    value_factors,
-    key_factors,
+    value_channel_scales,
+    key_channel_scales,
     keys_b,
     keys_h,
     values_b,
@@ -277,10 +277,12 @@ def append_and_encode(
         DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, PRECISION, ASM, 0
     )  # fmt: skip
     if tl.program_id(1) == 0:
-        new_keys = NewStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_factors)
+        new_keys = NewStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
         _append(new_keys, place, Output(key_words, scales, key_means if HAS_MEAN else None), KEYS)
     else:
-        new_values = NewStates(values, values_b, values_h, sink_values, residual_values, value_rotation, value_factors)
+        new_values = NewStates(
+            values, values_b, values_h, sink_values, residual_values, value_rotation, value_channel_scales
+        )
         _append(new_values, place, Output(value_words, scales, None), VALUES)
 
 
@@ -307,10 +309,10 @@ def append_and_rotate(
     key_means,
     key_rotation,
     value_rotation,
-    value_factors,
+    value_channel_scales,
     query,  # as for `rotate_query`
     query_rotation,
-    key_factors,
+    key_channel_scales,
     scratch,
     keys_b,
     keys_h,
@@ -359,9 +361,9 @@ def append_and_rotate(
     if tl.program_id(1) < 2:
         append_and_encode(
             keys, values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values,
-            key_words, value_words, scales, key_means, key_rotation, value_rotation, value_factors, key_factors,
-            keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len, blocks_b, blocks_h, heads,
-            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
+            key_words, value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
+            key_channel_scales, keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len,
+            blocks_b, blocks_h, heads, DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
             DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP,
             HAS_MEAN, MATRIX, PRECISION, ASM,
         )  # fmt: skip
@@ -369,7 +371,7 @@ def append_and_rotate(
         TILES: tl.constexpr = (DKP + COLUMNS - 1) // COLUMNS
         tile = tl.program_id(1) - 2
         rotate_rows(
-            Queries(query, query_rotation, key_factors, None, rows, queries, heads, query_b, query_h, query_s),
+            Queries(query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s),
             scratch, tile // TILES, tile % TILES, plain_at, scale_at, DK, DKP, KEY_TILE, BLOCK_R, COLUMNS,
         )  # fmt: skip
 
@@ -409,10 +411,19 @@ class Appender:
         self.device, on = ring.device, target(ring.device)
         words, scales = (packed.key_words, packed.value_words), packed.scales.view(torch.float16)
         means = scales if packed.key_means is None else packed.key_means
-        self.tensors = (*sinks, *residual, *words, scales, means, key_rotation, value_rotation, packed.value_factors)
+        self.tensors = (
+            *sinks,
+            *residual,
+            *words,
+            scales,
+            means,
+            key_rotation,
+            value_rotation,
+            packed.value_channel_scales,
+        )
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
-        self.key_factors = packed.key_factors
+        self.key_channel_scales = packed.key_channel_scales
         self.heads, self.programs = ring.shape[1], ring.shape[0] * ring.shape[1]
         self.sizes = (sinks[0].shape[2], ring.shape[2], residual_length)
         self.block_strides = packed.block_strides
@@ -461,7 +472,7 @@ class Appender:
                 return self(keys, values, counts, max_cache_len)
         APPEND(
             (self.programs, 2, 1),
-            (keys, values, *counts, *self.tensors, self.key_factors),
+            (keys, values, *counts, *self.tensors, self.key_channel_scales),
             (*self.numbers(keys.stride(), values.stride(), max_cache_len), self.heads),
             self.constants,
             (self.constants, keys.dtype, index),

@@ -52,7 +52,7 @@ def rotate_and_append_single(
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
     rotation,  # as for rotate_query
-    factors,  # [Hkv, DIM] fp16
+    channel_scales,  # [Hkv, DIM] fp16
     scratch,
     count,  # B
     kv_heads,
@@ -93,7 +93,9 @@ def rotate_and_append_single(
                 key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
             )  # fmt: skip
     row_tile, tile = tl.program_id(1), tl.program_id(2)
-    new = Queries(query, rotation, factors, cu_seqlens_q, head_rows, count, kv_heads, 0, query_h * 8, query_t * 8)
+    new = Queries(
+        query, rotation, channel_scales, cu_seqlens_q, head_rows, count, kv_heads, 0, query_h * 8, query_t * 8
+    )
     rotate_rows(new, scratch, row_tile, tile, plain_at, scale_at, DIM, DKP, BLOCK_D, BLOCK_R, ROTATE_COLUMNS)
 
 

@@ -109,7 +109,7 @@ def dense_job(
 
     Args:
         packed_count: Tokens in packed blocks, which come between sinks and residual.
-        query, scale: [BR] pointers to the rows' queries and to the factors these were divided by.
+        query, scale: [BR] pointers to the rows' queries and to the channel scales these were divided by.
         dense: The `DenseTokens`.
         mask: The sequence's `Mask`, and `mask_offset` [BR] the offset of each row's query.
         queries, r, rows: S, [BR] rows of the head, and how many there are.

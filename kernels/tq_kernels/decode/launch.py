@@ -68,8 +68,8 @@ class Held(NamedTuple):
     dense: tuple[Any, Any, Any, Any]
     key_rotation: Any
     value_rotation: Any
-    key_factors: Any
-    value_factors: Any
+    key_channel_scales: Any
+    value_channel_scales: Any
 
 
 class First(NamedTuple):
@@ -157,7 +157,7 @@ class Step:
         tensor.
         """
         rotate = (
-            (*row[0], query, held.key_rotation, held.key_factors, scratch),
+            (*row[0], query, held.key_rotation, held.key_channel_scales, scratch),
             (*row[1], *self.rotate_numbers),
         )
         split = (
@@ -179,7 +179,7 @@ class Step:
                 num_residual,
                 num_sinks,
                 held.value_rotation,
-                held.value_factors,
+                held.value_channel_scales,
                 s_aux,
                 out,
             ),
@@ -238,7 +238,7 @@ class Decoder:
         self.device = packed.key_words.device
         # Without means, the kernel reads nothing at the last address.
         words = (*packed[:3], packed.scales if packed.key_means is None else packed.key_means)
-        single = (key_rotation, value_rotation, packed.key_factors, packed.value_factors)
+        single = (key_rotation, value_rotation, packed.key_channel_scales, packed.value_channel_scales)
         self.tensors = Held(words, (*sinks, *residual), *single)
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
         self.addresses = Held(

@@ -105,8 +105,8 @@ def attend_single(
     constants: tuple[Any, ...] = (dim, triton.next_power_of_2(dim), *place, *plan.rotate_constants[1:])
     ROTATE(
         (kv_heads, -(-groups * count // block_rows), plan.rotate_grid[2]),
-        (query, key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k, rotations[0], pages.key_factors,
-         scratch),
+        (query, key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k,
+         rotations[0], pages.key_channel_scales, scratch),
         (count, kv_heads, groups * count, *_strides(query, key, value), width, pages.page_blocks, at.plain, at.scale),
         constants,
         (constants, query.dtype, pages.rows.dtype, device.index),
@@ -131,7 +131,7 @@ def attend_single(
     constants = (fill, pages.sinks, block_b, *plan.reduce_constants)
     REDUCE(
         plan.reduce_grid,
-        (scratch, rotations[1], pages.value_factors, aux, geometry.cu_seqlens_q, geometry.cu_seqlens_k, out),
+        (scratch, rotations[1], pages.value_channel_scales, aux, geometry.cu_seqlens_q, geometry.cu_seqlens_k, out),
         (total, count, kv_heads, groups, plan.row_tiles, plan.tile_rows, plan.workers, at.lse, at.partial),
         constants,
         (constants, out.dtype, aux.dtype, device.index),
@@ -179,8 +179,9 @@ def encode_new_blocks(
     )
     ENCODE(
         (min(most, programs), kv_heads, 2),
-        (key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k, pages.key_words, pages.value_words,
-         pages.scales.view(torch.float16), pages.means, *rotations, pages.key_factors, pages.value_factors),
+        (key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k, pages.key_words,
+         pages.value_words, pages.scales.view(torch.float16), pages.means, *rotations, pages.key_channel_scales,
+         pages.value_channel_scales),
         (count, *_strides(key, value), geometry.block_table.shape[1], pages.page_blocks),
         constants,
         (constants, key.dtype, pages.means.dtype, rotations[0].dtype, device.index),

@@ -1,7 +1,7 @@
 """Merge the partial results of `tq_kernels.decode.split` and rotate the packed part's output back.
 
 weight[i, r] = exp2(lse[i, r] - max)
-out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial / factors) / (sum weight + exp(s_aux))
+out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial / f) / (sum weight + exp(s_aux))
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Channels(NamedTuple):
         d: [BD] channels of the packed part.
         c: [BC] channels of the output.
         matrix: [BC, BD] rows `c` and columns `d` of sqrt(DVP) R^T.
-        factor: [BC] the factors of channels `c`.
+        factor: [BC] the channel scales `c`.
     """
 
     d: Any
@@ -173,7 +173,7 @@ def reduce_splits(
     num_residual,  # [] int32
     num_sinks,  # [] int32
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    factors,  # [B * Hkv, DV] fp16
+    channel_scales,  # [B * Hkv, DV] fp16
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous
     rows,
@@ -217,7 +217,7 @@ def reduce_splits(
     matrix = tl.load(
         rotation + d[None, :] * DVP + c[:, None], mask=(d < DVP)[None, :] & (c < DVP)[:, None], other=0.0
     )  # [BC out, BD in]
-    factor = tl.load(factors + head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
+    factor = tl.load(channel_scales + head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     blocks = tl.load(num_blocks)
     dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
     per_stream = counted(blocks)
@@ -246,7 +246,7 @@ def reduce_splits(
 def reduce_splits_paged(
     scratch,
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    factors,  # [Hkv, DV] fp16
+    channel_scales,  # [Hkv, DV] fp16
     s_aux,  # [Hq], any float dtype
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
@@ -289,7 +289,7 @@ def reduce_splits_paged(
     matrix = tl.load(
         rotation + d[None, :] * DVP + c[:, None], mask=(d < DVP)[None, :] & (c < DVP)[:, None], other=0.0
     )  # [BC out, BD in]
-    factor = tl.load(factors + kv_head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
+    factor = tl.load(channel_scales + kv_head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     b = tl.arange(0, BLOCK_B)
     _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
     items = stream_items(new, past, SINKS) * heads

@@ -69,8 +69,8 @@ class Blocks(NamedTuple):
     key_means: Any
     key_rotation: Any
     value_rotation: Any
-    key_factors: Any
-    value_factors: Any
+    key_channel_scales: Any
+    value_channel_scales: Any
     block_table: Any
     batch: Any
     kv_head: Any
@@ -112,14 +112,14 @@ class Shape(NamedTuple):
 
 @triton.jit
 def _key_matrix(blocks: Blocks, channel, exists, C: tl.constexpr):
-    """What rotates query rows, divided by the factors of the keys: [BDK in, BDK column] fp16."""
+    """What rotates query rows, divided by the channel scales of the keys: [BDK in, BDK column] fp16."""
     dk = tl.arange(0, C.BLOCK_DK)
     matrix = tl.load(
         blocks.key_rotation + channel[None, :] * C.DKP + dk[:, None],
         mask=exists[None, :] & (dk < C.DKP)[:, None],
         other=0.0,
     )
-    factor = tl.load(blocks.key_factors + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0).to(tl.float32)
+    factor = tl.load(blocks.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0).to(tl.float32)
     return (matrix.to(tl.float32) * (1.0 / factor)[:, None]).to(tl.float16)
 
 
@@ -135,7 +135,9 @@ def _rotated_back(acc, blocks: Blocks, channel, exists, C: tl.constexpr):
         other=0.0,
     )  # [BDV column, BDV out]
     operand = tl.where(exists[None, :], acc / peak[:, None], 0.0).to(tl.float16)
-    factor = tl.load(blocks.value_factors + tl.program_id(1) * C.DV + dv, mask=dv < C.DV, other=1.0).to(tl.float32)
+    factor = tl.load(blocks.value_channel_scales + tl.program_id(1) * C.DV + dv, mask=dv < C.DV, other=1.0).to(
+        tl.float32
+    )
     return tl.dot(operand, matrix) * (peak * (C.DVP**-0.5))[:, None] / factor[None, :]
 
 
@@ -273,8 +275,8 @@ def prefix_attention(
     key_means,  # [B, Hkv, N, DKP] fp16
     key_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
     value_rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    key_factors,  # f, [B, Hkv, DK] fp16
-    value_factors,  # f', [B, Hkv, DV] fp16
+    key_channel_scales,  # f, [B, Hkv, DK] fp16
+    value_channel_scales,  # f', [B, Hkv, DV] fp16
     sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype
     sink_values,  # [B, Hkv, sinks, DV]
     residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (residual_start + j) % residual_capacity
@@ -382,8 +384,8 @@ def prefix_attention(
     allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
     if first < last_block:
         packed = Blocks(
-            key_words, value_words, scales, key_means, key_rotation, value_rotation, key_factors, value_factors,
-            block_table, batch, kv_head, blocks_b, blocks_h,
+            key_words, value_words, scales, key_means, key_rotation, value_rotation, key_channel_scales,
+            value_channel_scales, block_table, batch, kv_head, blocks_b, blocks_h,
         )  # fmt: skip
         state = _attend_blocks(
             state, plain, first_row, rows, scale, allowed, packed, first, last_block, sink_count,

@@ -226,7 +226,7 @@ def attend_prefix(
         (row_tiles, heads, splits),
         (
             *(query, packed.key_words, packed.value_words, packed.scales, packed.key_means, *recipe.rotations),
-            *(packed.key_factors, packed.value_factors, *sinks, *residual, *fresh, seen, aux),
+            *(packed.key_channel_scales, packed.value_channel_scales, *sinks, *residual, *fresh, seen, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *no_table),
         ),
         (

@@ -37,8 +37,8 @@ from .tiles import Half, PackedShape, attend_dense, attend_packed
 )
 def prefix_attention_fragments(
     query,  # arguments as for prefix_attention
-    key_words, value_words, scales, key_means, key_rotation, value_rotation, key_factors, value_factors, sink_keys,
-    sink_values, residual_keys, residual_values, new_keys, new_values, mask, s_aux, out, partial, lse,
+    key_words, value_words, scales, key_means, key_rotation, value_rotation, key_channel_scales, value_channel_scales,
+    sink_keys, sink_values, residual_keys, residual_values, new_keys, new_values, mask, s_aux, out, partial, lse,
     operand_rows,  # unused
     query_b, query_h, query_s, blocks_b, blocks_h, sink_b, sink_h, sink_vb, sink_vh, residual_b, residual_h,
     residual_vb, residual_vh, new_b, new_h, new_t, new_vb, new_vh, new_vt, out_b, out_s, out_h, rows, groups, kv_heads,
@@ -89,7 +89,7 @@ def prefix_attention_fragments(
             r = first_row + 8 * tile + g
             row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
             scale = row_scale(query + row, r < rows, t, DK)
-            divided += (row_pairs(query + row, r < rows, t, scale, key_factors + head * DK, DK, True),)
+            divided += (row_pairs(query + row, r < rows, t, scale, key_channel_scales + head * DK, DK, True),)
         q = rotated(divided, key_rotation, g, t, DKP, KEY_QUARTERS, TILES)
         packed_factor = ()
         for i in tl.static_range(2 * TILES):
@@ -129,8 +129,10 @@ def prefix_attention_fragments(
             in_sums += (sums[i] * (2.0**-4),)
         for i in tl.static_range(((DV + 15) // 16) * TILES):
             channel = 16 * (i // TILES) + 4 * (g // 2) + g % 2
-            f0 = tl.load(value_factors + head * DV + channel, mask=channel < DV, other=1.0).to(tl.float32)
-            f1 = tl.load(value_factors + head * DV + channel + 2, mask=channel + 2 < DV, other=1.0).to(tl.float32)
+            f0 = tl.load(value_channel_scales + head * DV + channel, mask=channel < DV, other=1.0).to(tl.float32)
+            f1 = tl.load(value_channel_scales + head * DV + channel + 2, mask=channel + 2 < DV, other=1.0).to(
+                tl.float32
+            )
             quad = scaled(acc[i], 2.0**-4 / small_unit(VALUE_BITS), 2.0**-4 / small_unit(VALUE_BITS))
             in_acc += ((quad[0] / f0, quad[1] / f0, quad[2] / f1, quad[3] / f1),)
         maximum = in_units
@@ -143,7 +145,7 @@ def prefix_attention_fragments(
             r = first_row + 8 * tile + g
             row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
             scale = row_scale(query + row, r < rows, t, DK)
-            plain += (row_pairs(query + row, r < rows, t, scale, key_factors, DK, False),)
+            plain += (row_pairs(query + row, r < rows, t, scale, key_channel_scales, DK, False),)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense)
         sink_keys += batch * sink_b + kv_head * sink_h

@@ -56,15 +56,15 @@ def operands(
 
 
 @triton.jit
-def factors_of(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
+def channel_scales_of(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
     """Factors to base-2 logits of columns 2t and 2t + 1 of each row tile."""
-    factors = ()
+    channel_scales = ()
     for tile in tl.static_range(TILES):
         for e in tl.static_range(2):
             r = first + 8 * tile + 2 * t + e
             factor = load32(scale + row0 + r * row_step, r < rows).to(tl.float32, bitcast=True)
-            factors += (tl.where(r < rows, factor, 1.0) * unit,)
-    return factors
+            channel_scales += (tl.where(r < rows, factor, 1.0) * unit,)
+    return channel_scales
 
 
 class Slots(NamedTuple):
@@ -206,7 +206,9 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        factor = factors_of(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
+        factor = channel_scales_of(
+            scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES
+        )
         gain = ones(TILES) if SOFTCAP else factor
         q = operands(halves + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
         sums, maximum = initial(TILES)
@@ -258,7 +260,7 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        gain = factors_of(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
+        gain = channel_scales_of(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
         plain = halves + (2 * LINE) * plain_at + head * rows * DK
         q = ()
         for tile in tl.static_range(TILES):

@@ -14,7 +14,7 @@ from ...config import INNER, TurboQuantConfig
 from ...inference_mode import outside_inference_mode
 from ...layout import BlockLayout
 from ...tensors.attention import AttentionOptions
-from ...tensors.blocks import Factors, KeyValue, PackedBlocks
+from ...tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 from ...tensors.layer import DeviceCounts, LayerTensors, StoreView
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
@@ -90,7 +90,7 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(blocks: PackedBlocks) -> Packed:
-    return Packed(blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means, *blocks.factors)
+    return Packed(blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means, *blocks.channel_scales)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager:
@@ -151,7 +151,7 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
 
 
 def supports_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether kernels find the factors of these states' channels."""
+    """Whether kernels find the channel scales of these states' channels."""
     return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= MAX_HEAD_DIM
 
 
@@ -160,12 +160,12 @@ def balance(
     queries: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    out: Factors,
+    out: ChannelScales,
     *,
     first: int,
     valid: torch.Tensor | None,
 ) -> None:
-    """`tq_hf.codec.balance.factors` on the GPU."""
+    """`tq_hf.codec.balance.channel_scales` on the GPU."""
     with launching_on(keys.device):
         balance_channels(
             None if queries is None else _rows(queries),

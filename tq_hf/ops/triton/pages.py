@@ -92,8 +92,8 @@ def paged_step(
     held = Pages(
         *pages.blocks,
         pages.rows,
-        pages.factors.keys[0],
-        pages.factors.values[0],
+        pages.channel_scales.keys[0],
+        pages.channel_scales.values[0],
         layout.key_bits,
         layout.value_bits,
         config.sink_tokens,
