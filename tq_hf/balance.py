@@ -56,7 +56,7 @@ class Balance:
                     raise ValueError(
                         "The cache holds no tokens, so its channels have no channel scales. Run the model first."
                     )
-                layer.store.encode_prompt()
+                layer.store.encode_deferred()
                 found[index] = layer.store.blocks.channel_scales.map(_mean)
         return cls(found)
 

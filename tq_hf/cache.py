@@ -112,7 +112,7 @@ class TurboQuantCache(DynamicCache):
         # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
         self.preallocated_for = max_cache_len
         self._choice: AutoChoice | None = None
-        self._waiting: TurboQuantLayer | None = None
+        self._deferred: TurboQuantLayer | None = None
         self._first: FirstPrompt | None = FirstPrompt(auto)
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
@@ -233,15 +233,15 @@ class TurboQuantCache(DynamicCache):
             )
         if self._choice is not None:
             self._choose(self._choice, key_states, value_states, layer_idx)
-        if self._waiting is not None:
-            self._encode_waiting()
+        if self._deferred is not None:
+            self._encode_deferred()
         if not isinstance(self.layers[layer_idx], TurboQuantLayer):  # which sees to it itself
             key_states, value_states = like_held(self.layers[layer_idx], key_states, value_states)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[2] > 1:
             layer = self.layers[layer_idx]
-            if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.waits:
-                self._waiting = layer
+            if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.is_deferred:
+                self._deferred = layer
             if self._first is not None and isinstance(layer, TurboQuantLayer):
                 self._first.see(layer_idx, key_states)
         return states
@@ -258,24 +258,24 @@ class TurboQuantCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""
-        # Masks are made before any layer is updated. A compiled step then never finds a prompt that waits.
-        if self._waiting is not None:
-            self._encode_waiting()
+        # Masks are made before any layer is updated. A compiled step then never finds a deferred prompt.
+        if self._deferred is not None:
+            self._encode_deferred()
         if self._first is not None and self._first.ready:
             first, self._first = self._first, None
             first.report(self.layers)
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def _encode_waiting(self) -> None:
+    def _encode_deferred(self) -> None:
         """Encode the prompt of the layer updated last, if its queries were not shown: one layer's is held at most."""
-        layer, self._waiting = self._waiting, None
+        layer, self._deferred = self._deferred, None
         assert layer is not None
-        if layer.store is not None and layer.store.waits:
-            layer.store.encode_prompt()
+        if layer.store is not None and layer.store.is_deferred:
+            layer.store.encode_deferred()
             # Nobody shows queries, so no other layer need wait for them.
             for other in self.layers:
                 if isinstance(other, TurboQuantLayer):
-                    other.awaits_queries = False
+                    other.needs_queries = False
         if self.offloading:
             layer.offload()
 

@@ -82,7 +82,7 @@ def test_without_queries_values_are_balanced_and_at_most_one_layers_prompt_waits
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config)
     model(tokens(300), past_key_values=cache)
-    assert not any(layer.store.waits for layer in cache.layers)
+    assert not any(layer.store.is_deferred for layer in cache.layers)
     for keys, values in channel_scales(cache):
         assert (keys == 1).all() and (values != 1).any()
 
@@ -94,9 +94,9 @@ def test_a_prompt_waits_for_its_queries_and_for_nothing_else():
     keys = torch.randn(1, 2, 300, 32)
     cache.update(keys, keys, 0)
     first = cache.layers[0].store
-    assert first.waits and cache.get_seq_length() == 300
+    assert first.is_deferred and cache.get_seq_length() == 300
     cache.update(keys, keys, 1)
-    assert not first.waits and first.num_blocks == 1
+    assert not first.is_deferred and first.num_blocks == 1
 
 
 @pytest.mark.parametrize("length", [None, 500])
@@ -250,8 +250,8 @@ def test_a_prompt_that_cannot_be_encoded_goes_on_waiting(length, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "encode", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            store.encode_prompt(keys)
-    assert store.waits
+            store.encode_deferred(keys)
+    assert store.is_deferred
     for used in (cache, expected):
-        used.layers[0].store.encode_prompt(keys)
+        used.layers[0].store.encode_deferred(keys)
     assert torch.equal(cache.layers[0].keys, expected.layers[0].keys)

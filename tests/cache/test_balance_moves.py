@@ -86,7 +86,7 @@ def test_a_layer_that_waits_for_queries_is_not_moved_and_is_balanced_by_them(len
     layer = cache.layers[0]
     layer.offload()
     for used in (cache, stayed):
-        used.layers[0].store.encode_prompt(queries / loud)
+        used.layers[0].store.encode_deferred(queries / loud)
     assert_equal_channel_scales_of_layer(layer, stayed.layers[0])
     for moved in (layer.offload, layer.prefetch):
         moved()

@@ -117,10 +117,10 @@ def check_store(device: torch.device) -> None:
     """A store asks for them, with the sinks left out and the padding that the mask shows."""
     queries, keys, values = (x.to(device) for x in prompt(tokens=500, dtype=FP16))
     store = GrowingStore.allocate(TurboQuantConfig(), keys, values)
-    store.append(keys, values, wait=True)
+    store.append(keys, values, defer=True)
     attended = torch.ones(1, 500, dtype=torch.bool, device=device)
     attended[:, :200] = False
-    store.encode_prompt(queries, attended)
+    store.encode_deferred(queries, attended)
     expected = balance.channel_scales(
         queries.cpu(), keys.cpu(), values.cpu(), first=4, valid=attended.cpu().expand(2, -1)
     )

@@ -112,12 +112,12 @@ def test_channel_scales_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatc
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(triton_blocks, "balance_channels", fail, raising=False)
         with pytest.raises(RuntimeError, match="does not compile or launch on cpu"):
-            store.encode_prompt(queries)
-    assert store.waits and store.length == 300
+            store.encode_deferred(queries)
+    assert store.is_deferred and store.length == 300
     monkeypatch.setattr(backend, "chosen", "torch")
     for one in (store, other):
-        one.encode_prompt(queries)
-    assert not store.waits and store.counts == other.counts
+        one.encode_deferred(queries)
+    assert not store.is_deferred and store.counts == other.counts
     assert all(map(torch.equal, store.blocks.channel_scales, other.blocks.channel_scales))
     assert torch.equal(store.blocks.key_words, other.blocks.key_words)
 

@@ -24,7 +24,7 @@ def store_of(tokens: int) -> PreallocatedStore:
     """A store that holds the first of PAIR."""
     store = PreallocatedStore.allocate(all_packed(), *PAIR, ROOM)
     store.append(*rows(PAIR, 0, tokens))
-    store.encode_prompt()
+    store.encode_deferred()
     return store
 
 

@@ -60,7 +60,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store: LayerStore | None = None
         self.channel_scales: ChannelScales | None = None
         """Channel scales to use, if they were handed on."""
-        self.awaits_queries = True
+        self.needs_queries = True
         """Whether a prompt is encoded only when attention has shown its queries, or something else is asked of it."""
         self._model_config = None if model_config is None else weakref.ref(model_config)
         self.reader: weakref.ref[Any] | None = None
@@ -134,7 +134,7 @@ class TurboQuantLayer(FullAttentionLayer):
                 check_room(key_states.shape[2], 0, self.max_cache_len)
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        view = self.store.append(key_states, value_states, wait=self.awaits_queries)
+        view = self.store.append(key_states, value_states, defer=self.needs_queries)
         if is_first(view):
             return self._first_states(view, self._shown((key_states, value_states)))
         if torch.compiler.is_compiling():
@@ -237,7 +237,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.store is not None:
             self.store = self.store.reset()
         self.is_initialized = self.store is not None
-        self.reader, self.is_untouched, self.awaits_queries = None, False, True
+        self.reader, self.is_untouched, self.needs_queries = None, False, True
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:
@@ -251,8 +251,8 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store.reorder(beam_idx)
 
     def offload(self) -> None:
-        """Move the store to the CPU, unless it waits for the queries of a prompt."""
-        if self.store is not None and self.store.waits:
+        """Move the store to the CPU, unless a prompt is deferred until its queries are seen."""
+        if self.store is not None and self.store.is_deferred:
             return
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
 

@@ -89,7 +89,7 @@ def _lost(index: int, layer: TurboQuantLayer, sizes: KeyValue) -> str | None:
 
 def _report_balance(seen: Sequence[tuple[int, TurboQuantLayer, KeyValue]]) -> None:
     """Say how far keys are from balanced, by their channel scales or, where nobody showed queries, by themselves."""
-    if not all(layer.awaits_queries and layer.config.balance for _, layer, _ in seen):
+    if not all(layer.needs_queries and layer.config.balance for _, layer, _ in seen):
         gain, index = max((key_gain(keys, torch.ones_like(keys)).max().item(), index) for index, _, (keys, _) in seen)
         if gain > GREAT_SPREAD and seen[0][1].config.key_bits < 8:
             logger.warning(

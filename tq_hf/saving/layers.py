@@ -17,7 +17,7 @@ import transformers
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.recorded import record
-from . import compressed, stock
+from . import compressed, hf_layers
 from .expected import Expected
 from .safetensors_file import Header, check_fields
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def describe(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A layer as JSON and tensors by name."""
-    return (compressed if isinstance(layer, TurboQuantLayer) else stock).describe(layer, index)
+    return (compressed if isinstance(layer, TurboQuantLayer) else hf_layers).describe(layer, index)
 
 
 class Loader:
@@ -71,18 +71,18 @@ class Loader:
         config = TurboQuantConfig(skip_layers=self.config.skip_layers)
         first, second = (
             self.kind(model.config, config, max_cache_len=None if self.saved_room is None else room)
-            for room in stock.PROBE_ROOM
+            for room in hf_layers.PROBE_ROOM
         )
         calls = record(first)
         # A model whose weights accelerate keeps elsewhere has no device, and moves its inputs itself.
         device = "cpu" if model.device.type == "meta" else model.device
-        ids = torch.zeros(stock.PROBE_BATCH[0], stock.PROBE_TOKENS[0], dtype=torch.long, device=device)
+        ids = torch.zeros(hf_layers.PROBE_BATCH[0], hf_layers.PROBE_TOKENS[0], dtype=torch.long, device=device)
         with torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=first, use_cache=True)
         for index, (layer, other) in enumerate(zip(first.layers, second.layers, strict=True)):
             if not isinstance(layer, TurboQuantLayer):
                 for call in calls[index]:
-                    call.replay(other, stock.PROBE_BATCH[1], stock.PROBE_TOKENS[1])
+                    call.replay(other, hf_layers.PROBE_BATCH[1], hf_layers.PROBE_TOKENS[1])
             elif layer.store is None:
                 raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
         return list(zip(first.layers, second.layers, strict=True))
@@ -99,11 +99,11 @@ class Loader:
                 found, size = compressed.expect(described, index, like, self.config, self.tokens, self.room)
                 need[like[0].device] = need.get(like[0].device, 0) + size
             else:
-                check_fields(described, stock.FIELDS, f"Layer {index}")
-                sizes = {stock.PROBE_BATCH: self.batch, stock.PROBE_TOKENS: self.tokens}
+                check_fields(described, hf_layers.FIELDS, f"Layer {index}")
+                sizes = {hf_layers.PROBE_BATCH: self.batch, hf_layers.PROBE_TOKENS: self.tokens}
                 if self.saved_room is not None:
-                    sizes[stock.PROBE_ROOM] = getattr(self.saved_layers[index], "max_cache_len", self.saved_room)
-                found = stock.expect(described["values"], index, (first, second), sizes, self.tokens)
+                    sizes[hf_layers.PROBE_ROOM] = getattr(self.saved_layers[index], "max_cache_len", self.saved_room)
+                found = hf_layers.expect(described["values"], index, (first, second), sizes, self.tokens)
             expected |= {f"layers.{index}.{name}": value for name, value in found.items()}
         if missing := sorted(expected.keys() - header.entries.keys()):
             raise ValueError(f"{len(missing)} tensors are missing, e.g. {missing[0]!r}: the file is damaged.")
@@ -133,8 +133,8 @@ class Loader:
             if isinstance(layer, TurboQuantLayer):
                 compressed.fill(layer, probes[0], self.batch, described, held)
             else:
-                filled = stock.fill(probes, index, held, described["values"], self.tokens)
-                self.cache.layers[index] = stock.converted(filled, layer, index)
+                filled = hf_layers.fill(probes, index, held, described["values"], self.tokens)
+                self.cache.layers[index] = hf_layers.converted(filled, layer, index)
         return self.cache
 
 

@@ -60,7 +60,7 @@ class LayerStore(ABC):
         """Tokens held; of a preallocated store a tensor on its device."""
 
     @abstractmethod
-    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
         """Store new tokens and return what their queries attend to.
 
         A row may be copied by that attention only, so these tensors must not change before.
@@ -68,7 +68,7 @@ class LayerStore(ABC):
         Args:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
             values: `[B, Hkv, S, Dv]`.
-            wait: Leave a prompt whose queries decide the channel scales to `encode_prompt`.
+            defer: Leave a prompt whose queries decide the channel scales to `encode_deferred`.
 
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
@@ -76,12 +76,12 @@ class LayerStore(ABC):
 
     @property
     @abstractmethod
-    def waits(self) -> bool:
+    def is_deferred(self) -> bool:
         """Whether the tokens of the last call are not encoded yet, for the sake of its queries."""
 
     @abstractmethod
-    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """Encode what the last call appended, if it waits for that.
+    def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """Encode what the last call appended, if it was deferred.
 
         Args:
             queries: `[B, Hq, S, Dk]` of that call, if anybody saw them.

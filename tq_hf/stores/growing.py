@@ -8,8 +8,8 @@ tokens of a call are read exactly in that call. A block that a short call encode
 the residual until the next call begins, so that a `crop` in between (assisted decoding) finds them.
 
 Of a balanced configuration, the channel scales are those of the last long call before the first block is
-encoded. They depend on its queries, which the store does not see: if `append` is told to wait, such a call is encoded
-when attention shows them (`encode_prompt`), or when anything else is asked of the store.
+encoded. They depend on its queries, which the store does not see: if `append` is told to defer, such a call is encoded
+when attention shows them (`encode_deferred`), or when anything else is asked of the store.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GrowingStore(LayerStore):
         self._prompt: tuple[KeyValue, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.encode_prompt()
+        self.encode_deferred()
         self.residual.write_late_row()
         return type(self), (self.tensors, self.counts, self.growth, self.scales_are_fixed)
 
@@ -82,16 +82,16 @@ class GrowingStore(LayerStore):
     @property
     def counts(self) -> Counts:
         """What is held."""
-        self.encode_prompt()
+        self.encode_deferred()
         return Counts(self.num_sinks, self.num_blocks, self.residual.count, self.num_pending)
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        waiting = 0 if self._prompt is None else self._prompt[0][0].shape[2] - self._prompt[1]
-        return self.num_sinks + self.num_blocks * self.layout.tokens + self.residual.count + waiting
+        deferred = 0 if self._prompt is None else self._prompt[0][0].shape[2] - self._prompt[1]
+        return self.num_sinks + self.num_blocks * self.layout.tokens + self.residual.count + deferred
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
         """See `LayerStore.append`."""
         tensors, residual = self.tensors, self.residual
         row = tensors.row
@@ -119,18 +119,18 @@ class GrowingStore(LayerStore):
                 raise
         check_fits(keys, values, row)
         self.growth.check(keys.shape[2], self.length)
-        self.encode_prompt()
+        self.encode_deferred()
         self.drop_encoded_rows()
         # What is written where nothing is held yet does not count: a kernel that fails leaves the store as it was.
         before = vars(self) | {"residual": residual.snapshot()}
         try:
-            return self._append(keys, values, wait)
+            return self._append(keys, values, defer)
         except BaseException:
             vars(self).update(before)
             raise
 
     @outside_inference_mode
-    def _append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         past, new_tokens, sinks_before = self.length, keys.shape[2], self.num_sinks
         to_sinks = min(new_tokens, self.config.sink_tokens - sinks_before) if past == sinks_before else 0
         for buffer, states in zip(self.sinks, (keys, values), strict=True):
@@ -147,22 +147,22 @@ class GrowingStore(LayerStore):
         shown = self.tensors.with_sinks(sinks_before)
         view = StoreView(shown, self.num_blocks, self.residual.count, past, self.residual.late, (keys, values))
         self._prompt = ((keys, values), to_sinks)
-        if not wait or not self.config.balance or self.scales_are_fixed or self.num_blocks:
-            self.encode_prompt()
+        if not defer or not self.config.balance or self.scales_are_fixed or self.num_blocks:
+            self.encode_deferred()
         return view
 
     @property
-    def waits(self) -> bool:
-        """See `LayerStore.waits`."""
+    def is_deferred(self) -> bool:
+        """See `LayerStore.is_deferred`."""
         return self._prompt is not None
 
-    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_prompt`."""
+    def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """See `LayerStore.encode_deferred`."""
         if self._prompt is not None:
-            self._encode_prompt(*self._prompt, queries, attended)
+            self._encode_deferred(*self._prompt, queries, attended)
 
     @outside_inference_mode
-    def _encode_prompt(
+    def _encode_deferred(
         self, prompt: KeyValue, to_sinks: int, queries: torch.Tensor | None, attended: torch.Tensor | None
     ) -> None:
         keys, values = prompt
@@ -255,7 +255,7 @@ class GrowingStore(LayerStore):
 
     def view(self) -> StoreView:
         """See `LayerStore.view`. The rows of pending blocks stay for a crop."""
-        self.encode_prompt()
+        self.encode_deferred()
         reader = copy(self)
         reader.residual = self.residual.snapshot()
         reader.drop_encoded_rows()
@@ -269,7 +269,7 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
         """See `LayerStore.crop`."""
-        self.encode_prompt()
+        self.encode_deferred()
         length = max(0, self.length - tokens)
         block = self.layout.tokens
         if (kept := length - self.num_sinks - self.num_blocks * block) >= 0:
@@ -292,13 +292,13 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:
         """See `LayerStore.map`."""
-        self.encode_prompt()
+        self.encode_deferred()
         self.residual.write_late_row()
         return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
-        self.encode_prompt()
+        self.encode_deferred()
         self.residual.write_late_row()
         super().reorder(beam_idx)
 
@@ -307,7 +307,7 @@ class GrowingStore(LayerStore):
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """See `LayerStore.by_kind`. A late row is held in the model's own tensors until it is written."""
-        self.encode_prompt()
+        self.encode_deferred()
         kinds = self.tensors.by_kind()
         late = self.residual.late
         if late is not None and late.states is not None:
@@ -316,7 +316,7 @@ class GrowingStore(LayerStore):
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """See `LayerStore.export`."""
-        self.encode_prompt()
+        self.encode_deferred()
         held = self.blocks.slice(0, self.num_blocks + self.num_pending).tensors()
         if self.config.balance:
             held["key_channel_scales"], held["value_channel_scales"] = self.blocks.channel_scales

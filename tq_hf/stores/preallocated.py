@@ -65,7 +65,7 @@ class PreallocatedStore(LayerStore):
         self._config_text = graph_ops.config_text(tensors.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.encode_prompt()
+        self.encode_deferred()
         return PreallocatedStore, (self.tensors, self.counts, self.max_cache_len, self.scales_are_fixed)
 
     @classmethod
@@ -90,21 +90,21 @@ class PreallocatedStore(LayerStore):
     @property
     def state(self) -> torch.Tensor:
         """What is held between calls."""
-        self.encode_prompt()
+        self.encode_deferred()
         return self.counts.state
 
     @property
     def length(self) -> int | torch.Tensor:
         """Tokens held, `[]` int64 on the device; of a model on the meta device a number."""
-        self.encode_prompt()
+        self.encode_deferred()
         if self.tensors.row.device.type == "meta":
             return int(self.counts.length)
         return graph_ops.tokens_held(self.counts)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
         """See `LayerStore.append`. One token waits for attention, which appends it without lengths on the host, so that
         it compiles."""
-        self.encode_prompt()
+        self.encode_deferred()
         row = self.tensors.row
         if (
             keys.shape != row.keys
@@ -113,7 +113,7 @@ class PreallocatedStore(LayerStore):
             or not keys.device == values.device == row.device
         ):
             check_fits(keys, values, row)
-            return self._append_many(keys, values, wait)
+            return self._append_many(keys, values, defer)
         if torch.compiler.is_compiling():
             self.num_held = None
         else:
@@ -135,28 +135,28 @@ class PreallocatedStore(LayerStore):
         )
 
     @outside_inference_mode
-    def _append_many(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
+    def _append_many(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         store = self.as_growing()
         # Of its own: what is returned reads the old rows, and outlives the writing back.
         store.residual = store.residual.copied(store.residual.capacity)
         store.tensors = store.tensors.with_ring(store.residual.ring)
-        view = store.append(keys, values, wait)
+        view = store.append(keys, values, defer)
         self._appending = store
-        if not store.waits:
-            self.encode_prompt()
+        if not store.is_deferred:
+            self.encode_deferred()
         return view
 
     @property
-    def waits(self) -> bool:
-        """See `LayerStore.waits`."""
+    def is_deferred(self) -> bool:
+        """See `LayerStore.is_deferred`."""
         return self._appending is not None
 
-    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_prompt`. Also appends the token of a decode step that waits for attention."""
+    def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """See `LayerStore.encode_deferred`. Also appends the token of a decode step that waits for attention."""
         if self._newest.states is not None:
             graph_ops.append_newest(self._step_view())
         if (store := self._appending) is not None:
-            store.encode_prompt(queries, attended)
+            store.encode_deferred(queries, attended)
             self._appending = None
             if store.residual.count > self.tensors.ring[0].shape[2]:
                 store.drop_encoded_rows()
@@ -164,7 +164,7 @@ class PreallocatedStore(LayerStore):
 
     def as_growing(self) -> GrowingStore:
         """A store over the same tensors, with counts on the host. Waits for the device."""
-        self.encode_prompt()
+        self.encode_deferred()
         counts = Counts(*self.state.tolist())
         return GrowingStore(self.tensors, counts, Fixed(self.max_cache_len), self.scales_are_fixed)
 
@@ -198,12 +198,12 @@ class PreallocatedStore(LayerStore):
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PreallocatedStore:
         """See `LayerStore.map`. The counts stay where they are."""
-        self.encode_prompt()
+        self.encode_deferred()
         return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
-        self.encode_prompt()
+        self.encode_deferred()
         super().reorder(beam_idx)
 
     def reset(self) -> PreallocatedStore:
@@ -219,7 +219,7 @@ class PreallocatedStore(LayerStore):
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """See `LayerStore.by_kind`."""
-        self.encode_prompt()
+        self.encode_deferred()
         kinds = self.tensors.by_kind()
         return {**kinds, "metadata": [*kinds["metadata"], *self.counts]}
 

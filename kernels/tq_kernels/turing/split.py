@@ -35,7 +35,7 @@ from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, l
 
 @triton.jit
 def operands(
-    halves,
+    scratch_fp16,
     row0,
     row_step,
     first,
@@ -51,20 +51,20 @@ def operands(
     q = ()
     for tile in tl.static_range(TILES):
         r = first + 8 * tile + g
-        q += (load_rows(halves + (row0 + r * row_step) * STRIDE, t, r < rows, WIDTH, QUARTERS),)
+        q += (load_rows(scratch_fp16 + (row0 + r * row_step) * STRIDE, t, r < rows, WIDTH, QUARTERS),)
     return q
 
 
 @triton.jit
-def channel_scales_of(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
+def logit_factors(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
     """Factors to base-2 logits of columns 2t and 2t + 1 of each row tile."""
-    channel_scales = ()
+    factors = ()
     for tile in tl.static_range(TILES):
         for e in tl.static_range(2):
             r = first + 8 * tile + 2 * t + e
             factor = load32(scale + row0 + r * row_step, r < rows).to(tl.float32, bitcast=True)
-            channel_scales += (tl.where(r < rows, factor, 1.0) * unit,)
-    return channel_scales
+            factors += (tl.where(r < rows, factor, 1.0) * unit,)
+    return factors
 
 
 class Slots(NamedTuple):
@@ -187,7 +187,7 @@ def decode_split_fragments(
     g = lane // 4
     t = lane % 4
     blocks = tl.load(num_blocks)
-    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
@@ -206,11 +206,9 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        factor = channel_scales_of(
-            scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES
-        )
+        factor = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
         gain = ones(TILES) if SOFTCAP else factor
-        q = operands(halves + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
+        q = operands(scratch_fp16 + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
         sums, maximum = initial(TILES)
         acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
         block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
@@ -260,8 +258,8 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        gain = channel_scales_of(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
-        plain = halves + (2 * LINE) * plain_at + head * rows * DK
+        gain = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
+        plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * DK
         q = ()
         for tile in tl.static_range(TILES):
             r = first_row + 8 * tile + g

@@ -9,7 +9,7 @@ from ..common.sequences import dense_rows, lengths
 from ..common.unpack import PROBABILITY_BITS, small_unit
 from ..format import TOKENS
 from .fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
-from .split import Slots, channel_scales_of, operands, store_partial
+from .split import Slots, logit_factors, operands, store_partial
 from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense
 
 
@@ -70,7 +70,7 @@ def decode_split_paged_fragments(
     lane = tl.arange(0, LANES)
     g = lane // 4
     t = lane % 4
-    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
@@ -89,8 +89,8 @@ def decode_split_paged_fragments(
         last = tl.minimum(end - at, stream_items(new, past, 0))
 
         for job in tl.range(tl.maximum(first - blocks, 0), last - blocks):
-            gain = channel_scales_of(scale, row0, count, first_row, groups, t, scaling_log2, TILES)
-            plain = halves + (2 * LINE) * plain_at
+            gain = logit_factors(scale, row0, count, first_row, groups, t, scaling_log2, TILES)
+            plain = scratch_fp16 + (2 * LINE) * plain_at
             q = ()
             for tile in tl.static_range(TILES):
                 r = first_row + 8 * tile + g
@@ -125,12 +125,10 @@ def decode_split_paged_fragments(
             store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DIM, DM, 1, TILES, True)
 
         if first < blocks:
-            factor = channel_scales_of(
-                scale, row0, count, first_row, groups, t, scaling_log2 / small_unit(KEY_BITS), TILES
-            )
+            factor = logit_factors(scale, row0, count, first_row, groups, t, scaling_log2 / small_unit(KEY_BITS), TILES)
             packed_gain = ones(TILES) if SOFTCAP else factor
             rotated = operands(
-                halves + ROTATED, row0, count, first_row, groups, g, t, DIMP, KEY_WIDTH, KEY_QUARTERS, TILES
+                scratch_fp16 + ROTATED, row0, count, first_row, groups, g, t, DIMP, KEY_WIDTH, KEY_QUARTERS, TILES
             )
             packed_sums, packed_maximum = initial(TILES)
             packed = zero_quads(value_tiles(DIMP, VALUE_BITS) * TILES)

@@ -99,17 +99,17 @@ def paged_step(
         config.sink_tokens,
     )
     geometry = Geometry(sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.block_table)
-    halves = blocks.rotations(config, layout, device, torch.float16)
+    rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
     scratch = allocator(None, "attention over pages", device)
     asked: dict[str, Any] = dict(scaling=options.scaling, softcap=options.softcap, s_aux=options.s_aux)
     with blocks.launching_on(device):
         if not single:
-            attend_many(tokens, held, geometry, halves, **asked, allocate=scratch, out=out)
+            attend_many(tokens, held, geometry, rotation_fp16, **asked, allocate=scratch, out=out)
         attend_single(
             tokens,
             held,
             geometry,
-            halves,
+            rotation_fp16,
             **asked,
             allocate=scratch,
             out=out,
