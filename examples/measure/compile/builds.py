@@ -84,11 +84,11 @@ def build_dequantize(
 
 def build_balance(arch: Arch, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16") -> list[Compiled]:
     """`sum_squares` of a padded prompt whose queries were shown, and `channel_scales`."""
-    sums, channel_scales = balance_constants(dim, value_dim or dim, True)
+    sums, scales = balance_constants(dim, value_dim or dim, True)
     types = [*[f"*{dtype}"] * 3, "*u8", "*fp32", *["i32"] * 15]
     return [
         build(sum_squares, types, sums, arch, num_warps=WARPS),
-        build(channel_scales, ["*fp32", "*fp16", "*fp16", "i32", "i32"], channel_scales, arch, num_warps=WARPS),
+        build(channel_scales, ["*fp32", "*fp16", "*fp16", "i32", "i32"], scales, arch, num_warps=WARPS),
     ]
 
 

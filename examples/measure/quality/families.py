@@ -64,7 +64,7 @@ def table(findings: list[Finding]) -> str:
         "tiny random models. Made by `python -m examples.measure.quality.families`; `test_every_family.py` holds it.",
         "",
         'Each is run with its default attention and with "turboquant", growing and preallocated, with everything in '
-        "the dense window and with whole prompts packed: logits of teacher-forced steps (one token, three tokens) "
+        "the dense residual and with whole prompts packed: logits of teacher-forced steps (one token, three tokens) "
         "and of a left-padded generation, against transformers' own cache; packed, against it read dequantized.",
         "",
         "| | families |",
