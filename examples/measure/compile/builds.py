@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.codec.balance import WARPS, balance_constants, sum_squares
+from tq_kernels.codec.balance import WARPS, balance_constants, sum_squares, write_channel_scales
 from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.encode_paged import encode_completed
@@ -83,12 +83,12 @@ def build_dequantize(
 
 
 def build_balance(arch: Arch, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16") -> list[Compiled]:
-    """`sum_squares` of a padded prompt whose queries were shown, and `channel_scales`."""
+    """`sum_squares` of a padded prompt whose queries were shown, and `write_channel_scales`."""
     sums, scales = balance_constants(dim, value_dim or dim, True)
     types = [*[f"*{dtype}"] * 3, "*u8", "*fp32", *["i32"] * 15]
     return [
         build(sum_squares, types, sums, arch, num_warps=WARPS),
-        build(channel_scales, ["*fp32", "*fp16", "*fp16", "i32", "i32"], scales, arch, num_warps=WARPS),
+        build(write_channel_scales, ["*fp32", "*fp16", "*fp16", "i32", "i32"], scales, arch, num_warps=WARPS),
     ]
 
 

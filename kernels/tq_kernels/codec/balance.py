@@ -201,7 +201,7 @@ def _value_channel_scales(
 
 
 @triton.jit(do_not_specialize=["pieces", "kinds"])
-def channel_scales(
+def write_channel_scales(
     sums,  # as `sum_squares` leaves them
     key_channel_scales,  # [B, Hkv, DK] fp16
     value_channel_scales,  # [B, Hkv, DV] fp16
@@ -219,7 +219,7 @@ def channel_scales(
         _value_channel_scales(sums, value_channel_scales + head * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES)
 
 
-SUMS, SCALES = Kernel(sum_squares), Kernel(channel_scales)
+SUMS, SCALES = Kernel(sum_squares), Kernel(write_channel_scales)
 WARPS = 8
 
 
