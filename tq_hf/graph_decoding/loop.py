@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,19 +25,15 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
 
-from .autocast import autocast_dtype
-from .cache import TurboQuantCache
-from .inference_mode import outside_inference_mode
-from .late_flags import LateFlags
-from .layers.base import FullAttentionLayer
-from .layers.compressed import TurboQuantLayer
-from .layers.sliding import PreallocatedSlidingLayer
-from .saving.fingerprint import adapters
-from .step_tensors import Masks, StepTensors, map_masks, mask_tensors, show_newest
-
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
+from ..cache import TurboQuantCache
+from ..compat import autocast_dtype, outside_inference_mode
+from ..layers.base import FullAttentionLayer
+from ..layers.compressed import TurboQuantLayer
+from ..layers.sliding import PreallocatedSlidingLayer
+from ..saving.fingerprint import adapters
+from .step import LateFlags, Masks, StepTensors, map_masks, mask_tensors, show_newest
 
 READ_SCORES_ONLY = (
     processors.EpsilonLogitsWarper,
