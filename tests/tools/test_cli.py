@@ -17,7 +17,7 @@ from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, __version__
 from tq_hf.tools import cli
 from tq_hf.tools.estimate import Estimator
-from tq_hf.tools.terminal import Printer
+from tq_hf.tools.chat import Printer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

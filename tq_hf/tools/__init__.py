@@ -1,1 +1,1 @@
-"""The command line: estimate, chat, bench."""
+"""The command line `tq-hf`: estimate, chat, serve."""

@@ -1,36 +1,45 @@
-"""A conversation held on one compressed cache, for `tq-hf chat`."""
+"""`tq-hf chat`: a conversation on one compressed cache, and the terminal in which it takes place."""
 
 from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from transformers import TextStreamer
 
 from ..cache import TurboQuantCache
 from ..saving.cache_file import load_cache, save_cache
 
+COMMANDS = {
+    "/mem": "shows the memory the cache holds",
+    "/save PATH": "writes the conversation and its cache to a file",
+    "/load PATH": "takes up a saved conversation",
+    "/reset": "starts over",
+    "/help": "shows this list",
+    "/quit": "ends (as does Ctrl-D)",
+}
+
 
 class Chat:
-    """A conversation on one cache.
+    """A conversation on one cache: each turn runs only its new tokens through the model.
 
-    Only what is new is ever run through the model. If the tokens of a conversation change under it (some templates
-    drop earlier thoughts), the cache is cut back to what they share.
+    A template may change earlier tokens (some drop earlier thoughts). The cache is then cropped to the common prefix.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer. Without a chat template, text is continued as it is.
-        preset: What to compress to, or "auto".
+        preset: A preset, or "auto".
         max_new_tokens: The longest answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, preset: str, max_new_tokens: int) -> None:
         self.model, self.tokenizer, self.preset, self.max_new_tokens = model, tokenizer, preset, max_new_tokens
         self.reset()
-
-    def _empty(self) -> TurboQuantCache:
-        return TurboQuantCache(self.model.config, self.preset, model=self.model)
 
     def reset(self) -> None:
         """Forget the conversation."""
@@ -39,7 +48,7 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def _prompt(self, text: str) -> list[int]:
-        """All tokens of the conversation once `text` is said."""
+        """All tokens of the conversation, with `text` as its newest message."""
         if not self.tokenizer.chat_template:
             return self.ids + self.tokenizer(text, add_special_tokens=not self.ids)["input_ids"]
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -47,34 +56,32 @@ class Chat:
         return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     def holds_conversation(self) -> bool:
-        """Whether the cache holds what was said, but for the last token, which nothing has followed."""
+        """Whether the cache holds every token of the conversation but the last, which no step has read yet."""
         return int(self.cache.get_seq_length()) >= len(self.ids) - 1
 
-    def _cut(self, length: int) -> None:
-        """Cut the cache back to `length` tokens, in every layer."""
-        held = int(self.cache.get_seq_length())
-        if not length:
-            self.cache = self._empty()
-        elif length < held:
-            try:
-                self.cache.crop(length - held)
-            except ValueError:  # sliding windows and linear attention cannot go back
-                self.cache = self._empty()
+    def _empty(self) -> TurboQuantCache:
+        return TurboQuantCache(self.model.config, self.preset, model=self.model)
 
-    def _rewind(self, prompt: list[int]) -> None:
-        """Cut the cache back to the tokens it shares with `prompt`, of which at least the last must be new."""
-        held = int(self.cache.get_seq_length())
-        shared = 0
-        while shared < min(held, len(prompt) - 1) and self.ids[shared] == prompt[shared]:
-            shared += 1
-        self._cut(shared)
+    def _crop(self, length: int) -> None:
+        """Crop every layer to `length` tokens, or take an empty cache: windows and linear attention cannot go back."""
+        surplus = int(self.cache.get_seq_length()) - length
+        try:
+            if length == 0:
+                self.cache = self._empty()
+            elif surplus > 0:
+                self.cache.crop(-surplus)
+        except ValueError:
+            self.cache = self._empty()
 
     def say(self, text: str, streamer: Any = None) -> str:
         """The answer to `text`. An exception, Ctrl-C too, leaves the conversation as it was before."""
         prompt = self._prompt(text)
         if not prompt:
             return ""
-        self._rewind(prompt)
+        shared, longest = 0, min(int(self.cache.get_seq_length()), len(prompt) - 1)  # the last token must be new
+        while shared < longest and self.ids[shared] == prompt[shared]:
+            shared += 1
+        self._crop(shared)
         before = int(self.cache.get_seq_length())
         ids = torch.tensor([prompt], device=self.model.device)
         try:
@@ -87,8 +94,7 @@ class Chat:
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
             )
         except BaseException:
-            # It holds tokens of this turn, and some layers perhaps one more than others.
-            self._cut(before)
+            self._crop(before)  # layers may differ in length: a step may have stopped between two of them
             raise
         self.ids = output[0].tolist()
         answer = self.tokenizer.decode(self.ids[len(prompt) :], skip_special_tokens=True)
@@ -101,7 +107,7 @@ class Chat:
         save_cache(self.cache, path, self.model, notes)
 
     def load(self, path: str) -> None:
-        """Take up a conversation that `save` wrote.
+        """Resume a conversation that `save` wrote.
 
         Raises:
             ValueError: The file is damaged, from another model, or a cache without a conversation.
@@ -120,3 +126,72 @@ class Chat:
             raise ValueError(f"{path} holds a cache but no conversation; only files made by `/save` can be taken up.")
         self.cache, self.ids, self.messages = cache, ids, messages
         self.preset = cache.config.preset or self.preset
+
+
+class Printer(TextStreamer):
+    """Prints words as they are generated."""
+
+    def __init__(self, tokenizer: Any, console: Console) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.console = console
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print `text` without control characters."""
+        text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+        self.console.out(text, end="\n" if stream_end else "", highlight=False)
+
+
+def print_error(error: Exception, console: Console) -> None:
+    """An error as a sentence."""
+    console.print(f"[red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def converse(chat: Chat, console: Console) -> None:
+    """Read lines until the user quits: commands, and messages to the model."""
+    while True:
+        try:
+            line = console.input("[bold]> [/]")
+        except (EOFError, KeyboardInterrupt):
+            console.print()  # the shell's prompt begins a line of its own
+            return
+        command = line.strip()
+        if command == "/quit":
+            return
+        try:
+            if command.startswith("/"):
+                _execute(chat, command, console)
+            elif command:
+                _say(chat, line, console)
+        except (ValueError, OSError) as error:
+            print_error(error, console)
+
+
+def _say(chat: Chat, line: str, console: Console) -> None:
+    try:
+        chat.say(line, Printer(chat.tokenizer, console))
+    except KeyboardInterrupt:
+        console.print("\nStopped. The conversation is what it was before this message.", highlight=False)
+        if not chat.holds_conversation():
+            console.print("This model's cache cannot go back: the next message reads the conversation again.")
+
+
+def _execute(chat: Chat, line: str, console: Console) -> None:
+    """Execute a command: a line that begins with "/"."""
+    name, _, argument = line.partition(" ")
+    if name in ("/save", "/load"):
+        if not argument:
+            console.print(f"Give a file: {name} PATH.", highlight=False)
+            return
+        (chat.save if name == "/save" else chat.load)(argument.strip())
+        done = "Saved" if name == "/save" else "Loaded"
+        console.print(f"{done} {int(chat.cache.get_seq_length()):,} tokens.", highlight=False)
+    elif name == "/mem":
+        console.print(f"{int(chat.cache.get_seq_length()):,} tokens: {chat.cache.memory_footprint()}", highlight=False)
+    elif name == "/reset":
+        chat.reset()
+        console.print("The conversation starts over.")
+    else:
+        if name != "/help":
+            console.print(f"There is no command {escape(name)}. The commands:", highlight=False)
+        for command, meaning in COMMANDS.items():
+            console.print(f"{command:12} {meaning}", highlight=False)

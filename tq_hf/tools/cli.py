@@ -1,4 +1,4 @@
-"""The command `tq-hf`: estimate what a cache will take, chat on a compressed one, serve."""
+"""The command `tq-hf`: its options, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..config import PRESETS, is_auto, preset_name
-from .chat import Chat
+from .chat import Chat, converse, print_error
 from .estimate import Estimator, estimate, parse_memory
 from .estimate_table import Report, as_json, print_table
-from .terminal import converse, print_error
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-"""The folder with the shipped model; there in a checkout, not in an installed wheel."""
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # with the shipped model, in a checkout only
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_CONTEXT = 32768
@@ -33,17 +31,11 @@ GREETING = """It was made to recall what it read. Try, one line after the other:
   What was it? <<green lamp =
 """
 
-app = typer.Typer(
-    name="tq-hf",
-    help="TurboQuant KV-cache compression for Hugging Face transformers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="tq-hf", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         typer.echo(f"tq-hf {__version__}")
         raise typer.Exit
 
@@ -61,15 +53,13 @@ Model = Annotated[
     str | None,
     typer.Argument(help="A folder or a model of the Hugging Face hub. By default the small model of the checkout."),
 ]
-Preset = Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}, or auto.")]
 Dtype = Annotated[
-    str | None,
-    typer.Option(help="The dtype the model is loaded in: bfloat16, float16 or float32. By default its own."),
+    str | None, typer.Option(help="The dtype the model is loaded in: bfloat16, float16 or float32. By default its own.")
 ]
 
 
 def _flowing(command: Callable[..., None]) -> Callable[..., None]:
-    """Let the help of a command wrap where the terminal ends, not where its docstring does."""
+    """Join the lines of a command's docstring: its help wraps at the width of the terminal."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return command
@@ -81,7 +71,7 @@ def _shortened(error: Exception) -> str:
 
 @contextmanager
 def _errors_as_sentences() -> Iterator[None]:
-    """What the user can act on is printed and ends the command with status 1."""
+    """Print an error that the user can correct, and end the command with status 1."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -90,21 +80,15 @@ def _errors_as_sentences() -> Iterator[None]:
 
 
 def _model_name(model: str | None) -> str:
-    """The model that was named, or the shipped one.
-
-    Raises:
-        ValueError: None was named, and this is not a checkout.
-    """
-    if model is not None:
-        return model
+    """`model`, or the folder of the shipped one."""
     path = EXAMPLES / "needle"
-    if not path.exists():
+    if model is None and not path.exists():
         raise ValueError(
             "The small model used by default is `examples/needle` of the tq_hf repository and not part of an installed "
             f"package ({path} does not exist). Clone the repository and run `pip install -e .` there. Or name a model, "
             "e.g. `Qwen/Qwen3-0.6B`."
         )
-    return str(path)
+    return str(path) if model is None else model
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -127,8 +111,7 @@ def estimate_command(
         typer.Option(min=2, help="Tokens to preallocate for, as for compiled decoding; more than the context."),
     ] = None,
     preset: Annotated[
-        list[str] | None,
-        typer.Option(help="A preset to show; repeat it for several. By default all of them."),
+        list[str] | None, typer.Option(help="A preset to show; repeat it for several. By default all of them.")
     ] = None,
     gpu_memory: Annotated[
         str | None,
@@ -156,46 +139,39 @@ def estimate_command(
         logging.set_verbosity_error()
         try:
             config = AutoConfig.from_pretrained(name)
-        except Exception as error:  # configs of other people's code fail in ways of their own
+        except Exception as error:  # remote code of a config may raise anything
             raise ValueError(f"Cannot read the config of the model {name!r}: {_shortened(error)}") from None
         estimator = Estimator(config, _dtype(dtype), None if weights is None else parse_memory(weights))
         if context is None:
             context = min(DEFAULT_CONTEXT, estimator.max_positions or DEFAULT_CONTEXT)
             context = context if max_cache_len is None else min(context, max_cache_len - 1)
-        left = None if memory is None else max(0, int(memory * (1 - reserve)) - estimator.weight_bytes)
-        rows = list(estimate(estimator, [None, *presets], context, batch, left, max_cache_len))
-    report = Report(name, estimator, context, batch, max_cache_len, memory, left, rows)
+        free = None if memory is None else max(0, int(memory * (1 - reserve)) - estimator.weight_bytes)
+        rows = list(estimate(estimator, [None, *presets], context, batch, free, max_cache_len))
+    report = Report(name, estimator, context, batch, max_cache_len, memory, free, rows)
     if json_wanted:
         typer.echo(json.dumps(as_json(report), indent=2))
     else:
         print_table(report)
 
 
-Device = Annotated[
-    str | None,
-    typer.Option(help="Where to run, as cpu or cuda:0. By default a GPU if there is one."),
-]
+Device = Annotated[str | None, typer.Option(help="Where to run, as cpu or cuda:0. By default a GPU if there is one.")]
 
 
 def _device(name: str | None) -> str:
-    """The device to run on.
-
-    Raises:
-        ValueError: torch cannot use it.
-    """
-    where = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The device `name`, or the default; a `ValueError` if torch cannot use it."""
+    device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=where)
-    except (RuntimeError, AssertionError) as error:  # the second of a torch that was built without CUDA
-        raise ValueError(f"Cannot run on {where!r}: {_shortened(error)}") from None
-    return where
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA raises the second
+        raise ValueError(f"Cannot run on {device!r}: {_shortened(error)}") from None
+    return device
 
 
 @app.command("chat")
 @_flowing
 def chat_command(
     model: Model = None,
-    preset: Preset = "4bit_nc",
+    preset: Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}, or auto.")] = "4bit_nc",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
     dtype: Dtype = None,
     device: Device = None,
@@ -209,7 +185,7 @@ def chat_command(
     with _errors_as_sentences():
         preset = "auto" if is_auto(preset) else preset_name(preset)
         name = _model_name(model)
-        where = _device(device)
+        device = _device(device)
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         try:
@@ -220,12 +196,12 @@ def chat_command(
         except (OSError, ValueError) as error:
             raise ValueError(f"Cannot load the model {name!r}: {error}") from None
         try:
-            loaded = loaded.to(torch.device(where)).eval()
+            loaded = loaded.to(torch.device(device)).eval()
         except RuntimeError as error:
-            raise ValueError(f"Cannot run on {where!r}: {_shortened(error)}") from None
+            raise ValueError(f"Cannot run on {device!r}: {_shortened(error)}") from None
         chat = Chat(loaded, tokenizer, preset, max_new_tokens)
-    chosen = "an automatically chosen" if preset == "auto" else f"a {preset}"
-    console.print(f"{name} with {chosen} cache. Type /help for the commands.", highlight=False)
+    cache = "an automatically chosen" if preset == "auto" else f"a {preset}"
+    console.print(f"{name} with {cache} cache. Type /help for the commands.", highlight=False)
     if not tokenizer.chat_template:
         console.print("This model has no chat template: it continues your text.")
     if name == str(EXAMPLES / "needle"):
@@ -262,9 +238,7 @@ def serve_command(
     """
     console = Console()
     with _errors_as_sentences():
-        preset = preset_name(preset)
-        name = _model_name(model)
-        where = _device(device)
+        preset, name, device = preset_name(preset), _model_name(model), _device(device)
         _dtype(dtype)
         try:
             from .serve import TurboQuantServer
@@ -284,7 +258,7 @@ def serve_command(
             host=host,
             port=port,
             dtype=dtype or "auto",
-            device=where,
+            device=device,
             cb_max_memory_percent=memory_share,
             cb_max_batch_tokens=batch_tokens,
             enable_cors=cors,

@@ -1,15 +1,16 @@
-"""How much memory a cache will take, and what fits, from a model's config alone.
+"""Estimates, from a model's config alone, how much memory a cache takes and how much context fits.
 
-Nothing here knows the size of anything. The model is built without memory (on torch's `meta` device) and run on a few
-tokens, which shows what each layer hands its cache. A real cache is then given the same at the wanted batch and length,
-again without memory, and what it would hold is read off its tensors. So hybrid models, sliding windows, MLA latents and
-linear attention come out as they are, and an estimate equals `cache.memory_footprint()` after a prefill of that length.
+No formula holds a size. The model runs on a few tokens without memory (on torch's `meta` device), and the calls of its
+layers to their cache are recorded. A real cache then gets the same calls at the wanted batch and length, again without
+memory, and its tensors are counted. So hybrid models, sliding windows, MLA latents and linear attention are right, and
+an estimate equals `cache.memory_footprint()` after a prefill of that length.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,12 +31,11 @@ from . import weights
 from .traced import trace
 from .weights import method_of, quantization_of
 
-MOST = 2**40
-"""Where a search for what fits ends: a model of which more fits has layers that do not grow."""
+MOST = 2**40  # the end of a search: a cache that fits with more tokens or sequences does not grow
 
 
 class _Sizes(GrowingStore):
-    """A store that makes room for blocks and encodes nothing."""
+    """A store that allocates blocks and encodes nothing."""
 
     def _encode(self, states: KeyValue, start: int) -> None:
         self._make_room(start, start + states[0].shape[2] // self.layout.tokens)
@@ -48,7 +48,7 @@ class Estimator:
         model_config: The model's config. Of a multimodal model the decoder's cache is estimated, as it is without
             images; of an encoder-decoder the cache of what the decoder wrote.
         dtype: What the model is loaded in; by default what its config says, or bfloat16 if it says nothing.
-        weight_bytes: What the weights take, if known better than by counting.
+        weight_bytes: Bytes of the weights, by default counted.
 
     Raises:
         ValueError: It is not a config of a decoder, the model has no cache, or it does not run without memory.
@@ -59,21 +59,21 @@ class Estimator:
     ) -> None:
         text_config = model_config.get_text_config(decoder=True)
         self.dtype = dtype or _dtype_of(text_config) or _dtype_of(model_config) or torch.bfloat16
-        found = trace(model_config, self.dtype)
-        self.config, self.calls = found.config, found.calls
+        run = trace(model_config, self.dtype)
+        self.config, self.calls = run.config, run.calls
         options = quantization_of(model_config)
         self.quantization = method_of(options)
-        """How the checkpoint says its weights are quantized, or `None`."""
-        counted, note = weights.weight_bytes(found.model, options)
+        """The method by which the checkpoint's weights are quantized, or `None`."""
+        counted, note = weights.weight_bytes(run.model, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
         """Bytes of the weights of the whole model: quantized as its config says, else in `dtype`."""
         self.notes = [note] if note and weight_bytes is None else []
-        """What else there is to know, in sentences."""
-        if not found.whole:
+        """Sentences for the user about what is not counted, or not exactly."""
+        if not run.whole:
             self.notes.append("The weights are those of the decoder alone: the rest needs a package that is not here.")
-        if found.cross_bytes:
+        if run.cross_bytes:
             self.notes.append(
-                f"Beside it the model caches {found.cross_bytes:,} bytes for each token of the encoder's input; "
+                f"Beside it the model caches {run.cross_bytes:,} bytes for each token of the encoder's input; "
                 "they are not compressed and not counted here."
             )
         elif not all(self.calls):
@@ -90,7 +90,7 @@ class Estimator:
         decoding: bool = False,
         max_cache_len: int | None = None,
     ) -> MemoryFootprint:
-        """What a cache holds after a prefill; equal to the `memory_footprint()` of a real one, without `by_device`.
+        """Bytes of a cache after a prefill; equal to the `memory_footprint()` of a real one, without `by_device`.
 
         Args:
             preset: A preset or configuration, or `None` for transformers' `DynamicCache`.
@@ -109,44 +109,39 @@ class Estimator:
                 raise ValueError(f"`{name}` is {value}; it must be 1 or more.")
         if max_cache_len is not None and max_cache_len < context + decoding:
             raise ValueError(f"`max_cache_len` is {max_cache_len}; it must be {context + decoding} or more for that.")
-        config = self.config
         cache: Cache
         if preset is not None:
-            cache = TurboQuantCache(config, preset, max_cache_len=max_cache_len)
+            cache = TurboQuantCache(self.config, preset, max_cache_len=max_cache_len)
+        elif max_cache_len is not None:
+            cache = StaticCache(self.config, max_cache_len)
         else:
-            cache = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
-        layers = cache.layers
+            cache = DynamicCache(config=self.config)
         total = MemoryFootprint()
-        # Layers that are alike hold alike: one of each kind is measured.
+        # Layers of the same class, settings and calls have the same size: one of each kind is measured.
         kinds: dict[Any, list[Any]] = {}
-        for layer, calls in zip(layers, self.calls, strict=True):
+        for layer, calls in zip(cache.layers, self.calls, strict=True):
             settings = tuple((k, v) for k, v in vars(layer).items() if isinstance(v, (int, str)))
             kinds.setdefault((type(layer), tuple(calls), settings), []).append(layer)
         for (_, calls, _), alike in kinds.items():
             for tokens in (context, 1) if decoding else (context,):
                 for call in calls:
                     _replay(call, alike[0], batch, tokens)
-            held = _measure(alike[0], context + decoding)
+            sizes = _measure(alike[0], context + decoding)
             for name in _SIZES:
-                setattr(total, name, getattr(total, name) + len(alike) * getattr(held, name))
+                setattr(total, name, getattr(total, name) + len(alike) * getattr(sizes, name))
         return total
 
     def max_context(
         self, preset: str | TurboQuantConfig | None, memory: int, batch: int = 1, *, preallocated: bool = False
     ) -> int | None:
         """The longest prefill whose cache fits into `memory` bytes, or if `preallocated` the largest `max_cache_len`; 0
-        if none fits, `None` if any does. The model's own limit (`max_positions`) is not heeded."""
+        if none fits, `None` if any does. The model's own limit (`max_positions`) does not count."""
         return _largest(
             lambda n: self.footprint(preset, n, batch, max_cache_len=n if preallocated else None).total <= memory
         )
 
     def max_batch(
-        self,
-        preset: str | TurboQuantConfig | None,
-        memory: int,
-        context: int,
-        *,
-        max_cache_len: int | None = None,
+        self, preset: str | TurboQuantConfig | None, memory: int, context: int, *, max_cache_len: int | None = None
     ) -> int | None:
         """The most sequences of `context` tokens whose cache fits into `memory` bytes, 0 if not even one."""
         return _largest(lambda n: self.footprint(preset, context, n, max_cache_len=max_cache_len).total <= memory)
@@ -154,22 +149,18 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One line of what `estimate` finds.
-
-    Args:
-        preset: Name of the preset, or `None` for transformers' `DynamicCache` (if preallocated, its `StaticCache`).
-        footprint: Bytes after a prefill.
-        decoding: Bytes once decoding has begun.
-        max_context: The longest prefill that fits (if preallocated, the largest `max_cache_len`), if memory was given;
-            `None` also if there is no limit.
-        max_batch: The most sequences that fit, likewise.
-    """
+    """The sizes of one preset, or of transformers' own cache."""
 
     preset: str | None
+    """`None` for transformers' `DynamicCache` (if preallocated, its `StaticCache`)."""
     footprint: MemoryFootprint
+    """After a prefill."""
     decoding: MemoryFootprint
+    """Once decoding has begun."""
     max_context: int | None = None
+    """As `Estimator.max_context`; `None` also without `memory`."""
     max_batch: int | None = None
+    """As `Estimator.max_batch`; `None` also without `memory`."""
 
 
 def estimate(
@@ -180,29 +171,15 @@ def estimate(
     memory: int | None = None,
     max_cache_len: int | None = None,
 ) -> Iterator[Estimate]:
-    """An `Estimate` of each preset.
-
-    Args:
-        estimator: Of the model.
-        presets: Names of presets; `None` is transformers' `DynamicCache` (if preallocated, its `StaticCache`).
-        context: Tokens of a prefill.
-        batch: Sequences.
-        memory: Bytes there are for the cache, to also find the longest context at this batch, and the largest batch at
-            this context.
-        max_cache_len: Tokens the caches are preallocated for, more than `context`; or `None` for caches that grow.
-    """
+    """An `Estimate` of each preset. With `memory`, bytes for the cache, it also has what fits (see `Estimator`)."""
     for preset in presets:
+        footprint = estimator.footprint(preset, context, batch, max_cache_len=max_cache_len)
+        decoding = estimator.footprint(preset, context, batch, decoding=True, max_cache_len=max_cache_len)
         longest, most = None, None
         if memory is not None:
             longest = estimator.max_context(preset, memory, batch, preallocated=max_cache_len is not None)
             most = estimator.max_batch(preset, memory, context, max_cache_len=max_cache_len)
-        yield Estimate(
-            preset=preset,
-            footprint=estimator.footprint(preset, context, batch, max_cache_len=max_cache_len),
-            decoding=estimator.footprint(preset, context, batch, decoding=True, max_cache_len=max_cache_len),
-            max_context=longest,
-            max_batch=most,
-        )
+        yield Estimate(preset, footprint, decoding, longest, most)
 
 
 def parse_memory(text: str) -> int:
@@ -245,7 +222,7 @@ def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:
 
 
 def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
-    """Make a call on `layer` for `batch` sequences of `tokens` tokens, without encoding anything."""
+    """Repeat a recorded call on `layer`, for `batch` sequences of `tokens` tokens, without encoding."""
     if not isinstance(layer, TurboQuantLayer):
         call.replay(layer, batch, tokens)
         return
@@ -253,23 +230,19 @@ def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
     if layer.store is None:
         layer.lazy_initialization(keys, values)
     if layer.max_cache_len is not None:
-        return  # all there will ever be is there
+        return  # it has allocated everything
     if not isinstance(layer.store, _Sizes):
         layer.store = _Sizes.allocate(layer.config, keys, values)
-        layer.store.scales_are_fixed = True  # no statistics of a prompt without values
+        layer.store.scales_are_fixed = True  # a prompt without values has no statistics
     layer.store.append(keys, values)
     layer.store.residual.write_late_row()  # as attention does
 
 
 def _largest(fits: Callable[[int], bool]) -> int | None:
-    """The largest number that fits, if all smaller ones do; 0 if not even 1, `None` if there is no end."""
+    """The largest number that fits, if all smaller ones do; 0 if not even 1, `None` if it is above `MOST`."""
     most = 1
     while fits(most):
         most *= 2
         if most > MOST:
             return None
-    least = most // 2
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+    return bisect_left(range(most // 2 + 1, most), True, key=lambda n: not fits(n)) + most // 2

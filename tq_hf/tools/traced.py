@@ -1,4 +1,4 @@
-"""What a model caches and weighs, from its config alone: built on torch's `meta` device, and run without memory."""
+"""Builds and runs a model without memory, on torch's `meta` device: its config alone shows what its layers cache."""
 
 from __future__ import annotations
 
@@ -26,26 +26,23 @@ from ..layers.recorded import Call, record
 META = torch.device("meta")
 TOKENS = 2
 WHOLE = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
-"""Of the models of a config that has a decoder in it, the one with everything around the decoder."""
+"""Classes that build a multimodal or encoder-decoder model with everything around its decoder."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run without memory showed.
-
-    Args:
-        config: Of the decoder.
-        model: The whole model, on the meta device; its decoder alone if what is around it cannot be built here.
-        whole: Whether it is the whole model.
-        calls: What each layer of the cache was given.
-        cross_bytes: Bytes of keys and values that an encoder-decoder caches for each token of its encoder.
-    """
+    """A model on the meta device, and the calls of its layers to their cache."""
 
     config: PreTrainedConfig
+    """The decoder's."""
     model: PreTrainedModel
+    """The whole model; its decoder alone if the towers around it need a package that is not installed."""
     whole: bool
+    """Whether `model` is the whole model."""
     calls: list[list[Call]]
+    """Calls by layer of the cache."""
     cross_bytes: int
+    """Bytes of keys and values that an encoder-decoder caches for each token of its encoder."""
 
 
 def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
@@ -56,29 +53,28 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     """
     name = type(model_config).__name__
     if not getattr(model_config.get_text_config(decoder=True), "num_attention_heads", None):
-        TurboQuantCache(model_config)  # says what is wrong with a config that has no keys and values
+        TurboQuantCache(model_config)  # raises: the config has no keys and values
     if not model_config.is_encoder_decoder and getattr(model_config, "is_decoder", None) is False:
         raise ValueError(f"{name} is that of an encoder (`is_decoder` is False), so there is no cache to estimate.")
-    # Whatever goes wrong inside of transformers with this config, it is this config that cannot be estimated.
     try:
-        found = _run(_traceable(model_config), dtype)
-    except Exception as error:
+        result = _run(_traceable(model_config), dtype)
+    except Exception as error:  # transformers raises all kinds for a config that it cannot build or run
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
         raise ValueError(
             f"The cache of a {name} cannot be estimated from its config: the model does not run "
             f"without its weights ({reason}). Load it, and ask `cache.memory_footprint()`."
         ) from error
-    if not any(found.calls):
+    if not any(result.calls):
         raise ValueError(
-            f"A {type(found.model).__name__} keeps no keys and values from one token to the next, so there is no cache "
-            "to estimate."
+            f"A {type(result.model).__name__} keeps no keys and values from one token to the next, so there is no "
+            "cache to estimate."
         )
-    return found
+    return result
 
 
 def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     decoder_config = config.get_text_config(decoder=True)
-    # Of an encoder-decoder, sdpa's masks are made by looking at values.
+    # The masks that sdpa needs in an encoder-decoder depend on values, which a meta tensor does not have.
     options = {"dtype": dtype} | ({"attn_implementation": "eager"} if config.is_encoder_decoder else {})
     built = config
     with META:
@@ -98,7 +94,7 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
             both = EncoderDecoderCache(cache, cross)
             model(encoder_outputs=(encoded,), decoder_input_ids=ids, past_key_values=both, use_cache=True)
         else:
-            # Without the towers around it: they look at the values of their inputs.
+            # The towers around the decoder read values of their inputs.
             decoder = model if decoder_config is built else model.get_decoder()
             decoder(input_ids=ids, past_key_values=cache, use_cache=True)
     layers: list[Any] = list(cross.layers)
@@ -107,7 +103,7 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
 
 
 def _kind(config: PreTrainedConfig) -> Any:
-    """The class of transformers that makes the whole model of a config."""
+    """The auto class that builds the whole model of a config."""
     inner = config.is_encoder_decoder or config.get_text_config(decoder=True) is not config
     for kind in (*(WHOLE if inner else ()), AutoModelForCausalLM, AutoModel):
         if type(config) in kind._model_mapping:
@@ -116,8 +112,7 @@ def _kind(config: PreTrainedConfig) -> Any:
 
 
 def _traceable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a config without what makes a model look at the values of its inputs, and unquantized; no size of a
-    cache depends on it."""
+    """A copy of a config, unquantized, whose model reads no values of its inputs. Its cache has the same sizes."""
     config = copy.deepcopy(config)
     for part in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values():
         part.pad_token_id = None

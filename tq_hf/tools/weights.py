@@ -1,4 +1,4 @@
-"""Bytes of a model's weights, as a checkpoint's `quantization_config` says they are stored.
+"""Counts the bytes of a model's weights, quantized as the checkpoint's `quantization_config` says.
 
 mxfp4           4 bits, and a byte for each 32 weights: the experts of gpt-oss
 fp8             a byte, and 4 for each block of 128 x 128
@@ -19,7 +19,7 @@ Size = Callable[[torch.Tensor], float]
 """Bytes of one quantized weight, `[rows, columns]` or of all experts `[experts, ...]`."""
 
 ALWAYS_PLAIN = r"(^|\.)(lm_head|embed_out|router|gate)(\.|$)"
-"""Modules that checkpoints leave as they are, whether or not they say so."""
+"""Modules that checkpoints do not quantize, even where `modules_to_not_convert` does not name them."""
 
 
 def _mxfp4(options: dict[str, Any]) -> Size:
@@ -61,14 +61,14 @@ METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "awq": _grouped, "gptq": _grouped, "bit
 def quantization_of(config: Any) -> dict[str, Any] | None:
     """`quantization_config` of a model's config or of its decoder's, as a dictionary."""
     for part in (config, config.get_text_config(decoder=True)):
-        found = getattr(part, "quantization_config", None)
-        if found is not None:
-            return dict(found if isinstance(found, dict) else found.to_dict())
+        options = getattr(part, "quantization_config", None)
+        if options is not None:
+            return dict(options if isinstance(options, dict) else options.to_dict())
     return None
 
 
 def method_of(options: dict[str, Any] | None) -> str | None:
-    """The name of a way of quantizing, e.g. "fp8"; `None` for none."""
+    """The method of a `quantization_config`, e.g. "fp8"."""
     if options is None:
         return None
     method = options.get("quant_method") or ("bitsandbytes" if options.get("load_in_4bit") else "unknown")
@@ -76,34 +76,28 @@ def method_of(options: dict[str, Any] | None) -> str | None:
 
 
 def weight_bytes(model: torch.nn.Module, options: dict[str, Any] | None) -> tuple[int, str | None]:
-    """Bytes of all weights of a model on the meta device, and a sentence if they were quantized in another way than
-    this counts (which are then taken as unquantized)."""
+    """Bytes of all weights of a model on the meta device. Weights of an unknown method count as unquantized, and a
+    sentence says so."""
     method = method_of(options)
     if options is None or method not in METHODS:
-        note = None
-        if method is not None:
-            note = (
-                f"The checkpoint is quantized with {method}, which is not known here: its weights are counted "
-                "unquantized. Say what they take with `--weights 13GB`."
-            )
+        note = method and (
+            f"The checkpoint is quantized with {method}, which is not known here: its weights are counted "
+            "unquantized. Say what they take with `--weights 13GB`."
+        )
         return sum(parameter.nbytes for parameter in model.parameters()), note
     size = METHODS[method](options)
     skipped = [str(name) for name in options.get("modules_to_not_convert") or []]
-    total = 0.0
-    seen = set()
+    sizes: dict[torch.nn.Parameter, float] = {}
     for prefix, module in model.named_modules():
         plain = bool(re.search(ALWAYS_PLAIN, prefix)) or any(_matches(name, prefix) for name in skipped)
         for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                linear = isinstance(module, torch.nn.Linear) and parameter.dim() == 2 and method != "mxfp4"
-                quantized = not plain and (linear or (parameter.dim() == 3 and prefix.endswith("experts")))
-                total += size(parameter) if quantized else parameter.nbytes
-    return round(total), None
+            linear = isinstance(module, torch.nn.Linear) and parameter.dim() == 2 and method != "mxfp4"
+            quantized = not plain and (linear or (parameter.dim() == 3 and prefix.endswith("experts")))
+            sizes.setdefault(parameter, size(parameter) if quantized else parameter.nbytes)
+    return round(sum(sizes.values())), None
 
 
 def _matches(name: str, prefix: str) -> bool:
-    """Whether a name in `modules_to_not_convert`, perhaps with layers left open as `*` or a prefix missing, means this
-    module."""
+    """Whether a name in `modules_to_not_convert`, perhaps with `*` for layers or without a prefix, is this module's."""
     pattern = ".*".join(map(re.escape, name.split("*")))
     return re.search(rf"(^|\.){pattern}(\.|$)", prefix) is not None
