@@ -122,7 +122,7 @@ def test_a_model_of_another_dtype_is_refused_by_a_used_cache(name, attention, li
 @pytest.mark.parametrize("limit", [None, 300])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_model_on_another_device_is_refused_by_a_used_cache(name, limit, skipped):
-    """Of a preallocated cache transformers would read the length on the meta device, before a call of several tokens."""
+    """Before several tokens transformers would read the length of a preallocated cache on the meta device."""
     model, cache = used(name, "turboquant", max_cache_len=limit, skip_layers=skipped)
     before = held(cache)
     model.to("meta")
