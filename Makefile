@@ -42,7 +42,7 @@ PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 $(OLDEST_STAMP): $(STAMP) constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(BIN)/python $(PURELIB) > "$$($(OLDEST)/bin/python $(PURELIB))/newest.pth"
+	$(BIN)/python $(PURELIB) > "$$($(OLDEST)/bin/python $(PURELIB))/__newest.pth"
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e .
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OLDEST_TRITON)
 	touch $@

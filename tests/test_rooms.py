@@ -13,7 +13,7 @@ ROOMS = {
     "tq_hf": [
         ["tools"],
         ["batching", "graph_decoding"],
-        ["cache", "late_flags", "step_tensors"],
+        ["cache"],
         ["auto"],
         ["saving"],
         ["balance", "memory", "attention"],
@@ -24,7 +24,7 @@ ROOMS = {
         ["tensors"],
         ["config"],
         ["layout"],
-        ["autocast", "inference_mode", "compat", "versions"],
+        ["compat"],
     ],
 }
 """Top to bottom; rooms side by side do not know one another."""

@@ -9,13 +9,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from .autocast import autocast_dtype, outside_autocast
-from .compat import is_tracing, takes_attention_functions
+from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions
 from .layers.handle import LazyStates, observe_queries, resolve
 from .ops import dispatch
 from .ops.triton import blocks as triton_blocks
 from .stores import graph_ops
-from .stores.checks import check_room
+from .stores.base import check_room
 from .tensors.attention import AttentionOptions
 from .tensors.layer import StepView, is_first
 
@@ -152,7 +151,7 @@ def _attend_step(
 ) -> torch.Tensor:
     if triton_blocks.supports_mask(mask, options):
         return graph_ops.attend_token(view, query, mask, options)
-    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantised states, of which those after the last are
+    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantized states, of which those after the last are
     # empty room.
     keys, values = graph_ops.dense_tokens(view)
     sinks, blocks, rows = view.entries

@@ -107,7 +107,7 @@ def key_errors(config: TurboQuantConfig, keys: torch.Tensor) -> KeyErrors:
 
 def key_bias(model: torch.nn.Module) -> float:
     """The largest, over layers, of the key bias's length over that of the keys without it, for inputs of unit RMS; 0
-    where there is no bias of keys alone, or none beside weights that can be read (offloaded or quantised ones)."""
+    where there is no bias of keys alone, or none beside weights that can be read (offloaded or quantized ones)."""
     found = [0.0]
     for name, module in model.named_modules():
         bias, weight = getattr(module, "bias", None), getattr(module, "weight", None)

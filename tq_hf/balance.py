@@ -1,4 +1,4 @@
-"""Factors of a model's channels, handed on from one cache to another.
+"""Channel scales of a model, handed on from one cache to another.
 
 They belong to the model more than to a text: another document's serve as well as a prompt's own. So prompts too short
 for statistics (under 32 tokens: a chat that begins with a word stays unbalanced else), and caches that share pages, can
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tq_kernels.format import LARGEST_FACTOR, LEAST_TOKENS, SMALLEST_FACTOR
+from tq_kernels.format import LARGEST_SCALE, LEAST_TOKENS, SMALLEST_SCALE
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .compat import attention_of_parts, give_attention_back
 from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
-from .tensors.blocks import Factors
+from .tensors.blocks import ChannelScales
 
 PROBE_TOKENS = 512
 NAME = "turboquant"
@@ -28,7 +28,7 @@ _CONFIG = TurboQuantConfig()
 
 
 class Balance:
-    """The factors of every compressed layer of a model (see `tq_hf.codec.balance`).
+    """The channel scales of every compressed layer of a model (see `tq_hf.codec.balance`).
 
     ```python
     balance = Balance.of(model)
@@ -36,10 +36,10 @@ class Balance:
     ```
 
     Args:
-        layers: Factors `[1, Hkv, D]` by the number of their layer.
+        layers: Channel scales `[1, Hkv, D]` by the number of their layer.
     """
 
-    def __init__(self, layers: dict[int, Factors]) -> None:
+    def __init__(self, layers: dict[int, ChannelScales]) -> None:
         self.layers = layers
 
     @classmethod
@@ -53,9 +53,11 @@ class Balance:
         for index, layer in enumerate(layers):
             if isinstance(layer, TurboQuantLayer):
                 if layer.store is None:
-                    raise ValueError("The cache holds no tokens, so its channels have no factors. Run the model first.")
-                layer.store.encode_prompt()
-                found[index] = layer.store.blocks.factors.map(_mean)
+                    raise ValueError(
+                        "The cache holds no tokens, so its channels have no channel scales. Run the model first."
+                    )
+                layer.store.encode_deferred()
+                found[index] = layer.store.blocks.channel_scales.map(_mean)
         return cls(found)
 
     @classmethod
@@ -80,7 +82,7 @@ class Balance:
         return cls.held_by(cache.layers)
 
     def give(self, layers: Iterable[Any]) -> None:
-        """Let the layers of an empty cache use these factors.
+        """Let the layers of an empty cache use these channel scales.
 
         Raises:
             ValueError: They are not those of a cache of this model.
@@ -88,11 +90,11 @@ class Balance:
         compressed = {index: layer for index, layer in enumerate(layers) if isinstance(layer, TurboQuantLayer)}
         if missing := sorted(compressed.keys() - self.layers.keys()):
             raise ValueError(
-                f"`balance` has no factors of layer {missing[0]}, which is compressed: it is of another model, or of a "
-                "cache that skipped the layer. Make it anew with `Balance.of(model)`."
+                f"`balance` has no channel scales of layer {missing[0]}, which is compressed: it is of another model, "
+                "or of a cache that skipped the layer. Make it anew with `Balance.of(model)`."
             )
         for index, layer in compressed.items():
-            layer.factors = self.layers[index]
+            layer.channel_scales = self.layers[index]
 
 
 def _probe_tokens(config: PreTrainedConfig) -> int:
@@ -101,8 +103,8 @@ def _probe_tokens(config: PreTrainedConfig) -> int:
     tokens = min(limit for limit in (PROBE_TOKENS, *limits) if isinstance(limit, int) and limit > 0)
     if tokens < (least := _CONFIG.sink_tokens + LEAST_TOKENS):
         raise ValueError(
-            f"This model has positions for {tokens} tokens ({type(config).__name__}), and factors of channels need "
-            f"statistics of {least} or more. Use it without: `balance=False`."
+            f"This model has positions for {tokens} tokens ({type(config).__name__}), and channel scales "
+            f"need statistics of {least} or more. Use it without: `balance=False`."
         )
     return tokens
 
@@ -111,5 +113,5 @@ def _mean(factor: torch.Tensor) -> torch.Tensor:
     """Geometric mean over sequences, `[B, Hkv, D]` to `[1, Hkv, D]`."""
     if len(factor) == 1:
         return factor.clone()
-    mean = factor.float().log2().mean(0, keepdim=True).exp2().clamp(SMALLEST_FACTOR, LARGEST_FACTOR)
+    mean = factor.float().log2().mean(0, keepdim=True).exp2().clamp(SMALLEST_SCALE, LARGEST_SCALE)
     return mean.bfloat16().half()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import weakref
 from copy import deepcopy
+from dataclasses import fields
+from functools import partial
 from types import NoneType
 from typing import Any, Literal
 
@@ -21,21 +24,17 @@ from transformers.utils import logging
 
 from .auto import AutoChoice
 from .balance import Balance
-from .compat import asked_by_prefill, has_attention_heads, takes_attention_functions
+from .compat import asked_by_prefill, has_attention_heads, outside_inference_mode, takes_attention_functions
 from .config import TurboQuantConfig, is_auto
-from .inference_mode import outside_inference_mode
 from .layers.base import FullAttentionLayer, like_held
-from .layers.compressed import TurboQuantLayer
-from .layers.first_prompt import FirstPrompt
+from .layers.compressed import FirstPrompt, TurboQuantLayer
+from .layers.dense import PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
 from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
-from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
-from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
-from .saving import pickling
 from .saving.cache_file import load_cache, save_cache
-from .stores.checks import check_states, widened
+from .stores.base import check_states, widened
 
 logger = logging.get_logger(__name__)
 
@@ -60,10 +59,10 @@ class TurboQuantCache(DynamicCache):
             once). Held weakly.
         max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
-        balance: Whether channels that are much louder or quieter than others are given factors, from the first prompt
-            (see `tq_hf.codec.balance`; by default what the preset says); or the factors themselves: a `Balance`, or a
-            cache of the same model that holds tokens. A prompt of under 32 tokens has no statistics: hand on
-            `Balance.of(model)` where prompts are short.
+        balance: Whether channels that are much louder or quieter than others are given channel scales, from the first
+            prompt (see `tq_hf.codec.balance`; by default what the preset says); or the channel scales themselves: a
+            `Balance`, or a cache of the same model that holds tokens. A prompt of under 32 tokens has no statistics:
+            hand on `Balance.of(model)` where prompts are short.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -112,7 +111,7 @@ class TurboQuantCache(DynamicCache):
         # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
         self.preallocated_for = max_cache_len
         self._choice: AutoChoice | None = None
-        self._waiting: TurboQuantLayer | None = None
+        self._deferred: TurboQuantLayer | None = None
         self._first: FirstPrompt | None = FirstPrompt(auto)
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
@@ -158,7 +157,7 @@ class TurboQuantCache(DynamicCache):
                 )
         if isinstance(balance, Balance):
             if not self.config.balance:
-                raise ValueError("Factors of channels are given, and the preset has `balance=False`: leave out either.")
+                raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
             balance.give(layers)
         _agree_on_masks(layers, decoder_config)
         if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
@@ -201,7 +200,28 @@ class TurboQuantCache(DynamicCache):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickling.reduce(self)
+        if any(map(_is_filled, self.layers)):
+            raise pickle.PicklingError(
+                "A TurboQuantCache that has been filled cannot be pickled, only an empty one. Write it to a file with "
+                "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."
+            )
+        model_config = self.model_config()
+        if model_config is None:
+            raise pickle.PicklingError("The config this cache was made from no longer exists; make a new cache.")
+        options: dict[str, Any] = {"preset": self.config}
+        if self.undecided:
+            chosen = {"preset", "key_bits", "value_bits"}
+            options = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
+            options = {name: value for name, value in options.items() if name not in chosen} | {"preset": "auto"}
+        scales = {
+            index: layer.channel_scales.map(torch.Tensor.cpu)  # whoever reads it may have no GPU
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, TurboQuantLayer) and layer.channel_scales is not None
+        }
+        if scales:
+            options["balance"] = Balance(scales)
+        options |= {"max_cache_len": self.preallocated_for, "offloading": self.offloading}
+        return partial(type(self), **options), (model_config,)
 
     @property
     def is_compileable(self) -> bool:
@@ -233,15 +253,15 @@ class TurboQuantCache(DynamicCache):
             )
         if self._choice is not None:
             self._choose(self._choice, key_states, value_states, layer_idx)
-        if self._waiting is not None:
-            self._encode_waiting()
+        if self._deferred is not None:
+            self._encode_deferred()
         if not isinstance(self.layers[layer_idx], TurboQuantLayer):  # which sees to it itself
             key_states, value_states = like_held(self.layers[layer_idx], key_states, value_states)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[2] > 1:
             layer = self.layers[layer_idx]
-            if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.waits:
-                self._waiting = layer
+            if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.is_deferred:
+                self._deferred = layer
             if self._first is not None and isinstance(layer, TurboQuantLayer):
                 self._first.see(layer_idx, key_states)
         return states
@@ -258,24 +278,24 @@ class TurboQuantCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""
-        # Masks are made before any layer is updated. A compiled step then never finds a prompt that waits.
-        if self._waiting is not None:
-            self._encode_waiting()
+        # Masks are made before any layer is updated. A compiled step then never finds a deferred prompt.
+        if self._deferred is not None:
+            self._encode_deferred()
         if self._first is not None and self._first.ready:
             first, self._first = self._first, None
             first.report(self.layers)
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def _encode_waiting(self) -> None:
+    def _encode_deferred(self) -> None:
         """Encode the prompt of the layer updated last, if its queries were not shown: one layer's is held at most."""
-        layer, self._waiting = self._waiting, None
+        layer, self._deferred = self._deferred, None
         assert layer is not None
-        if layer.store is not None and layer.store.waits:
-            layer.store.encode_prompt()
+        if layer.store is not None and layer.store.is_deferred:
+            layer.store.encode_deferred()
             # Nobody shows queries, so no other layer need wait for them.
             for other in self.layers:
                 if isinstance(other, TurboQuantLayer):
-                    other.awaits_queries = False
+                    other.needs_queries = False
         if self.offloading:
             layer.offload()
 
@@ -410,3 +430,8 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
                 layer.shows_room = True
+
+
+def _is_filled(layer: Any) -> bool:
+    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
+    return getattr(layer, "is_initialized", False) or any(any(one.values()) for one in states)

@@ -1,33 +1,51 @@
-"""Private API of torch and transformers, each with the versions it was read in. `tq_kernels.common.compat` has what the
-kernels' host side uses."""
+"""What depends on versions and modes of torch and transformers: private API, each with the versions it was read in,
+inference mode, autocast, versions that were tested. `tq_kernels.common.compat` has what the kernels' host side uses.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, wraps
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 __all__ = [
+    "TESTED",
     "as_plain_tensors",
     "asked_by_prefill",
     "attention_implementation",
     "attention_of_parts",
+    "autocast_dtype",
+    "cached_table",
     "current_raw_stream",
     "give_attention_back",
     "has_attention_heads",
     "is_capturing",
     "is_tracing",
     "mark_static_address",
+    "outside_autocast",
+    "outside_inference_mode",
+    "report_untested",
     "storage_id",
     "takes_attention_functions",
+    "untested",
 ]
+
+logger = logging.get_logger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Number = tuple[int, int]
 
 
 def current_raw_stream(device: int) -> int:
@@ -142,3 +160,79 @@ def _models() -> Iterator[type[PreTrainedModel]]:
         for model in pending.pop().__subclasses__():
             pending.append(model)
             yield model
+
+
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` outside of inference mode and without gradients, whatever the caller is in.
+
+    Tensors made in inference mode may never be written to in place outside of it, and a cache that was filled there
+    must still serve a plain `generate()`.
+    """
+    # In this order: leaving inference mode turns gradients on.
+    return torch.inference_mode(False)(torch.no_grad()(function))
+
+
+def cached_table(make: Callable[P, R]) -> Callable[P, R]:
+    """Keep the table that `make` returns for these arguments, which must be hashable. To `torch.compile` it is a
+    constant: Dynamo warns of `lru_cache` itself, looks through it and makes the table anew in each graph."""
+    kept = lru_cache(outside_inference_mode(make))
+
+    @torch.compiler.assume_constant_result
+    @wraps(make)
+    def table(*args: P.args, **kwargs: P.kwargs) -> R:
+        return kept(*args, **kwargs)  # type: ignore[arg-type]
+
+    return table
+
+
+def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
+    """What sdpa computes in and returns where these states are, or `None` outside of `torch.autocast`.
+
+    A float32 model computes its matrix products in 16 bits there. Keys leave the rotary embedding in float32 all the
+    same, and values do not. `DynamicCache` holds both in float32, as a cache of this package does; sdpa then reads
+    them, and the queries, in 16 bits. What this package computes itself, it computes in the dtypes that it names.
+    """
+    device = states.device.type
+    # torch answers for devices that compute.
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def outside_autocast(states: torch.Tensor) -> AbstractContextManager[object]:
+    """A context in which operations on these states' device have the dtypes of their arguments."""
+    return nullcontext() if autocast_dtype(states) is None else torch.autocast(states.device.type, enabled=False)
+
+
+TESTED: dict[str, tuple[Number, Number]] = {
+    "torch": ((2, 9), (2, 15)),
+    "transformers": ((5, 17), (5, 23)),
+    "triton": ((3, 5), (3, 9)),
+}
+"""The oldest and the newest of each that tests have run with. What `pyproject.toml` allows is wider: each torch asks
+for a Triton of its own, and a newer one may well work."""
+
+
+def untested(installed: dict[str, str]) -> list[str]:
+    """Of these versions by package, a clause for each that lies outside of what was tested."""
+    clauses = []
+    for name, (oldest, newest) in TESTED.items():
+        number = re.match(r"(\d+)\.(\d+)", installed.get(name, ""))
+        if number is not None and not oldest <= (int(number[1]), int(number[2])) <= newest:
+            tested = " to ".join(".".join(map(str, bound)) for bound in (oldest, newest))
+            clauses.append(f"{name} {installed[name]} (tested: {tested})")
+    return clauses
+
+
+def report_untested() -> None:
+    """Log one sentence if a package is older or newer than what was tested."""
+    installed = {}
+    for name in TESTED:
+        try:
+            # Of a module that is there already, what it says itself: several installations may be on the path.
+            installed[name] = getattr(sys.modules.get(name), "__version__", None) or version(name)
+        except PackageNotFoundError:
+            continue
+    if clauses := untested(installed):
+        logger.warning(
+            f"tq_hf has not been run with {' and '.join(clauses)}. Compare an answer with that of transformers' own "
+            "cache before you rely on it."
+        )

@@ -16,7 +16,7 @@ from tq_kernels.format import due_blocks
 from .layout import SUPPORTED_BITS, BlockLayout
 
 Correction = Literal["none", "norm", "inner", "projection"]
-"""How a stored scale makes up for quantisation, with z the rotated key and c its centroids: "none" stores
+"""How a stored scale makes up for quantization, with z the rotated key and c its centroids: "none" stores
 |z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>; "projection" <z, c> / <c, c> (least squares). FP8 codes have a
 scale of their own and take no correction. All but "inner" shrink what a key or value has in common with itself, by the
 same share for every token: noise averages out over the tokens that attention sums, a common share does not."""
@@ -43,8 +43,8 @@ class TurboQuantConfig:
         skip_layers: Layers that are not compressed, as indices into the model's layers; negative ones count from the
             end.
         seed: Seed of the random signs of the rotation. Equal seeds give equal bits on every device and rank.
-        balance: Give channels that are much louder or quieter than others factors, so that the error does not depend on
-            how a model scales its channels (see `tq_hf.codec.balance`).
+        balance: Give channels that are much louder or quieter than others channel scales, so that the error does not
+            depend on how a model scales its channels (see `tq_hf.codec.balance`).
 
     Raises:
         ValueError: An option is outside its range. The message says what came and what is allowed.

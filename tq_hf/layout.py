@@ -4,10 +4,10 @@ A block holds the keys and values of `BlockLayout.tokens` = 128 consecutive toke
 
     key words    [key_words]    int32    rotated key codes, bit layout in `tq_hf.codec.packing`
     value words  [value_words]  int32    rotated value codes
-    scalars      [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
+    scales      [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
     key mean     [key_dim_padded] fp16   rotated mean of the block's keys
 
-A *slot* is a token's share of it: codes and scalars. Means, sinks and windows are counted apart.
+A *slot* is a token's share of it: codes and scales. Means, sinks and windows are counted apart.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class BlockLayout:
         return self.tokens * self.value_dim_padded * self.value_bits // 32
 
     @property
-    def scalar_bytes(self) -> int:
-        """Bytes of scalars per token: two fp16 scales."""
+    def scale_bytes(self) -> int:
+        """Bytes of scales per token: two fp16 scales."""
         return 4
 
     @property
     def slot_bytes(self) -> int:
-        """Packed bytes per token: codes and scalars of its key and value."""
-        return 4 * (self.key_words + self.value_words) // self.tokens + self.scalar_bytes
+        """Packed bytes per token: codes and scales of its key and value."""
+        return 4 * (self.key_words + self.value_words) // self.tokens + self.scale_bytes
 
     @property
     def mean_bytes(self) -> int:
@@ -85,8 +85,8 @@ class BlockLayout:
         return 2 * self.key_dim_padded if self.key_mean else 0
 
     @property
-    def factor_bytes(self) -> int:
-        """Bytes of the factors of a head's channels, for all its blocks."""
+    def channel_scale_bytes(self) -> int:
+        """Bytes of the channel scales of a head, for all its blocks."""
         return 2 * (self.key_dim + self.value_dim)
 
     @property

@@ -20,7 +20,7 @@ class MemoryFootprint:
     Args:
         packed: Codes of packed blocks.
         metadata: Scales and block means, and each layer's few bytes of bookkeeping.
-        window: Dense windows of compressed layers.
+        window: Residuals of compressed layers: their newest tokens, dense.
         sinks: Dense sink tokens of compressed layers.
         uncompressed: Layers that are not compressed (sliding, linear, skipped).
         bf16_equivalent: What a cache of the same tokens with 16-bit keys and values everywhere would hold.
@@ -89,7 +89,7 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
             for kind, tensors in layer.by_kind().items():
                 for tensor in tensors:
                     count(kind, tensor)
-            tokens = math.prod(layer.store.blocks.scalars.shape[:2]) * int(layer.store.length)
+            tokens = math.prod(layer.store.blocks.scales.shape[:2]) * int(layer.store.length)
             footprint.bf16_equivalent += tokens * layer.store.blocks.layout.dense_bytes
         else:
             for tensor in _tensors(list(vars(layer).values())):

@@ -36,15 +36,15 @@ factor, scales undo it."""
 
 
 LEAST_TOKENS = 32
-"""Of fewer tokens nothing is concluded about channels: their factors stay one. A later call of more than 128 tokens
-decides if it comes before the first block is encoded. Shorter ones do not: their rows are in the window when queries
-are known."""
+"""Of fewer tokens nothing is concluded about channels: their channel scales stay one. A later call of more than 128
+tokens decides if it comes before the first block is encoded. Shorter ones do not: their rows are in the residual when
+queries are known."""
 SAMPLED_BLOCKS = 8
 """Blocks of a prompt that are looked at, evenly spread."""
 NEAR, FAR = 1.6, 2.5
 """A channel is balanced wholly if its factor is `FAR` times the median one's or a `FAR`-th of it, not at all below
 `NEAR`, and in proportion (of logarithms) between."""
-SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-11, 2.0**12
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-11, 2.0**12
 """Rotated queries, divided by a factor, then fit into fp16, as queries are normalised (`tq_kernels.decode.rotate`)."""
 OUT_OF_RANGE = 2.0**8
 """States of an RMS beyond this, or below its inverse, are brought to an RMS of about 1."""

@@ -15,24 +15,24 @@ class Packed(NamedTuple):
     Args:
         key_words: `[B, Hkv, N, 128 * Dk padded * key bits / 32]` int32.
         value_words: `[B, Hkv, N, 128 * Dv padded * value bits / 32]` int32.
-        scalars: `[B, Hkv, N, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
+        scales: `[B, Hkv, N, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
         key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
-        key_factors: `[B, Hkv, Dk]` fp16 contiguous, no more bits than bf16: what keys were multiplied by.
-        value_factors: `[B, Hkv, Dv]`, likewise.
+        key_channel_scales: `[B, Hkv, Dk]` fp16 contiguous, no more bits than bf16: what keys were multiplied by.
+        value_channel_scales: `[B, Hkv, Dv]`, likewise.
     """
 
     key_words: torch.Tensor
     value_words: torch.Tensor
-    scalars: torch.Tensor
+    scales: torch.Tensor
     key_means: torch.Tensor | None
-    key_factors: torch.Tensor
-    value_factors: torch.Tensor
+    key_channel_scales: torch.Tensor
+    value_channel_scales: torch.Tensor
 
     @property
     def block_strides(self) -> tuple[int, int]:
         """Strides of the batch and of the heads, in blocks."""
-        tokens = self.scalars.shape[3]
-        return self.scalars.stride(0) // tokens, self.scalars.stride(1) // tokens
+        tokens = self.scales.shape[3]
+        return self.scales.stride(0) // tokens, self.scales.stride(1) // tokens
 
 
 class Recipe(NamedTuple):
@@ -51,17 +51,17 @@ class Recipe(NamedTuple):
 class Pages(NamedTuple):
     """One layer's pages of a pool, and what its blocks are encoded with.
 
-    All fields but factors are views of one tensor: a head's page begins `block_words` int32 words after the one before,
-    and its dense rows where its key words begin.
+    All fields but channel scales are views of one tensor: a head's page begins `block_words` int32 words after the one
+    before, and its dense rows where its key words begin.
 
     Args:
         key_words: `[pages, Hkv, 128 * D padded * key bits / 32]` int32.
         value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
-        scalars: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
+        scales: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
         key_means: `[pages, Hkv, D padded]` fp16, or `None`.
         rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
-        key_factors: `[Hkv, D]` fp16 contiguous.
-        value_factors: `[Hkv, D]`, likewise.
+        key_channel_scales: `[Hkv, D]` fp16 contiguous.
+        value_channel_scales: `[Hkv, D]`, likewise.
         key_bits, value_bits: 2, 3, 4 or 8.
         sinks: First tokens of a sequence that lie as rows in a page of their own, before that of block 0; 0 for none,
             and no such page.
@@ -69,11 +69,11 @@ class Pages(NamedTuple):
 
     key_words: torch.Tensor
     value_words: torch.Tensor
-    scalars: torch.Tensor
+    scales: torch.Tensor
     key_means: torch.Tensor | None
     rows: torch.Tensor
-    key_factors: torch.Tensor
-    value_factors: torch.Tensor
+    key_channel_scales: torch.Tensor
+    value_channel_scales: torch.Tensor
     key_bits: int
     value_bits: int
     sinks: int
@@ -81,12 +81,12 @@ class Pages(NamedTuple):
     @property
     def block_words(self) -> int:
         """int32 words from a head's block to the next head's."""
-        return self.scalars.stride(1)
+        return self.scales.stride(1)
 
     @property
     def page_blocks(self) -> int:
         """Blocks from a page to the next."""
-        return self.scalars.stride(0) // self.scalars.stride(1)
+        return self.scales.stride(0) // self.scales.stride(1)
 
     @property
     def page_rows(self) -> int:
@@ -101,22 +101,22 @@ class Pages(NamedTuple):
     @property
     def means(self) -> torch.Tensor:
         """The key means, or what stands for them."""
-        return self.scalars if self.key_means is None else self.key_means
+        return self.scales if self.key_means is None else self.key_means
 
 
 class Geometry(NamedTuple):
     """Whose the new tokens are, and where their sequences' pages: B sequences of any lengths.
 
     Args:
-        cu_q: `[B + 1]` int32, first new token of each sequence.
-        cu_k: `[B + 1]` int32, the same of all tokens, cached and new.
-        table: `[B, W]` int32: pages of the ring, then of the sinks if there are any, then of the blocks, those included
-            that the new tokens complete.
+        cu_seqlens_q: `[B + 1]` int32, first new token of each sequence.
+        cu_seqlens_k: `[B + 1]` int32, the same of all tokens, cached and new.
+        block_table: `[B, W]` int32: pages of the ring, then of the sinks if there are any, then of the blocks, those
+            included that the new tokens complete.
     """
 
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    block_table: torch.Tensor
 
 
 class Tokens(NamedTuple):

@@ -28,8 +28,7 @@ from tests.support.batching_cases import (
     prompts,
 )
 from tq_hf import TurboQuantBatching
-from tq_hf.batching.manager import WakeUp
-from tq_hf.batching.processor import TurboQuantBatchProcessor
+from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
 
 
 @pytest.fixture(scope="module")

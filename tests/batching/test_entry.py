@@ -126,7 +126,7 @@ def test_the_generation_config_stays_as_it_was() -> None:
 
 
 class TestBalance:
-    """Channels are balanced by factors of the model, which all pages share."""
+    """Channels are balanced by channel scales of the model, which all pages share."""
 
     @staticmethod
     def loud() -> torch.nn.Module:
@@ -137,7 +137,7 @@ class TestBalance:
                 rows.data[::8] *= 20
         return model
 
-    def test_factors_are_found_once_and_given_to_every_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_channel_scales_are_found_once_and_given_to_every_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, probes = self.loud(), []
         real = Balance.of
         monkeypatch.setattr(Balance, "of", lambda model: probes.append(model) or real(model))
@@ -147,10 +147,10 @@ class TestBalance:
             session.run(prompts([50]), greedy(2))
             assert probes == [model]
             for index, pages in session.cache.allocator.pages.items():
-                for held, found in zip(pages.factors, session.oracle.balance.layers[index], strict=True):
+                for held, found in zip(pages.channel_scales, session.oracle.balance.layers[index], strict=True):
                     assert torch.equal(held, found) and (held != 1).any()
 
-    def test_answers_are_those_of_generate_with_the_same_factors(self) -> None:
+    def test_answers_are_those_of_generate_with_the_same_channel_scales(self) -> None:
         model, inputs = self.loud(), prompts([150, 260])
         with Session(model) as session:
             balanced = session.run(inputs, greedy(12))
@@ -161,7 +161,7 @@ class TestBalance:
         assert found == [Oracle(model).generate(prompt, 12) for prompt in inputs]
         assert found != balanced
 
-    def test_factors_can_be_given(self) -> None:
+    def test_channel_scales_can_be_given(self) -> None:
         model = self.loud()
         balance = Balance.of(model)
         assert TurboQuantBatching(model, balance=balance).balance is balance

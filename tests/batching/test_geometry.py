@@ -68,8 +68,8 @@ def step(
     )
     sequences = sequences_of(kwargs, ring, page)
     assert sequences.max_q == max(new) + padding
-    assert sequences.table.dtype == torch.int32
-    return sequences.table, tables, ring
+    assert sequences.block_table.dtype == torch.int32
+    return sequences.block_table, tables, ring
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
@@ -112,12 +112,17 @@ def test_a_request_lists_no_more_pages_than_it_has_tokens(ring: int, sinks: int)
 
 
 def test_block_tables_are_taken_as_they_are() -> None:
-    table = torch.arange(12, dtype=torch.int32).view(1, 3, 4)
-    cu_q, cu_k = cumulative([1, 1, 0]), cumulative([300, 4, 0])
-    kwargs = dict(block_table=table, cu_seq_lens_q=cu_q, cu_seq_lens_k={"full_attention": cu_k}, max_length_q=8)
+    block_table = torch.arange(12, dtype=torch.int32).view(1, 3, 4)
+    cu_seqlens_q, cu_seqlens_k = cumulative([1, 1, 0]), cumulative([300, 4, 0])
+    kwargs = dict(
+        block_table=block_table,
+        cu_seq_lens_q=cu_seqlens_q,
+        cu_seq_lens_k={"full_attention": cu_seqlens_k},
+        max_length_q=8,
+    )
     sequences = sequences_of(kwargs, 4)
-    assert sequences.table.data_ptr() == table.data_ptr() and sequences.max_q == 1
-    assert sequences.cu_q is cu_q and sequences.cu_k is cu_k
+    assert sequences.block_table.data_ptr() == block_table.data_ptr() and sequences.max_q == 1
+    assert sequences.cu_seqlens_q is cu_seqlens_q and sequences.cu_seqlens_k is cu_seqlens_k
 
 
 def test_a_row_of_the_block_table_ends_with_what_the_step_reads() -> None:

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.support.helpers import BLOCK, all_packed, dequantised, encoded, states
+from tests.support.helpers import BLOCK, all_packed, dequantized, encoded, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.blocks import Factors
+from tq_hf.tensors.blocks import ChannelScales
 from tq_hf.tensors.pages import LayerPages, Sequences
 
 HEADS, QUERY_HEADS, PAGES, LAYERS = 2, 6, 96, 3
@@ -27,7 +27,7 @@ def layer_pages(
     pool.random_(0, 60, generator=torch.Generator().manual_seed(5))
     pages = LayerPages.of_pool(pool, 1, config, dim, dtype)
     keys, values = (1 + torch.rand(1, HEADS, dim, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    return replace(pages, factors=Factors(keys.bfloat16().half(), values.bfloat16().half())), pool
+    return replace(pages, channel_scales=ChannelScales(keys.bfloat16().half(), values.bfloat16().half())), pool
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:
@@ -48,13 +48,13 @@ class Requests:
         free = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)).int()
         before = self.pages.ring_pages + self.pages.sink_pages
         needed = [before + n // BLOCK for n in totals]
-        self.table = torch.full((len(totals), max(needed)), -1, dtype=torch.int32)
-        for row, own in zip(self.table, free[: sum(needed)].split(needed), strict=True):
+        self.block_table = torch.full((len(totals), max(needed)), -1, dtype=torch.int32)
+        for row, own in zip(self.block_table, free[: sum(needed)].split(needed), strict=True):
             row[: len(own)] = own
         self.unused = free[sum(needed) :].long()
 
     def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Outputs of the next tokens of each request, next to those over dequantised states, `[n, Hq, D]`."""
+        """Outputs of the next tokens of each request, next to those over dequantized states, `[n, Hq, D]`."""
         spans = [slice(done, done + n) for done, n in zip(self.done, new, strict=True)]
         packed = [
             torch.cat([x[0, :, span].transpose(0, 1) for x, span in zip(tensors, spans, strict=True)])
@@ -62,7 +62,7 @@ class Requests:
         ]
         packed = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]) for x in packed]
         lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
-        sequences = Sequences(cumulative(new), cumulative(lengths), self.table, max(new))
+        sequences = Sequences(cumulative(new), cumulative(lengths), self.block_table, max(new))
         out = paged_step(*packed, self.pages, sequences, AttentionOptions(0.2, **options))
         assert (out[sum(new) :] == 0).all()
         expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
@@ -75,8 +75,8 @@ class Requests:
         keys, values = (x[:, :, : span.stop].clone() for x in self.tokens[i])
         whole = span.start // BLOCK * BLOCK
         old = keys[:, :, :whole], values[:, :, :whole]
-        blocks = encoded(self.config, *old, self.pages.factors)
-        for states_, read in zip((keys, values), dequantised(self.config, blocks, old), strict=True):
+        blocks = encoded(self.config, *old, self.pages.channel_scales)
+        for states_, read in zip((keys, values), dequantized(self.config, blocks, old), strict=True):
             sinks = self.config.sink_tokens if whole else 0
             states_[:, :, sinks:whole] = read[:, :, sinks:]
         return attend_dense(self.queries[i][:, :, span], keys, values, None, AttentionOptions(0.2, **options))[0]
@@ -134,9 +134,9 @@ def test_pages_of_a_request_do_not_depend_on_its_company_or_chunks() -> None:
     for i, total in enumerate(TOTALS):
         alone.step([total if i == j else 0 for j in range(len(TOTALS))])
     for i, total in enumerate(TOTALS):
-        own = together.table[i, together.pages.ring_pages :][: total // BLOCK].long()
+        own = together.block_table[i, together.pages.ring_pages :][: total // BLOCK].long()
         assert torch.equal(together.pool[own, 1], alone.pool[own, 1])
-        ring = together.table[i, : together.pages.ring_pages].long()
+        ring = together.block_table[i, : together.pages.ring_pages].long()
         for a, b in zip(together.pages.ring(ring), alone.pages.ring(ring), strict=True):
             assert torch.equal(a[:, :, : total % BLOCK], b[:, :, : total % BLOCK])
 

@@ -48,7 +48,7 @@ def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
     before = requests.pool.clone()
     for new in CHUNKS:
         requests.step(new, padding=2)
-    unused = sorted(set(range(PAGES)) - {1, *requests.table.flatten().tolist()})
+    unused = sorted(set(range(PAGES)) - {1, *requests.block_table.flatten().tolist()})
     for part in ((slice(None), [0, 2]), (unused, 1)):
         torch.testing.assert_close(requests.pool[part], before[part], rtol=0, atol=0, equal_nan=True)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.provenance import RESULTS
-from tests.support.helpers import BLOCK, dequantised, encoded, llama_config, relative_error, states
+from tests.support.helpers import BLOCK, dequantized, encoded, llama_config, relative_error, states
 from tests.support.tiny_models import CONFIGS, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, auto
 from tq_hf.codec.ablation import Ablation
@@ -144,7 +144,7 @@ def test_the_error_of_keys_is_that_of_their_blocks():
     keys, values = states(5, tokens=BLOCK, dim=DIM)
     keys[:, 1] = offset(3)[:, 1, :BLOCK]
     found = auto.key_errors(config, keys)
-    restored, _ = dequantised(config, encoded(config, keys, values))
+    restored, _ = dequantized(config, encoded(config, keys, values))
     centred = keys - keys.mean(2, keepdim=True)
     errors = [relative_error(restored[:, i] - keys[:, i] + centred[:, i], centred[:, i]) ** 2 for i in range(2)]
     assert found.four_bits == pytest.approx(max(errors), rel=1e-3)

@@ -16,7 +16,7 @@ from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
 
 CALLS = (60, 1, 1, 9, 1)
-"""A prompt, decode steps, a second turn and a step: all dense, so that nothing is lost to quantisation."""
+"""A prompt, decode steps, a second turn and a step: all dense, so that nothing is lost to quantization."""
 
 
 def on(dtype: torch.dtype = torch.bfloat16, enabled: bool = True, device: str = "cpu") -> torch.autocast:

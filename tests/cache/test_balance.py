@@ -1,4 +1,4 @@
-"""Balanced channels in a cache: what a model's scaling of its channels changes, and where the factors go."""
+"""Balanced channels in a cache: what a model's scaling of its channels changes, and where the channel scales go."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def tokens(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def factors(cache: TurboQuantCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [layer.store.blocks.factors for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
+def channel_scales(cache: TurboQuantCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [layer.store.blocks.channel_scales for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def test_a_batch_equals_its_rows_and_padding_is_left_out(name):
     for row in range(2):
         alone = TurboQuantCache(model.config)
         model(ids[row : row + 1], past_key_values=alone)
-        for pair, one in zip(factors(together), factors(alone), strict=True):
+        for pair, one in zip(channel_scales(together), channel_scales(alone), strict=True):
             assert all(torch.equal(a[row : row + 1], b) for a, b in zip(pair, one, strict=True))
     padded = TurboQuantCache(model.config)
     mask = torch.ones(2, 300, dtype=torch.long)
@@ -71,7 +71,7 @@ def test_a_batch_equals_its_rows_and_padding_is_left_out(name):
     model(ids, attention_mask=mask, past_key_values=padded)
     other = TurboQuantCache(model.config)
     model(torch.where(mask.bool(), ids, 7), attention_mask=mask, past_key_values=other)
-    for pair, one in zip(factors(padded), factors(other), strict=True):
+    for pair, one in zip(channel_scales(padded), channel_scales(other), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, one, strict=True))
 
 
@@ -82,8 +82,8 @@ def test_without_queries_values_are_balanced_and_at_most_one_layers_prompt_waits
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config)
     model(tokens(300), past_key_values=cache)
-    assert not any(layer.store.waits for layer in cache.layers)
-    for keys, values in factors(cache):
+    assert not any(layer.store.is_deferred for layer in cache.layers)
+    for keys, values in channel_scales(cache):
         assert (keys == 1).all() and (values != 1).any()
 
 
@@ -94,22 +94,22 @@ def test_a_prompt_waits_for_its_queries_and_for_nothing_else():
     keys = torch.randn(1, 2, 300, 32)
     cache.update(keys, keys, 0)
     first = cache.layers[0].store
-    assert first.waits and cache.get_seq_length() == 300
+    assert first.is_deferred and cache.get_seq_length() == 300
     cache.update(keys, keys, 1)
-    assert not first.waits and first.num_blocks == 1
+    assert not first.is_deferred and first.num_blocks == 1
 
 
 @pytest.mark.parametrize("length", [None, 500])
 @torch.no_grad()
-def test_factors_go_where_their_sequence_goes(length):
+def test_channel_scales_go_where_their_sequence_goes(length):
     model = made("qwen2")
     cache = TurboQuantCache(model.config, max_cache_len=length)
     model(tokens(300, batch=3), past_key_values=cache)
-    before = [pair.map(torch.clone) for pair in factors(cache)]
+    before = [pair.map(torch.clone) for pair in channel_scales(cache)]
     assert any(not torch.equal(keys[0], keys[1]) for keys, _ in before)
 
     def follow(order: list[int]) -> None:
-        for now, then in zip(factors(cache), before, strict=True):
+        for now, then in zip(channel_scales(cache), before, strict=True):
             assert all(torch.equal(a, b[order]) for a, b in zip(now, then, strict=True))
 
     follow([0, 1, 2])
@@ -127,14 +127,14 @@ def test_factors_go_where_their_sequence_goes(length):
 @pytest.mark.parametrize("length", [None, 500])
 @pytest.mark.parametrize("forget", [lambda cache: cache.reset(), lambda cache: cache.crop(-300)], ids=["reset", "crop"])
 @torch.no_grad()
-def test_a_forgotten_prompt_leaves_no_factors(length, forget):
+def test_a_forgotten_prompt_leaves_no_channel_scales(length, forget):
     model = made("llama")
     cache, fresh = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
     model(tokens(300), past_key_values=cache)
     forget(cache)
     for used in (cache, fresh):
         model(tokens(280, seed=3), past_key_values=used)
-    for pair, expected in zip(factors(cache), factors(fresh), strict=True):
+    for pair, expected in zip(channel_scales(cache), channel_scales(fresh), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
 
 
@@ -146,24 +146,24 @@ def test_a_reset_cache_waits_for_queries_again(length):
     model.set_attn_implementation("sdpa")  # shows none
     for part in (tokens(300), tokens(1)):
         model(part, past_key_values=used)
-    assert all((keys == 1).all() for keys, _ in factors(used))
+    assert all((keys == 1).all() for keys, _ in channel_scales(used))
     used.reset()
     model.set_attn_implementation("turboquant")
     for cache in (used, fresh):
         model(tokens(300, seed=3), past_key_values=cache)
-    for pair, expected in zip(factors(used), factors(fresh), strict=True):
+    for pair, expected in zip(channel_scales(used), channel_scales(fresh), strict=True):
         assert (expected[0] != 1).any() and all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
 
 
 @torch.no_grad()
-def test_factors_are_saved(tmp_path):
+def test_channel_scales_are_saved(tmp_path):
     model = made("qwen3")
     cache = TurboQuantCache(model.config)
     model(tokens(300), past_key_values=cache)
     cache.save(tmp_path / "c.safetensors", model)
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
-    assert any((keys != 1).any() for keys, _ in factors(cache))
-    for pair, expected in zip(factors(loaded), factors(cache), strict=True):
+    assert any((keys != 1).any() for keys, _ in channel_scales(cache))
+    for pair, expected in zip(channel_scales(loaded), channel_scales(cache), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
     ids = tokens(1, seed=2)
     assert torch.equal(model(ids, past_key_values=loaded).logits, model(ids, past_key_values=cache).logits)
@@ -174,11 +174,11 @@ def test_a_short_prompt_is_not_balanced():
     model = made("llama")
     cache = TurboQuantCache(model.config)
     model(tokens(20), past_key_values=cache)
-    assert all((part == 1).all() for pair in factors(cache) for part in pair)
+    assert all((part == 1).all() for pair in channel_scales(cache) for part in pair)
 
 
 @torch.no_grad()
-def test_factors_are_handed_on_to_prompts_too_short_for_statistics():
+def test_channel_scales_are_handed_on_to_prompts_too_short_for_statistics():
     model = made("llama")
     long = TurboQuantCache(model.config)
     model(tokens(300, batch=2), past_key_values=long)
@@ -186,13 +186,13 @@ def test_factors_are_handed_on_to_prompts_too_short_for_statistics():
         cache = TurboQuantCache(model.config, balance=balance, **PACKED)
         for part in tokens(260, batch=3, seed=5).split(20, dim=1):
             model(part, past_key_values=cache)
-        for keys, values in factors(cache):
+        for keys, values in channel_scales(cache):
             assert keys.shape[0] == 3 and (keys < 0.3).any() and (values < 0.3).any()
             assert torch.equal(keys[0], keys[2])
         cache.reset()
         model(tokens(300, seed=6), past_key_values=cache)
         assert all(
-            torch.equal(layer.store.blocks.factors.keys, layer.factors.keys)
+            torch.equal(layer.store.blocks.channel_scales.keys, layer.channel_scales.keys)
             for layer in cache.layers
             if isinstance(layer, TurboQuantLayer)
         )
@@ -219,12 +219,12 @@ def test_balance_of_another_kind_is_refused(balance):
         TurboQuantCache(build("llama").config, balance=balance)
 
 
-def test_factors_of_another_model_or_of_nothing_are_refused():
+def test_channel_scales_of_another_model_or_of_nothing_are_refused():
     model = made("llama")
     with pytest.raises(ValueError, match="holds no tokens"):
         TurboQuantCache(model.config, balance=TurboQuantCache(model.config))
     balance = Balance.of(model)
-    with pytest.raises(ValueError, match="no factors of layer 3"):
+    with pytest.raises(ValueError, match="no channel scales of layer 3"):
         TurboQuantCache(model.config, balance=Balance({i: balance.layers[i] for i in range(3)}))
     with pytest.raises(ValueError, match="leave out either"):
         TurboQuantCache(model.config, TurboQuantConfig(balance=False), balance=balance)
@@ -250,8 +250,8 @@ def test_a_prompt_that_cannot_be_encoded_goes_on_waiting(length, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "encode", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            store.encode_prompt(keys)
-    assert store.waits
+            store.encode_deferred(keys)
+    assert store.is_deferred
     for used in (cache, expected):
-        used.layers[0].store.encode_prompt(keys)
+        used.layers[0].store.encode_deferred(keys)
     assert torch.equal(cache.layers[0].keys, expected.layers[0].keys)

@@ -1,4 +1,4 @@
-"""Factors of channels go where their layer goes: other devices, files, copies, later turns."""
+"""Channel scales go where their layer goes: other devices, files, copies, later turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from accelerate import dispatch_model
-from test_balance import factors, made, tokens
+from test_balance import channel_scales, made, tokens
 
 from tq_hf import Balance, TurboQuantCache
 from tq_hf.layers.compressed import TurboQuantLayer
@@ -16,13 +16,13 @@ from tq_hf.layers.compressed import TurboQuantLayer
 LENGTHS = pytest.mark.parametrize("length", [None, 700], ids=["growing", "preallocated"])
 
 
-def assert_equal_factors(cache: TurboQuantCache, expected: TurboQuantCache) -> None:
-    for pair, other in zip(factors(cache), factors(expected), strict=True):
+def assert_equal_channel_scales(cache: TurboQuantCache, expected: TurboQuantCache) -> None:
+    for pair, other in zip(channel_scales(cache), channel_scales(expected), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
 
 
 def is_balanced(cache: TurboQuantCache) -> bool:
-    return all((keys < 0.3).any() and (values < 0.3).any() for keys, values in factors(cache))
+    return all((keys < 0.3).any() and (values < 0.3).any() for keys, values in channel_scales(cache))
 
 
 @LENGTHS
@@ -31,12 +31,12 @@ def test_a_later_prompt_decides_where_the_first_was_too_short(length):
     cache = TurboQuantCache(model.config, max_cache_len=length)
     model(tokens(20), past_key_values=cache)
     model(tokens(128, seed=1), past_key_values=cache)  # short calls go through the window, and decide nothing
-    assert all((part == 1).all() for pair in factors(cache) for part in pair)
+    assert all((part == 1).all() for pair in channel_scales(cache) for part in pair)
     model(tokens(200, seed=2), past_key_values=cache)
     assert is_balanced(cache) and cache.layers[0].store.export()[0].blocks == 1
-    before = [pair.map(torch.clone) for pair in factors(cache)]
+    before = [pair.map(torch.clone) for pair in channel_scales(cache)]
     model(tokens(200, seed=3), past_key_values=cache)
-    for now, then in zip(factors(cache), before, strict=True):
+    for now, then in zip(channel_scales(cache), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
 
 
@@ -52,13 +52,13 @@ def test_a_chat_of_short_turns_is_balanced_by_a_probe_only(length):
 
 
 @LENGTHS
-def test_a_crop_that_leaves_tokens_leaves_their_factors(length):
+def test_a_crop_that_leaves_tokens_leaves_their_channel_scales(length):
     model = made("qwen2")
     cache, uncropped = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
     for used in (cache, uncropped):
         model(tokens(400), past_key_values=used)
     cache.crop(-250)  # into the packed block
-    assert_equal_factors(cache, uncropped)
+    assert_equal_channel_scales(cache, uncropped)
     model(tokens(300, seed=4), past_key_values=cache)
     assert cache.get_seq_length() == 450
     if length is None:
@@ -66,13 +66,13 @@ def test_a_crop_that_leaves_tokens_leaves_their_factors(length):
     assert is_balanced(cache)
 
 
-def test_every_tensor_of_a_layer_moves_its_factors_among_them():
+def test_every_tensor_of_a_layer_moves_its_channel_scales_among_them():
     model = made("llama")
     cache = TurboQuantCache(model.config)
     model(tokens(300), past_key_values=cache)
     for layer in cache.layers:
         layer._map(lambda tensor: tensor.to("meta"))
-    assert all(part.is_meta for pair in factors(cache) for part in pair)
+    assert all(part.is_meta for pair in channel_scales(cache) for part in pair)
 
 
 @LENGTHS
@@ -86,20 +86,20 @@ def test_a_layer_that_waits_for_queries_is_not_moved_and_is_balanced_by_them(len
     layer = cache.layers[0]
     layer.offload()
     for used in (cache, stayed):
-        used.layers[0].store.encode_prompt(queries / loud)
-    assert_equal_factors_of_layer(layer, stayed.layers[0])
+        used.layers[0].store.encode_deferred(queries / loud)
+    assert_equal_channel_scales_of_layer(layer, stayed.layers[0])
     for moved in (layer.offload, layer.prefetch):
         moved()
-        assert_equal_factors_of_layer(layer, stayed.layers[0])
+        assert_equal_channel_scales_of_layer(layer, stayed.layers[0])
 
 
-def assert_equal_factors_of_layer(layer: TurboQuantLayer, other: TurboQuantLayer) -> None:
-    for a, b in zip(layer.store.blocks.factors, other.store.blocks.factors, strict=True):
+def assert_equal_channel_scales_of_layer(layer: TurboQuantLayer, other: TurboQuantLayer) -> None:
+    for a, b in zip(layer.store.blocks.channel_scales, other.store.blocks.channel_scales, strict=True):
         assert torch.equal(a, b) and (a < 0.3).any()
 
 
 @LENGTHS
-def test_layers_offloaded_to_disk_have_the_factors_of_the_whole_model(length, tmp_path):
+def test_layers_offloaded_to_disk_have_the_channel_scales_of_the_whole_model(length, tmp_path):
     plain, offloaded = made("llama"), made("llama")
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
     places |= dict.fromkeys(("model.layers.3", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
@@ -111,31 +111,31 @@ def test_layers_offloaded_to_disk_have_the_factors_of_the_whole_model(length, tm
         model(tokens(300), past_key_values=cache)
         logits.append(model(tokens(1, seed=1), past_key_values=cache).logits)
     assert is_balanced(caches[0])
-    assert_equal_factors(*caches)
+    assert_equal_channel_scales(*caches)
     assert torch.equal(*logits)
     probes = Balance.of(plain).layers, Balance.of(offloaded).layers
     assert all(torch.equal(a, b) for i in probes[0] for a, b in zip(probes[0][i], probes[1][i], strict=True))
 
 
 @pytest.mark.parametrize("saved, loaded", [(None, None), (None, 500), (500, None), (500, 500)])
-def test_a_file_brings_its_factors_into_either_kind_of_cache(saved, loaded, tmp_path):
+def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(saved, loaded, tmp_path):
     model = made("llama")
     cache = TurboQuantCache(model.config, max_cache_len=saved)
     model(tokens(300, batch=2), past_key_values=cache)
     cache.save(tmp_path / "c.safetensors", model)
     again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
     assert is_balanced(again)
-    assert_equal_factors(again, cache)
-    # Another prompt has factors of its own.
+    assert_equal_channel_scales(again, cache)
+    # Another prompt has channel scales of its own.
     again.reset()
     fresh = TurboQuantCache(model.config, max_cache_len=loaded)
     for used in (again, fresh):
         model(tokens(280, batch=2, seed=3), past_key_values=used)
-    assert_equal_factors(again, fresh)
+    assert_equal_channel_scales(again, fresh)
 
 
 @pytest.mark.parametrize("saved, loaded", [(None, None), (None, 500), (500, None), (500, 500)])
-def test_factors_that_are_handed_on_stay_in_a_file(saved, loaded, tmp_path):
+def test_channel_scales_that_are_handed_on_stay_in_a_file(saved, loaded, tmp_path):
     model = made("llama")
     cache = TurboQuantCache(model.config, max_cache_len=saved, balance=Balance.of(model))
     model(tokens(20, batch=2), past_key_values=cache)
@@ -143,16 +143,16 @@ def test_factors_that_are_handed_on_stay_in_a_file(saved, loaded, tmp_path):
     again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
     same = [model(tokens(400, batch=2, seed=5), past_key_values=used).logits for used in (cache, again)]
     assert is_balanced(again) and torch.equal(*same)
-    assert_equal_factors(again, cache)
+    assert_equal_channel_scales(again, cache)
     for used in (cache, again):
         used.reset()
         model(tokens(300, batch=2, seed=3), past_key_values=used)
-    assert_equal_factors(again, cache)
+    assert_equal_channel_scales(again, cache)
 
 
 @pytest.mark.parametrize("preset", ["4bit_nc", "auto"])
 @LENGTHS
-def test_factors_that_are_handed_on_go_with_an_empty_cache_to_another_process(length, preset):
+def test_channel_scales_that_are_handed_on_go_with_an_empty_cache_to_another_process(length, preset):
     model = made("llama")
     cache = TurboQuantCache(model.config, preset, max_cache_len=length, balance=Balance.of(model))
     again = pickle.loads(pickle.dumps(cache))
@@ -160,34 +160,34 @@ def test_factors_that_are_handed_on_go_with_an_empty_cache_to_another_process(le
         for part in (tokens(20), tokens(200, seed=3)):
             model(part, past_key_values=used)
     assert is_balanced(again)
-    assert_equal_factors(again, cache)
+    assert_equal_channel_scales(again, cache)
 
 
 @LENGTHS
-def test_a_copy_has_factors_of_its_own(length):
+def test_a_copy_has_channel_scales_of_its_own(length):
     model = made("llama")
     cache = TurboQuantCache(model.config, max_cache_len=length)
     model(tokens(300), past_key_values=cache)
     copied = copy.deepcopy(cache)
-    assert_equal_factors(copied, cache)
-    before = [pair.map(torch.clone) for pair in factors(copied)]
+    assert_equal_channel_scales(copied, cache)
+    before = [pair.map(torch.clone) for pair in channel_scales(copied)]
     cache.reset()
     model(tokens(290, seed=5), past_key_values=cache)
-    for now, then in zip(factors(copied), before, strict=True):
+    for now, then in zip(channel_scales(copied), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
 
 
 @LENGTHS
-def test_beams_take_their_factors_along(length):
+def test_beams_take_their_channel_scales_along(length):
     model = made("llama")
     model.generation_config.eos_token_id = None
     ids = tokens(300, batch=2)
     outputs = []
     for attention in ("turboquant", "sdpa"):
-        # Of sdpa keys have no factors but those handed on.
+        # Of sdpa keys have no channel scales but those handed on.
         cache = TurboQuantCache(model.config, max_cache_len=length, balance=Balance.of(model))
         model.set_attn_implementation(attention)
         options = dict(attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=8, do_sample=False)
         outputs.append(model.generate(ids, past_key_values=cache, disable_compile=True, **options))
-        assert is_balanced(cache) and factors(cache)[0].keys.shape[0] == 6
+        assert is_balanced(cache) and channel_scales(cache)[0].keys.shape[0] == 6
     assert torch.equal(*outputs)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
@@ -21,6 +23,8 @@ OPTIONS = dict(residual_length=0, sink_tokens=2)
 MAX_LENGTH = 300
 COMPILES_FOR_EACH_CACHE = torch.__version__.startswith("2.9.")
 """torch 2.9 guards tensors of a static address by their identity."""
+OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.21")
+"""Reads chunks of a second turn from its first token on, over any cache, and breaks the graph of a prompt once more."""
 
 
 def inputs(batch: int = 2, length: int = 240, padding: int = 0) -> dict[str, torch.Tensor]:
@@ -227,10 +231,12 @@ def test_compiled_steps_of_every_turn_read_packed_blocks(monkeypatch):
 
 
 def two_turns(model: PreTrainedModel, cache: TurboQuantCache, chunk: int | None, **options) -> list[torch.Tensor]:
-    """Tokens of a prompt of 600 and of a second turn of 37 more, both read in chunks."""
+    """Tokens of a prompt of 600 and of a second turn of 37 more, both read in chunks where transformers can."""
     ids = torch.randint(3, VOCAB, (1, 637), generator=torch.Generator().manual_seed(7)).to(model.device)
     options |= dict(past_key_values=cache, do_sample=False, max_new_tokens=9, prefill_chunk_size=chunk)
     first = model.generate(ids[:, :600], **options)
+    if OLD_TRANSFORMERS:
+        options["prefill_chunk_size"] = None
     return [first, model.generate(torch.cat([first, ids[:, 600:]], dim=1), **options)]
 
 
@@ -267,7 +273,7 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
             )
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] <= 8 and graphs[13] <= 40 and graphs[20] == graphs[13]
+    assert graphs[0] <= 8 + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
 
 
 def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
@@ -275,4 +281,4 @@ def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
     model.set_attn_implementation("turboquant")
     torch.compile(model, backend="eager")(inputs(1, 300)["input_ids"], past_key_values=TurboQuantCache(model.config))
     # Before, between and after what leaves the graph: the embedding, norms and products of a layer, the head.
-    assert counters["stats"]["unique_graphs"] <= 7
+    assert counters["stats"]["unique_graphs"] <= 7 + OLD_TRANSFORMERS

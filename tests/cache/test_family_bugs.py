@@ -141,7 +141,7 @@ def test_assisted_decoding_of_an_encoder_decoder(cross, room):
 
 @pytest.mark.parametrize("attention", [None, "turboquant"])
 def test_a_compressed_cross_attention_cache_is_read(attention):
-    """A long encoder's keys and values are packed, and each step reads them dequantised."""
+    """A long encoder's keys and values are packed, and each step reads them dequantized."""
     model = tiny_model("bart/seq2seq", attention)
     packed = dict(residual_length=0, sink_tokens=0, preset="k8v4")
     logits = []

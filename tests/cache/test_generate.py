@@ -177,7 +177,7 @@ def forward(model: PreTrainedModel, cache: Cache, mask: torch.Tensor, new_tokens
 @pytest.mark.parametrize("padding", [(0, 0, 0), (37, 0, 150)], ids=["unpadded", "left_padded"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_both_ways_of_reading_a_packed_cache_agree(name, padding):
-    """One packed cache, read by the attention function and dequantised, after each kind of change."""
+    """One packed cache, read by the attention function and dequantized, after each kind of change."""
     model = model_named(name)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, **EVERYTHING_PACKED)

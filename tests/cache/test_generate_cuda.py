@@ -168,7 +168,7 @@ def test_offloaded_layers_give_the_same_tokens_from_less_device_memory(model, to
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_steps_that_read_dense_states_give_the_tokens_of_eager_ones(tokenizer):
-    """Under "sdpa" every step dequantises: within a captured graph, from counts that the host never sees."""
+    """Under "sdpa" every step dequantizes: within a captured graph, from counts that the host never sees."""
     model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "needle", dtype=torch.float32, device_map="cuda").eval()
     model.set_attn_implementation("sdpa")
     prompt, _ = needle.passkey_prompt(700, depth=0.5, seed=0)

@@ -2,7 +2,7 @@
 
 Such a model caches one latent a token for all its heads, and a rotary key beside it: the cache holds the latent of 512
 channels as its keys and the rotary key of 64 as its values, each packed with its own size. The heads' keys and values
-are made from both after they are dequantised.
+are made from both after they are dequantized.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from test_memory import storages_reachable_from
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Glm4MoeLiteConfig, PreTrainedModel
 
-from tests.support.helpers import BLOCK, all_packed, dequantised, encoded, relative_error, states
+from tests.support.helpers import BLOCK, all_packed, dequantized, encoded, relative_error, states
 from tq_hf import PRESETS, TurboQuantCache
 
 LATENT, ROTARY = 512, 64
@@ -87,7 +87,7 @@ def test_the_error_of_a_latent_is_that_of_its_codebook(name):
     channels times latent and rotary key, its output a mean of latents."""
     config = all_packed(key_bits=PRESETS[name].key_bits, value_bits=PRESETS[name].value_bits)
     exact = [part.double() for part in states(0, heads=1, tokens=4 * BLOCK, dim=LATENT, value_dim=ROTARY)]
-    held = [part.double() for part in dequantised(config, encoded(config, *(part.float() for part in exact)))]
+    held = [part.double() for part in dequantized(config, encoded(config, *(part.float() for part in exact)))]
     for part, true, bits in zip(held, exact, (config.key_bits, config.value_bits), strict=True):
         assert relative_error(part, true) < CODEBOOK_ERROR[bits]
     query = torch.randn(1, 16, 3, LATENT + ROTARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

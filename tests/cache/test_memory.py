@@ -67,7 +67,7 @@ def test_packed_part_of_a_4k_cache_is_the_presets_slot_bytes(name):
     """30 of 32 blocks are packed at 4096 tokens: 4 sinks and a residual window of 128 stay dense."""
     cache = pushed(TurboQuantCache(llama_config(1, dim=64), name), 0, 4096, layers=1, dim=64)
     footprint, layout = cache.memory_footprint(), PRESETS[name].layout(64)
-    rest = 2 * layout.factor_bytes + 2  # of two heads, and the placeholder's NaN
+    rest = 2 * layout.channel_scale_bytes + 2  # of two heads, and the placeholder's NaN
     assert footprint.packed + footprint.metadata - rest == 2 * 30 * (BLOCK * layout.slot_bytes + layout.mean_bytes)
 
 

@@ -86,7 +86,7 @@ def test_a_rank_holds_its_own_kv_heads_whole_and_half_of_the_bytes(found):
             assert mine["packed"] > 0
 
 
-def test_ranks_rotate_and_quantise_alike(found):
+def test_ranks_rotate_and_quantize_alike(found):
     """The packed bits of all ranks together are those of one process: no seed depends on the rank."""
     for rank in RANKS:
         assert found[rank]["same_packed"] == dict.fromkeys(PRESETS, True)
@@ -94,7 +94,7 @@ def test_ranks_rotate_and_quantise_alike(found):
 
 def test_a_rank_balances_its_own_heads_as_one_process_does(found):
     for rank in RANKS:
-        furthest, touched = found[rank]["factors"]
+        furthest, touched = found[rank]["channel_scales"]
         # In each of two layers, rows and heads two channels of keys and two of values.
         assert furthest < 0.02 and touched >= 32
 

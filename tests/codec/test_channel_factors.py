@@ -1,4 +1,4 @@
-"""Factors of channels: what they are, what they leave invariant, and that they stay in range whatever comes."""
+"""Channel scales: what they are, what they leave invariant, and that they stay in range whatever comes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tq_kernels.format import SAMPLED_BLOCKS
 from tests.support.helpers import BLOCK, all_packed, encoded, relative_error, states
 from tq_hf import PRESETS
 from tq_hf.codec import balance, reference
-from tq_hf.tensors.blocks import Factors
+from tq_hf.tensors.blocks import ChannelScales
 
 D, HEADS, GROUP = 64, 2, 3
 
@@ -22,8 +22,8 @@ def prompt(
     return queries, *states(seed, batch, HEADS, tokens, D, dtype=dtype)
 
 
-def factors(queries, keys, values, **options) -> Factors:
-    return balance.factors(queries, keys, values, **(dict(first=0) | options))
+def channel_scales(queries, keys, values, **options) -> ChannelScales:
+    return balance.channel_scales(queries, keys, values, **(dict(first=0) | options))
 
 
 def loud(channels: int, times: float, seed: int = 0) -> torch.Tensor:
@@ -35,11 +35,11 @@ def loud(channels: int, times: float, seed: int = 0) -> torch.Tensor:
     return made
 
 
-def read(config, queries, keys, values, factors):
+def read(config, queries, keys, values, channel_scales):
     """Attention outputs `[B, Hkv, G, S, D]` of the last 16 queries over packed blocks, without a mask."""
-    blocks = encoded(config, keys, values, factors)
+    blocks = encoded(config, keys, values, channel_scales)
     out = torch.empty_like(keys), torch.empty_like(values)
-    reference.dequantise(config, blocks, *out)
+    reference.dequantize(config, blocks, *out)
     grouped = queries[:, :, -16:].unflatten(1, (HEADS, GROUP))
     logits = grouped @ out[0][:, :, None].transpose(-1, -2) * D**-0.5
     return logits.softmax(-1) @ out[1][:, :, None]
@@ -60,22 +60,22 @@ def test_attention_does_not_see_how_channels_are_scaled(name, times):
     spread = queries / up.repeat_interleave(GROUP, 0), keys * up, values * loud_values
     truth = exact(queries, keys, values)
 
-    def error(made: tuple[torch.Tensor, ...], chosen: Factors | None) -> float:
+    def error(made: tuple[torch.Tensor, ...], chosen: ChannelScales | None) -> float:
         times = loud_values[:, None] if made is spread else 1.0
         return relative_error(read(config, *made, chosen) / times, truth)
 
     plain = error((queries, keys, values), None)
-    assert error((queries, keys, values), factors(queries, keys, values)) == plain
-    assert error(spread, factors(*spread)) < 1.1 * plain
+    assert error((queries, keys, values), channel_scales(queries, keys, values)) == plain
+    assert error(spread, channel_scales(*spread)) < 1.1 * plain
     if name != "k8v4" and times >= 10:
         assert error(spread, None) > 2 * plain
 
 
 @pytest.mark.parametrize("times", [10.0, 100.0])
-def test_factors_undo_a_rescaling(times):
+def test_channel_scales_undo_a_rescaling(times):
     queries, keys, values = prompt(1)
     up, loud_values = loud(4, times), loud(4, times, seed=1)
-    s, t = factors(queries / up.repeat_interleave(GROUP, 0), keys * up, values * loud_values)
+    s, t = channel_scales(queries / up.repeat_interleave(GROUP, 0), keys * up, values * loud_values)
     for factor, wanted in ((s[0].float(), up[:, 0]), (t[0].float(), loud_values[:, 0])):
         ratio = factor * wanted
         assert (ratio - 1).abs().max() < 0.2  # what 512 Gaussian tokens leave open
@@ -86,7 +86,7 @@ def test_states_that_only_are_out_of_range_have_a_power_of_two_which_changes_no_
     config = all_packed(key_bits=3, value_bits=2)
     queries, keys, values = prompt(2)
     keys = 1000 * keys
-    chosen = factors(queries, keys, values)
+    chosen = channel_scales(queries, keys, values)
     assert (chosen.values == 1).all()
     exponent = chosen.keys.float().log2()
     assert torch.equal(exponent, exponent.round()) and (exponent == exponent[..., :1]).all()
@@ -99,10 +99,10 @@ def test_states_that_only_are_out_of_range_have_a_power_of_two_which_changes_no_
 def test_scales_stay_in_the_range_of_fp16_whatever_that_of_the_states(size):
     config = PRESETS["3bit_nc"]
     queries, keys, values = prompt(3)
-    chosen = factors(queries, keys * size, values * size)
+    chosen = channel_scales(queries, keys * size, values * size)
     blocks = encoded(config, keys * size, values * size, chosen)
     out = torch.empty_like(keys), torch.empty_like(values)
-    reference.dequantise(config, blocks, *out)
+    reference.dequantize(config, blocks, *out)
     for restored, truth in zip(out, (keys, values), strict=True):
         assert relative_error(restored / size, truth) < 0.2
 
@@ -123,11 +123,11 @@ STRANGE = {
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 127, 128, 200, 640])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
 @pytest.mark.parametrize("what", STRANGE)
-def test_factors_are_finite_and_in_range_whatever_comes(what, which, tokens):
+def test_channel_scales_are_finite_and_in_range_whatever_comes(what, which, tokens):
     states = list(prompt(4, tokens))
     states[which] = STRANGE[what](states[which])
     for first in (0, 4, 10**6):
-        for factor in factors(*states, first=first):
+        for factor in channel_scales(*states, first=first):
             assert factor.dtype == torch.float16 and torch.equal(factor.bfloat16().half(), factor)
             assert ((factor.float() >= 2.0**-12) & (factor.float() <= 2.0**12)).all()
 
@@ -136,13 +136,13 @@ def test_factors_are_finite_and_in_range_whatever_comes(what, which, tokens):
 def test_too_few_tokens_change_nothing(tokens):
     queries, keys, values = prompt(5, tokens)
     up = loud(4, 100.0)
-    chosen = factors(queries / up.repeat_interleave(GROUP, 0), 1000 * keys * up, values * up, first=0)
+    chosen = channel_scales(queries / up.repeat_interleave(GROUP, 0), 1000 * keys * up, values * up, first=0)
     assert all((factor == 1).all() for factor in chosen)
 
 
 def test_without_queries_only_values_are_balanced():
     _, keys, values = prompt(6)
-    s, t = factors(None, keys * loud(4, 30.0), values * loud(4, 30.0, seed=1))
+    s, t = channel_scales(None, keys * loud(4, 30.0), values * loud(4, 30.0, seed=1))
     assert (s == 1).all() and (10 * t < t.median()).sum() == 4 * HEADS
 
 
@@ -150,9 +150,9 @@ def test_without_queries_only_values_are_balanced():
 def test_a_batch_equals_its_rows(tokens):
     queries, keys, values = prompt(7, tokens, batch=3)
     keys = keys * 10 ** torch.linspace(-1, 1, D) * torch.tensor([0.1, 1, 100])[:, None, None, None]
-    together = factors(queries, keys, values)
+    together = channel_scales(queries, keys, values)
     for row in range(3):
-        alone = factors(*(x[row : row + 1] for x in (queries, keys, values)))
+        alone = channel_scales(*(x[row : row + 1] for x in (queries, keys, values)))
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, together, strict=True))
 
 
@@ -161,16 +161,18 @@ def test_padding_does_not_enter(padding):
     queries, keys, values = (x * 10 ** torch.linspace(-1, 1, D) for x in prompt(8, 512))
     valid = torch.ones(1, 512, dtype=torch.bool)
     valid[:, :padding] = False
-    chosen = factors(queries, keys, values, valid=valid)
+    chosen = channel_scales(queries, keys, values, valid=valid)
     keys[:, :, :padding] = 1e4 * torch.randn(D)
     values[:, :, :padding] = NAN
     queries[:, :, :padding] = -7.0
-    assert all(torch.equal(a, b) for a, b in zip(factors(queries, keys, values, valid=valid), chosen, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(channel_scales(queries, keys, values, valid=valid), chosen, strict=True)
+    )
 
 
 def test_a_row_of_padding_changes_nothing():
     valid = torch.zeros(1, 256, dtype=torch.bool)
-    assert all((factor == 1).all() for factor in factors(*prompt(9, 256), valid=valid))
+    assert all((factor == 1).all() for factor in channel_scales(*prompt(9, 256), valid=valid))
 
 
 @pytest.mark.parametrize("what", [NAN, INF])
@@ -178,9 +180,9 @@ def test_one_token_that_is_not_finite_spoils_no_statistics(what):
     queries, keys, values = (x * 10 ** torch.linspace(-1, 1, D) for x in prompt(10, 512))
     valid = torch.ones(1, 512, dtype=torch.bool)
     valid[:, 77] = False
-    without = factors(queries, keys, values, valid=valid)
+    without = channel_scales(queries, keys, values, valid=valid)
     keys[:, :, 77, 5], values[:, :, 77, 9], queries[:, :, 77, 0] = what, what, what
-    assert all(torch.equal(a, b) for a, b in zip(factors(queries, keys, values), without, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(channel_scales(queries, keys, values), without, strict=True))
 
 
 @pytest.mark.parametrize("tokens, first", [(0, 4), (3, 4), (100, 4), (131, 4), (132, 4), (1000, 0), (100_000, 4)])

@@ -1,4 +1,4 @@
-"""The codebooks are optimal for the channels they quantise, and exact where kernels need them exact."""
+"""The codebooks are optimal for the channels they quantize, and exact where kernels need them exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tq_hf.codec.reference import quantize
 
 TABLE_MSE = {2: 0.117588, 3: 0.0345627, 4: 0.00950624}
 OPTIMAL_MSE = {2: 0.117482, 3: 0.0345478, 4: 0.00950101}
-"""Of Lloyd-Max quantisers of N(0, 1) (Max, 1960)."""
+"""Of Lloyd-Max quantizers of N(0, 1) (Max, 1960)."""
 LLOYD_BITS = sorted(TABLE_MSE)
 
 
@@ -57,7 +57,7 @@ def sphere_mse(centroids: torch.Tensor, dim: int) -> float:
 
 
 @pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_centroids_are_the_lloyd_max_quantiser_rounded_to_a_grid(bits):
+def test_centroids_are_the_lloyd_max_quantizer_rounded_to_a_grid(bits):
     positive = list(POSITIVE_CENTROIDS[bits])
     centroids = [-c for c in reversed(positive)] + positive
     optimal = centroids
@@ -93,7 +93,7 @@ def test_tabulated_mse_is_that_of_the_centroids(bits):
 
 
 @pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_quantising_gaussian_samples_gives_the_tabulated_mse(bits):
+def test_quantizing_gaussian_samples_gives_the_tabulated_mse(bits):
     z = torch.randn(1, 1 << 20, generator=torch.Generator().manual_seed(bits))
     codes, scale = quantize(z, bits, "none")
     mse = (z - scale.float()[..., None] * levels(bits, CPU)[codes]).square().mean().item()
@@ -101,7 +101,7 @@ def test_quantising_gaussian_samples_gives_the_tabulated_mse(bits):
 
 
 @pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_quantising_the_sphere_gives_its_exact_mse(bits):
+def test_quantizing_the_sphere_gives_its_exact_mse(bits):
     """Two per cent below the Gaussian at d = 128: a sphere's channels have lighter tails."""
     dim = 128
     z = torch.randn(10_000, dim, generator=torch.Generator().manual_seed(bits))

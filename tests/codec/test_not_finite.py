@@ -9,7 +9,7 @@ from tests.support.helpers import (
     BLOCK,
     all_packed,
     assert_same,
-    dequantised,
+    dequantized,
     encoded,
     filled,
     relative_error,
@@ -46,8 +46,8 @@ def without_lost(x: torch.Tensor) -> torch.Tensor:
 def test_other_tokens_are_restored(preset, which, what, offset):
     config = PRESETS[preset]
     sound, broken = spoilt(what, which, offset)
-    got = dequantised(config, encoded(config, *broken))
-    want = dequantised(config, encoded(config, *sound))
+    got = dequantized(config, encoded(config, *broken))
+    want = dequantized(config, encoded(config, *sound))
     centred = sound[0] - sound[0].mean(2, keepdim=True)
     plain = relative_error(want[0] - sound[0] + centred, centred)
     # A block that has no mean is coded with it.

@@ -1,4 +1,4 @@
-"""Encode and dequantise in torch: errors, exact definitions, and bits that depend on the tokens alone."""
+"""Encode and dequantize in torch: errors, exact definitions, and bits that depend on the tokens alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.helpers import (
     all_packed,
     assert_same,
     concatenated,
-    dequantised,
+    dequantized,
     encoded,
     relative_error,
     rows,
@@ -41,7 +41,7 @@ def expected_error(bits: int, correction: str) -> float:
 
 
 def round_trip(config, keys, values):
-    return dequantised(config, encoded(config, keys, values))
+    return dequantized(config, encoded(config, keys, values))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -177,7 +177,7 @@ def test_bits_do_not_depend_on_how_many_blocks_are_encoded_at_once(name, tile, m
     for field, tensor in together.tensors().items():
         parts = torch.cat([block.tensors()[field] for block in one_by_one], 2)
         assert torch.equal(tensor.view(torch.int16), parts.view(torch.int16)), field
-    assert_same(dequantised(config, together), concatenated(*(dequantised(config, block) for block in one_by_one)))
+    assert_same(dequantized(config, together), concatenated(*(dequantized(config, block) for block in one_by_one)))
 
 
 def test_bits_of_a_sequence_do_not_depend_on_its_batch_or_heads():
@@ -220,17 +220,17 @@ def test_16_bit_states_are_encoded_like_their_float32_values(name, dtype):
     blocks = encoded(PRESETS[name], *pair)
     for field, tensor in encoded(PRESETS[name], pair[0].float(), pair[1].float()).tensors().items():
         assert torch.equal(tensor, blocks.tensors()[field]), field
-    restored = dequantised(PRESETS[name], blocks, like=pair)
-    exact = dequantised(PRESETS[name], blocks)
+    restored = dequantized(PRESETS[name], blocks, like=pair)
+    exact = dequantized(PRESETS[name], blocks)
     assert_same(restored, (exact[0].to(dtype), exact[1].to(dtype)))
 
 
-def test_scalars_hold_the_key_scale_low_and_the_value_scale_high():
+def test_scales_hold_the_key_scale_low_and_the_value_scale_high():
     config = all_packed(key_mean=False)
     keys, values = states(18, dim=64)
-    scalars = encoded(config, keys, values).scalars[:, :, 0]
-    key_scale = (scalars & 0xFFFF).to(torch.uint16).view(torch.float16)
-    value_scale = (scalars >> 16 & 0xFFFF).to(torch.uint16).view(torch.float16)
+    scales = encoded(config, keys, values).scales[:, :, 0]
+    key_scale = (scales & 0xFFFF).to(torch.uint16).view(torch.float16)
+    value_scale = (scales >> 16 & 0xFFFF).to(torch.uint16).view(torch.float16)
     assert torch.equal(key_scale, quantize(rotate(keys, 0), 4, config.key_correction)[1])
     assert torch.equal(value_scale, quantize(rotate(values, 0), 4, config.value_correction)[1])
 

@@ -151,7 +151,7 @@ def short_rotation(x: torch.Tensor, seed: int | None) -> torch.Tensor:
     return hadamard(halves).flatten(-2) * signs(x.shape[-1], seed, x.device)
 
 
-quantize, dequantise_rotated = reference.quantize, reference.dequantise_rotated
+quantize, dequantize_rotated = reference.quantize, reference.dequantize_rotated
 
 
 def neighbours_scale(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,9 +161,9 @@ def neighbours_scale(z: torch.Tensor, bits: int, correction: Correction) -> tupl
 
 
 def neighbours_means(blocks: PackedBlocks) -> KeyValue:
-    """`dequantise_rotated` that gives each block's mean to the next."""
+    """`dequantize_rotated` that gives each block's mean to the next."""
     assert blocks.key_means is not None
-    keys, values = dequantise_rotated(blocks)
+    keys, values = dequantize_rotated(blocks)
     means = blocks.key_means.float()
     return keys + (means.roll(1, 2) - means)[..., None, :], values
 
@@ -172,21 +172,21 @@ BREAKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "sign": ("rotate_back", wrong_sign),
     "rotation": ("rotate_back", short_rotation),
     "norm": ("quantize", neighbours_scale),
-    "mean": ("dequantise_rotated", neighbours_means),
+    "mean": ("dequantize_rotated", neighbours_means),
 }
 
 
 def attend_by_reference(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """`dispatch.attend` over everything dequantised."""
+    """`dispatch.attend` over everything dequantized."""
     return attend_dense(query, *dispatch.dense(view), mask, options)
 
 
 @pytest.fixture
 def read_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are read by the reference, whose parts can be broken, not by tables."""
-    monkeypatch.setattr(dispatch, "dequantise", reference.dequantise)
+    monkeypatch.setattr(dispatch, "dequantize", reference.dequantize)
     monkeypatch.setattr(dispatch, "attend", attend_by_reference)
 
 

@@ -1,4 +1,5 @@
-"""Factors of channels by the kernel against those of torch: in Triton's interpreter, and on a GPU if there is one."""
+"""Channel scales by the kernel against those of torch: in Triton's interpreter, and on a GPU if there is
+one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tq_hf import TurboQuantConfig
 from tq_hf.codec import balance
 from tq_hf.ops import dispatch
 from tq_hf.stores.growing import GrowingStore
-from tq_hf.tensors.blocks import Factors
+from tq_hf.tensors.blocks import ChannelScales
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -60,8 +61,9 @@ def prompt(
 
 def check(
     made: list[torch.Tensor], device: torch.device, first: int = 0, shown: bool = True, padding: int = 0
-) -> Factors:
-    """The kernel's factors, which are torch's, but for the last of their 8 bits where sums differ in the last of 24."""
+) -> ChannelScales:
+    """The kernel's channel scales, which are torch's, but for the last of their 8 bits where sums differ in the last of
+    24."""
     from tq_kernels.codec.balance import balance as kernel
 
     batch, heads, tokens, _ = made[1].shape
@@ -70,8 +72,8 @@ def check(
         valid = torch.ones(batch, tokens, dtype=torch.bool)
         valid[1:, :padding] = False
     queries = made[0] if shown else None
-    expected = balance.factors(queries, *made[1:], first=first, valid=valid)
-    out = Factors(*(torch.full_like(x, NAN).to(device) for x in expected))
+    expected = balance.channel_scales(queries, *made[1:], first=first, valid=valid)
+    out = ChannelScales(*(torch.full_like(x, NAN).to(device) for x in expected))
     there = [None if x is None else x.to(device) for x in (queries, *made[1:], valid)]
     kernel(*there[:3], *out, first=first, valid=there[3], allocate=partial(torch.empty, device=device))
     found = out.map(lambda x: x.cpu())
@@ -102,7 +104,7 @@ def check_strange(what: str, which: int, device: torch.device) -> None:
 
 
 def check_batch(device: torch.device) -> None:
-    """A sequence's factors depend on that sequence alone, to the last bit."""
+    """A sequence's channel scales depend on that sequence alone, to the last bit."""
     made = prompt(tokens=400, batch=3)
     made[1] = made[1] * torch.tensor([0.001, 1, 1000])[:, None, None, None]
     together = check(made, device)
@@ -115,19 +117,21 @@ def check_store(device: torch.device) -> None:
     """A store asks for them, with the sinks left out and the padding that the mask shows."""
     queries, keys, values = (x.to(device) for x in prompt(tokens=500, dtype=FP16))
     store = GrowingStore.allocate(TurboQuantConfig(), keys, values)
-    store.append(keys, values, wait=True)
+    store.append(keys, values, defer=True)
     attended = torch.ones(1, 500, dtype=torch.bool, device=device)
     attended[:, :200] = False
-    store.encode_prompt(queries, attended)
-    expected = balance.factors(queries.cpu(), keys.cpu(), values.cpu(), first=4, valid=attended.cpu().expand(2, -1))
-    for a, b in zip(store.blocks.factors, expected, strict=True):
+    store.encode_deferred(queries, attended)
+    expected = balance.channel_scales(
+        queries.cpu(), keys.cpu(), values.cpu(), first=4, valid=attended.cpu().expand(2, -1)
+    )
+    for a, b in zip(store.blocks.channel_scales, expected, strict=True):
         assert ((a.cpu() / b - 1).abs() <= 2**-7).all() and (a != 1).any()
 
 
 if INTERPRETED:
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_factors_are_those_of_torch(shape: dict[str, Any]) -> None:
+    def test_channel_scales_are_those_of_torch(shape: dict[str, Any]) -> None:
         check_shape(CPU, **shape)
 
     @pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
@@ -144,7 +148,7 @@ if INTERPRETED:
 
 @gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_factors_are_those_of_torch_on_a_gpu(shape: dict[str, Any]) -> None:
+def test_channel_scales_are_those_of_torch_on_a_gpu(shape: dict[str, Any]) -> None:
     check_shape(GPU, **shape)
 
 
@@ -168,6 +172,6 @@ def test_a_store_asks_for_them_on_a_gpu() -> None:
 def test_wide_heads_are_left_to_torch() -> None:
     """Of more than 256 channels, as is everything of theirs."""
     made = prompt(dims=(264, 8), tokens=64)
-    out = Factors.ones(2, HEADS, 264, 8, CPU)
+    out = ChannelScales.ones(2, HEADS, 264, 8, CPU)
     dispatch.balance(*made, out, first=0, valid=None)
-    assert all(torch.equal(a, b) for a, b in zip(out, balance.factors(*made, first=0), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(out, balance.channel_scales(*made, first=0), strict=True))

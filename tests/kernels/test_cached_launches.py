@@ -1,4 +1,4 @@
-"""Encoders, dequantisers and kernels of many queries are launched as decode's are: by the variant that was compiled for
+"""Encoders, dequantizers and kernels of many queries are launched as decode's are: by the variant that was compiled for
 such arguments."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_other_lengths_are_launched_by_what_was_compiled(log) -> None:
         assert how(log) == [kind, kind], count
         keys, values = (torch.empty(1, 2, 40 * 128, 64, dtype=torch.float16) for _ in range(2))
         part = blocks.slice(0, count)
-        triton_blocks.dequantise(CONFIG, part, keys[:, :, : 128 * count], values[:, :, : 128 * count])
+        triton_blocks.dequantize(CONFIG, part, keys[:, :, : 128 * count], values[:, :, : 128 * count])
         assert how(log) == [kind, kind], count
 
 
@@ -99,9 +99,9 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
     ring, empty = half(512), half(0)
     tensors = LayerTensors(CONFIG, blocks, empty, ring)
     kinds = []
-    for num_blocks, num_window, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
+    for num_blocks, num_residual, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
         query = torch.zeros(1, 4, queries, 64, dtype=torch.float16)
-        view = StoreView(tensors, num_blocks, num_window, num_blocks * 128 + num_window, None, half(queries))
+        view = StoreView(tensors, num_blocks, num_residual, num_blocks * 128 + num_residual, None, half(queries))
         out = triton_blocks.attend_many(query, view, None, AttentionOptions(0.3))
         assert out.shape == (1, queries, 4, 64)
         kinds.append(how(log))
@@ -152,7 +152,7 @@ def test_a_merge_over_pages_is_not_that_of_one_batch(log) -> None:
         (prefix.MERGE, set()),
         (prompts.ATTEND, None),
     ],
-    ids=["encode", "dequantise", "attend", "attend on Turing", "merge", "attend over pages"],
+    ids=["encode", "dequantize", "attend", "attend on Turing", "merge", "attend over pages"],
 )
 def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: set[str] | None) -> None:
     """The key has strides; whatever else is a number must not be specialised."""
@@ -160,9 +160,17 @@ def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: 
     numbers = [p for p in parameters if not p.is_constexpr and not p.do_not_specialize]
     strided = {p.name for p in numbers if re.search(r"_(v?[bhst]|batch|head|token)$", p.name)}
     pointers = {
-        *("states", "words", "scales", "means", "rotation", "factors", "query", "key_words", "value_words", "scalars"),
-        *("key_means", "key_rotation", "value_rotation", "key_factors", "value_factors", "sink_keys", "sink_values"),
-        *("window_keys", "window_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
+        *("states", "words", "scales", "means", "rotation", "channel_scales", "query", "key_words", "value_words"),
+        *(
+            "key_means",
+            "key_rotation",
+            "value_rotation",
+            "key_channel_scales",
+            "value_channel_scales",
+            "sink_keys",
+            "sink_values",
+        ),
+        *("residual_keys", "residual_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
         *("operand_rows", "rotated", "block_table", "tokens", "cu_seqlens_q", "cu_seqlens_k"),
     }
     assert {p.name for p in numbers} - strided <= pointers

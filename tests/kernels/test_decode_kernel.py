@@ -1,4 +1,4 @@
-"""Decode kernels against fp64 attention over the dequantised cache, in the interpreter and on a GPU if there is one."""
+"""Decode kernels against fp64 attention over the dequantized cache, in the interpreter and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 # Every preset; groups of 1 to 12; head dims that are powers of two and others; keys and values of different size.
 SHAPES = [
-    BASE.with_(preset=preset, Hkv=hkv, Hq=hkv * groups, Dk=dk, Dv=dv, B=batch, blocks=blocks, window=window)
-    for preset, (hkv, groups, dk, dv, batch, blocks, window) in product(
+    BASE.with_(preset=preset, Hkv=hkv, Hq=hkv * groups, Dk=dk, Dv=dv, B=batch, blocks=blocks, residual=residual)
+    for preset, (hkv, groups, dk, dv, batch, blocks, residual) in product(
         PRESETS,
         [(2, 1, 64, 64, 2, 3, 37), (1, 7, 128, 96, 1, 2, 96), (1, 3, 80, 64, 1, 4, 1), (1, 12, 96, 128, 1, 1, 13)],
     )
 ] + [
     BASE.with_(Hkv=2, Hq=8, Dk=256, Dv=256, blocks=2),
-    BASE.with_(Hkv=1, Hq=5, Dk=192, Dv=128, blocks=2, window=53),
+    BASE.with_(Hkv=1, Hq=5, Dk=192, Dv=128, blocks=2, residual=53),
     BASE.with_(Hkv=1, Hq=8, Dk=72, Dv=100, blocks=2, preset="3bit_nc"),
 ]
 OPTIONS = [
@@ -52,8 +52,8 @@ OPTIONS = [
         blocks=7,
         capacity=8,
         sinks=0,
-        window=126,
-        window_capacity=256,
+        residual=126,
+        residual_capacity=256,
     ),  # fmt: skip
     BASE.with_(key_mean=False),
     BASE.with_(mask="padding", B=3, preset="3bit_nc"),
@@ -64,14 +64,14 @@ OPTIONS = [
     BASE.with_(S=2),
     BASE.with_(S=3, preset="2bit_nc", Hq=6, Hkv=2, B=2),
     BASE.with_(S=16, Hq=3, s_aux=True),
-    BASE.with_(S=16, Hq=12, window=16),
+    BASE.with_(S=16, Hq=12, residual=16),
     BASE.with_(S=4, causal=False),
-    BASE.with_(S=37, Hq=2, window=40),
-    BASE.with_(S=64, Hq=3, B=2, window=70, mask="padding"),
-    BASE.with_(blocks=0, window=23),
-    BASE.with_(blocks=1, window=1, sinks=0),
-    BASE.with_(window=0, sinks=0),
-    BASE.with_(blocks=4, window=96, window_capacity=96, sinks=11),
+    BASE.with_(S=37, Hq=2, residual=40),
+    BASE.with_(S=64, Hq=3, B=2, residual=70, mask="padding"),
+    BASE.with_(blocks=0, residual=23),
+    BASE.with_(blocks=1, residual=1, sinks=0),
+    BASE.with_(residual=0, sinks=0),
+    BASE.with_(blocks=4, residual=96, residual_capacity=96, sinks=11),
     BASE.with_(blocks=3, capacity=64, B=2),
     BASE.with_(balanced=True, Hq=6, Hkv=2, B=2),
     BASE.with_(balanced=True, dtype=BF16, preset="3bit_nc", Dk=96, Dv=80, S=16, Hq=3),
@@ -115,7 +115,7 @@ if INTERPRETED:
         assert (out[1] == 0).all()
 
     def test_what_is_out_of_use_is_never_read() -> None:
-        case = BASE.with_(capacity=9, window_capacity=128)
+        case = BASE.with_(capacity=9, residual_capacity=128)
         clean, other = (make_inputs(case, torch.device("cpu")) for _ in range(2))
         for tensor in other.packed.tensors().values():
             tensor[:, :, case.blocks :] = -1
@@ -148,7 +148,7 @@ def check_late_rows(device: torch.device) -> None:
         assert relative_rms(out, expected.cpu().double()) <= 1e-3
         assert views[0].late is not None and views[0].late.states is None  # the kernel has written it
         assert torch.equal(dispatch.attend(query, views[0], None, AttentionOptions(0.1)), out)
-    for ring, expected in zip(late.window.ring, early.window.ring, strict=True):
+    for ring, expected in zip(late.residual.ring, early.residual.ring, strict=True):
         assert torch.equal(ring, expected)
 
 
@@ -187,8 +187,8 @@ def test_nothing_is_compiled_or_allocated_while_a_cache_grows() -> None:
     device = torch.device("cuda", 0)
     # A capacity has its own scratch layout; lengths within it, and other capacities, share the compiled kernels.
     for blocks in (1, 2, 3, 17, 31):
-        for window in (1, 2, 31, 96):
-            check(BASE.with_(blocks=blocks, window=window, capacity=32 if blocks < 20 else 64), device)
+        for residual in (1, 2, 31, 96):
+            check(BASE.with_(blocks=blocks, residual=residual, capacity=32 if blocks < 20 else 64), device)
         if blocks == 1:
             compiled = [len(kernel.variants) for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE)]
     assert compiled == [len(kernel.variants) for kernel in (launch.ROTATE, launch.SPLIT, launch.REDUCE)]
@@ -197,23 +197,25 @@ def test_nothing_is_compiled_or_allocated_while_a_cache_grows() -> None:
 @gpu
 def test_replays_in_a_graph_follow_the_length_on_the_device() -> None:
     device = torch.device("cuda", 0)
-    case = BASE.with_(blocks=7, capacity=8, window_capacity=128)
+    case = BASE.with_(blocks=7, capacity=8, residual_capacity=128)
     inputs = make_inputs(case, device)
-    blocks, window = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
-    run_decode(inputs, num_blocks=blocks, num_window=window)
+    blocks, residual = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
+    run_decode(inputs, num_blocks=blocks, num_residual=residual)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run_decode(inputs, num_blocks=blocks, num_window=window)
+        out = run_decode(inputs, num_blocks=blocks, num_residual=residual)
     for used in (7, 2, 5):
         shorter = make_inputs(case.with_(blocks=used), device)
         for name, tensor in inputs.packed.tensors().items():
             tensor.copy_(getattr(shorter.packed, name))
         for mine, theirs in zip(
-            (*inputs.window, *inputs.sinks, inputs.query), (*shorter.window, *shorter.sinks, shorter.query), strict=True
+            (*inputs.residual, *inputs.sinks, inputs.query),
+            (*shorter.residual, *shorter.sinks, shorter.query),
+            strict=True,
         ):
             mine.copy_(theirs)
         blocks.fill_(used)
-        window.fill_(case.window)
+        residual.fill_(case.residual)
         graph.replay()
         assert relative_rms(out, oracle(shorter)) <= 1e-3

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.support.kernel_cases import INTERPRETED, child, gpu, packed_of, random_factors, recipe_of
+from tests.support.kernel_cases import INTERPRETED, child, gpu, packed_of, random_channel_scales, recipe_of
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
-from tq_hf.codec.reference import dequantise as reference_dequantise
+from tq_hf.codec.reference import dequantize as reference_dequantize
 from tq_hf.codec.reference import encode as reference_encode
 from tq_hf.codec.rotation import rotate, rotation_matrix
 from tq_hf.config import PRESETS, TurboQuantConfig
@@ -90,8 +90,10 @@ def run_encode(
     for tensor in out.tensors().values():
         tensor.view(torch.int32).fill_(POISON)
     if case.balanced:
-        factors = random_factors(case.batch, case.heads, case.dk, case.dv).map(lambda tensor: tensor.to(device))
-        out = replace(out, factors=factors)
+        channel_scales = random_channel_scales(case.batch, case.heads, case.dk, case.dv).map(
+            lambda tensor: tensor.to(device)
+        )
+        out = replace(out, channel_scales=channel_scales)
     encode(keys, values, packed_of(out), start, recipe_of(config, layout, device))
     return out
 
@@ -139,15 +141,17 @@ def check(case: Case, device: torch.device) -> None:
         assert (rest.view(torch.int32) == POISON).all(), "wrote outside of its blocks"
     got = got.slice(START, START + BLOCKS)
     config, layout = case.config, got.layout
-    want = replace(PackedBlocks.allocate(layout, case.batch, case.heads, BLOCKS, CPU), factors=got.factors)
+    want = replace(
+        PackedBlocks.allocate(layout, case.batch, case.heads, BLOCKS, CPU), channel_scales=got.channel_scales
+    )
     reference_encode(config, keys.cpu(), values.cpu(), want, 0)
-    got_scales, want_scales = (x.scalars.contiguous().view(FP16).unflatten(-1, (-1, 2)).float() for x in (got, want))
+    got_scales, want_scales = (x.scales.contiguous().view(FP16).unflatten(-1, (-1, 2)).float() for x in (got, want))
     assert got_scales.isfinite().all()
     torch.testing.assert_close(got_scales, want_scales, rtol=1.5e-3, atol=1e-7)
-    key_factors, value_factors = (factor.float()[:, :, None] for factor in got.factors)
+    key_channel_scales, value_channel_scales = (factor.float()[:, :, None] for factor in got.channel_scales)
     pairs = (
         (
-            keys.cpu().float() * key_factors,
+            keys.cpu().float() * key_channel_scales,
             layout.key_dim_padded,
             got.key_words,
             want.key_words,
@@ -155,7 +159,7 @@ def check(case: Case, device: torch.device) -> None:
             False,
         ),
         (
-            values.cpu().float() * value_factors,
+            values.cpu().float() * value_channel_scales,
             layout.value_dim_padded,
             got.value_words,
             want.value_words,
@@ -187,8 +191,8 @@ def check_spoilt(case: Case, device: torch.device) -> None:
     rest = torch.arange(128 * BLOCKS) != token
     for which in (0, 1):
         restored = [torch.empty_like(x) for x in sound], [torch.empty_like(x) for x in sound]
-        reference_dequantise(case.config, got, *restored[0])
-        reference_dequantise(case.config, want, *restored[1])
+        reference_dequantize(case.config, got, *restored[0])
+        reference_dequantize(case.config, want, *restored[1])
         assert all(pair[which][:, :, token].isnan().all() for pair in restored)
         ours, theirs = ((pair[which] - sound[which])[:, :, rest].square().mean().sqrt() for pair in restored)
         assert ours <= 1.01 * theirs

@@ -19,7 +19,7 @@ test_under_the_interpreter = child(__file__)
 
 
 @pytest.mark.parametrize(("sinks", "residual"), WINDOWS)
-def test_a_block_is_due_once_complete_and_wholly_older_than_the_residual_window(sinks: int, residual: int) -> None:
+def test_a_block_is_due_once_complete_and_wholly_older_than_the_residual(sinks: int, residual: int) -> None:
     for length in LENGTHS:
         due = due_blocks(length, sinks, residual)
         assert due == 0 or sinks + 128 * due + residual <= length

@@ -33,7 +33,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 CASES = [
     BASE.with_(blocks=2),
     BASE.with_(preset="3bit_nc", Hq=7, Dk=128, Dv=96),
-    BASE.with_(preset="2bit_nc", Hq=3, Dk=80, B=2, window=1),
+    BASE.with_(preset="2bit_nc", Hq=3, Dk=80, B=2, residual=1),
     BASE.with_(preset="k8v4", Hq=2, Hkv=2, dtype=BF16),
     BASE.with_(preset="3.5bit_nc", Hq=12),
     BASE.with_(preset="3bit_nc", Dk=72, Dv=36, Hq=2),
@@ -42,9 +42,9 @@ CASES = [
     BASE.with_(mask="padding", B=2, preset="3bit_nc"),
     BASE.with_(mask="full", S=5, Hq=3),
     BASE.with_(softcap=15.0, S=2, s_aux=True, Hq=2),
-    BASE.with_(S=16, Hq=2, window=16, preset="2.5bit_nc"),
-    BASE.with_(blocks=0, window=23),
-    BASE.with_(window=0, sinks=0, preset="k3v4_nc"),
+    BASE.with_(S=16, Hq=2, residual=16, preset="2.5bit_nc"),
+    BASE.with_(blocks=0, residual=23),
+    BASE.with_(residual=0, sinks=0, preset="k3v4_nc"),
 ]
 
 
@@ -88,12 +88,12 @@ if INTERPRETED:
     @pytest.mark.parametrize(
         ("case", "beside", "splits"),
         [
-            (BASE.with_(S=5, Hq=3, window=20), True, None),
-            (BASE.with_(S=3, Hq=4, Hkv=2, window=20, preset="3bit_nc", mask="padding"), False, 2),
-            (BASE.with_(S=7, Hq=1, Dk=80, Dv=96, preset="3bit_nc", window=9, dtype=BF16), True, 1),
-            (BASE.with_(S=4, Hq=2, preset="k8v4", softcap=15.0, s_aux=True, window=40), True, 1),
-            (BASE.with_(S=5, Hq=2, mask="full", preset="2bit_nc", causal=False, window=13), True, 1),
-            (BASE.with_(S=9, Hq=2, blocks=0, window=30), True, 1),
+            (BASE.with_(S=5, Hq=3, residual=20), True, None),
+            (BASE.with_(S=3, Hq=4, Hkv=2, residual=20, preset="3bit_nc", mask="padding"), False, 2),
+            (BASE.with_(S=7, Hq=1, Dk=80, Dv=96, preset="3bit_nc", residual=9, dtype=BF16), True, 1),
+            (BASE.with_(S=4, Hq=2, preset="k8v4", softcap=15.0, s_aux=True, residual=40), True, 1),
+            (BASE.with_(S=5, Hq=2, mask="full", preset="2bit_nc", causal=False, residual=13), True, 1),
+            (BASE.with_(S=9, Hq=2, blocks=0, residual=30), True, 1),
         ],
         ids=str,
     )

@@ -111,11 +111,11 @@ def test_the_kernel_that_reorders_is_taken(arch: int | str, dtype: str) -> None:
 @pytest.mark.usefixtures("frontend_only")
 @pytest.mark.parametrize("shape", [(128, 128, "bf16"), (72, 12, "fp32"), (192, 256, "fp16")], ids=str)
 @pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
-def test_the_kernels_of_factors_are_taken(arch: int | str, shape: tuple[int, int, str]) -> None:
+def test_the_kernels_of_channel_scales_are_taken(arch: int | str, shape: tuple[int, int, str]) -> None:
     build_balance(arch, dim=shape[0], value_dim=shape[1], dtype=shape[2])
 
 
-def test_the_kernels_of_factors_become_machine_code_that_keeps_to_registers() -> None:
+def test_the_kernels_of_channel_scales_become_machine_code_that_keeps_to_registers() -> None:
     assert [sass.resources(kernel).stack for kernel in build_balance(90, dtype="bf16")] == [0, 0]
 
 

@@ -48,7 +48,7 @@ def query(batch: int = 1) -> torch.Tensor:
 
 @pytest.fixture
 def store(log) -> GrowingStore:
-    """A store that is decoding, with room in its window."""
+    """A store that is decoding, with room in its residual."""
     config = TurboQuantConfig(sink_tokens=4, residual_length=128)
     store = filled(config, states(0, tokens=270, dim=64, value_dim=32, dtype=torch.float16))
     dispatch.attend(query(), store.append(*token(1)), None, AttentionOptions(0.3))
@@ -130,14 +130,14 @@ def test_a_split_reads_counts_when_they_are_written(preallocated, log, monkeypat
 def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
     for seed in range(2, 6):
         new = token(seed)
-        slot = (store.window.first + store.window.count) % store.window.capacity
+        slot = (store.residual.first + store.residual.count) % store.residual.capacity
         view = store.append(*new)
         dispatch.attend(query(), view, None, AttentionOptions(0.3))
         assert view.late.states is None  # written, and the model's tensors are let go
         assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
         keys_at, values_at, *ring_at = log[0][3][1][:4]
         assert (keys_at, values_at) == (new[0].data_ptr(), new[1].data_ptr())
-        assert ring_at == [part.data_ptr() for part in store.window.ring]
+        assert ring_at == [part.data_ptr() for part in store.residual.ring]
         assert slot in log[0][3][1]
         log.clear()
 
@@ -160,14 +160,14 @@ def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
 
 
 @pytest.mark.parametrize("residual", [128, 1024])
-def test_nothing_is_compiled_while_a_window_grows(log, residual):
-    """A sequence decoded from 20 tokens to 1,420: every kernel has one variant, whatever the window's capacity."""
+def test_nothing_is_compiled_while_a_residual_grows(log, residual):
+    """A sequence decoded from 20 tokens to 1,420: every kernel has one variant, whatever the residual's capacity."""
     keys, values = states(0, batch=1, heads=1, tokens=20, dim=64, dtype=torch.float16)
     store = filled(TurboQuantConfig(residual_length=residual), (keys, values))
     new, capacities = (keys[:, :, :1].contiguous(), values[:, :, :1].contiguous()), set()
     for _ in range(1400):
         dispatch.attend(query(), store.append(*new), None, AttentionOptions(0.1))
-        capacities.add(store.window.capacity)
+        capacities.add(store.residual.capacity)
     assert len(capacities) > (3 if residual == 1024 else 0)
     # By constants: the addresses of these tensors have whatever alignment the host gives them.
     for name in ("ROTATE_AND_APPEND", "SPLIT", "REDUCE"):
@@ -200,7 +200,7 @@ def addresses(log: list[tuple[Any, ...]]) -> set[int]:
     return {value for entry in log for value in entry[3][1] if isinstance(value, int)}
 
 
-def packed_window_and_sinks(store: GrowingStore) -> set[int]:
+def packed_residual_and_sinks(store: GrowingStore) -> set[int]:
     tensors = [tensor for group in store.by_kind().values() for tensor in group]
     return {tensor.data_ptr() for tensor in tensors}
 
@@ -229,7 +229,7 @@ def cropped(store: GrowingStore) -> GrowingStore:
 
 
 def copied(store: GrowingStore) -> GrowingStore:
-    store._replace_window(store.window.copied(store.window.capacity))
+    store._replace_residual(store.residual.copied(store.residual.capacity))
     return store
 
 
@@ -237,14 +237,14 @@ def copied(store: GrowingStore) -> GrowingStore:
 def test_launches_follow_the_buffers(store, log, change, monkeypatch):
     from tq_hf.codec import reference
 
-    monkeypatch.setattr(triton_blocks, "dequantise", reference.dequantise)
+    monkeypatch.setattr(triton_blocks, "dequantize", reference.dequantize)
     view = store.append(*token(2))
     dispatch.attend(query(), view, None, AttentionOptions(0.3))  # launches are kept for these buffers
     changed = change(store)
     for seed in (3, 4, 5):
         log.clear()
         dispatch.attend(query(), changed.append(*token(seed)), None, AttentionOptions(0.3))
-        assert packed_window_and_sinks(changed) <= addresses(log)
+        assert packed_residual_and_sinks(changed) <= addresses(log)
 
 
 def test_buffers_that_were_replaced_are_let_go(store):
@@ -299,7 +299,7 @@ def test_what_launches_of_a_layer_need_is_not_compiled_anew_for_each_layer(store
         lambda store, view: dispatch.dense(deepcopy(store).view()),
         lambda store, view: dispatch.dense(store.map(torch.clone).view()),
         lambda store, view: dispatch.dense(GrowingStore(
-            store.tensors.with_ring(store.window.write_late_row()), store.counts
+            store.tensors.with_ring(store.residual.write_late_row()), store.counts
         ).view()),
     ],
     ids=["view", "store", "copied", "mapped", "saved"],
@@ -348,7 +348,7 @@ def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
     monkeypatch.setattr(Workspace, "_fit", without_room)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         dispatch.attend(query(), view, None, AttentionOptions(0.3))
-    *_, (_, part) = store.window.parts()
+    *_, (_, part) = store.residual.parts()
     assert_same(rows(part, part[0].shape[2] - 1), token(2))
 
 
@@ -358,24 +358,24 @@ POINTERS = {
     *(
         "query",
         "rotation",
-        "factors",
+        "channel_scales",
         "scratch",
         "keys",
         "values",
-        "window_keys",
-        "window_values",
+        "residual_keys",
+        "residual_values",
         "sink_keys",
         "sink_values",
     ),
     *(
         "key_words",
         "value_words",
-        "scalars",
+        "scales",
         "key_means",
-        "key_factors",
-        "value_factors",
+        "key_channel_scales",
+        "value_channel_scales",
         "num_blocks",
-        "num_window",
+        "num_residual",
         "num_sinks",
         "mask",
         "s_aux",

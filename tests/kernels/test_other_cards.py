@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import test_decode_kernel as decode
-import test_dequantise_kernel as dequantise
+import test_dequantize_kernel as dequantize
 import test_encode_kernel as encode
 import test_prefix_kernel as prefix
 import torch
@@ -35,20 +35,20 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 DECODE = [BASE.with_(preset=preset) for preset in PRESETS] + [
     BASE.with_(blocks=61, capacity=64, B=5),
-    BASE.with_(Dk=64, Dv=64, Hq=2, dtype=BF16, preset="3bit_nc", window=1),
+    BASE.with_(Dk=64, Dv=64, Hq=2, dtype=BF16, preset="3bit_nc", residual=1),
     BASE.with_(Dk=256, Dv=256, Hq=4),
     BASE.with_(Dk=72, Dv=100, preset="3bit_nc", Hq=2),
     BASE.with_(Hq=24, mask="padding", B=3, preset="3bit_nc"),
     BASE.with_(mask="full", S=5, Dk=64, Dv=64),
     BASE.with_(softcap=30.0, s_aux=True, S=2, sinks=11, preset="k8v4", Dk=64, Dv=64),
-    BASE.with_(dtype=FP32, key_mean=False, blocks=0, window=23, Dk=64, Dv=64),
+    BASE.with_(dtype=FP32, key_mean=False, blocks=0, residual=23, Dk=64, Dv=64),
 ]
 PREFIX = [
-    (BASE.with_(S=37, window=53), True),
-    (BASE.with_(S=101, window=120, window_capacity=128, preset="3bit_nc", mask="padding", B=2, Hq=4), False),
-    (BASE.with_(S=19, window=40, preset="k8v4", dtype=BF16, Dk=64, Dv=64, s_aux=True), True),
-    (BASE.with_(S=20, window=20, preset="2bit_nc", mask="full", causal=False, Dk=80, Dv=96, softcap=20.0), True),
-    (BASE.with_(S=300, window=341, window_capacity=384, blocks=31, capacity=32), True),
+    (BASE.with_(S=37, residual=53), True),
+    (BASE.with_(S=101, residual=120, residual_capacity=128, preset="3bit_nc", mask="padding", B=2, Hq=4), False),
+    (BASE.with_(S=19, residual=40, preset="k8v4", dtype=BF16, Dk=64, Dv=64, s_aux=True), True),
+    (BASE.with_(S=20, residual=20, preset="2bit_nc", mask="full", causal=False, Dk=80, Dv=96, softcap=20.0), True),
+    (BASE.with_(S=300, residual=341, residual_capacity=384, blocks=31, capacity=32), True),
 ]
 
 if wanted_card() is None:
@@ -111,5 +111,5 @@ else:
 
     @pytest.mark.parametrize("dims", [(128, 64), (64, 128), (128, 128), (256, 256), (80, 96)], ids=str)
     @pytest.mark.parametrize("preset", PRESETS)
-    def test_dequantise(preset: str, dims: tuple[int, int]) -> None:
-        dequantise.check(dequantise.Case(PRESETS[preset], *dims, torch.float16), DEVICE)
+    def test_dequantize(preset: str, dims: tuple[int, int]) -> None:
+        dequantize.check(dequantize.Case(PRESETS[preset], *dims, torch.float16), DEVICE)

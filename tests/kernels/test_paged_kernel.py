@@ -89,13 +89,13 @@ def check_chunks(device: torch.device) -> None:
     whole = make(Step(past=(0, 40), new=(150, 1))).to(device)
     parts = make(Step(past=(0, 40), new=(150, 1))).to(device)
     run(whole)
-    table = parts.sequences.table[:1]
+    block_table = parts.sequences.block_table[:1]
     done = 0
     for n in (100, 27, 1, 22):
         tokens = tuple(x[done : done + n] for x in parts.tokens)
-        paged_step(*tokens, parts.pages, sequences_of((done,), (n,), table), parts.options)
+        paged_step(*tokens, parts.pages, sequences_of((done,), (n,), block_table), parts.options)
         done += n
-    for pages in (table[0, : whole.pages.ring_pages], whole.encoded()):
+    for pages in (block_table[0, : whole.pages.ring_pages], whole.encoded()):
         kept = 22 if len(pages) > 1 else None
         mine, other = (x.pages.rows[pages.long()] if kept else x.pool[pages.long(), 1] for x in (whole, parts))
         if kept:  # rows after the last block; older ones stand where the tokens of a chunk were
@@ -121,8 +121,8 @@ if INTERPRETED:
     def test_pages_of_nobody_are_never_read() -> None:
         clean, other = make(DECODE), make(DECODE)
         unowned = torch.ones(len(other.pool), dtype=torch.bool)
-        table = other.sequences.table
-        unowned[table[table >= 0].long()] = False
+        block_table = other.sequences.block_table
+        unowned[block_table[block_table >= 0].long()] = False
         assert unowned.any()
         other.pool[unowned] = 255
         other.pool[:, 0] = 255
@@ -173,8 +173,8 @@ def test_blocks_do_not_depend_on_chunks_or_company_on_a_gpu() -> None:
 @gpu
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
-    """One graph of a step of eight sequences; what it is replayed with are other lengths, tables, tokens, factors and
-    pages."""
+    """One graph of a step of eight sequences; what it is replayed with are other lengths, tables, tokens, channel
+    scales and pages."""
     device = torch.device("cuda")
     steps = [
         Step(past=(5, 0, 127, 300, 1, 2, 3, 4), new=(1,) * 8, Hq=8, Hkv=2, D=128, spare=30),
@@ -184,20 +184,25 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
     steps = [replace(step, sinks=sinks) for step in steps]
     pages, width = 160, 40
     pool = torch.zeros(pages, *make(steps[0]).pool.shape[1:], dtype=torch.uint8, device=device)
-    table = torch.full((8, width), -1, dtype=torch.int32, device=device)
-    cu_q, cu_k = (torch.zeros(9, dtype=torch.int32, device=device) for _ in range(2))
-    static = replace(make(steps[0]).to(device), pool=pool, sequences=Sequences(cu_q, cu_k, table, 1))
+    block_table = torch.full((8, width), -1, dtype=torch.int32, device=device)
+    cu_seqlens_q, cu_seqlens_k = (torch.zeros(9, dtype=torch.int32, device=device) for _ in range(2))
+    static = replace(
+        make(steps[0]).to(device), pool=pool, sequences=Sequences(cu_seqlens_q, cu_seqlens_k, block_table, 1)
+    )
 
     def load(inputs: Inputs) -> None:
         count = len(inputs.step.past)
         pool[: len(inputs.pool)].copy_(inputs.pool)
-        table.fill_(-1)
-        table[:count, : inputs.sequences.table.shape[1]].copy_(inputs.sequences.table)
-        for held, given in ((cu_q, inputs.sequences.cu_q), (cu_k, inputs.sequences.cu_k)):
+        block_table.fill_(-1)
+        block_table[:count, : inputs.sequences.block_table.shape[1]].copy_(inputs.sequences.block_table)
+        for held, given in (
+            (cu_seqlens_q, inputs.sequences.cu_seqlens_q),
+            (cu_seqlens_k, inputs.sequences.cu_seqlens_k),
+        ):
             held.copy_(torch.cat([given, given[-1:].expand(8 - count)]))
         for held, given in zip(static.tokens, inputs.tokens, strict=True):
             held[: len(given)].copy_(given)
-        for held, given in zip(static.factors, inputs.factors, strict=True):
+        for held, given in zip(static.channel_scales, inputs.channel_scales, strict=True):
             held.copy_(given)
 
     load(make(steps[0]))

@@ -1,4 +1,4 @@
-"""Attention of many queries over packed history against fp64 attention over the dequantised cache: in the interpreter
+"""Attention of many queries over packed history against fp64 attention over the dequantized cache: in the interpreter
 and on a GPU if there is one."""
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tq_hf.stores.growing import GrowingStore
 from tq_hf.tensors.attention import AttentionOptions
 
 FP32, BF16 = torch.float32, torch.bfloat16
-BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, window=37, window_capacity=96)
+BASE = Case(S=17, Hq=4, Hkv=2, blocks=2, capacity=3, residual=37, residual_capacity=96)
 
-# (case, new tokens beside the window)
+# (case, new tokens beside the residual)
 CASES = (
     [(BASE.with_(preset=preset), False) for preset in PRESETS]
-    + [(BASE.with_(preset=preset, Dk=96, Dv=80, S=23, window=31), True) for preset in ("k8v4", "3bit_nc", "2bit_nc")]
+    + [(BASE.with_(preset=preset, Dk=96, Dv=80, S=23, residual=31), True) for preset in ("k8v4", "3bit_nc", "2bit_nc")]
     + [
-        (BASE.with_(S=64, window=101, window_capacity=160), True),
-        (BASE.with_(S=100, window=101, window_capacity=160, Hq=3, Hkv=1), False),
-        (BASE.with_(S=97, window=97, window_capacity=160, Hq=2, Hkv=1), True),
+        (BASE.with_(S=64, residual=101, residual_capacity=160), True),
+        (BASE.with_(S=100, residual=101, residual_capacity=160, Hq=3, Hkv=1), False),
+        (BASE.with_(S=97, residual=97, residual_capacity=160, Hq=2, Hkv=1), True),
         (BASE.with_(Dk=128, Dv=128, Hq=8, Hkv=1), False),
         (BASE.with_(Dk=192, Dv=128, Hq=2, Hkv=1), False),
         (BASE.with_(Dk=256, Dv=256, Hq=2, Hkv=1, blocks=1), True),
@@ -41,8 +41,8 @@ CASES = (
         (BASE.with_(s_aux=True, B=2), False),
         (BASE.with_(causal=False), True),
         (BASE.with_(blocks=0), False),
-        (BASE.with_(blocks=0, sinks=0, window=17), True),
-        (BASE.with_(S=2, window=2, sinks=0), False),
+        (BASE.with_(blocks=0, sinks=0, residual=17), True),
+        (BASE.with_(S=2, residual=2, sinks=0), False),
         (BASE.with_(balanced=True, B=2), True),
         (BASE.with_(balanced=True, preset="3bit_nc", Dk=100, Dv=80, dtype=BF16), False),
         (BASE.with_(value_scale=1e-3, key_offset=20.0), False),
@@ -99,12 +99,12 @@ if INTERPRETED:
             (65, 1 << 18, "attend_many"),
             (130, 0, "attend_many"),
         ],
-        ids=["few on a short history", "few on a long history", "many", "many beside the window"],
+        ids=["few on a short history", "few on a long history", "many", "many beside the residual"],
     )
     def test_a_cache_is_read_by_the_kernel_for_it_as_by_the_reference(
         queries: int, short: int, kernel: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Up to 128 new tokens come in the window, more of them beside it. `short` is the most scores (queries times
+        """Up to 128 new tokens come in the residual, more of them beside it. `short` is the most scores (queries times
         tokens) at which more than 16 queries still go to the decode kernel."""
         called = []
 
@@ -154,7 +154,16 @@ def test_long_contexts_on_a_gpu(preset: str, S: int, padded: bool) -> None:
     """T = 4 + 128 * 31 + S + 41, odd and even."""
     capacity = -(-(S + 41) // 128) * 128
     case = BASE.with_(
-        preset=preset, S=S, Hq=8, Dk=128, Dv=128, B=2, blocks=31, capacity=32, window=S + 41, window_capacity=capacity
+        preset=preset,
+        S=S,
+        Hq=8,
+        Dk=128,
+        Dv=128,
+        B=2,
+        blocks=31,
+        capacity=32,
+        residual=S + 41,
+        residual_capacity=capacity,
     )
     check(case.with_(mask="padding", causal=False) if padded else case, S > 128, torch.device("cuda", 0))
 
@@ -169,8 +178,8 @@ def test_nothing_is_compiled_while_a_cache_grows() -> None:
     def compiled() -> list[int]:
         return [len(kernel.device_caches[0][0]) for kernel in (prefix_attention, merge_splits)]
 
-    def grow(blocks: int, queries: int, window: int) -> None:
-        case = BASE.with_(blocks=blocks, S=queries, window=window, capacity=32, window_capacity=256)
+    def grow(blocks: int, queries: int, residual: int) -> None:
+        case = BASE.with_(blocks=blocks, S=queries, residual=residual, capacity=32, residual_capacity=256)
         check(case, True, device, splits=1)
         check(case, True, device, splits=2)
 

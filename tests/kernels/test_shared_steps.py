@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_launch import KERNELS, addresses, packed_window_and_sinks, query, token
+from test_launch import KERNELS, addresses, packed_residual_and_sinks, query, token
 from tq_kernels.common import launcher
 from tq_kernels.decode import launch
 from tq_kernels.decode import reorder as reorderer
@@ -66,7 +66,7 @@ def test_beams_that_change_places_leave_everything_worked_out(log, monkeypatch):
         log.clear()
         store.reorder(torch.tensor([0]))
         assert [entry[:2] for entry in log] == [("REORDER", "launched")]
-        assert packed_window_and_sinks(store) <= addresses(log)
+        assert packed_residual_and_sinks(store) <= addresses(log)
         log.clear()
     assert made == {"decoders": 0, "steps": 0}
 

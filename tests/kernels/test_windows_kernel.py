@@ -183,18 +183,18 @@ def test_a_captured_step_is_right_for_windows_that_grew() -> None:
     """One graph of a step of four requests, replayed while windows fill, slide, begin anew and end."""
     shape, window, rows = (16, 8, 128), 96, 36
     requests = Requests(window, rows, [400] * 4, BF16, "cuda", shape)
-    table = requests.table.cuda()
-    cu_q, cu_k = (torch.zeros(5, dtype=torch.int32, device="cuda") for _ in range(2))
+    block_table = requests.block_table.cuda()
+    cu_seqlens_q, cu_seqlens_k = (torch.zeros(5, dtype=torch.int32, device="cuda") for _ in range(2))
     tokens = [torch.zeros(4, heads, shape[2], dtype=BF16, device="cuda") for heads in (16, 8, 8)]
-    sequences = Sequences(cu_q, cu_k, table, 1)
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, block_table, 1)
 
     def step() -> torch.Tensor:
         return windowed_step(
             *tokens, requests.windows, plan_step(sequences, 4, requests.windows), AttentionOptions(0.2)
         )
 
-    cu_q.copy_(cumulative([1] * 4))
-    cu_k.copy_(cumulative([1] * 4))
+    cu_seqlens_q.copy_(cumulative([1] * 4))
+    cu_seqlens_k.copy_(cumulative([1] * 4))
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -207,8 +207,8 @@ def test_a_captured_step_is_right_for_windows_that_grew() -> None:
             tokens[0][i] = requests.queries[i][0, :, done]
             tokens[1][i], tokens[2][i] = (x[0, :, done] for x in requests.tokens[i])
         new = [1] * count + [0] * (4 - count)
-        cu_q.copy_(cumulative(new))
-        cu_k.copy_(cumulative([n * (done + 1) for n in new]))
+        cu_seqlens_q.copy_(cumulative(new))
+        cu_seqlens_k.copy_(cumulative([n * (done + 1) for n in new]))
         graph.replay()
         if done % 17 == 0 or done in (95, 96, 97):
             for i in range(count):

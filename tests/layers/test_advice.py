@@ -41,7 +41,7 @@ def show(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(triton_blocks, "supports_blocks", lambda *_: True)
     monkeypatch.setattr(triton_blocks, "supports_inline_ptx", lambda device: not plain)
-    advice.of_states(SimpleNamespace(dtype=dtype, is_cuda=True, device="cuda"), LAYOUT, model_type)  # type: ignore[arg-type]
+    advice.warn_about_states(SimpleNamespace(dtype=dtype, is_cuda=True, device="cuda"), LAYOUT, model_type)  # type: ignore[arg-type]
 
 
 def test_bf16_on_turing_is_told_to_be_slow_once(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
@@ -95,7 +95,7 @@ def test_a_layer_shows_its_first_states(said: Any) -> None:
     ("attention", "way"),
     [("sdpa", 'Load the model with `attn_implementation="turboquant"`'), ("turboquant", "no other")],
 )
-def test_steps_that_dequantise_are_predicted_to_be_slower(said: Any, attention: str, way: str) -> None:
+def test_steps_that_dequantize_are_predicted_to_be_slower(said: Any, attention: str, way: str) -> None:
     config = Config("llama", attention)
     layer = TurboQuantLayer(TurboQuantConfig(), model_config=config)  # type: ignore[arg-type]
     layer.update(*states(0, tokens=5, dim=128))

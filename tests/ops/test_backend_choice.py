@@ -98,7 +98,7 @@ def test_a_kernel_that_fails_names_the_switch_and_leaves_the_cache_as_it_was(ker
     assert torch.equal(cache.layers[0].keys, undisturbed.layers[0].keys)
 
 
-def test_factors_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatch):
+def test_channel_scales_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatch):
     prompt = states(0, heads=2, tokens=300)
     queries = torch.randn(1, 4, 300, prompt[0].shape[3], generator=torch.Generator().manual_seed(1))
 
@@ -112,13 +112,13 @@ def test_factors_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatch):
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(triton_blocks, "balance_channels", fail, raising=False)
         with pytest.raises(RuntimeError, match="does not compile or launch on cpu"):
-            store.encode_prompt(queries)
-    assert store.waits and store.length == 300
+            store.encode_deferred(queries)
+    assert store.is_deferred and store.length == 300
     monkeypatch.setattr(backend, "chosen", "torch")
     for one in (store, other):
-        one.encode_prompt(queries)
-    assert not store.waits and store.counts == other.counts
-    assert all(map(torch.equal, store.blocks.factors, other.blocks.factors))
+        one.encode_deferred(queries)
+    assert not store.is_deferred and store.counts == other.counts
+    assert all(map(torch.equal, store.blocks.channel_scales, other.blocks.channel_scales))
     assert torch.equal(store.blocks.key_words, other.blocks.key_words)
 
 

@@ -26,7 +26,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("queries", "past"), [(2, 300), (17, 263), (101, 420), (160, 300)])
-def test_buffered_attention_is_attention_over_the_dequantised_history(preset, queries, past):
+def test_buffered_attention_is_attention_over_the_dequantized_history(preset, queries, past):
     config = TurboQuantConfig.from_preset(preset, residual_length=0)
     view = viewed(queries, config=config, past=past)
     assert view.num_blocks >= 2
@@ -99,7 +99,7 @@ def test_a_mask_is_left_out_where_it_would_only_say_causal(padding):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-def test_chunked_and_unchunked_logits_agree_with_an_unbounded_window(name):
+def test_chunked_and_unchunked_logits_agree_with_an_unbounded_residual(name):
     model = build(name)
     model.set_attn_implementation("turboquant")
     ids = torch.randint(3, 128, (1, 450), generator=torch.Generator().manual_seed(0))
@@ -117,7 +117,7 @@ def test_chunked_and_unchunked_logits_agree_with_an_unbounded_window(name):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_assisted_greedy_is_greedy(preset, seeds):
     """Where a block is encoded between proposing and checking, the two read different states of the same token: the
-    only difference there may be. The window here is long enough that what is read is packed either way."""
+    only difference there may be. The residual here is long enough that what is read is packed either way."""
     model = build("llama")
     model.set_attn_implementation("turboquant")
     for seed in seeds:

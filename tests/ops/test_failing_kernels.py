@@ -142,7 +142,7 @@ def encode() -> Launch:
     return lambda: store.append(*states(1, tokens=300))
 
 
-def dequantise() -> Launch:
+def dequantize() -> Launch:
     store = filled(CONFIG, states(0, tokens=140))
     return lambda: dispatch.dense(store.view())
 
@@ -178,7 +178,7 @@ def attend_on_device() -> Launch:
     return lambda: graph_ops.attend_token(view, torch.zeros(1, 4, 1, 16), None, AttentionOptions(1.0))
 
 
-PATHS = (encode, dequantise, decode, prefix, buffered, append_on_device, attend_on_device)
+PATHS = (encode, dequantize, decode, prefix, buffered, append_on_device, attend_on_device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here Triton has a driver")

@@ -1,4 +1,4 @@
-"""Attention tile by tile equals the oracle: a float64 softmax over what the store dequantises to."""
+"""Attention tile by tile equals the oracle: a float64 softmax over what the store dequantizes to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.helpers import all_packed, assert_same, dequantised, encoded, filled, rows, states
+from tests.support.helpers import all_packed, assert_same, dequantized, encoded, filled, rows, states
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference, workspace
 from tq_hf.ops.cpu import attention as cpu_attention
@@ -198,7 +198,7 @@ def test_16_bit_models_get_their_dtype_and_float32_arithmetic(dtype):
     output = dispatch.attend(query, view, None, AttentionOptions(0.25))
     assert output.dtype == dtype
     expected = reference.attend(query, view, None, AttentionOptions(0.25))
-    # Half a unit in the last place of the output, and the rounding `dispatch.dense` adds to the dequantised states.
+    # Half a unit in the last place of the output, and the rounding `dispatch.dense` adds to the dequantized states.
     unit = torch.finfo(dtype).eps
     assert (output.double() - expected).norm() / expected.norm() < unit
 
@@ -268,11 +268,11 @@ def test_gradients_reach_the_query(packed, softcap):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_dequantising_by_tables_gives_the_bits_of_the_reference(name, monkeypatch):
+def test_dequantizing_by_tables_gives_the_bits_of_the_reference(name, monkeypatch):
     config = PRESETS[name]
     blocks = encoded(config, *states(32, 2, 3, 5 * 128, 40, 24))
     monkeypatch.setattr(cpu_attention, "TILE_NUMBERS", 2 * 6 * 128 * 40)
-    expected = dequantised(config, blocks)
+    expected = dequantized(config, blocks)
     actual = tuple(torch.empty_like(part) for part in expected)
-    dispatch.dequantise(config, blocks, *actual)
+    dispatch.dequantize(config, blocks, *actual)
     assert_same(actual, expected)

@@ -161,7 +161,7 @@ def test_every_field_of_the_description_forged_is_refused(tmp_path, saved):
                 loaded.add(field)
     # These say how stored codes are to be understood, or what comes next; only their author knows better.
     free = {("config", name) for name in ("seed", "preset", "residual_length", "sink_tokens")}
-    flags = {field for field in loaded if field[-1] in ("reads_store", "record_past", "handed_on")}
+    flags = {field for field in loaded if field[-1] in ("reads_store", "record_past", "scales_are_fixed")}
     assert tried > 500
     # Fields of the model's config that a file leaves out are not compared; its weights are.
     unchecked = {("max_cache_len",), ("model", "config")}
@@ -194,12 +194,12 @@ TENSOR = "layers.1.key_words"
 
 
 def _overlap(header: dict[str, Any]) -> None:
-    first, second = "layers.1.window_keys", "layers.1.window_values"
+    first, second = "layers.1.residual_keys", "layers.1.residual_values"
     header[second]["data_offsets"] = header[first]["data_offsets"]
 
 
 def _swapped(header: dict[str, Any]) -> None:
-    first, second = header["layers.1.window_keys"], header["layers.1.window_values"]
+    first, second = header["layers.1.residual_keys"], header["layers.1.residual_values"]
     first["data_offsets"], second["data_offsets"] = second["data_offsets"], first["data_offsets"]
 
 
@@ -233,7 +233,10 @@ HOSTILE = {
         lambda content: edited(content, lambda h: h["__metadata__"].update(version=str(VERSION + 1))),
         "newer tq_hf",
     ),
-    "past": (lambda content: edited(content, lambda h: h["__metadata__"].update(version="3")), "of a newer one"),
+    "past": (
+        lambda content: edited(content, lambda h: h["__metadata__"].update(version="3")),
+        "reads 4. It was written by no released tq_hf",
+    ),
     "endless version": (
         lambda content: edited(content, lambda h: h["__metadata__"].update(version="9" * 5000)),
         "not a number",
@@ -261,12 +264,12 @@ HOSTILE = {
 }
 
 
-def test_factors_handed_on_in_a_cache_that_is_not_balanced_are_refused(tmp_path):
+def test_channel_scales_handed_on_in_a_cache_that_is_not_balanced_are_refused(tmp_path):
     model, cache = filled("llama", length=140, balance=False)
     cache.save(tmp_path / "c.safetensors")
     content = (tmp_path / "c.safetensors").read_bytes()
-    hostile = forged(content, lambda state: state["layers"][1].update(handed_on=True))
-    refused(tmp_path, model, hostile, "Layer 1 has factors that are handed on")
+    hostile = forged(content, lambda state: state["layers"][1].update(scales_are_fixed=True))
+    refused(tmp_path, model, hostile, "Layer 1 has channel scales that are handed on")
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -60,7 +60,7 @@ def _poisoned(config: TurboQuantConfig, room: int) -> PreallocatedStore:
     store = PreallocatedStore.allocate(config, *states(0, 2, HEADS, 1, DIM, value_dim=16), room)
     for tensor in (*store.tensors.sinks, *store.tensors.ring, store.blocks.key_means):
         tensor.fill_(torch.nan)
-    store.blocks.scalars.fill_(0x7E007E00)  # two NaN of fp16
+    store.blocks.scales.fill_(0x7E007E00)  # two NaN of fp16
     return store
 
 

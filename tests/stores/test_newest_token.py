@@ -24,7 +24,7 @@ def store_of(tokens: int) -> PreallocatedStore:
     """A store that holds the first of PAIR."""
     store = PreallocatedStore.allocate(all_packed(), *PAIR, ROOM)
     store.append(*rows(PAIR, 0, tokens))
-    store.encode_prompt()
+    store.encode_deferred()
     return store
 
 
@@ -89,7 +89,7 @@ def test_attention_appends_it_once_whoever_reads_the_view_again() -> None:
     assert store.length == 31
 
 
-def test_dequantised_states_have_it() -> None:
+def test_dequantized_states_have_it() -> None:
     store = store_of(30)
     assert_same(rows(store.dense(step(store)), 0, 31), concatenated(PAIR, states(1, tokens=1)))
     assert store.counts.length == 31

@@ -16,22 +16,21 @@ from tests.support.helpers import (
     assert_same,
     assert_unchanged,
     concatenated,
-    dequantised,
+    dequantized,
     encoded,
     filled,
     packed_tensors,
+    residual_tensors,
     rows,
     snapshot,
     states,
-    window_tensors,
 )
 from tests.support.store_cases import CONFIGS, SIZES, configs, gradients
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.growth import Fixed
+from tq_hf.stores.growing import Fixed, GrowingStore
 from tq_hf.tensors.residual import Residual
 
 
@@ -61,7 +60,7 @@ class Expected:
     def read(self, blocks: int):
         """All tokens, those of the first packed blocks as they come out of them."""
         end = self.sinks + blocks * BLOCK
-        packed = dequantised(self.config, self.packed(blocks), like=self.tokens)
+        packed = dequantized(self.config, self.packed(blocks), like=self.tokens)
         return concatenated(rows(self.tokens, 0, self.sinks), packed, rows(self.tokens, end))
 
     def append(self, new):
@@ -95,7 +94,7 @@ def check(store: GrowingStore, expected: Expected) -> None:
     assert (store.length, store.num_sinks) == (expected.length, sinks)
     assert store.num_blocks + store.num_pending == settled + pending
     assert_same(rows(store.sinks, 0, sinks), rows(expected.tokens, 0, sinks))
-    assert_same(window_tensors(store), rows(expected.tokens, sinks + (settled + pending) * BLOCK))
+    assert_same(residual_tensors(store), rows(expected.tokens, sinks + (settled + pending) * BLOCK))
     for name, tensor in expected.packed(settled + pending).tensors().items():
         assert torch.equal(packed_tensors(store)[name], tensor), name
 
@@ -165,7 +164,7 @@ def test_what_is_held_does_not_depend_on_how_it_was_appended(name, calls):
     pair = states(1, tokens=sum(calls), dim=8)
     split, whole = filled(CONFIGS[name], pair, calls), filled(CONFIGS[name], pair)
     assert split.length == whole.length == sum(calls)
-    assert_same(window_tensors(split), window_tensors(whole))
+    assert_same(residual_tensors(split), residual_tensors(whole))
     assert_same(rows(split.sinks, 0, split.num_sinks), rows(whole.sinks, 0, whole.num_sinks))
     for tensor_name, tensor in packed_tensors(whole).items():
         assert torch.equal(packed_tensors(split)[tensor_name], tensor), tensor_name
@@ -177,7 +176,7 @@ def test_decoding_token_by_token_holds_the_same_as_one_prefill(config, recorded)
     pair = states(2, tokens=420, dim=8)
     with torch.set_grad_enabled(recorded):
         steps, whole = filled(config, pair, [1] * 420), filled(config, pair)
-    assert_same(window_tensors(steps), window_tensors(whole))
+    assert_same(residual_tensors(steps), residual_tensors(whole))
     for name, tensor in packed_tensors(whole).items():
         assert torch.equal(packed_tensors(steps)[name], tensor), name
 
@@ -253,7 +252,7 @@ def test_the_models_own_tensors_are_neither_kept_nor_aliased(calls):
 
 @configs
 @pytest.mark.parametrize("removed", [0, 1, 20])
-def test_crop_within_the_window_equals_never_having_appended(config, removed):
+def test_crop_within_the_residual_equals_never_having_appended(config, removed):
     pair = states(9, tokens=530, dim=8)
     cropped, straight = filled(config, pair, [500, 10, 20]), filled(config, rows(pair, 0, 530 - removed))
     cropped.crop(removed)
@@ -262,7 +261,7 @@ def test_crop_within_the_window_equals_never_having_appended(config, removed):
     for store in (cropped, straight):
         assert_same(rows(dispatch.dense(store.append(*rows(more, 0, 3))), 530 - removed), rows(more, 0, 3))
         store.append(*rows(more, 3))
-    assert_same(window_tensors(cropped), window_tensors(straight))
+    assert_same(residual_tensors(cropped), residual_tensors(straight))
     for name, tensor in packed_tensors(straight).items():
         assert torch.equal(packed_tensors(cropped)[name], tensor), name
 
@@ -300,20 +299,20 @@ def test_crop_into_a_packed_block_keeps_survivors_as_they_were_read(config):
     read = dispatch.dense(store.view())
     length = config.sink_tokens + BLOCK + 50
     store.crop(700 - length)
-    assert (store.length, store.num_blocks, store.window.count) == (length, 1, 50)
+    assert (store.length, store.num_blocks, store.residual.count) == (length, 1, 50)
     assert_same(dispatch.dense(store.view()), rows(read, 0, length))
     new = states(14, tokens=9, dim=8)
     assert_same(dispatch.dense(store.append(*new)), concatenated(rows(read, 0, length), new))
 
 
 @configs
-def test_crop_to_the_edge_of_a_block_leaves_the_window_empty(config):
+def test_crop_to_the_edge_of_a_block_leaves_the_residual_empty(config):
     pair = states(15, tokens=700, dim=8)
     store = filled(config, pair)
     read = dispatch.dense(store.view())
     length = config.sink_tokens + 2 * BLOCK
     store.crop(700 - length)
-    assert (store.length, store.num_blocks, store.window.count) == (length, 2, 0)
+    assert (store.length, store.num_blocks, store.residual.count) == (length, 2, 0)
     assert_same(dispatch.dense(store.view()), rows(read, 0, length))
 
 
@@ -323,7 +322,7 @@ def test_crop_to_the_sinks_and_below_keeps_the_first_tokens_exact(length):
     config = all_packed(sink_tokens=5)
     store = filled(config, pair)
     store.crop(700 - length)
-    assert (store.length, store.num_sinks, store.num_blocks, store.window.count) == (length, length, 0, 0)
+    assert (store.length, store.num_sinks, store.num_blocks, store.residual.count) == (length, length, 0, 0)
     store.append(*rows(pair, length))
     straight = filled(config, pair)
     assert_same(dispatch.dense(store.view()), dispatch.dense(straight.view()))
@@ -363,7 +362,7 @@ def test_batch_operations_equal_doing_them_on_the_inputs(config, function, calls
     assert store.batch_size == straight.batch_size == changed[0].shape[0]
     new = states(19, batch=changed[0].shape[0], tokens=140, dim=8)
     assert_same(dispatch.dense(store.append(*new)), dispatch.dense(straight.append(*new)))
-    assert_same(window_tensors(store), window_tensors(straight))
+    assert_same(residual_tensors(store), residual_tensors(straight))
     for name, tensor in packed_tensors(straight).items():
         assert torch.equal(packed_tensors(store)[name], tensor), name
 

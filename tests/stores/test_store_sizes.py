@@ -25,8 +25,7 @@ from tests.support.store_cases import SIZES, configs
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
 from tq_hf.layers.handle import LazyStates, resolve
 from tq_hf.ops import dispatch
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.growth import GROWTH
+from tq_hf.stores.growing import GROWTH, GrowingStore
 
 # Sizes and work
 
@@ -48,17 +47,17 @@ def test_reserves_stay_within_the_growth_factor(config):
         store.append(*states(start, tokens=75, dim=8))
         blocks = store.num_blocks + store.num_pending
         assert blocks <= store.blocks.capacity <= max(1, blocks * GROWTH + 1)
-        assert store.window.count <= store.window.capacity <= config.residual_length + 3 * BLOCK
+        assert store.residual.count <= store.residual.capacity <= config.residual_length + 3 * BLOCK
 
 
-def test_a_window_that_holds_everything_grows_geometrically():
+def test_a_residual_that_holds_everything_grows_geometrically():
     config = TurboQuantConfig(residual_length=10**6)
     store = GrowingStore.allocate(config, *states(28, dim=8))
     capacities = set()
     for start in range(0, 6000, 60):
         store.append(*states(start, tokens=60, dim=8))
-        capacities.add(store.window.capacity)
-        assert store.window.capacity <= GROWTH * store.window.count + 2 * BLOCK
+        capacities.add(store.residual.capacity)
+        assert store.residual.capacity <= GROWTH * store.residual.count + 2 * BLOCK
     assert len(capacities) <= math.log(6000 / BLOCK) / math.log(GROWTH) + 2
 
 
@@ -104,7 +103,7 @@ def test_work_of_a_step_does_not_depend_on_the_history(config):
 
 @configs
 def test_work_of_a_chunk_does_not_depend_on_the_history(config):
-    """A chunk that completes a block, with room for it: written are its rows, one block, and the window."""
+    """A chunk that completes a block, with room for it: written are its rows, one block, and the residual."""
 
     def bytes_written(history: int) -> int:
         store = filled(config, states(34, tokens=history, dim=8))

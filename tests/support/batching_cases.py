@@ -148,7 +148,7 @@ class Steps:
         def spied(kwargs: dict[str, Any], *pages: int) -> Sequences:
             sequences = real(kwargs, *pages)
             kind = "table" if kwargs["block_table"] is not None else "lists"
-            new, lengths = sequences.cu_q.diff().tolist(), sequences.cu_k.diff().tolist()
+            new, lengths = sequences.cu_seqlens_q.diff().tolist(), sequences.cu_seqlens_k.diff().tolist()
             self.seen.append((kind, [a - b for a, b in zip(lengths, new, strict=True)], new))
             return sequences
 

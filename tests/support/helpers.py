@@ -10,12 +10,11 @@ from transformers import LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
-from tq_hf.codec.reference import dequantise, encode
+from tq_hf.codec.reference import dequantize, encode
 from tq_hf.config import SETTLED
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.growth import GROW, Growth
+from tq_hf.stores.growing import GROW, GrowingStore, Growth
 from tq_hf.stores.preallocated import PreallocatedStore
-from tq_hf.tensors.blocks import Factors, KeyValue, PackedBlocks
+from tq_hf.tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 
 CPU = torch.device("cpu")
 BLOCK = BlockLayout.tokens
@@ -48,29 +47,29 @@ def concatenated(*pairs: KeyValue) -> KeyValue:
 
 
 def all_packed(**options) -> TurboQuantConfig:
-    """A configuration without sinks and residual window: every complete block is packed."""
+    """A configuration without sinks and residual: every complete block is packed."""
     kind = Ablation if options.keys() & SETTLED else TurboQuantConfig
     return kind(**(dict(residual_length=0, sink_tokens=0) | options))
 
 
 def encoded(
-    config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, factors: Factors | None = None
+    config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, channel_scales: ChannelScales | None = None
 ) -> PackedBlocks:
     """The packed blocks of whole blocks of tokens, encoded in one call."""
     layout = config.layout(keys.shape[-1], values.shape[-1])
     blocks = PackedBlocks.allocate(layout, *keys.shape[:2], keys.shape[2] // layout.tokens, keys.device)
-    blocks = blocks if factors is None else replace(blocks, factors=factors)
+    blocks = blocks if channel_scales is None else replace(blocks, channel_scales=channel_scales)
     encode(config, keys, values, blocks, 0)
     return blocks
 
 
-def dequantised(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue | None = None) -> KeyValue:
+def dequantized(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue | None = None) -> KeyValue:
     """Blocks as dense keys and values, in the dtype of `like` (float32 without)."""
-    shape = (*blocks.scalars.shape[:2], blocks.capacity * blocks.layout.tokens)
+    shape = (*blocks.scales.shape[:2], blocks.capacity * blocks.layout.tokens)
     dtype = torch.float32 if like is None else like[0].dtype
     keys = torch.empty(*shape, blocks.layout.key_dim, dtype=dtype)
     values = torch.empty(*shape, blocks.layout.value_dim, dtype=dtype)
-    dequantise(config, blocks, keys, values)
+    dequantize(config, blocks, keys, values)
     return keys, values
 
 
@@ -88,13 +87,13 @@ def filled(
 
 
 def packed_tensors(store: GrowingStore) -> dict[str, torch.Tensor]:
-    """The used blocks of a store, those not yet dropped from the window included."""
+    """The used blocks of a store, those not yet dropped from the residual included."""
     return store.blocks.slice(0, store.num_blocks + store.num_pending).tensors()
 
 
-def window_tensors(store: GrowingStore) -> KeyValue:
+def residual_tensors(store: GrowingStore) -> KeyValue:
     """The dense rows of a store that no packed block holds."""
-    parts = [part for _, part in store.window.parts(store.num_pending * store.layout.tokens)]
+    parts = [part for _, part in store.residual.parts(store.num_pending * store.layout.tokens)]
     return concatenated(*parts) if parts else rows(store.sinks, 0, 0)
 
 
@@ -105,7 +104,7 @@ def snapshot(store: GrowingStore | PreallocatedStore | None) -> dict[str, object
     tensors = {f"{kind} {i}": t.clone() for kind, group in store.by_kind().items() for i, t in enumerate(group)}
     if isinstance(store, PreallocatedStore):
         return tensors  # its counts are tensors
-    return tensors | {"counts": store.counts, "first window row": store.window.first, "length": store.length}
+    return tensors | {"counts": store.counts, "first residual row": store.residual.first, "length": store.length}
 
 
 def assert_unchanged(store: GrowingStore | PreallocatedStore | None, before: dict[str, object]) -> None:
@@ -137,7 +136,7 @@ def prefill_bytes(
 ) -> dict[str, int]:
     """Bytes a layer holds after one prefill, by the kinds of `MemoryFootprint`, from the documentation alone.
 
-    Whole blocks older than the residual window are packed without spare room; the window is a ring of whole blocks with
+    Whole blocks older than the residual are packed without spare room; the residual is a ring of whole blocks with
     room for what decoding will need, up to an eighth and a block more than it holds; every channel of a head has a
     factor; one element is the placeholder's NaN.
     """
@@ -146,14 +145,14 @@ def prefill_bytes(
     blocks = max(0, (tokens - sinks - config.residual_length) // 128)
     held = tokens - sinks - 128 * blocks
     room = max(held, min(config.residual_length + 128, held * 9 // 8 + 128))
-    window = -(-room // 128) * 128
+    residual = -(-room // 128) * 128
     codes = 128 * dim * (config.key_bits + config.value_bits) // 8
     return {
         "packed": batch * heads * blocks * codes,
-        "metadata": batch * heads * blocks * (128 * layout.scalar_bytes + layout.mean_bytes)
-        + layout.factor_bytes * batch * heads
+        "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
+        + layout.channel_scale_bytes * batch * heads
         + itemsize,
-        "window": batch * heads * window * 2 * dim * itemsize,
+        "window": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tq_hf.codec.ablation import Ablation
-from tq_hf.codec.reference import dequantise, encode
+from tq_hf.codec.reference import dequantize, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
 from tq_hf.layout import BlockLayout
-from tq_hf.tensors.blocks import Factors, PackedBlocks
+from tq_hf.tensors.blocks import ChannelScales, PackedBlocks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads this when it is imported, so tests that need the interpreter run in a child process with it set."""
@@ -92,10 +92,10 @@ def child(file: str) -> Callable[[], None]:
 class Case:
     """One call of a `Decoder`.
 
-    `blocks` of the store's `capacity` blocks and `window` of its window's rows are in use. `mask` is `None`, "padding"
-    (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random). `key_offset`
-    is the size of what all packed keys of a head have in common, in units of what they have not. With `balanced`,
-    blocks have factors, and keys and queries, as values, channels to go with them.
+    `blocks` of the store's `capacity` blocks and `residual` of its residual's rows are in use. `mask` is `None`,
+    "padding" (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random).
+    `key_offset` is the size of what all packed keys of a head have in common, in units of what they have not. With
+    `balanced`, blocks have channel scales, and keys and queries, as values, channels to go with them.
     """
 
     B: int = 1
@@ -109,8 +109,8 @@ class Case:
     blocks: int = 3
     capacity: int = 4
     sinks: int = 4
-    window: int = 37
-    window_capacity: int = 96
+    residual: int = 37
+    residual_capacity: int = 96
     mask: str | None = None
     causal: bool = True
     softcap: float | None = None
@@ -127,7 +127,7 @@ class Case:
     @property
     def length(self) -> int:
         """Tokens attended to."""
-        return self.sinks + 128 * self.blocks + self.window
+        return self.sinks + 128 * self.blocks + self.residual
 
     def with_(self, **changes: object) -> Case:
         """This case with some fields changed."""
@@ -143,28 +143,29 @@ class Inputs:
     query: torch.Tensor
     packed: PackedBlocks
     sinks: tuple[torch.Tensor, torch.Tensor]
-    window: tuple[torch.Tensor, torch.Tensor]
+    residual: tuple[torch.Tensor, torch.Tensor]
     mask: torch.Tensor | None
     s_aux: torch.Tensor | None
     scaling: float
 
 
-def random_factors(batch: int, heads: int, key_dim: int, value_dim: int, seed: int = 0) -> Factors:
-    """Factors as `tq_hf.codec.balance` makes them: ones, but for some channels; another power of two for each head."""
+def random_channel_scales(batch: int, heads: int, key_dim: int, value_dim: int, seed: int = 0) -> ChannelScales:
+    """Channel scales as `tq_hf.codec.balance` makes them: ones, but for some channels; another power of two for each
+    head."""
     generator = torch.Generator().manual_seed(seed)
 
     def made(dim: int) -> torch.Tensor:
-        factors = torch.exp(1.5 * torch.randn(batch, heads, dim, generator=generator))
-        factors = torch.where(torch.rand(batch, heads, dim, generator=generator) < 0.8, 1, factors)
+        channel_scales = torch.exp(1.5 * torch.randn(batch, heads, dim, generator=generator))
+        channel_scales = torch.where(torch.rand(batch, heads, dim, generator=generator) < 0.8, 1, channel_scales)
         sizes = torch.randint(-1, 2, (batch, heads, 1), generator=generator)
-        return (factors * 2.0**sizes).bfloat16().half()
+        return (channel_scales * 2.0**sizes).bfloat16().half()
 
-    return Factors(made(key_dim), made(value_dim))
+    return ChannelScales(made(key_dim), made(value_dim))
 
 
-def window_start(case: Case) -> int:
-    """The slot of the window's first row."""
-    return 128 * case.blocks % case.window_capacity
+def residual_start(case: Case) -> int:
+    """The slot of the residual's first row."""
+    return 128 * case.blocks % case.residual_capacity
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -180,13 +181,13 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     for tensor in packed.tensors().values():
         tensor.copy_(torch.randint(-(2**15), 2**15, tensor.shape, generator=generator))
     if case.balanced:
-        packed = replace(packed, factors=random_factors(case.B, case.Hkv, case.Dk, case.Dv, seed))
-    key_factors, value_factors = (factor.float() for factor in packed.factors)
+        packed = replace(packed, channel_scales=random_channel_scales(case.B, case.Hkv, case.Dk, case.Dv, seed))
+    key_channel_scales, value_channel_scales = (factor.float() for factor in packed.channel_scales)
     if case.blocks:
         tokens = 128 * case.blocks
         offset = case.key_offset * randn(case.B, case.Hkv, 1, case.Dk)
-        keys = ((randn(case.B, case.Hkv, tokens, case.Dk) + offset) / key_factors[:, :, None]).to(case.dtype)
-        values = randn(case.B, case.Hkv, tokens, case.Dv) * case.value_scale / value_factors[:, :, None]
+        keys = ((randn(case.B, case.Hkv, tokens, case.Dk) + offset) / key_channel_scales[:, :, None]).to(case.dtype)
+        values = randn(case.B, case.Hkv, tokens, case.Dv) * case.value_scale / value_channel_scales[:, :, None]
         values = values.to(case.dtype)
         encode(config, keys, values, packed, 0)
 
@@ -205,7 +206,11 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     elif case.mask == "full":
         mask = (torch.rand(case.B, 1, case.S, case.length, generator=generator) < 0.5).to(device)
     # Transposed, as models give it.
-    query = 3 * randn(case.B, case.S, case.Hq, case.Dk) * key_factors.repeat_interleave(case.Hq // case.Hkv, 1)[:, None]
+    query = (
+        3
+        * randn(case.B, case.S, case.Hq, case.Dk)
+        * key_channel_scales.repeat_interleave(case.Hq // case.Hkv, 1)[:, None]
+    )
     query = query.to(case.dtype).transpose(1, 2)
     return Inputs(
         case=case,
@@ -213,7 +218,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         query=query.to(device),
         packed=packed.map(lambda tensor: tensor.to(device)),
         sinks=dense(case.sinks, case.sinks),
-        window=dense(case.window_capacity, case.window, window_start(case)),
+        residual=dense(case.residual_capacity, case.residual, residual_start(case)),
         mask=mask,
         s_aux=randn(case.Hq).to(device) if case.s_aux else None,
         scaling=case.Dk**-0.5,
@@ -221,18 +226,22 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 
 
 def oracle(inputs: Inputs) -> torch.Tensor:
-    """fp64 attention over the dequantised keys and values, `[B, S, Hq, Dv]`."""
+    """fp64 attention over the dequantized keys and values, `[B, S, Hq, Dv]`."""
     case = inputs.case
     packed = inputs.packed.slice(0, case.blocks).map(torch.Tensor.cpu)
     middle = [torch.empty(case.B, case.Hkv, 128 * case.blocks, dim, dtype=torch.float32) for dim in (case.Dk, case.Dv)]
     if case.blocks:
-        dequantise(inputs.config, packed, middle[0], middle[1])
+        dequantize(inputs.config, packed, middle[0], middle[1])
     keys, values = (
         torch.cat(
-            [sinks.cpu().float(), packed, window.roll(-window_start(case), dims=2)[:, :, : case.window].cpu().float()],
+            [
+                sinks.cpu().float(),
+                packed,
+                residual.roll(-residual_start(case), dims=2)[:, :, : case.residual].cpu().float(),
+            ],
             dim=2,
         ).double()
-        for sinks, packed, window in zip(inputs.sinks, middle, inputs.window, strict=True)
+        for sinks, packed, residual in zip(inputs.sinks, middle, inputs.residual, strict=True)
     )
     groups = case.Hq // case.Hkv
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
@@ -266,7 +275,7 @@ def packed_of(blocks: PackedBlocks) -> Any:
     """`blocks` as kernels take them."""
     from tq_kernels.types import Packed
 
-    return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, *blocks.factors)
+    return Packed(blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means, *blocks.channel_scales)
 
 
 def recipe_of(config: TurboQuantConfig, layout: BlockLayout, device: torch.device) -> Any:
@@ -284,7 +293,7 @@ def run_decode(
     inputs: Inputs,
     scratch_fill: float = torch.nan,
     num_blocks: torch.Tensor | None = None,
-    num_window: torch.Tensor | None = None,
+    num_residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention on `inputs`, with scratch and output poisoned."""
     from tq_kernels.decode.launch import Decoder, device_int
@@ -294,7 +303,7 @@ def run_decode(
     decoder = Decoder(
         packed_of(packed),
         inputs.sinks,
-        inputs.window,
+        inputs.residual,
         *kernel_rotations(inputs),
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
@@ -302,7 +311,7 @@ def run_decode(
     return decoder(
         inputs.query,
         device_int(case.blocks, device) if num_blocks is None else num_blocks,
-        device_int(case.window, device) if num_window is None else num_window,
+        device_int(case.residual, device) if num_residual is None else num_residual,
         device_int(case.sinks, device),
         scaling=inputs.scaling,
         allocate=lambda size: torch.full((size,), scratch_fill, device=device),

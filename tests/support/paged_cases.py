@@ -11,7 +11,7 @@ import torch
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend, dispatch
 from tq_hf.tensors.attention import AttentionOptions
-from tq_hf.tensors.blocks import BLOCK, Factors
+from tq_hf.tensors.blocks import BLOCK, ChannelScales
 from tq_hf.tensors.pages import LayerPages, Sequences
 
 LAYERS = 2
@@ -56,10 +56,10 @@ def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def sequences_of(past: tuple[int, ...], new: tuple[int, ...], table: torch.Tensor) -> Sequences:
+def sequences_of(past: tuple[int, ...], new: tuple[int, ...], block_table: torch.Tensor) -> Sequences:
     lengths = tuple(p + n if n else 0 for p, n in zip(past, new, strict=True))
-    cu_q, cu_k = (cumulative(x).to(table.device) for x in (new, lengths))
-    return Sequences(cu_q, cu_k, table, max(1, *new))
+    cu_seqlens_q, cu_seqlens_k = (cumulative(x).to(block_table.device) for x in (new, lengths))
+    return Sequences(cu_seqlens_q, cu_seqlens_k, block_table, max(1, *new))
 
 
 @contextmanager
@@ -78,7 +78,7 @@ class Inputs:
 
     step: Step
     pool: torch.Tensor
-    factors: Factors
+    channel_scales: ChannelScales
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     sequences: Sequences
     s_aux: torch.Tensor | None
@@ -86,16 +86,16 @@ class Inputs:
     @property
     def pages(self) -> LayerPages:
         pages = LayerPages.of_pool(self.pool, 1, self.step.config, self.step.D, self.step.dtype)
-        return replace(pages, factors=self.factors)
+        return replace(pages, channel_scales=self.channel_scales)
 
     def to(self, device: torch.device) -> Inputs:
         """A copy on `device`."""
         tokens = tuple(x.to(device, copy=True) for x in self.tokens)
-        cu_q, cu_k, table, max_q = self.sequences
-        sequences = Sequences(*(x.to(device, copy=True) for x in (cu_q, cu_k, table)), max_q)
+        cu_seqlens_q, cu_seqlens_k, block_table, max_q = self.sequences
+        sequences = Sequences(*(x.to(device, copy=True) for x in (cu_seqlens_q, cu_seqlens_k, block_table)), max_q)
         s_aux = None if self.s_aux is None else self.s_aux.to(device)
-        factors = self.factors.map(lambda x: x.to(device))
-        return Inputs(self.step, self.pool.to(device, copy=True), factors, tokens, sequences, s_aux)
+        channel_scales = self.channel_scales.map(lambda x: x.to(device))
+        return Inputs(self.step, self.pool.to(device, copy=True), channel_scales, tokens, sequences, s_aux)
 
     @property
     def options(self) -> AttentionOptions:
@@ -110,7 +110,7 @@ class Inputs:
         """Pages that the step encodes blocks into."""
         first = self.pages.ring_pages + self.pages.sink_pages
         found = [
-            self.sequences.table[i, first + past // BLOCK : first + (past + new) // BLOCK]
+            self.sequences.block_table[i, first + past // BLOCK : first + (past + new) // BLOCK]
             for i, (past, new) in enumerate(zip(self.step.past, self.step.new, strict=True))
         ]
         return torch.cat(found).long()
@@ -133,9 +133,9 @@ def make(step: Step, seed: int = 0) -> Inputs:
     count = sum(needed) + step.spare
     pool = torch.zeros(count, LAYERS, step.Hkv, layout.block_bytes, dtype=torch.uint8)
     pool.random_(0, 256, generator=generator)
-    table = torch.full((len(step.past), max(needed) + step.spare), -1, dtype=torch.int32)
+    block_table = torch.full((len(step.past), max(needed) + step.spare), -1, dtype=torch.int32)
     owned = torch.randperm(count, generator=generator).int()[: sum(needed)].split(needed)
-    for row, own in zip(table, owned, strict=True):
+    for row, own in zip(block_table, owned, strict=True):
         row[: len(own)] = own
     made = [torch.exp(0.3 * randn(1, step.Hkv, step.D)).bfloat16().half() for _ in range(2)]
     total = sum(step.new) + step.nobody
@@ -144,13 +144,13 @@ def make(step: Step, seed: int = 0) -> Inputs:
     key, value = randn(step.Hkv, total, step.D).transpose(0, 1), randn(total, step.Hkv, step.D)
     tokens = tuple(x.to(step.dtype) for x in (query, key, value))
     s_aux = randn(step.Hq) if step.s_aux else None
-    inputs = Inputs(step, pool, Factors(*made), tokens, sequences_of(step.past, step.new, table), s_aux)
+    inputs = Inputs(step, pool, ChannelScales(*made), tokens, sequences_of(step.past, step.new, block_table), s_aux)
     for i, (past, new) in enumerate(zip(step.past, step.new, strict=True)):
         if past and new:
             query, key, value = (randn(past, heads, step.D).to(step.dtype) for heads in (step.Hq, step.Hkv, step.Hkv))
             with in_torch():
                 dispatch.paged_step(
                     query, key + 2 * randn(1, step.Hkv, step.D).to(step.dtype), value,
-                    inputs.pages, sequences_of((0,), (past,), table[i : i + 1]), inputs.options,
+                    inputs.pages, sequences_of((0,), (past,), block_table[i : i + 1]), inputs.options,
                 )  # fmt: skip
     return inputs

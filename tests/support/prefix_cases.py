@@ -1,4 +1,4 @@
-"""Inputs for attention of many queries: a decode case, and new tokens in the window or beside it."""
+"""Inputs for attention of many queries: a decode case, and new tokens in the residual or beside it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.support.kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, packed_of, window_start
+from tests.support.kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, packed_of, residual_start
 
 
 @dataclass
 class PrefixInputs:
-    """`inputs` as the oracle reads them, its window holding the new tokens; `window` and `new` as the kernel does."""
+    """`inputs` as the oracle reads them, its residual holding the new tokens; `residual` and `new` as the kernel
+    does."""
 
     inputs: Inputs
-    window: tuple[torch.Tensor, torch.Tensor]
-    num_window: int
+    residual: tuple[torch.Tensor, torch.Tensor]
+    num_residual: int
     new: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def make_prefix_inputs(case: Case, device: torch.device, *, beside: bool) -> PrefixInputs:
-    """`case.window` counts window rows and, with `beside`, the S new tokens after them, apart as models give them."""
+    """`case.residual` counts residual rows and, with `beside`, the S new tokens after them, apart as models give
+    them."""
     whole = make_inputs(case, device)
     if not beside:
-        return PrefixInputs(whole, whole.window, case.window, None)
-    start, held = window_start(case), case.window - case.S
-    assert held >= 0, "the window of the case holds the new tokens too"
+        return PrefixInputs(whole, whole.residual, case.residual, None)
+    start, held = residual_start(case), case.residual - case.S
+    assert held >= 0, "the residual of the case holds the new tokens too"
     parts, new = [], []
-    for states in whole.window:
+    for states in whole.residual:
         rows = states.roll(-start, dims=2)
         # Heads behind tokens, as projections make them.
-        new.append(rows[:, :, held : case.window].transpose(1, 2).contiguous().transpose(1, 2))
+        new.append(rows[:, :, held : case.residual].transpose(1, 2).contiguous().transpose(1, 2))
         rows = rows.clone()
         rows[:, :, held:] = torch.nan
         parts.append(rows.roll(start, dims=2))
@@ -49,8 +51,8 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
         packed_of(packed),
         case.blocks,
         inputs.sinks,
-        prefix.window,
-        prefix.num_window,
+        prefix.residual,
+        prefix.num_residual,
         prefix.new,
         Recipe((layout.key_bits, layout.value_bits), kernel_rotations(inputs)),
         scaling=inputs.scaling,

@@ -84,15 +84,16 @@ def collectives_of_a_step(model: PreTrainedModel, cache: Cache) -> int:
     return counted.get_total_counts()
 
 
-def factors_of_shares(sharded: PreTrainedModel, alone: PreTrainedModel, rank: int) -> tuple[float, int]:
-    """How far, relatively, the factors of this rank's heads are from those of one process, and how many are not one."""
+def channel_scales_of_shares(sharded: PreTrainedModel, alone: PreTrainedModel, rank: int) -> tuple[float, int]:
+    """How far, relatively, the channel scales of this rank's heads are from those of one process, and how many are not
+    one."""
     caches = TurboQuantCache(sharded.config), TurboQuantCache(alone.config)
     with torch.no_grad():
         for model, cache in zip((sharded, alone), caches, strict=True):
             model(**prompt(), past_key_values=cache)
     furthest, touched = 0.0, 0
     for mine, whole in zip(*(cache.layers for cache in caches), strict=True):
-        for factor, everything in zip(mine.store.blocks.factors, whole.store.blocks.factors, strict=True):
+        for factor, everything in zip(mine.store.blocks.channel_scales, whole.store.blocks.channel_scales, strict=True):
             expected = everything.chunk(dist.get_world_size(), dim=1)[rank].float()
             furthest = max(furthest, (factor / expected - 1).abs().max().item())
             touched += int((factor != 1).sum())
@@ -129,10 +130,10 @@ def main() -> None:
         tokens = generate(sharded, cache)
         found["tokens"][preset] = [tokens, expected[preset][0]]
         found["bytes"][preset] = [bytes_held(cache), expected[preset][1]]
-        found["heads"] += [layer.store.blocks.scalars.shape[1] for layer in cache.layers]
+        found["heads"] += [layer.store.blocks.scales.shape[1] for layer in cache.layers]
     found["same_packed"] = shares_are_the_whole(alone, rank)
     loud = load(folder / "loud", distributed_config=DistributedConfig(tp_plan="auto"))
-    found["factors"] = factors_of_shares(loud, load(folder / "loud"), rank)
+    found["channel_scales"] = channel_scales_of_shares(loud, load(folder / "loud"), rank)
 
     counters.clear()
     cache = TurboQuantCache(sharded.config, max_cache_len=300, **OPTIONS)

@@ -60,7 +60,7 @@ class Requests:
         self.queries = [states(90 + i, 1, query_heads, n, dim, dtype=dtype)[0] for i, n in enumerate(totals)]
         self.done = [0] * len(totals)
         free = 2 + torch.randperm(pages - 2, generator=torch.Generator().manual_seed(3)).int()
-        self.table = free[: len(totals) * self.windows.pages].view(len(totals), -1)
+        self.block_table = free[: len(totals) * self.windows.pages].view(len(totals), -1)
 
     def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Outputs of the next tokens of each request, next to those by definition, `[n, Hq, D]`."""
@@ -76,8 +76,10 @@ class Requests:
         lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
         # Pages that a request has not reached yet are none.
         reached = torch.tensor(lengths)[:, None] > torch.arange(self.windows.pages) * self.windows.rows_per_page
-        table = self.table.where(reached, -1)
-        sequences = Sequences(*(x.to(self.device) for x in (cumulative(new), cumulative(lengths), table)), max(new))
+        block_table = self.block_table.where(reached, -1)
+        sequences = Sequences(
+            *(x.to(self.device) for x in (cumulative(new), cumulative(lengths), block_table)), max(new)
+        )
         plan = plan_step(sequences, len(packed[0]), self.windows)
         there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         out = windowed_step(*packed, self.windows, plan, AttentionOptions(0.2, **there))

@@ -154,8 +154,8 @@ def test_a_cache_takes_what_is_counted_by_hand(estimated):
 
 
 def test_what_is_not_in_the_table_is_said():
-    assert Estimator(config_of("gpt-oss-20b")).quantisation == "mxfp4"
-    assert Estimator(config_of("deepseek-v3")).quantisation == "fp8"
+    assert Estimator(config_of("gpt-oss-20b")).quantization == "mxfp4"
+    assert Estimator(config_of("deepseek-v3")).quantization == "fp8"
     (note,) = Estimator(config_of("llama-3.2-11b-vision")).notes
     assert note.startswith("8 of 40 layers cache nothing in text alone")
     # 6 layers of keys and values of 8 heads of 64 channels in float32
@@ -165,11 +165,11 @@ def test_what_is_not_in_the_table_is_said():
 
 LINEAR = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 PLAIN = 2 * (2 * 128256 * 4096 + 65 * 4096)
-"""Of the Llama of 8B: weights of its linear layers, and bytes of what is never quantised."""
+"""Of the Llama of 8B: weights of its linear layers, and bytes of what is never quantized."""
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "linear_bytes"),
+    ("quantization", "linear_bytes"),
     [
         # A 16-bit scale and a 4-bit zero point for each 128.
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, LINEAR // 2 + LINEAR // 128 * 5 // 2),
@@ -188,19 +188,19 @@ PLAIN = 2 * (2 * 128256 * 4096 + 65 * 4096)
     ],
     ids=["awq", "gptq", "bnb4", "bnb4 double", "bnb8", "fp8"],
 )
-def test_a_quantised_checkpoint_is_counted_as_its_config_says(quantisation, linear_bytes):
+def test_a_quantized_checkpoint_is_counted_as_its_config_says(quantization, linear_bytes):
     config = config_of("llama-3.1-8b")
-    config.quantization_config = quantisation
+    config.quantization_config = quantization
     estimator = Estimator(config)
     assert estimator.weight_bytes == PLAIN + linear_bytes and not estimator.notes
 
 
-def test_an_unknown_way_of_quantising_is_said_and_can_be_told_better():
+def test_an_unknown_way_of_quantizing_is_said_and_can_be_told_better():
     config = config_of("llama-3.1-8b")
     config.quantization_config = {"quant_method": "novel"}
     estimator = Estimator(config)
     assert estimator.weight_bytes == WEIGHTS["llama-3.1-8b"]()
-    assert "quantised with novel, which is not known here" in estimator.notes[0]
+    assert "quantized with novel, which is not known here" in estimator.notes[0]
     told = Estimator(config, weight_bytes=5 * 10**9)
     assert told.weight_bytes == 5 * 10**9 and not told.notes
 

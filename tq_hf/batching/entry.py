@@ -37,8 +37,9 @@ class TurboQuantBatching(ContinuousMixin):
             dense are only the tokens of a request's open block of 128. With `sink_tokens=4` beside it the first tokens
             are, too, in a page that requests with the same first tokens share. (On GPUs of compute capability 7.5 they
             are read in torch, one request after the other.)
-        balance: Whether channels that are much louder or quieter than others are given factors, found by a short run of
-            the model before the first request (by default what the preset says); or the factors themselves.
+        balance: Whether channels that are much louder or quieter than others are given channel scales, found by a short
+            run of the model before the first request (by default what the preset says); or the channel scales
+            themselves.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -60,7 +61,7 @@ class TurboQuantBatching(ContinuousMixin):
         self.model = inner_model(model)
         self.config = pages_config(preset, **overrides)
         if isinstance(balance, Balance) and not self.config.balance:
-            raise ValueError("Factors of channels are given, and the preset has `balance=False`: leave out either.")
+            raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
         check_model(self.model, self.config)
         self._balance = balance if isinstance(balance, Balance) else None
 
@@ -71,7 +72,7 @@ class TurboQuantBatching(ContinuousMixin):
 
     @property
     def balance(self) -> Balance | None:
-        """Factors of the model's channels, found once; `None` if channels are not balanced."""
+        """Channel scales of the model's channels, found once; `None` if channels are not balanced."""
         if self._balance is None and self.config.balance:
             self.model.eval()  # as the manager will
             self._balance = Balance.of(self.model)

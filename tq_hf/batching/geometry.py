@@ -36,16 +36,16 @@ def sequences_of(kwargs: dict[str, Any], ring_pages: int, sink_pages: int = 0) -
         ring_pages: Pages of a ring.
         sink_pages: Pages between a ring and block 0, 0 or 1.
     """
-    cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
+    cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
-        return Sequences(cu_q, cu_k, kwargs["block_table"][0], 1)
+        return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][0], 1)
     width = ring_pages + sink_pages + kwargs["max_length_k"]["full_attention"] // BLOCK
     read, write = kwargs["read_index"][0], kwargs["write_index"][0]
     if read.numel() == 0:
-        table = _of_new_tokens(cu_q, write, ring_pages, sink_pages, width)
+        table = _of_new_tokens(cu_seqlens_q, write, ring_pages, sink_pages, width)
     else:
-        table = _listed(cu_k, read, ring_pages, sink_pages, width)
-    return Sequences(cu_q, cu_k, table, kwargs["max_length_q"])
+        table = _listed(cu_seqlens_k, read, ring_pages, sink_pages, width)
+    return Sequences(cu_seqlens_q, cu_seqlens_k, table, kwargs["max_length_q"])
 
 
 def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Sequences:
@@ -56,18 +56,18 @@ def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Seq
         index: The place of these layers among the kinds of layers.
         windows: Any of the layers.
     """
-    cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
+    cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
-        return Sequences(cu_q, cu_k, kwargs["block_table"][index][:, : windows.pages], 1)
+        return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][index][:, : windows.pages], 1)
     read, write, rows = kwargs["read_index"][index], kwargs["write_index"][index], windows.rows_per_page
     column = torch.arange(windows.pages, device=write.device)
     if read.numel() == 0:
         token = column * rows
-        table = _picked(write, cu_q[:-1, None] + token, token < cu_q.diff()[:, None])
+        table = _picked(write, cu_seqlens_q[:-1, None] + token, token < cu_seqlens_q.diff()[:, None])
     else:
-        count = (cu_k.diff()[:, None].clamp(max=windows.window) + rows - 1) // rows
+        count = (cu_seqlens_k.diff()[:, None].clamp(max=windows.window) + rows - 1) // rows
         table = _picked(read, count.cumsum(0) - count + column, column < count)
-    return Sequences(cu_q, cu_k, table, kwargs["max_length_q"])
+    return Sequences(cu_seqlens_q, cu_seqlens_k, table, kwargs["max_length_q"])
 
 
 def _lengths(cumulative: torch.Tensor, ring_pages: int, sink_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,9 +82,11 @@ def _picked(numbers: torch.Tensor, place: torch.Tensor, listed: torch.Tensor) ->
     return torch.where(listed, numbers[place.clamp(0, len(numbers) - 1)], -1).int()
 
 
-def _listed(cu_k: torch.Tensor, read: torch.Tensor, ring_pages: int, sink_pages: int, width: int) -> torch.Tensor:
+def _listed(
+    cu_seqlens_k: torch.Tensor, read: torch.Tensor, ring_pages: int, sink_pages: int, width: int
+) -> torch.Tensor:
     """The table `[B, width]` of requests whose pages are listed one after the other."""
-    ring, after = _lengths(cu_k, ring_pages, sink_pages)
+    ring, after = _lengths(cu_seqlens_k, ring_pages, sink_pages)
     column = torch.arange(width, device=read.device)
     of_ring, index = column < ring_pages, column - ring_pages
     place = (ring + after).cumsum(0) - (ring + after) + torch.where(of_ring, column, ring + index)
@@ -92,14 +94,14 @@ def _listed(cu_k: torch.Tensor, read: torch.Tensor, ring_pages: int, sink_pages:
 
 
 def _of_new_tokens(
-    cu_q: torch.Tensor, write: torch.Tensor, ring_pages: int, sink_pages: int, width: int
+    cu_seqlens_q: torch.Tensor, write: torch.Tensor, ring_pages: int, sink_pages: int, width: int
 ) -> torch.Tensor:
     """The table `[B, width]` of requests without a history, from the page of every token. Of their rings there is as
     much as is written now."""
-    _, after = _lengths(cu_q, ring_pages, sink_pages)
-    column, length = torch.arange(width, device=write.device), cu_q.diff()[:, None]
+    _, after = _lengths(cu_seqlens_q, ring_pages, sink_pages)
+    column, length = torch.arange(width, device=write.device), cu_seqlens_q.diff()[:, None]
     of_ring, index = column < ring_pages, column - ring_pages
     # The first tokens are listed in the sink page, if there is one; the last of a block are always in the block.
     of_block = ((index - sink_pages + 1) * BLOCK - 1).clamp(min=0)
     token = torch.where(of_ring, length // BLOCK * BLOCK + column * (BLOCK // ring_pages), of_block)
-    return _picked(write, cu_q[:-1, None] + token, torch.where(of_ring, token < length, index < after))
+    return _picked(write, cu_seqlens_q[:-1, None] + token, torch.where(of_ring, token < length, index < after))

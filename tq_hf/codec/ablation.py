@@ -16,7 +16,7 @@ class Ablation(TurboQuantConfig):
         random_signs: Flip the signs of random channels before the Hadamard transform. Without it (as in vLLM) a mean
             that is aligned with a row of the matrix ends up in one channel.
         rotate_values: Rotate values like keys. Unrotated values are read by the torch path only, on a GPU too.
-        key_mean: Remove the mean key of each block before quantising and add `q . mean` back to the logits. Exact in
+        key_mean: Remove the mean key of each block before quantizing and add `q . mean` back to the logits. Exact in
             real arithmetic; without it models with a key bias (Qwen2) break.
         key_correction: What scale to store (see `tq_hf.config.Correction`).
         value_correction: The same for values.

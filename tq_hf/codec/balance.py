@@ -1,4 +1,4 @@
-"""Factors of channels that make codes indifferent to how a model scales them.
+"""Channel scales that make codes indifferent to how a model scales them.
 
 Attention is the same if a key channel is multiplied by c and the query's divided by c, or a value channel multiplied
 and its column of the output projection divided. A rotated code is not: its error is the same in all channels and
@@ -23,18 +23,18 @@ import math
 import torch
 from tq_kernels.format import (
     FAR,
-    LARGEST_FACTOR,
     LARGEST_RATIO,
+    LARGEST_SCALE,
     LARGEST_STATE,
     LEAST_TOKENS,
     NEAR,
     OUT_OF_RANGE,
     QUIETEST,
-    SMALLEST_FACTOR,
+    SMALLEST_SCALE,
     sample,
 )
 
-from ..tensors.blocks import Factors
+from ..tensors.blocks import ChannelScales
 
 
 def _sum_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def statistics(
     first: int,
     valid: torch.Tensor | None = None,
 ) -> Statistics:
-    """What factors are computed from.
+    """What channel scales are computed from.
 
     Args:
         queries: `[B, Hq, T, Dk]` of the same tokens, or `None` where nobody has shown them.
@@ -118,7 +118,7 @@ def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     return torch.exp2(torch.frexp(x).exponent.float() - 1)
 
 
-def _factors(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+def _channel_scales(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """One over `wanted` where that is far from the median channel's; where what would be stored is `OUT_OF_RANGE`,
     times the power of two that brings it to an RMS of about 1. `[B, Hkv, D]` fp16."""
     away = wanted.log()
@@ -128,7 +128,7 @@ def _factors(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor) -> 
     size = ((sigma / factor).square().mean(-1, keepdim=True)).sqrt()
     outside = known & ((size > OUT_OF_RANGE) | (size < 1 / OUT_OF_RANGE))
     factor = factor * torch.where(outside, _power_of_two(size.clamp(1 / LARGEST_RATIO, LARGEST_RATIO)), 1)
-    return (1 / factor).clamp(SMALLEST_FACTOR, LARGEST_FACTOR).bfloat16().half()
+    return (1 / factor).clamp(SMALLEST_SCALE, LARGEST_SCALE).bfloat16().half()
 
 
 def key_gain(sigma_k: torch.Tensor, sigma_q: torch.Tensor) -> torch.Tensor:
@@ -138,30 +138,30 @@ def key_gain(sigma_k: torch.Tensor, sigma_q: torch.Tensor) -> torch.Tensor:
     return energies / (k * q).sum(-1, keepdim=True).square().clamp_min(2.0**-60)
 
 
-def key_factors(found: Statistics) -> torch.Tensor:
-    """1 / s, `[B, Hkv, Dk]` fp16 in `[SMALLEST_FACTOR, LARGEST_FACTOR]`."""
+def key_channel_scales(found: Statistics) -> torch.Tensor:
+    """1 / s, `[B, Hkv, Dk]` fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`."""
     k, known = found.rms("keys"), found.known("keys")
     if "queries" not in found.sums:
-        return _factors(torch.ones_like(k), k, known)
+        return _channel_scales(torch.ones_like(k), k, known)
     q, asked = found.rms("queries"), found.known("keys") & found.known("queries")
     wanted = torch.where(asked, k / torch.where(asked, q, 1), 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO).sqrt()
-    return _factors(wanted, k, known)
+    return _channel_scales(wanted, k, known)
 
 
-def value_factors(found: Statistics) -> torch.Tensor:
-    """1 / t, `[B, Hkv, Dv]` fp16 in `[SMALLEST_FACTOR, LARGEST_FACTOR]`."""
+def value_channel_scales(found: Statistics) -> torch.Tensor:
+    """1 / t, `[B, Hkv, Dv]` fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`."""
     v, known = found.rms("values"), found.known("values")
-    return _factors(torch.where(known, v, 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO), v, known)
+    return _channel_scales(torch.where(known, v, 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO), v, known)
 
 
-def factors(
+def channel_scales(
     queries: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     *,
     first: int,
     valid: torch.Tensor | None = None,
-) -> Factors:
-    """Factors from a first prompt; arguments as of `statistics`. A sequence's depend on that sequence alone."""
+) -> ChannelScales:
+    """Channel scales from a first prompt; arguments as of `statistics`. A sequence's depend on that sequence alone."""
     found = statistics(queries, keys, values, first=first, valid=valid)
-    return Factors(key_factors(found), value_factors(found))
+    return ChannelScales(key_channel_scales(found), value_channel_scales(found))

@@ -1,6 +1,6 @@
 """Levels a stored code stands for, and the boundaries between them.
 
-2, 3 and 4 bits are the Lloyd-Max quantiser of N(0, 1), the limit of a channel of a randomly rotated unit vector times
+2, 3 and 4 bits are the Lloyd-Max quantizer of N(0, 1), the limit of a channel of a randomly rotated unit vector times
 sqrt(D) (TurboQuant, arXiv 2504.19874, section 3.1), on a grid of 1/64. 8 bits is FP8 e4m3. Levels are exact in fp16, so
 that every backend multiplies the same numbers.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, POSITIVE_CENTROIDS
 
-from ..inference_mode import made_once
+from ..compat import cached_table
 
 __all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "GAUSSIAN_MSE", "POSITIVE_CENTROIDS", "boundaries", "levels"]
 
@@ -18,7 +18,7 @@ GAUSSIAN_MSE = {2: 0.117588, 3: 0.0345627, 4: 0.00950624}
 """Mean squared error of each codebook on N(0, 1)."""
 
 
-@made_once
+@cached_table
 def _levels(bits: int) -> torch.Tensor:
     if bits == 8:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -27,7 +27,7 @@ def _levels(bits: int) -> torch.Tensor:
     return torch.cat([-positive.flip(0), positive])
 
 
-@made_once
+@cached_table
 def levels(bits: int, device: torch.device) -> torch.Tensor:
     """What each code stands for, in units of its vector's scale.
 
@@ -37,7 +37,7 @@ def levels(bits: int, device: torch.device) -> torch.Tensor:
     return _levels(bits).to(device)
 
 
-@made_once
+@cached_table
 def boundaries(bits: int, device: torch.device) -> torch.Tensor:
     """Midpoints between neighbouring centroids, `[2**bits - 1]` float32, ascending."""
     centroids = _levels(bits)
@@ -48,7 +48,7 @@ CEILINGS = 310
 """More than 128 times the largest boundary (307 / 128 at 4 bits)."""
 
 
-@made_once
+@cached_table
 def codes_of_ceilings(bits: int, device: torch.device) -> torch.Tensor:
     """The code of each u, by the whole number ceil(128 u) from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
 

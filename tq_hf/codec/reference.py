@@ -1,11 +1,11 @@
-"""Encode and dequantise in torch: the oracle of the kernels and the path of devices without them.
+"""Encode and dequantize in torch: the oracle of the kernels and the path of devices without them.
 
-With R the rotation, x a key or value, f its head's factors (see `tq_hf.codec.balance`) and b its block:
+With R the rotation, x a key or value, f its head's channel scales (see `tq_hf.codec.balance`) and b its block:
 
     encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block in fp16, 0 where that is not finite)
                 sigma = |z| / sqrt(D)
                 c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
-    dequantise  x' = R^-1 (scale c + m_b) / f
+    dequantize  x' = R^-1 (scale c + m_b) / f
 
 (TurboQuant_mse, arXiv 2504.19874, algorithm 1, with a norm correction, as vLLM's `_nc` presets have one, and a key mean
 per block.)
@@ -108,7 +108,7 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
 
 
 def _blocks_at_a_time(blocks: PackedBlocks) -> int:
-    batch, heads = blocks.scalars.shape[:2]
+    batch, heads = blocks.scales.shape[:2]
     return max(1, TILE_BLOCKS // max(1, batch * heads))
 
 
@@ -122,7 +122,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         out: Blocks to write to.
         start: Index of the first block written.
     """
-    factors = out.factors.map(_per_block)
+    channel_scales = out.channel_scales.map(_per_block)
     layout = out.layout
     blocks, step = keys.shape[2] // layout.tokens, _blocks_at_a_time(out)
     for first in range(0, blocks, step):
@@ -130,38 +130,38 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         tile = slice(first * layout.tokens, last * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (last - first, layout.tokens)) for x in (keys, values))
         target = out.slice(start + first, start + last)
-        z = rotate(_padded(k * factors.keys, layout.key_dim_padded), config.rotation_seed)
+        z = rotate(_padded(k * channel_scales.keys, layout.key_dim_padded), config.rotation_seed)
         if target.key_means is not None:
             target.key_means.copy_(_finite_or_zero((_sum(z.transpose(-1, -2)) / layout.tokens).half()))
             z = z - target.key_means.float()[..., None, :]
         codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
-        z = _padded(v * factors.values, layout.value_dim_padded)
+        z = _padded(v * channel_scales.values, layout.value_dim_padded)
         if config.rotate_values:
             z = rotate(z, config.rotation_seed)
         codes, value_scales = quantize(z, layout.value_bits, config.value_correction)
         target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
-        target.scalars.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
+        target.scales.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
 
 
-def _dequantise(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
+def _dequantize(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
     level = levels(bits, words.device)[unpack(words, bits, dim, is_value=is_value)]
     return level * scales.float()[..., None]
 
 
-def dequantise_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, as stored: rotated, values
     unless the layout says otherwise."""
     layout: BlockLayout = blocks.layout
-    scales = blocks.scalars.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
-    keys = _dequantise(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
+    scales = blocks.scales.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
+    keys = _dequantize(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
     if blocks.key_means is not None:
         keys = keys + blocks.key_means.float()[..., None, :]
-    values = _dequantise(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
+    values = _dequantize(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
     return keys, values
 
 
-def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write what `blocks` hold, as attention reads it.
 
     Args:
@@ -171,14 +171,14 @@ def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         values: `[B, Hkv, N * 128, Dv]`, likewise.
     """
     layout = blocks.layout
-    factors = blocks.factors.map(_per_block)
+    channel_scales = blocks.channel_scales.map(_per_block)
     step = _blocks_at_a_time(blocks)
     for first in range(0, blocks.capacity, step):
         last = min(first + step, blocks.capacity)
         rows = slice(first * layout.tokens, last * layout.tokens)
-        key, value = dequantise_rotated(blocks.slice(first, last))
+        key, value = dequantize_rotated(blocks.slice(first, last))
         key = rotate_back(key, config.rotation_seed)
         if config.rotate_values:
             value = rotate_back(value, config.rotation_seed)
-        for out, states, factor in ((keys, key, factors.keys), (values, value, factors.values)):
+        for out, states, factor in ((keys, key, channel_scales.keys), (values, value, channel_scales.values)):
             out[:, :, rows] = (states[..., : out.shape[-1]] / factor).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""The rotation before quantising: random signs, then a Hadamard-type transform.
+"""The rotation before quantizing: random signs, then a Hadamard-type transform.
 
 R = H diag(s): s are random signs, H is symmetric and orthogonal, so R^-1 = diag(s) H. For D = m 2^k, m odd, H is the
 Kronecker product of the m-point Hartley matrix cas(2 pi i j / m) / sqrt(m) and the 2^k Sylvester-Hadamard matrix; for
@@ -15,10 +15,10 @@ import math
 
 import torch
 
-from ..inference_mode import made_once
+from ..compat import cached_table
 
 
-@made_once
+@cached_table
 def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
     """Random signs, `[dim]` float32 of +1 and -1, equal on every device; all +1 for a seed of `None`."""
     if seed is None:
@@ -72,7 +72,7 @@ def rotate_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
     return hadamard(x) * signs(x.shape[-1], seed, x.device)
 
 
-@made_once
+@cached_table
 def rotation_matrix(dim: int, seed: int | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """R as a dense matrix, `[dim, dim]`: `rotate(x) = x @ R.T`. For kernels that rotate with tensor cores."""
     return rotate(torch.eye(dim), seed).T.contiguous().to(device=device, dtype=dtype)

@@ -19,7 +19,7 @@ OVERFLOWS = ("gemma2", "gemma3", "gemma3_text", "glm4")
 of Gemma 3 transformers' issue 36822 tells the same. Activations exceed 65,504."""
 
 
-def of_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None) -> None:
+def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None) -> None:
     """Say what is to be said of a layer's first states `[B, Hkv, S, D]`."""
     fails = f"{model_type} is known to exceed float16's range"
     if states.dtype == torch.float16 and model_type in OVERFLOWS:
@@ -46,8 +46,8 @@ def dense_bytes(layout: BlockLayout) -> int:
     return 2 * layout.tokens * (layout.key_dim + layout.value_dim)
 
 
-def of_dequantised_steps(layout: BlockLayout, asked: bool) -> None:
-    """Say that decode steps dequantise: packed states are read, dense ones written and read. `asked`: the model's
+def of_dequantized_steps(layout: BlockLayout, asked: bool) -> None:
+    """Say that decode steps dequantize: packed states are read, dense ones written and read. `asked`: the model's
     attention is "turboquant" all the same."""
     times = 2 + layout.block_bytes / dense_bytes(layout)
     way = (
@@ -56,6 +56,6 @@ def of_dequantised_steps(layout: BlockLayout, asked: bool) -> None:
         else 'Load the model with `attn_implementation="turboquant"`, which reads the cache as it is'
     )
     logger.warning_once(
-        f"Every step dequantises the whole cache for attention, and moves {times:.1f} times the bytes that a step "
+        f"Every step dequantizes the whole cache for attention, and moves {times:.1f} times the bytes that a step "
         f"without compression reads: predicted to be slower at any length; it saves memory. {way}."
     )

@@ -166,8 +166,8 @@ def observe_queries(keys: torch.Tensor, query: torch.Tensor, mask: torch.Tensor 
     """Give the queries `[B, Hq, S, Dk]` of a call to the store behind `keys`, if it deferred the encoding of a prompt
     until it has them. `mask` tells which tokens are padding."""
     handle = _handle_of(keys)
-    if handle is not None and (store := handle.layer.store) is not None and store.waits:
-        store.encode_prompt(query, _attended(mask, handle.view.length, query.shape[2]))
+    if handle is not None and (store := handle.layer.store) is not None and store.is_deferred:
+        store.encode_deferred(query, _attended(mask, handle.view.length, query.shape[2]))
 
 
 def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tensor | None:

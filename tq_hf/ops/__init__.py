@@ -1,1 +1,1 @@
-"""How attention, encoding and dequantising are computed: dispatch, and the backends."""
+"""How attention, encoding and dequantizing are computed: dispatch, and the backends."""

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..autocast import outside_autocast
 from ..codec import reference as codec_reference
-from ..codec.balance import factors
+from ..codec.balance import channel_scales
+from ..compat import outside_autocast
 from ..config import TurboQuantConfig
 from ..tensors.attention import AttentionOptions, supports_sdpa
-from ..tensors.blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from ..tensors.blocks import BLOCK, ChannelScales, KeyValue, PackedBlocks
 from ..tensors.layer import LayerTensors, StoreView
 from ..tensors.pages import LayerPages, Sequences
 from . import reference
@@ -26,17 +26,17 @@ def balance(
     queries: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    out: Factors,
+    out: ChannelScales,
     *,
     first: int,
     valid: torch.Tensor | None,
 ) -> None:
-    """Write factors of channels; arguments as of `tq_hf.codec.balance.factors`."""
+    """Write channel scales; arguments as of `tq_hf.codec.balance.channel_scales`."""
     if triton_blocks.supports_balance(keys, values):
         triton_blocks.balance(queries, keys, values, out, first=first, valid=valid)
         return
     with outside_autocast(keys):
-        for held, chosen in zip(out, factors(queries, keys, values, first=first, valid=valid), strict=True):
+        for held, chosen in zip(out, channel_scales(queries, keys, values, first=first, valid=valid), strict=True):
             held.copy_(chosen)
 
 
@@ -48,11 +48,11 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         backend.encode(config, keys, values, out, start)
 
 
-def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
     backend = triton_blocks if triton_blocks.supports_blocks(keys, blocks.layout) else cpu_attention
     with outside_autocast(keys):
-        backend.dequantise(config, blocks, keys, values)
+        backend.dequantize(config, blocks, keys, values)
 
 
 def dense(view: StoreView) -> KeyValue:
@@ -71,7 +71,7 @@ def _write_dense(view: StoreView, keys: torch.Tensor, values: torch.Tensor) -> N
             out[:, :, start : start + states.shape[2]] = states
     if tokens:
         packed = slice(view.sinks[0].shape[2], view.sinks[0].shape[2] + tokens)
-        dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
+        dequantize(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
 
 
 def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> bool:
@@ -131,7 +131,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
     if triton_blocks.supports_attend(query, view, mask, options):
         return triton_blocks.attend(query, view, mask, options)
     # Wherever it can be, whatever the sizes: of 17 to 2,048 queries on 4k to 128k tokens at 4 bits, sdpa's faster
-    # products repay dequantising for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
+    # products repay dequantizing for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
     if triton_blocks.supports_attend_many(query, view, mask, options):
         return triton_blocks.attend_many(query, view, mask, options)
     if supports_buffered_attend(query, options):
@@ -214,7 +214,7 @@ def _store_request(pages: LayerPages, request: reference.Request, new: KeyValue)
     if whole:
         done = whole * BLOCK
         blocks = PackedBlocks.allocate(pages.layout, 1, pages.kv_heads, whole, keys.device)
-        blocks = replace(blocks, factors=pages.factors)
+        blocks = replace(blocks, channel_scales=pages.channel_scales)
         encode(pages.config, keys[:, :, :done], values[:, :, :done], blocks, 0)
         pages.write_packed(request.blocks[first_block : first_block + whole], blocks)
         if pages.sink_pages and not first_block:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..codec.reference import dequantise
+from ..codec.reference import dequantize
 from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import BLOCK, KeyValue
 from ..tensors.layer import LayerTensors, StoreView
@@ -23,7 +23,7 @@ def dense_states(view: StoreView) -> KeyValue:
             out[:, :, start : start + states.shape[2]] = states
     start, tokens = view.sinks[0].shape[2], view.num_blocks * view.blocks.layout.tokens
     packed = slice(start, start + tokens)
-    dequantise(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
+    dequantize(view.config, view.blocks.slice(0, view.num_blocks), keys[:, :, packed], values[:, :, packed])
     return keys, values
 
 
@@ -77,9 +77,13 @@ class Request(NamedTuple):
 
 def requests(sequences: Sequences, ring_pages: int, sink_pages: int) -> Iterator[Request]:
     """The requests of a step that have new tokens."""
-    starts, ends, table = sequences.cu_q.tolist(), sequences.cu_k.tolist(), sequences.table.long()
+    starts, ends, block_table = (
+        sequences.cu_seqlens_q.tolist(),
+        sequences.cu_seqlens_k.tolist(),
+        sequences.block_table.long(),
+    )
     before = ring_pages + sink_pages
-    for i, row in enumerate(table):
+    for i, row in enumerate(block_table):
         new = starts[i + 1] - starts[i]
         if new:
             past = ends[i + 1] - ends[i] - new

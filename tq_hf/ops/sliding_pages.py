@@ -30,19 +30,19 @@ def plan_step(sequences: Sequences, total: int, windows: LayerWindows) -> Window
         total: Tokens of the step, those of nobody included.
         windows: Any of the layers.
     """
-    device = sequences.table.device
+    device = sequences.block_table.device
     if sequences.max_q == 1:
         token = torch.arange(total, dtype=torch.int32, device=device)
-        request = torch.searchsorted(sequences.cu_q[1:], token, right=True)
+        request = torch.searchsorted(sequences.cu_seqlens_q[1:], token, right=True)
         return WindowStep(_singles(None, request, sequences, windows), [])
-    starts, lengths = sequences.cu_q.tolist(), sequences.cu_k.diff().tolist()
-    table, singles, prompts = sequences.table.long(), [], []
+    starts, lengths = sequences.cu_seqlens_q.tolist(), sequences.cu_seqlens_k.diff().tolist()
+    block_table, singles, prompts = sequences.block_table.long(), [], []
     for i, length in enumerate(lengths):
         new = starts[i + 1] - starts[i]
         if new == 1:
             singles.append((starts[i], i))
         elif new:
-            prompts.append(Prompt(slice(starts[i], starts[i + 1]), length - new, table[i]))
+            prompts.append(Prompt(slice(starts[i], starts[i + 1]), length - new, block_table[i]))
     if not singles:
         return WindowStep(None, prompts)
     tokens, requests = torch.tensor(singles, device=device).T
@@ -53,9 +53,9 @@ def _singles(
     tokens: torch.Tensor | None, request: torch.Tensor, sequences: Sequences, windows: LayerWindows
 ) -> Singles:
     """The `request` `[N]` of each of the tokens; beyond the last it is none."""
-    count = len(sequences.table)
-    past = torch.where(request < count, sequences.cu_k.diff()[request.clamp(max=count - 1)] - 1, -1)
-    return Singles(tokens, past.int(), sequences.table[request.clamp(max=count - 1)], windows)
+    count = len(sequences.block_table)
+    past = torch.where(request < count, sequences.cu_seqlens_k.diff()[request.clamp(max=count - 1)] - 1, -1)
+    return Singles(tokens, past.int(), sequences.block_table[request.clamp(max=count - 1)], windows)
 
 
 @torch.compiler.disable
@@ -170,4 +170,4 @@ def _attend_prompt(
 def _place(windows: LayerWindows, prompt: Prompt, start: int, stop: int) -> Place:
     """Pages and rows of a request's tokens at positions `start` to `stop`, a window at most."""
     row = torch.arange(start, stop, device=windows.rows.device) % windows.window
-    return prompt.table[row // windows.rows_per_page], row % windows.rows_per_page
+    return prompt.block_table[row // windows.rows_per_page], row % windows.rows_per_page

@@ -14,26 +14,21 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from ..compat import outside_inference_mode
 from ..config import PRESETS, SETTLED, TurboQuantConfig
-from ..inference_mode import outside_inference_mode
-from ..layers.compressed import TurboQuantLayer
 from ..layers.rollback import held_lengths
 from . import fingerprint, safetensors_file
-from .layers import Loader, describe
-
-if TYPE_CHECKING:
-    from ..cache import TurboQuantCache
+from .layers import Loader, answering
 
 FORMAT = "tq_hf.cache"
 VERSION = 4
-"""Raised whenever a reader of the old version would misread a new file. 3 did not say whether factors are handed on."""
-OLDEST = 3
+"""Raised whenever a reader of the old version would misread a new file."""
 
 STATE_FIELDS = {
     "config": dict,
@@ -49,7 +44,7 @@ STATE_FIELDS = {
 
 
 def save_cache(
-    cache: TurboQuantCache,
+    cache: Any,
     path: str | os.PathLike[str],
     model: Any,
     notes: Mapping[str, str] | None = None,
@@ -57,7 +52,7 @@ def save_cache(
     """Write `cache` to `path`; see `TurboQuantCache.save`.
 
     Args:
-        cache: A cache that holds tokens. It is not changed.
+        cache: A `TurboQuantCache` that holds tokens. It is not changed.
         path: File to write, by convention `*.safetensors`. An old one is replaced in one step.
         model: The model that filled the cache.
         notes: Strings to keep with the cache (`load_cache` returns them), e.g. the prompt.
@@ -93,17 +88,20 @@ def save_cache(
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        description, held = describe(layer, index)
+        description, held = answering(layer).state(index)
         layers.append(description)
         for name, tensor in held.items():
             # A copy: parts of one storage may not be written under two names.
             tensor = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             tensors[f"layers.{index}.{name}"] = tensor
+    batch = next((x.shape[0] for name, x in tensors.items() if name.endswith("keys")), None)
+    if batch is None:
+        raise ValueError("The cache has no layer with keys; there is nothing to save.")
     state = {
         "config": dataclasses.asdict(cache.config),
         "max_cache_len": cache.preallocated_for,
         "model": fingerprint.identify(model),
-        "batch": _batch_size(cache),
+        "batch": batch,
         "tokens": tokens,
         "layers": layers,
         "tensors": safetensors_file.digest(tensors),
@@ -122,12 +120,12 @@ def save_cache(
 
 @outside_inference_mode
 def load_cache(
-    kind: type[TurboQuantCache],
+    kind: Any,
     path: str | os.PathLike[str],
     model: Any,
     preset: str | TurboQuantConfig | None = None,
     max_cache_len: int | None | Literal["saved"] = "saved",
-) -> tuple[TurboQuantCache, dict[str, str]]:
+) -> tuple[Any, dict[str, str]]:
     """The cache, of class `kind`, and the notes saved at `path`; see `TurboQuantCache.load`.
 
     Raises:
@@ -158,16 +156,6 @@ def _check_model(model: Any, call: str) -> None:
         raise ValueError(f"The model is needed to tell whose keys and values these are, and {came}. Pass it: `{call}`.")
 
 
-def _batch_size(cache: TurboQuantCache) -> int:
-    for layer in cache.layers:
-        if isinstance(layer, TurboQuantLayer):
-            return layer.batch_size
-        keys = getattr(layer, "keys", None)
-        if keys is not None:
-            return keys.shape[0]
-    raise ValueError("The cache has no layer with keys; there is nothing to save.")
-
-
 def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     """The JSON text of a file, checked against its checksum and for the types of its fields."""
     if metadata.get("format") != FORMAT or "version" not in metadata:
@@ -178,11 +166,9 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     version = metadata["version"]
     if not version.isascii() or not version.isdigit() or len(version) > 9:
         raise ValueError(f"Its format version is {version[:32]!r}, not a number: the file is damaged.")
-    if not OLDEST <= int(version) <= VERSION:
+    if int(version) != VERSION:
         what = "a newer tq_hf: upgrade it" if int(version) > VERSION else "no released tq_hf: save the cache again"
-        raise ValueError(
-            f"Its format version is {version}, and this tq_hf reads {OLDEST} to {VERSION}. It was written by {what}."
-        )
+        raise ValueError(f"Its format version is {version}, and this tq_hf reads {VERSION}. It was written by {what}.")
     if metadata.keys() != {"format", "version", "state", "checksum"}:
         raise ValueError("Its metadata are not those of a cache: the file is damaged.")
     if safetensors_file.text_digest(metadata["state"]) != metadata["checksum"]:
@@ -194,12 +180,6 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     for name in ("batch", "tokens", "max_cache_len"):
         if state[name] is not None and not 1 <= state[name] <= safetensors_file.MAX_DIMENSION:
             raise ValueError(f"Its `{name}` is {state[name]}; it must be 1 or more.")
-    if int(version) == 3:
-        for layer in state["layers"]:
-            if isinstance(layer, dict) and "counts" in layer:
-                if "handed_on" in layer:
-                    raise ValueError("Its format version is 3, and its layers are of a newer one: the file is damaged.")
-                layer["handed_on"] = False
     return state
 
 
@@ -208,8 +188,6 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
     defaults = dataclasses.asdict(TurboQuantConfig())
     types = {name: (str, type(None)) if name == "preset" else type(value) for name, value in defaults.items()}
     settled = {name: type(getattr(TurboQuantConfig, name)) for name in SETTLED if name in saved}
-    if "balance" not in saved:  # as written before there was any
-        del types["balance"]
     safetensors_file.check_fields(saved, types | {"skip_layers": list} | settled, "The configuration")
     if saved["preset"] is not None and saved["preset"] not in PRESETS:
         raise ValueError(f"Its preset is {saved['preset'][:32]!r}, unknown here. Known presets: {', '.join(PRESETS)}.")

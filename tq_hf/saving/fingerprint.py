@@ -92,7 +92,7 @@ def check(saved: dict[str, Any], model: Any) -> None:
     if saved["weights"] != ours["weights"]:
         raise ValueError(
             "The cache belongs to another model: of the same shape as this one, but with other weights (another "
-            "checkpoint, a fine-tune, another adapter, other quantisation). Load it with the model it was made with."
+            "checkpoint, a fine-tune, another adapter, other quantization). Load it with the model it was made with."
         )
     if saved["adapters"] != ours["adapters"]:
         raise ValueError(

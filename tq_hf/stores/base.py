@@ -8,17 +8,18 @@ from typing import NamedTuple
 
 import torch
 
+from ..compat import autocast_dtype
 from ..ops import dispatch
-from ..tensors.blocks import Factors, KeyValue, PackedBlocks
-from ..tensors.layer import LayerTensors, StepView, StoreView
+from ..tensors.blocks import ChannelScales, KeyValue, PackedBlocks
+from ..tensors.layer import LayerTensors, RowKind, StepView, StoreView
 
 
 class Counts(NamedTuple):
-    """What a store holds: sink tokens, packed blocks, window rows, and packed blocks whose rows are still there."""
+    """What a store holds: sink tokens, packed blocks, residual rows, and packed blocks whose rows are still there."""
 
     sinks: int
     blocks: int
-    window: int
+    residual: int
     pending: int
 
 
@@ -30,12 +31,12 @@ class LayerStore(ABC):
 
     Args:
         tensors: The tensors.
-        handed_on: Whether the factors of channels came from elsewhere, and stay.
+        scales_are_fixed: Whether the channel scales came from elsewhere, and stay.
     """
 
-    def __init__(self, tensors: LayerTensors, handed_on: bool = False) -> None:
+    def __init__(self, tensors: LayerTensors, scales_are_fixed: bool = False) -> None:
         self.tensors = tensors
-        self.handed_on = handed_on
+        self.scales_are_fixed = scales_are_fixed
         self.config = tensors.config
         self.layout = tensors.layout
 
@@ -60,7 +61,7 @@ class LayerStore(ABC):
         """Tokens held; of a preallocated store a tensor on its device."""
 
     @abstractmethod
-    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
         """Store new tokens and return what their queries attend to.
 
         A row may be copied by that attention only, so these tensors must not change before.
@@ -68,7 +69,7 @@ class LayerStore(ABC):
         Args:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
             values: `[B, Hkv, S, Dv]`.
-            wait: Leave a prompt whose queries decide the factors of channels to `encode_prompt`.
+            defer: Leave a prompt whose queries decide the channel scales to `encode_deferred`.
 
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
@@ -76,32 +77,32 @@ class LayerStore(ABC):
 
     @property
     @abstractmethod
-    def waits(self) -> bool:
+    def is_deferred(self) -> bool:
         """Whether the tokens of the last call are not encoded yet, for the sake of its queries."""
 
     @abstractmethod
-    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """Encode what the last call appended, if it waits for that.
+    def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """Encode what the last call appended, if it was deferred.
 
         Args:
             queries: `[B, Hq, S, Dk]` of that call, if anybody saw them.
             attended: Which of its tokens are not padding, `[B or 1, S]` bool; `None` for all.
         """
 
-    def hand_on(self, factors: Factors) -> None:
-        """Use these factors, `[B or 1, Hkv, D]`. The store must be empty.
+    def set_scales(self, channel_scales: ChannelScales) -> None:
+        """Use these channel scales, `[B or 1, Hkv, D]`. The store must be empty.
 
         Raises:
             ValueError: They are of heads of another number or size.
         """
-        self.blocks.factors.check(factors)
-        for held, given in zip(self.blocks.factors, factors, strict=True):
+        self.blocks.channel_scales.check(channel_scales)
+        for held, given in zip(self.blocks.channel_scales, channel_scales, strict=True):
             held.copy_(given)
-        self.handed_on = True
+        self.scales_are_fixed = True
 
     @abstractmethod
     def dense(self, view: StoreView | StepView) -> KeyValue:
-        """The keys and values `[B, Hkv, view.length, D]` of a view that `append` returned, dequantised."""
+        """The keys and values `[B, Hkv, view.length, D]` of a view that `append` returned, dequantized."""
 
     @abstractmethod
     def view(self) -> StoreView:
@@ -109,8 +110,8 @@ class LayerStore(ABC):
 
     @abstractmethod
     def crop(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, at most all. Exact within the window; a packed block that is cut moves its
-        surviving tokens to the window, dequantised."""
+        """Remove the last `tokens` tokens, at most all. Exact within the residual; a packed block that is cut moves its
+        surviving tokens to the residual, dequantized."""
 
     @abstractmethod
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerStore:
@@ -133,9 +134,74 @@ class LayerStore(ABC):
     @abstractmethod
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """The counts, and what they count of each tensor, by name: the block tensors' names, `sink_keys`,
-        `sink_values`, `window_keys` and `window_values`, window rows in the order of the tokens, and if balanced
-        `key_factors` and `value_factors`."""
+        `sink_values`, `residual_keys` and `residual_values`, residual rows in the order of the tokens, and if balanced
+        `key_channel_scales` and `value_channel_scales`."""
 
     @abstractmethod
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:
         """Hold what `export` returned, from any device. The store must be empty."""
+
+
+def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise a `ValueError` unless these are keys and values of the same tokens.
+
+    Args:
+        keys: `[B, Hkv, S, Dk]`.
+        values: `[B, Hkv, S, Dv]`.
+    """
+    shapes = f"Keys {tuple(keys.shape)} and values {tuple(values.shape)}"
+    if keys.dim() != 4 or values.dim() != 4:
+        raise ValueError(f"{shapes} must both have the shape [batch, KV heads, tokens, head_dim].")
+    if keys.shape[:3] != values.shape[:3]:
+        raise ValueError(f"{shapes} must agree in batch, heads and tokens.")
+    if keys.device != values.device:
+        raise ValueError(f"Keys are on {keys.device} and values on {values.device}; move both to one device.")
+    if keys.dtype != values.dtype or not keys.dtype.is_floating_point:
+        raise ValueError(f"Keys are {keys.dtype} and values {values.dtype}; both must have one floating-point dtype.")
+    if 0 in (keys.shape[1], keys.shape[3], values.shape[3]):
+        raise ValueError(f"{shapes} have no heads or a head_dim of 0; there is nothing to cache.")
+
+
+def widened(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype) -> KeyValue:
+    """Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` as they are, and under `torch.autocast` both in the widest
+    dtype of theirs and of what is `held`, as where `DynamicCache` concatenates."""
+    if keys.dtype == values.dtype == held or autocast_dtype(keys) is None:
+        return keys, values
+    dtype = torch.promote_types(torch.promote_types(keys.dtype, values.dtype), held)
+    return keys.to(dtype), values.to(dtype)
+
+
+def check_same(what: str, held: object, came: object) -> None:
+    """Raise a `ValueError` unless keys that came are in this like those a cache holds."""
+    if held != came:
+        raise ValueError(
+            f"This cache holds states with {what} {held}, but was given keys with {what} {came}. Use a new "
+            "TurboQuantCache for another batch or model, or call `cache.reset()` first (after which a preallocated "
+            "cache still has its batch size, dtype and device)."
+        )
+
+
+def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
+    """Raise a `ValueError` unless these states go with those a store holds in all but the number of tokens."""
+    check_states(keys, values)
+    expected = {
+        "batch size": (held.keys[0], keys.shape[0]),
+        "number of KV heads": (held.keys[1], keys.shape[1]),
+        "key head_dim": (held.keys[3], keys.shape[3]),
+        "value head_dim": (held.values[3], values.shape[3]),
+        "dtype": (held.dtype, keys.dtype),
+        "device": (held.device, keys.device),
+    }
+    for what, (has, came) in expected.items():
+        check_same(what, has, came)
+
+
+def check_room(tokens: int, held: int, max_cache_len: int) -> None:
+    """Raise a `ValueError` unless so many more tokens fit a preallocated cache."""
+    if held + tokens > max_cache_len:
+        what = (
+            f"Appending {tokens} tokens to the {held} in this cache exceeds its `max_cache_len` of {max_cache_len}."
+            if held
+            else f"The prompt has {tokens} tokens and `max_cache_len` is {max_cache_len}."
+        )
+        raise ValueError(f"{what} Make the cache with a larger `max_cache_len`.")

@@ -1,7 +1,7 @@
 """A decode step of a preallocated store: functions, each also an operator opaque to `torch.compile`.
 
 `attend_token` appends the newest token and attends. Where attention reads states instead, `append_newest` appends it
-and `dense_tokens` dequantises.
+and `dense_tokens` dequantizes.
 
 Outside of compilation the functions are called as they are. A compiled graph holds the operators, which take tensors,
 numbers and the configuration as text, read lengths on the device (on a GPU) and write in place: a captured graph
@@ -25,16 +25,14 @@ from ..ops.triton import blocks as triton_blocks
 from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import KeyValue
 from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
-from .base import Counts
-from .checks import check_room
-from .growing import GrowingStore
-from .growth import Fixed
+from .base import Counts, check_room
+from .growing import Fixed, GrowingStore
 
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def entries(step_counts: torch.Tensor) -> Entries:
-    """The numbers of sinks, blocks and window rows, each `[]` int32, 16 bytes apart."""
+    """The numbers of sinks, blocks and residual rows, each `[]` int32, 16 bytes apart."""
     sinks, blocks, rows, *_ = step_counts[:, 0].unbind()
     return sinks, blocks, rows
 
@@ -92,8 +90,8 @@ def append_row(
     check_host_reads(tensors)
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
     view = store.append(keys, values)
-    slot = view.window.first % view.window.capacity
-    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_window, slot, store.num_pending, 0)
+    slot = view.residual.first % view.residual.capacity
+    attended = (view.sinks[0].shape[2], view.num_blocks, view.num_residual, slot, store.num_pending, 0)
     counts.step_counts[:, 0] = torch.tensor(attended, dtype=torch.int32)
     write_counts(counts, store)
 
@@ -262,16 +260,16 @@ def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> Key
     )
     if tensors.blocks.capacity:
         packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
-        dispatch.dequantise(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
+        dispatch.dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
     sinks, blocks, rows = entries(step_counts)
     first, device = blocks * tokens, tensors.row.device
-    # As many neighbouring rows of the result as the ring has: those of the window, and some before it at the end.
+    # As many neighbouring rows of the result as the ring has: those of the residual, and some before it at the end.
     row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
-    in_window, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
+    in_residual, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
     empty = (torch.arange(length, device=device) >= sinks + first + rows)[:, None]
     for out, ring, sink in zip((keys, values), tensors.ring, tensors.sinks, strict=True):
         out[:, :, :num_sinks] = sink[:, :, :length]
-        near = torch.where(in_window, ring.index_select(2, slot), out.index_select(2, target))
+        near = torch.where(in_residual, ring.index_select(2, slot), out.index_select(2, target))
         out.index_copy_(2, target, near).masked_fill_(empty, 0)
     return keys, values
 

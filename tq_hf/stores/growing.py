@@ -1,37 +1,103 @@
-"""The keys and values of one layer, counted on the host: dense sinks, packed blocks, dense window.
+"""The keys and values of one layer, counted on the host: dense sinks, packed blocks, dense residual.
 
-    [ sinks: first S0 tokens ][ packed blocks of 128 tokens ][ window: the rest, dense ]
+    [ sinks: first S0 tokens ][ packed blocks of 128 tokens ][ residual: the rest, dense ]
 
 What is packed is a function of the tokens alone: of T tokens, `TurboQuantConfig.num_blocks(T)` blocks, however they
 were appended. `append` encodes the blocks that become due, but the view it returns still shows their tokens dense: the
 tokens of a call are read exactly in that call. A block that a short call encoded is *pending*: its dense rows stay in
-the window until the next call begins, so that a `crop` in between (assisted decoding) finds them.
+the residual until the next call begins, so that a `crop` in between (assisted decoding) finds them.
 
-Of a balanced configuration, the factors of channels are those of the last long call before the first block is encoded.
-They depend on its queries, which the store does not see: if `append` is told to wait, such a call is encoded when
-attention shows them (`encode_prompt`), or when anything else is asked of the store.
+Of a balanced configuration, the channel scales are those of the last long call before the first block is
+encoded. They depend on its queries, which the store does not see: if `append` is told to defer, such a call is encoded
+when attention shows them (`encode_deferred`), or when anything else is asked of the store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
+from ..layout import BlockLayout
 from ..ops import dispatch
 from ..tensors.blocks import KeyValue, PackedBlocks
 from ..tensors.layer import LayerTensors, StepView, StoreView
 from ..tensors.residual import Residual, ring_capacity
-from .base import NOTHING, Counts, LayerStore
-from .checks import check_fits, check_states
-from .growth import GROW, Growth
+from .base import NOTHING, Counts, LayerStore, check_fits, check_room, check_states
+
+GROWTH = 1.125
+"""Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
+
+
+class Growth(Protocol):
+    """What a store asks before it makes room."""
+
+    in_place: bool
+    """Whether every row must be in its tensor when `append` returns."""
+
+    def check(self, tokens: int, held: int) -> None:
+        """Raise a `ValueError` unless so many more tokens may be held."""
+
+    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
+        """Rows to make room for in a residual that holds `rows`."""
+
+    def blocks(self, config: TurboQuantConfig, held: int, needed: int) -> int:
+        """Blocks to make room for where `held` are and `needed` will be."""
+
+
+@dataclass(frozen=True)
+class Grow:
+    """Grow geometrically, without bound."""
+
+    in_place = False
+
+    def check(self, tokens: int, held: int) -> None:
+        """Anything goes."""
+
+    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
+        """What decoding will need, at once where that is little."""
+        most = config.residual_length + BlockLayout.tokens
+        return ring_capacity(max(rows, min(most, int(rows * GROWTH) + BlockLayout.tokens)))
+
+    def blocks(self, config: TurboQuantConfig, held: int, needed: int) -> int:
+        """An exact fit for a prompt; room to spare once the cache is growing."""
+        return needed if held == 0 else max(needed, int(held * GROWTH) + 1)
+
+
+GROW = Grow()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Hold `max_cache_len` tokens, never more, in tensors that a preallocated store made.
+
+    Args:
+        max_cache_len: Tokens there is room for.
+    """
+
+    max_cache_len: int
+    in_place = True
+
+    def check(self, tokens: int, held: int) -> None:
+        """Raise a `ValueError` for more than there is room for."""
+        check_room(tokens, held, self.max_cache_len)
+
+    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
+        """All that decoding will need. (A chunk may need more for as long as it is appended.)"""
+        return ring_capacity(max(rows, min(config.residual_length + BlockLayout.tokens, self.max_cache_len)))
+
+    def blocks(self, config: TurboQuantConfig, held: int, needed: int) -> int:
+        """All there will ever be."""
+        return max(needed, config.num_blocks(self.max_cache_len))
+
 
 SHORT_CALL = 128
-"""Calls of up to this many tokens go through the window; longer ones are encoded from the model's own tensors."""
+"""Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
 
 
 class GrowingStore(LayerStore):
@@ -41,25 +107,25 @@ class GrowingStore(LayerStore):
         tensors: The tensors, which the store writes to.
         counts: What they hold.
         growth: How much room the store makes.
-        handed_on: See `LayerStore`.
+        scales_are_fixed: See `LayerStore`.
     """
 
     def __init__(
-        self, tensors: LayerTensors, counts: Counts = NOTHING, growth: Growth = GROW, handed_on: bool = False
+        self, tensors: LayerTensors, counts: Counts = NOTHING, growth: Growth = GROW, scales_are_fixed: bool = False
     ) -> None:
-        super().__init__(tensors, handed_on)
+        super().__init__(tensors, scales_are_fixed)
         self.growth = growth
         self.num_sinks, self.num_blocks, rows, self.num_pending = counts
-        self.window = Residual(tensors.ring, self.num_blocks * self.layout.tokens, rows)
+        self.residual = Residual(tensors.ring, self.num_blocks * self.layout.tokens, rows)
         self._rows_of_due = self.layout.tokens + self.config.residual_length
-        """Rows the window has at least if one of its blocks is due."""
+        """Rows the residual has at least if one of its blocks is due."""
         # States of a call that waits for its queries, of which the first rows, as many as the number, are sinks.
         self._prompt: tuple[KeyValue, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.encode_prompt()
-        self.window.write_late_row()
-        return type(self), (self.tensors, self.counts, self.growth, self.handed_on)
+        self.encode_deferred()
+        self.residual.write_late_row()
+        return type(self), (self.tensors, self.counts, self.growth, self.scales_are_fixed)
 
     @classmethod
     @outside_inference_mode
@@ -76,33 +142,33 @@ class GrowingStore(LayerStore):
         batch, heads = keys.shape[:2]
         blocks = PackedBlocks.allocate(layout, batch, heads, growth.blocks(config, 0, 0), keys.device)
         sinks = Residual.allocate((keys, values), config.sink_tokens).ring
-        ring = Residual.allocate((keys, values), growth.window_rows(config, 0)).ring
+        ring = Residual.allocate((keys, values), growth.residual_rows(config, 0)).ring
         return cls(LayerTensors(config, blocks, sinks, ring), growth=growth)
 
     @property
     def counts(self) -> Counts:
         """What is held."""
-        self.encode_prompt()
-        return Counts(self.num_sinks, self.num_blocks, self.window.count, self.num_pending)
+        self.encode_deferred()
+        return Counts(self.num_sinks, self.num_blocks, self.residual.count, self.num_pending)
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        waiting = 0 if self._prompt is None else self._prompt[0][0].shape[2] - self._prompt[1]
-        return self.num_sinks + self.num_blocks * self.layout.tokens + self.window.count + waiting
+        deferred = 0 if self._prompt is None else self._prompt[0][0].shape[2] - self._prompt[1]
+        return self.num_sinks + self.num_blocks * self.layout.tokens + self.residual.count + deferred
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
         """See `LayerStore.append`."""
-        tensors, window = self.tensors, self.window
+        tensors, residual = self.tensors, self.residual
         row = tensors.row
-        # Nearly every decode step: one token that only has to be written to the window, which attention does.
+        # Nearly every decode step: one token that only has to be written to the residual, which attention does.
         if (
             keys.shape == row.keys
             and values.shape == row.values
             and keys.dtype == values.dtype == row.dtype
             and keys.device == values.device == row.device
             and self.num_sinks == self.config.sink_tokens
-            and 0 < window.count - self.num_pending * self.layout.tokens < window.capacity
+            and 0 < residual.count - self.num_pending * self.layout.tokens < residual.capacity
             and not self.growth.in_place
             and self._prompt is None
             and not torch.is_grad_enabled()
@@ -110,27 +176,27 @@ class GrowingStore(LayerStore):
         ):
             self.drop_encoded_rows()
             past = self.length
-            window.append_late(keys, values)
+            residual.append_late(keys, values)
             try:
-                return self._encode_window(past)
+                return self._encode_residual(past)
             except BaseException:
-                window.count -= 1
+                residual.count -= 1
                 self.num_pending = 0
                 raise
         check_fits(keys, values, row)
         self.growth.check(keys.shape[2], self.length)
-        self.encode_prompt()
+        self.encode_deferred()
         self.drop_encoded_rows()
         # What is written where nothing is held yet does not count: a kernel that fails leaves the store as it was.
-        before = vars(self) | {"window": window.snapshot()}
+        before = vars(self) | {"residual": residual.snapshot()}
         try:
-            return self._append(keys, values, wait)
+            return self._append(keys, values, defer)
         except BaseException:
             vars(self).update(before)
             raise
 
     @outside_inference_mode
-    def _append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         past, new_tokens, sinks_before = self.length, keys.shape[2], self.num_sinks
         to_sinks = min(new_tokens, self.config.sink_tokens - sinks_before) if past == sinks_before else 0
         for buffer, states in zip(self.sinks, (keys, values), strict=True):
@@ -138,74 +204,74 @@ class GrowingStore(LayerStore):
         self.num_sinks += to_sinks
         rest = (keys[:, :, to_sinks:], values[:, :, to_sinks:])
         if new_tokens <= 1 or (new_tokens <= SHORT_CALL and past > 0):
-            rows = self.window.count + rest[0].shape[2]
-            if rows > self.window.capacity:
-                self._replace_window(self.window.copied(self.growth.window_rows(self.config, rows)))
-            self.window.append(*rest)
-            return self._encode_window(past)
-        # The window does not have these rows yet, and the sinks that they filled are theirs.
+            rows = self.residual.count + rest[0].shape[2]
+            if rows > self.residual.capacity:
+                self._replace_residual(self.residual.copied(self.growth.residual_rows(self.config, rows)))
+            self.residual.append(*rest)
+            return self._encode_residual(past)
+        # The residual does not have these rows yet, and the sinks that they filled are theirs.
         shown = self.tensors.with_sinks(sinks_before)
-        view = StoreView(shown, self.num_blocks, self.window.count, past, self.window.late, (keys, values))
+        view = StoreView(shown, self.num_blocks, self.residual.count, past, self.residual.late, (keys, values))
         self._prompt = ((keys, values), to_sinks)
-        if not wait or not self.config.balance or self.handed_on or self.num_blocks:
-            self.encode_prompt()
+        if not defer or not self.config.balance or self.scales_are_fixed or self.num_blocks:
+            self.encode_deferred()
         return view
 
     @property
-    def waits(self) -> bool:
-        """See `LayerStore.waits`."""
+    def is_deferred(self) -> bool:
+        """See `LayerStore.is_deferred`."""
         return self._prompt is not None
 
-    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_prompt`."""
+    def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """See `LayerStore.encode_deferred`."""
         if self._prompt is not None:
-            self._encode_prompt(*self._prompt, queries, attended)
+            self._encode_deferred(*self._prompt, queries, attended)
 
     @outside_inference_mode
-    def _encode_prompt(
+    def _encode_deferred(
         self, prompt: KeyValue, to_sinks: int, queries: torch.Tensor | None, attended: torch.Tensor | None
     ) -> None:
         keys, values = prompt
-        before = vars(self) | {"window": self.window.snapshot()}
+        before = vars(self) | {"residual": self.residual.snapshot()}
         self._prompt = None
         try:
-            if self.config.balance and not self.handed_on and not self.num_blocks:
-                dispatch.balance(queries, keys, values, self.blocks.factors, first=to_sinks, valid=attended)
+            if self.config.balance and not self.scales_are_fixed and not self.num_blocks:
+                dispatch.balance(queries, keys, values, self.blocks.channel_scales, first=to_sinks, valid=attended)
             self._append_long((keys[:, :, to_sinks:], values[:, :, to_sinks:]))
         except BaseException:
             vars(self).update(before)
             raise
 
-    def _encode_window(self, past: int) -> StoreView:
-        """Encode the blocks that became due by rows the window has now. Returns a view of all rows."""
+    def _encode_residual(self, past: int) -> StoreView:
+        """Encode the blocks that became due by rows the residual has now. Returns a view of all rows."""
         view = self._view(past)
-        if self.window.count < self._rows_of_due:
+        if self.residual.count < self._rows_of_due:
             self.num_pending = 0
             return view
         self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
         if self.num_pending:
-            for skipped, part in self.window.parts(0, self.num_pending * self.layout.tokens):
+            for skipped, part in self.residual.parts(0, self.num_pending * self.layout.tokens):
                 self._encode(part, self.num_blocks + skipped // self.layout.tokens)
         return view
 
     def _append_long(self, rest: KeyValue) -> None:
         """Append the tokens of a long call, and encode what they make due without copying it.
 
-            window before          new tokens
+            residual before          new tokens
             [ rows held | ....... ][ lead | whole blocks | kept ]
             [ block ][ block begun  .... ][ block ][ ... ][ dense ]
 
-        The block that the old window began is completed by `lead` new tokens in a copy of the window, and encoded from
-        there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
-        window. The old ring stays as it is, because the view of this call reads it.
+        The block that the old residual began is completed by `lead` new tokens in a copy of the residual, and encoded
+        from there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
+        residual. The old ring stays as it is, because the view of this call reads it.
         """
         tokens = self.layout.tokens
-        rows, held = rest[0].shape[2], self.window.count
+        rows, held = rest[0].shape[2], self.residual.count
         due = max(0, self.config.num_blocks(self.length + rows) - self.num_blocks)
         lead = min(rows, -held % tokens)
         whole = max(0, due - (held + lead) // tokens)
-        begun = due - whole  # blocks due that have rows in the old window
-        completed = self.window  # of no rows: nothing to complete
+        begun = due - whole  # blocks due that have rows in the old residual
+        completed = self.residual  # of no rows: nothing to complete
         if held:
             completed = completed.copied(ring_capacity(held + lead))
             completed.append(*(x[:, :, :lead] for x in rest))
@@ -214,11 +280,11 @@ class GrowingStore(LayerStore):
         end = lead + whole * tokens
         keys, values = (x[:, :, lead:end] for x in rest)
         self._encode((keys, values), self.num_blocks + begun)
-        capacity = self.growth.window_rows(self.config, held + rows - due * tokens)
+        capacity = self.growth.residual_rows(self.config, held + rows - due * tokens)
         kept = completed.copied(capacity, begun * tokens)
         kept.first += whole * tokens
         kept.append(*(x[:, :, end:] for x in rest))
-        self._replace_window(kept)
+        self._replace_residual(kept)
         self.num_blocks += due
 
     @outside_inference_mode
@@ -235,29 +301,29 @@ class GrowingStore(LayerStore):
             capacity = self.growth.blocks(self.config, held, needed)
             self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
 
-    def _replace_window(self, window: Residual) -> None:
-        """Hold the rows of `window`, in its ring."""
-        self.window = window
-        self.tensors = self.tensors.with_ring(window.ring)
+    def _replace_residual(self, residual: Residual) -> None:
+        """Hold the rows of `residual`, in its ring."""
+        self.residual = residual
+        self.tensors = self.tensors.with_ring(residual.ring)
 
     def drop_encoded_rows(self) -> None:
         """Drop the dense rows of pending blocks: they are only packed from now on."""
         if self.num_pending:
-            self.window.drop(self.num_pending * self.layout.tokens)
+            self.residual.drop(self.num_pending * self.layout.tokens)
             self.num_blocks += self.num_pending
             self.num_pending = 0
 
     def _view(self, past: int) -> StoreView:
-        tensors, window = self.tensors, self.window
+        tensors, residual = self.tensors, self.residual
         if self.num_sinks != self.config.sink_tokens:
             tensors = tensors.with_sinks(self.num_sinks)
-        return StoreView(tensors, self.num_blocks, window.count, past, window.late)
+        return StoreView(tensors, self.num_blocks, residual.count, past, residual.late)
 
     def view(self) -> StoreView:
         """See `LayerStore.view`. The rows of pending blocks stay for a crop."""
-        self.encode_prompt()
+        self.encode_deferred()
         reader = copy(self)
-        reader.window = self.window.snapshot()
+        reader.residual = self.residual.snapshot()
         reader.drop_encoded_rows()
         return reader._view(self.length)
 
@@ -269,35 +335,37 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
         """See `LayerStore.crop`."""
-        self.encode_prompt()
+        self.encode_deferred()
         length = max(0, self.length - tokens)
         block = self.layout.tokens
         if (kept := length - self.num_sinks - self.num_blocks * block) >= 0:
-            self.window.count = kept
+            self.residual.count = kept
             # Rows of pending blocks are still here: keep packed what a cache of this length would have packed.
             self.num_pending = min(self.num_pending, max(0, self.config.num_blocks(length) - self.num_blocks))
             return
-        self.window.write_late_row()
+        self.residual.write_late_row()
         self.num_pending = 0
         self.num_blocks, rows = divmod(max(0, length - self.num_sinks), block)
         self.num_sinks = min(self.num_sinks, length)
-        self.window = Residual(self.tensors.ring, self.num_blocks * block, rows)
+        self.residual = Residual(self.tensors.ring, self.num_blocks * block, rows)
         if rows:
             cut = self.blocks.slice(self.num_blocks, self.num_blocks + 1)
-            slots = slice(self.window.first % self.window.capacity, self.window.first % self.window.capacity + block)
-            dispatch.dequantise(self.config, cut, *(part[:, :, slots] for part in self.tensors.ring))
+            slots = slice(
+                self.residual.first % self.residual.capacity, self.residual.first % self.residual.capacity + block
+            )
+            dispatch.dequantize(self.config, cut, *(part[:, :, slots] for part in self.tensors.ring))
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:
         """See `LayerStore.map`."""
-        self.encode_prompt()
-        self.window.write_late_row()
-        return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.handed_on)
+        self.encode_deferred()
+        self.residual.write_late_row()
+        return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
-        self.encode_prompt()
-        self.window.write_late_row()
+        self.encode_deferred()
+        self.residual.write_late_row()
         super().reorder(beam_idx)
 
     def reset(self) -> None:
@@ -305,23 +373,23 @@ class GrowingStore(LayerStore):
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """See `LayerStore.by_kind`. A late row is held in the model's own tensors until it is written."""
-        self.encode_prompt()
+        self.encode_deferred()
         kinds = self.tensors.by_kind()
-        late = self.window.late
+        late = self.residual.late
         if late is not None and late.states is not None:
             kinds["window"] += late.states
         return kinds
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """See `LayerStore.export`."""
-        self.encode_prompt()
+        self.encode_deferred()
         held = self.blocks.slice(0, self.num_blocks + self.num_pending).tensors()
         if self.config.balance:
-            held["key_factors"], held["value_factors"] = self.blocks.factors
+            held["key_channel_scales"], held["value_channel_scales"] = self.blocks.channel_scales
         for name, position in (("keys", 0), ("values", 1)):
             held[f"sink_{name}"] = self.sinks[position][:, :, : self.num_sinks]
             empty = self.sinks[position][:, :, :0]
-            held[f"window_{name}"] = torch.cat([empty, *(part[position] for _, part in self.window.parts())], dim=2)
+            held[f"residual_{name}"] = torch.cat([empty, *(part[position] for _, part in self.residual.parts())], dim=2)
         return self.counts, held
 
     @outside_inference_mode
@@ -332,12 +400,12 @@ class GrowingStore(LayerStore):
         for name, tensor in self.blocks.tensors().items():
             tensor[:, :, :packed] = held[name].to(device)
         if self.config.balance:
-            self.blocks.factors.keys.copy_(held["key_factors"])
-            self.blocks.factors.values.copy_(held["value_factors"])
+            self.blocks.channel_scales.keys.copy_(held["key_channel_scales"])
+            self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
         for buffer, name in zip(self.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
-        capacity = self.growth.window_rows(self.config, counts.window)
-        window = Residual.allocate(self.tensors.ring, capacity, counts.blocks * self.layout.tokens)
-        window.append(held["window_keys"].to(device), held["window_values"].to(device))
-        self._replace_window(window)
+        capacity = self.growth.residual_rows(self.config, counts.residual)
+        residual = Residual.allocate(self.tensors.ring, capacity, counts.blocks * self.layout.tokens)
+        residual.append(held["residual_keys"].to(device), held["residual_values"].to(device))
+        self._replace_residual(residual)
         self.num_sinks, self.num_blocks, _, self.num_pending = counts

@@ -4,8 +4,8 @@ Its tensors are allocated once and written in place. What changes from step to s
 that a captured graph serves every length:
 
     state        [4] int32     what is held between calls, as `Counts`
-    step_counts  [6, 4] int32  what the last decode step attends to: sinks, blocks, window rows, slot of the first
-                               window row; the blocks that became due in it; and 0, by which the append's programs
+    step_counts  [6, 4] int32  what the last decode step attends to: sinks, blocks, residual rows, slot of the first
+                               residual row; the blocks that became due in it; and 0, by which the append's programs
                                find who is last. Only column 0 is used: entries lie 16 bytes apart, as wide as Triton's
                                alignment.
     length       [] int64      tokens held, as `get_seq_length` returns it
@@ -25,19 +25,16 @@ from typing import Any
 
 import torch
 
-from ..compat import mark_static_address
+from ..compat import mark_static_address, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.blocks import KeyValue
 from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
 from ..tensors.residual import Residual
 from . import graph_ops
-from .base import Counts, LayerStore
-from .checks import check_fits, check_room
-from .growing import GrowingStore
-from .growth import Fixed
+from .base import Counts, LayerStore, check_fits, check_room
+from .growing import Fixed, GrowingStore
 
 
 class PreallocatedStore(LayerStore):
@@ -47,13 +44,13 @@ class PreallocatedStore(LayerStore):
         tensors: Room for `max_cache_len` tokens.
         counts: `state`, `step_counts` and `length`; see the module.
         max_cache_len: Tokens there is room for.
-        handed_on: See `LayerStore`.
+        scales_are_fixed: See `LayerStore`.
     """
 
     def __init__(
-        self, tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int, handed_on: bool = False
+        self, tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int, scales_are_fixed: bool = False
     ) -> None:
-        super().__init__(tensors, handed_on)
+        super().__init__(tensors, scales_are_fixed)
         self._appending: GrowingStore | None = None
         """What the last call was appended to, if it waits for its queries."""
         self._newest = NewestToken()
@@ -65,8 +62,8 @@ class PreallocatedStore(LayerStore):
         self._config_text = graph_ops.config_text(tensors.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.encode_prompt()
-        return PreallocatedStore, (self.tensors, self.counts, self.max_cache_len, self.handed_on)
+        self.encode_deferred()
+        return PreallocatedStore, (self.tensors, self.counts, self.max_cache_len, self.scales_are_fixed)
 
     @classmethod
     @outside_inference_mode
@@ -90,21 +87,21 @@ class PreallocatedStore(LayerStore):
     @property
     def state(self) -> torch.Tensor:
         """What is held between calls."""
-        self.encode_prompt()
+        self.encode_deferred()
         return self.counts.state
 
     @property
     def length(self) -> int | torch.Tensor:
         """Tokens held, `[]` int64 on the device; of a model on the meta device a number."""
-        self.encode_prompt()
+        self.encode_deferred()
         if self.tensors.row.device.type == "meta":
             return int(self.counts.length)
         return graph_ops.tokens_held(self.counts)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, wait: bool = False) -> StoreView | StepView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
         """See `LayerStore.append`. One token waits for attention, which appends it without lengths on the host, so that
         it compiles."""
-        self.encode_prompt()
+        self.encode_deferred()
         row = self.tensors.row
         if (
             keys.shape != row.keys
@@ -113,7 +110,7 @@ class PreallocatedStore(LayerStore):
             or not keys.device == values.device == row.device
         ):
             check_fits(keys, values, row)
-            return self._append_many(keys, values, wait)
+            return self._append_many(keys, values, defer)
         if torch.compiler.is_compiling():
             self.num_held = None
         else:
@@ -135,46 +132,46 @@ class PreallocatedStore(LayerStore):
         )
 
     @outside_inference_mode
-    def _append_many(self, keys: torch.Tensor, values: torch.Tensor, wait: bool) -> StoreView:
+    def _append_many(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         store = self.as_growing()
         # Of its own: what is returned reads the old rows, and outlives the writing back.
-        store.window = store.window.copied(store.window.capacity)
-        store.tensors = store.tensors.with_ring(store.window.ring)
-        view = store.append(keys, values, wait)
+        store.residual = store.residual.copied(store.residual.capacity)
+        store.tensors = store.tensors.with_ring(store.residual.ring)
+        view = store.append(keys, values, defer)
         self._appending = store
-        if not store.waits:
-            self.encode_prompt()
+        if not store.is_deferred:
+            self.encode_deferred()
         return view
 
     @property
-    def waits(self) -> bool:
-        """See `LayerStore.waits`."""
+    def is_deferred(self) -> bool:
+        """See `LayerStore.is_deferred`."""
         return self._appending is not None
 
-    def encode_prompt(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_prompt`. Also appends the token of a decode step that waits for attention."""
+    def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
+        """See `LayerStore.encode_deferred`. Also appends the token of a decode step that waits for attention."""
         if self._newest.states is not None:
             graph_ops.append_newest(self._step_view())
         if (store := self._appending) is not None:
-            store.encode_prompt(queries, attended)
+            store.encode_deferred(queries, attended)
             self._appending = None
-            if store.window.count > self.tensors.ring[0].shape[2]:
+            if store.residual.count > self.tensors.ring[0].shape[2]:
                 store.drop_encoded_rows()
             self._take(store)
 
     def as_growing(self) -> GrowingStore:
         """A store over the same tensors, with counts on the host. Waits for the device."""
-        self.encode_prompt()
+        self.encode_deferred()
         counts = Counts(*self.state.tolist())
-        return GrowingStore(self.tensors, counts, Fixed(self.max_cache_len), self.handed_on)
+        return GrowingStore(self.tensors, counts, Fixed(self.max_cache_len), self.scales_are_fixed)
 
     @outside_inference_mode
     def _take(self, store: GrowingStore) -> None:
         """Hold what `store` holds, whose blocks and sinks are this store's."""
         if store.tensors.ring is not self.tensors.ring:
-            window = Residual(self.tensors.ring, store.window.first)
-            for _, part in store.window.parts():
-                window.append(*part)
+            residual = Residual(self.tensors.ring, store.residual.first)
+            for _, part in store.residual.parts():
+                residual.append(*part)
         graph_ops.write_counts(self.counts, store)
         self.num_held = store.length
 
@@ -198,19 +195,19 @@ class PreallocatedStore(LayerStore):
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PreallocatedStore:
         """See `LayerStore.map`. The counts stay where they are."""
-        self.encode_prompt()
-        return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.handed_on)
+        self.encode_deferred()
+        return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """See `LayerStore.reorder`."""
-        self.encode_prompt()
+        self.encode_deferred()
         super().reorder(beam_idx)
 
     def reset(self) -> PreallocatedStore:
         """See `LayerStore.reset`: the tensors stay where they are."""
         self._appending = self._newest.states = None
-        if not self.handed_on:
-            for factor in self.blocks.factors:
+        if not self.scales_are_fixed:
+            for factor in self.blocks.channel_scales:
                 factor.fill_(1)
         self.counts.state.zero_()
         self.counts.length.zero_()
@@ -219,7 +216,7 @@ class PreallocatedStore(LayerStore):
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """See `LayerStore.by_kind`."""
-        self.encode_prompt()
+        self.encode_deferred()
         kinds = self.tensors.by_kind()
         return {**kinds, "metadata": [*kinds["metadata"], *self.counts]}
 

@@ -1,1 +1,1 @@
-"""What is held: packed blocks, the dense window, and what a call reads of them."""
+"""What is held: packed blocks, the dense residual, and what a call reads of them."""

@@ -1,4 +1,4 @@
-"""The packed blocks of one layer, as a structure of arrays, and the factors of its channels."""
+"""The packed blocks of one layer, as a structure of arrays, and its channel scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 BLOCK = BlockLayout.tokens
 
 
-class Factors(NamedTuple):
+class ChannelScales(NamedTuple):
     """What keys and values are multiplied by before they are encoded (see `tq_hf.codec.balance`).
 
     They have no more bits than a bfloat16, so that the encoder's matrix products with them are exact.
@@ -29,14 +29,14 @@ class Factors(NamedTuple):
     values: torch.Tensor
 
     @classmethod
-    def ones(cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device) -> Factors:
-        """Factors that change nothing."""
+    def ones(cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device) -> ChannelScales:
+        """Channel scales that change nothing."""
         keys, values = (
             torch.ones(batch, heads, dim, dtype=torch.float16, device=device) for dim in (key_dim, value_dim)
         )
         return cls(keys, values)
 
-    def check(self, others: Factors) -> None:
+    def check(self, others: ChannelScales) -> None:
         """Raise a `ValueError` unless `others`, `[B or 1, Hkv, D]`, can take the place of these."""
         for own, other in zip(self, others, strict=True):
             if other.shape[1:] != own.shape[1:] or len(other) not in (1, len(own)):
@@ -45,9 +45,9 @@ class Factors(NamedTuple):
                     f"{list(own.shape[1:])}. Make it anew with `Balance.of(model)`."
                 )
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Factors:
-        """Factors of the results of `function` on both tensors."""
-        return Factors(function(self.keys), function(self.values))
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ChannelScales:
+        """Channel scales of the results of `function` on both tensors."""
+        return ChannelScales(function(self.keys), function(self.values))
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,21 @@ class PackedBlocks:
         layout: Sizes of a block.
         key_words: `[B, Hkv, N, layout.key_words]` int32.
         value_words: `[B, Hkv, N, layout.value_words]` int32.
-        scalars: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
+        scales: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
         key_means: `[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means, or `None` if the layout has none.
-        factors: What states were multiplied by before they were encoded; of all blocks.
+        channel_scales: What states were multiplied by before they were encoded; of all blocks.
     """
 
     layout: BlockLayout
     key_words: torch.Tensor
     value_words: torch.Tensor
-    scalars: torch.Tensor
+    scales: torch.Tensor
     key_means: torch.Tensor | None
-    factors: Factors
+    channel_scales: ChannelScales
 
     @classmethod
     def allocate(cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device) -> PackedBlocks:
-        """Zero-filled room for `blocks` blocks of `heads` KV heads, with factors of one."""
+        """Zero-filled room for `blocks` blocks of `heads` KV heads, with channel scales of one."""
 
         def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(batch, heads, blocks, size, dtype=dtype, device=device)
@@ -81,31 +81,31 @@ class PackedBlocks:
             layout=layout,
             key_words=zeros(layout.key_words),
             value_words=zeros(layout.value_words),
-            scalars=zeros(layout.tokens),
+            scales=zeros(layout.tokens),
             key_means=zeros(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
-            factors=Factors.ones(batch, heads, layout.key_dim, layout.value_dim, device),
+            channel_scales=ChannelScales.ones(batch, heads, layout.key_dim, layout.value_dim, device),
         )
 
     @property
     def capacity(self) -> int:
         """Blocks there is room for."""
-        return self.scalars.shape[2]
+        return self.scales.shape[2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of N blocks by field name, without an absent mean."""
-        names = ("key_words", "value_words", "scalars", "key_means")
+        names = ("key_words", "value_words", "scales", "key_means")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
-        """These blocks with `function` applied to every tensor, the factors among them."""
-        return self._map_blocks(function, self.factors.map(function))
+        """These blocks with `function` applied to every tensor, the channel scales among them."""
+        return self._map_blocks(function, self.channel_scales.map(function))
 
     def _map_blocks(
-        self, function: Callable[[torch.Tensor], torch.Tensor], factors: Factors | None = None
+        self, function: Callable[[torch.Tensor], torch.Tensor], channel_scales: ChannelScales | None = None
     ) -> PackedBlocks:
         means = None if self.key_means is None else function(self.key_means)
-        words = (function(self.key_words), function(self.value_words), function(self.scalars))
-        return PackedBlocks(self.layout, *words, means, factors or self.factors)
+        words = (function(self.key_words), function(self.value_words), function(self.scales))
+        return PackedBlocks(self.layout, *words, means, channel_scales or self.channel_scales)
 
     def slice(self, start: int, stop: int) -> PackedBlocks:
         """Views of blocks `start` to `stop`."""

@@ -10,7 +10,7 @@ import torch
 
 from ..config import TurboQuantConfig
 from ..layout import BlockLayout
-from .blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from .blocks import BLOCK, ChannelScales, KeyValue, PackedBlocks
 from .residual import LateRow, Residual
 
 
@@ -83,7 +83,7 @@ class LayerTensors:
         return LayerTensors(self.config, blocks, self.sinks, self.ring)
 
     def with_ring(self, ring: KeyValue) -> LayerTensors:
-        """These tensors with another window."""
+        """These tensors with another residual."""
         return LayerTensors(self.config, self.blocks, self.sinks, ring)
 
     def dense_shapes(self, tokens: int) -> tuple[torch.Size, torch.Size]:
@@ -101,43 +101,43 @@ class LayerTensors:
         means = [] if blocks.key_means is None else [blocks.key_means]
         return {
             "packed": [blocks.key_words, blocks.value_words],
-            "metadata": [blocks.scalars, *means, *blocks.factors],
+            "metadata": [blocks.scales, *means, *blocks.channel_scales],
             "window": list(self.ring),
             "sinks": list(self.sinks),
         }
 
     def arguments(self) -> list[torch.Tensor]:
         """Every tensor in one list, as an operator of a graph takes them."""
-        return [*self.sinks, *self.ring, *self.blocks.factors, *self.blocks.tensors().values()]
+        return [*self.sinks, *self.ring, *self.blocks.channel_scales, *self.blocks.tensors().values()]
 
     @classmethod
     def from_arguments(cls, config: TurboQuantConfig, tensors: Sequence[torch.Tensor]) -> LayerTensors:
         """The layer whose `arguments()` these are."""
-        sink_keys, sink_values, ring_keys, ring_values, *factors = tensors[:6]
-        key_words, value_words, scalars, *means = tensors[6:]
+        sink_keys, sink_values, ring_keys, ring_values, *channel_scales = tensors[:6]
+        key_words, value_words, scales, *means = tensors[6:]
         layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
         means_or_none = means[0] if means else None
-        blocks = PackedBlocks(layout, key_words, value_words, scalars, means_or_none, Factors(*factors))
+        blocks = PackedBlocks(layout, key_words, value_words, scales, means_or_none, ChannelScales(*channel_scales))
         return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))
 
 
 class StoreView(NamedTuple):
-    """The tokens a query attends to, oldest first: sinks, packed blocks, window, and the new tokens of a long call.
+    """The tokens a query attends to, oldest first: sinks, packed blocks, residual, and the new tokens of a long call.
 
     Args:
         tensors: The tensors read.
         num_blocks: Number of packed blocks read, the first ones.
-        num_window: Number of window rows read, those that follow the blocks; they end with the new tokens unless `new`
-            holds those.
+        num_residual: Number of residual rows read, those that follow the blocks; they end with the new tokens unless
+            `new` holds those.
         past_length: Tokens cached before this call.
-        late: The newest window row, if it may not be in its ring yet.
-        new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the window, as the model made
-            them.
+        late: The newest residual row, if it may not be in its ring yet.
+        new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
+            made them.
     """
 
     tensors: LayerTensors
     num_blocks: int
-    num_window: int
+    num_residual: int
     past_length: int
     late: LateRow | None = None
     new: KeyValue | None = None
@@ -158,10 +158,10 @@ class StoreView(NamedTuple):
         return self.tensors.sinks
 
     @property
-    def window(self) -> Residual:
+    def residual(self) -> Residual:
         """The dense rows after the blocks."""
         first = self.num_blocks * self.tensors.layout.tokens
-        return Residual(self.tensors.ring, first, self.num_window, self.late)
+        return Residual(self.tensors.ring, first, self.num_residual, self.late)
 
     @property
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
@@ -169,16 +169,16 @@ class StoreView(NamedTuple):
         num_sinks = self.sinks[0].shape[2]
         parts = [(0, self.sinks)] if num_sinks else []
         after = num_sinks + self.num_blocks * self.tensors.layout.tokens
-        parts += [(after + skipped, part) for skipped, part in self.window.parts()]
+        parts += [(after + skipped, part) for skipped, part in self.residual.parts()]
         if self.new is not None:
-            parts.append((after + self.num_window, self.new))
+            parts.append((after + self.num_residual, self.new))
         return parts
 
     @property
     def length(self) -> int:
         """All tokens attended to: past and new."""
-        tensors, num_blocks, num_window, _, _, new = self
-        length = tensors.sinks[0].shape[2] + num_blocks * BLOCK + num_window
+        tensors, num_blocks, num_residual, _, _, new = self
+        length = tensors.sinks[0].shape[2] + num_blocks * BLOCK + num_residual
         return length if new is None else length + new[0].shape[2]
 
 
@@ -207,7 +207,7 @@ class StepView(NamedTuple):
     Args:
         tensors: The tensors read, which the store never replaces.
         counts: The store's, which hold what the step attends to once the newest token is appended.
-        entries: Views of the numbers of sinks, blocks and window rows in `counts.step_counts`.
+        entries: Views of the numbers of sinks, blocks and residual rows in `counts.step_counts`.
         config_text: The configuration as an operator of a graph takes it.
         length: Tokens there is room for: the length of the dense states that stand for this view.
         num_held: Tokens it covers, if the host knows.

@@ -11,7 +11,7 @@ that is complete. It holds the first tokens as rows, and attention reads those i
 is a function of these tokens alone, so it is shared more widely still.
 
 The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head's block lies in one piece, `[key words |
-value words | scalars | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
+value words | scales | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
 rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
 
 Sliding layers keep dense rows in pages of the same pool. A request has room for its last `window` tokens. The token at
@@ -30,7 +30,7 @@ import torch
 
 from ..config import TurboQuantConfig
 from ..layout import BlockLayout
-from .blocks import BLOCK, Factors, KeyValue, PackedBlocks
+from .blocks import BLOCK, ChannelScales, KeyValue, PackedBlocks
 
 LEAST_ROWS = 32
 """Rows that a page of a sliding layer has at least, if its window has as many."""
@@ -51,13 +51,13 @@ class PageFields(NamedTuple):
     Args:
         key_words: `[pages, Hkv, layout.key_words]` int32.
         value_words: `[pages, Hkv, layout.value_words]` int32.
-        scalars: `[pages, Hkv, 128]` int32.
+        scales: `[pages, Hkv, 128]` int32.
         key_means: `[pages, Hkv, layout.key_dim_padded]` fp16, or `None` if the layout has none.
     """
 
     key_words: torch.Tensor
     value_words: torch.Tensor
-    scalars: torch.Tensor
+    scales: torch.Tensor
     key_means: torch.Tensor | None
 
 
@@ -71,20 +71,20 @@ class LayerPages:
         blocks: The pages as packed blocks.
         rows: The same bytes as dense rows, `[pages, Hkv, 2, rows_per_page, D]` in the model's dtype; keys at 0, values
             at 1.
-        factors: What states are multiplied by before they are encoded, `[1, Hkv, D]`; of all requests.
+        channel_scales: What states are multiplied by before they are encoded, `[1, Hkv, D]`; of all requests.
     """
 
     config: TurboQuantConfig
     layout: BlockLayout
     blocks: PageFields
     rows: torch.Tensor
-    factors: Factors
+    channel_scales: ChannelScales
 
     @classmethod
     def of_pool(
         cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype
     ) -> LayerPages:
-        """The view of the `index`-th layer of a pool, with factors of one.
+        """The view of the `index`-th layer of a pool, with channel scales of one.
 
         Args:
             pool: `[pages, layers, Hkv, layout.block_bytes]` uint8, contiguous.
@@ -95,25 +95,25 @@ class LayerPages:
         """
         layout, page = config.layout(head_dim), pool[:, index]
         sizes = (4 * layout.key_words, 4 * layout.value_words, 4 * layout.tokens, layout.mean_bytes)
-        key_words, value_words, scalars, means = page.split(sizes, -1)
+        key_words, value_words, scales, means = page.split(sizes, -1)
         rows = rows_per_page(layout, dtype)
         dense = page[..., : 2 * rows * head_dim * dtype.itemsize].view(dtype).unflatten(-1, (2, rows, head_dim))
         fields = PageFields(
             key_words.view(torch.int32),
             value_words.view(torch.int32),
-            scalars.view(torch.int32),
+            scales.view(torch.int32),
             means.view(torch.float16) if layout.key_mean else None,
         )
-        return cls(config, layout, fields, dense, Factors.ones(1, page.shape[1], head_dim, head_dim, pool.device))
+        return cls(config, layout, fields, dense, ChannelScales.ones(1, page.shape[1], head_dim, head_dim, pool.device))
 
-    def with_factors(self, factors: Factors) -> LayerPages:
-        """This view with other factors, `[1, Hkv, D]` on any device.
+    def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
+        """This view with other channel scales, `[1, Hkv, D]` on any device.
 
         Raises:
             ValueError: They are of heads of another number or size.
         """
-        self.factors.check(factors)
-        return replace(self, factors=factors.map(lambda factor: factor.to(self.rows.device)))
+        self.channel_scales.check(channel_scales)
+        return replace(self, channel_scales=channel_scales.map(lambda factor: factor.to(self.rows.device)))
 
     @property
     def rows_per_page(self) -> int:
@@ -137,15 +137,15 @@ class LayerPages:
 
     def packed(self, pages: torch.Tensor) -> PackedBlocks:
         """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence."""
-        key_words, value_words, scalars, key_means = (
+        key_words, value_words, scales, key_means = (
             None if field is None else field[pages].transpose(0, 1)[None] for field in self.blocks
         )
-        assert key_words is not None and value_words is not None and scalars is not None
-        return PackedBlocks(self.layout, key_words, value_words, scalars, key_means, self.factors)
+        assert key_words is not None and value_words is not None and scales is not None
+        return PackedBlocks(self.layout, key_words, value_words, scales, key_means, self.channel_scales)
 
     def write_packed(self, pages: torch.Tensor, blocks: PackedBlocks) -> None:
         """Write n blocks of one sequence to `pages` `[n]`."""
-        held = (blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means)
+        held = (blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means)
         for field, states in zip(self.blocks, held, strict=True):
             if field is not None and states is not None:
                 field[pages] = states[0].transpose(0, 1)
@@ -176,21 +176,22 @@ class LayerPages:
 class Sequences(NamedTuple):
     """The geometry of one step, on the device: B requests, their new tokens one after the other, and their pages.
 
-    A request b has `cu_q[b + 1] - cu_q[b]` new tokens and `cu_k[b + 1] - cu_k[b]` tokens with them. Without new tokens
-    nothing is done for it, whether it has others or only pads the batch. Tokens after `cu_q[B]` belong to nobody.
+    A request b has `cu_seqlens_q[b + 1] - cu_seqlens_q[b]` new tokens and `cu_seqlens_k[b + 1] - cu_seqlens_k[b]`
+    tokens with them. Without new tokens nothing is done for it, whether it has others or only pads the batch. Tokens
+    after `cu_seqlens_q[B]` belong to nobody.
 
     Args:
-        cu_q: `[B + 1]` int32.
-        cu_k: `[B + 1]` int32.
-        table: `[B, W]` int32: a request's ring pages, then the sink page if there is one, then its blocks, those that
-            this step completes included; -1 where it has none. Of a ring whose request has fewer than 128 tokens, pages
-            beyond the last token's may be left out.
+        cu_seqlens_q: `[B + 1]` int32.
+        cu_seqlens_k: `[B + 1]` int32.
+        block_table: `[B, W]` int32: a request's ring pages, then the sink page if there is one, then its blocks, those
+            that this step completes included; -1 where it has none. Of a ring whose request has fewer than 128 tokens,
+            pages beyond the last token's may be left out.
         max_q: At least the most new tokens that a request has; 1 if and only if all have one at most.
     """
 
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    block_table: torch.Tensor
     max_q: int
 
 
@@ -250,13 +251,13 @@ class Singles:
     Args:
         tokens: `[N]` int64, which tokens of the step are theirs; `None` if all are.
         past: `[N]` int32, tokens held before; -1 for a token that pads the step and belongs to nobody.
-        table: Their pages, `[N, at least as many as tokens are held in]` int32, contiguous.
+        block_table: Their pages, `[N, at least as many as tokens are held in]` int32, contiguous.
         windows: Any of the layers.
     """
 
     tokens: torch.Tensor | None
     past: torch.Tensor
-    table: torch.Tensor
+    block_table: torch.Tensor
     windows: LayerWindows
 
     @cached_property
@@ -274,14 +275,14 @@ class Singles:
         """Page and row `[N]` of the new token; of nobody's, a page that nobody reads."""
         rows = self.windows.rows_per_page
         new = self.past.clamp(min=0).long() % self.windows.window
-        page = self.table.long().gather(1, new[:, None] // rows)[:, 0]
+        page = self.block_table.long().gather(1, new[:, None] // rows)[:, 0]
         return torch.where(self.exists, page, self.windows.trash), new % rows
 
     @cached_property
     def read(self) -> Place:
         """Pages and rows `[N, window]` of the tokens held; rows of zeros where there is none."""
         row, rows = torch.arange(self.windows.window, device=self.past.device), self.windows.rows_per_page
-        page = torch.where(self.held, self.table.long()[:, row // rows], 0)
+        page = torch.where(self.held, self.block_table.long()[:, row // rows], 0)
         return page, (row % rows).expand_as(page)
 
 
@@ -291,12 +292,12 @@ class Prompt(NamedTuple):
     Args:
         tokens: Its new tokens among all.
         past: Tokens before them.
-        table: Its pages, `[at least as many as tokens are held in]` int64.
+        block_table: Its pages, `[at least as many as tokens are held in]` int64.
     """
 
     tokens: slice
     past: int
-    table: torch.Tensor
+    block_table: torch.Tensor
 
 
 class WindowStep(NamedTuple):

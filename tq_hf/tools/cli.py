@@ -18,10 +18,9 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..config import PRESETS, is_auto, preset_name
-from .chat import Chat
+from .chat import Chat, converse, print_error
 from .estimate import Estimator, estimate, parse_memory
 from .estimate_table import Report, as_json, print_table
-from .terminal import converse, print_error
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 """The folder with the shipped model; there in a checkout, not in an installed wheel."""
@@ -140,7 +139,7 @@ def estimate_command(
     dtype: Dtype = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="What the weights take, as 13GB. By default counted, quantised as the config says."),
+        typer.Option(help="What the weights take, as 13GB. By default counted, quantized as the config says."),
     ] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
 ) -> None:

@@ -22,13 +22,13 @@ from ..cache import TurboQuantCache
 from ..compat import storage_id
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..layers.recorded import Call
+from ..layers.dense import Call
 from ..memory import MemoryFootprint, _tensors
 from ..stores.growing import GrowingStore
 from ..tensors.blocks import KeyValue
 from . import weights
 from .traced import trace
-from .weights import method_of, quantisation_of
+from .weights import method_of, quantization_of
 
 MOST = 2**40
 """Where a search for what fits ends: a model of which more fits has layers that do not grow."""
@@ -61,12 +61,12 @@ class Estimator:
         self.dtype = dtype or _dtype_of(text_config) or _dtype_of(model_config) or torch.bfloat16
         found = trace(model_config, self.dtype)
         self.config, self.calls = found.config, found.calls
-        options = quantisation_of(model_config)
-        self.quantisation = method_of(options)
-        """How the checkpoint says its weights are quantised, or `None`."""
+        options = quantization_of(model_config)
+        self.quantization = method_of(options)
+        """How the checkpoint says its weights are quantized, or `None`."""
         counted, note = weights.weight_bytes(found.model, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
-        """Bytes of the weights of the whole model: quantised as its config says, else in `dtype`."""
+        """Bytes of the weights of the whole model: quantized as its config says, else in `dtype`."""
         self.notes = [note] if note and weight_bytes is None else []
         """What else there is to know, in sentences."""
         if not found.whole:
@@ -229,7 +229,7 @@ def _measure(layer: Any, tokens: int) -> MemoryFootprint:
             return footprint
         kinds = layer.by_kind()
         blocks = layer.store.blocks
-        footprint.bf16_equivalent = math.prod(blocks.scalars.shape[:2]) * tokens * blocks.layout.dense_bytes
+        footprint.bf16_equivalent = math.prod(blocks.scales.shape[:2]) * tokens * blocks.layout.dense_bytes
     else:
         kinds = {"uncompressed": list(_tensors(list(vars(layer).values())))}
         footprint.bf16_equivalent = sum(2 * t.numel() for t in kinds["uncompressed"] if t.is_floating_point())
@@ -256,9 +256,9 @@ def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
         return  # all there will ever be is there
     if not isinstance(layer.store, _Sizes):
         layer.store = _Sizes.allocate(layer.config, keys, values)
-        layer.store.handed_on = True  # no statistics of a prompt without values
+        layer.store.scales_are_fixed = True  # no statistics of a prompt without values
     layer.store.append(keys, values)
-    layer.store.window.write_late_row()  # as attention does
+    layer.store.residual.write_late_row()  # as attention does
 
 
 def _largest(fits: Callable[[int], bool]) -> int | None:

@@ -56,7 +56,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "model": report.name,
         "dtype": str(report.estimator.dtype).removeprefix("torch."),
-        "quantisation": report.estimator.quantisation,
+        "quantization": report.estimator.quantization,
         "context": report.context,
         "batch": report.batch,
         "max_cache_len": report.max_cache_len,
@@ -112,8 +112,8 @@ def _remarks(report: Report, shrinks: bool) -> list[str]:
         )
     if report.left is not None and report.memory is not None:
         weights = f"{estimator.weight_bytes / 2**30:,.1f} GiB of weights"
-        if estimator.quantisation is not None and not estimator.notes:
-            weights += f" (quantised: {estimator.quantisation})"
+        if estimator.quantization is not None and not estimator.notes:
+            weights += f" (quantized: {estimator.quantization})"
         if report.left:
             said.append(
                 f"Of {report.memory / 2**30:,.1f} GiB, {report.left / 2**30:,.1f} GiB are left for the cache beside "

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ..cache import TurboQuantCache
-from ..layers.recorded import Call, record
+from ..layers.dense import Call, record
 
 META = torch.device("meta")
 TOKENS = 2
@@ -116,7 +116,7 @@ def _kind(config: PreTrainedConfig) -> Any:
 
 
 def _traceable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a config without what makes a model look at the values of its inputs, and unquantised; no size of a
+    """A copy of a config without what makes a model look at the values of its inputs, and unquantized; no size of a
     cache depends on it."""
     config = copy.deepcopy(config)
     for part in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values():

@@ -3,7 +3,7 @@
 mxfp4           4 bits, and a byte for each 32 weights: the experts of gpt-oss
 fp8             a byte, and 4 for each block of 128 x 128
 awq, gptq       `bits`, and for each group of `group_size` weights a 16-bit scale and a zero point of `bits`
-bitsandbytes    4 bits and 4 bytes for each 64 weights (double quantisation: 1 byte, and 4 for each 256 of these),
+bitsandbytes    4 bits and 4 bytes for each 64 weights (double quantization: 1 byte, and 4 for each 256 of these),
                 or a byte and 4 for each row
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 Size = Callable[[torch.Tensor], float]
-"""Bytes of one quantised weight, `[rows, columns]` or of all experts `[experts, ...]`."""
+"""Bytes of one quantized weight, `[rows, columns]` or of all experts `[experts, ...]`."""
 
 ALWAYS_PLAIN = r"(^|\.)(lm_head|embed_out|router|gate)(\.|$)"
 """Modules that checkpoints leave as they are, whether or not they say so."""
@@ -58,7 +58,7 @@ def _bitsandbytes(options: dict[str, Any]) -> Size:
 METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "awq": _grouped, "gptq": _grouped, "bitsandbytes": _bitsandbytes}
 
 
-def quantisation_of(config: Any) -> dict[str, Any] | None:
+def quantization_of(config: Any) -> dict[str, Any] | None:
     """`quantization_config` of a model's config or of its decoder's, as a dictionary."""
     for part in (config, config.get_text_config(decoder=True)):
         found = getattr(part, "quantization_config", None)
@@ -68,7 +68,7 @@ def quantisation_of(config: Any) -> dict[str, Any] | None:
 
 
 def method_of(options: dict[str, Any] | None) -> str | None:
-    """The name of a way of quantising, e.g. "fp8"; `None` for none."""
+    """The name of a way of quantizing, e.g. "fp8"; `None` for none."""
     if options is None:
         return None
     method = options.get("quant_method") or ("bitsandbytes" if options.get("load_in_4bit") else "unknown")
@@ -76,15 +76,15 @@ def method_of(options: dict[str, Any] | None) -> str | None:
 
 
 def weight_bytes(model: torch.nn.Module, options: dict[str, Any] | None) -> tuple[int, str | None]:
-    """Bytes of all weights of a model on the meta device, and a sentence if they were quantised in another way than
-    this counts (which are then taken as unquantised)."""
+    """Bytes of all weights of a model on the meta device, and a sentence if they were quantized in another way than
+    this counts (which are then taken as unquantized)."""
     method = method_of(options)
     if options is None or method not in METHODS:
         note = None
         if method is not None:
             note = (
-                f"The checkpoint is quantised with {method}, which is not known here: its weights are counted "
-                "unquantised. Say what they take with `--weights 13GB`."
+                f"The checkpoint is quantized with {method}, which is not known here: its weights are counted "
+                "unquantized. Say what they take with `--weights 13GB`."
             )
         return sum(parameter.nbytes for parameter in model.parameters()), note
     size = METHODS[method](options)
@@ -97,8 +97,8 @@ def weight_bytes(model: torch.nn.Module, options: dict[str, Any] | None) -> tupl
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 linear = isinstance(module, torch.nn.Linear) and parameter.dim() == 2 and method != "mxfp4"
-                quantised = not plain and (linear or (parameter.dim() == 3 and prefix.endswith("experts")))
-                total += size(parameter) if quantised else parameter.nbytes
+                quantized = not plain and (linear or (parameter.dim() == 3 and prefix.endswith("experts")))
+                total += size(parameter) if quantized else parameter.nbytes
     return round(total), None
 
 

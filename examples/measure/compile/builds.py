@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.codec.balance import WARPS, balance_constants, channel_factors, sum_squares
-from tq_kernels.codec.dequantise import dequantise_blocks
+from tq_kernels.codec.balance import WARPS, balance_constants, sum_squares, write_channel_scales
+from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks
 from tq_kernels.codec.encode_paged import encode_completed
-from tq_kernels.codec.launch import dequantise_config, encode_config
-from tq_kernels.codec.quantise import LEVELS
+from tq_kernels.codec.launch import dequantize_config, encode_config
+from tq_kernels.codec.quantize import LEVELS
 from tq_kernels.decode.append import append_and_encode, append_and_rotate, rotate_and_append, rotate_columns
 from tq_kernels.decode.append_paged import append_tails, rotate_and_append_single
 from tq_kernels.decode.plan import Plan, plan_decode
@@ -67,28 +67,28 @@ def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 1
     return build(encode_blocks, [*types, *["i32"] * 8], constants, arch, num_warps=config.warps, **options)
 
 
-def build_dequantise(
+def build_dequantize(
     arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 128, dtype: str = "fp16"
 ) -> Compiled:
-    """`dequantise_blocks` of keys or of values."""
+    """`dequantize_blocks` of keys or of values."""
     on, own, stored = target_of(arch), bits[is_value], padded_dim(dim)
-    config = dequantise_config(stored, own, on.capability)
+    config = dequantize_config(stored, own, on.capability)
     tile = tile_of(stored, 16 * config.chunks)
     constants = (
         *(dim, stored, tile, own, is_value, config.chunks, min(config.columns, tile)),
         *(config.resident, on.asm),
     )
     types = ["*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16", f"*{dtype}", *["i32"] * 8]
-    return build(dequantise_blocks, types, constants, arch, num_warps=config.warps)
+    return build(dequantize_blocks, types, constants, arch, num_warps=config.warps)
 
 
 def build_balance(arch: Arch, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16") -> list[Compiled]:
-    """`sum_squares` of a padded prompt whose queries were shown, and `channel_factors`."""
-    sums, factors = balance_constants(dim, value_dim or dim, True)
+    """`sum_squares` of a padded prompt whose queries were shown, and `write_channel_scales`."""
+    sums, scales = balance_constants(dim, value_dim or dim, True)
     types = [*[f"*{dtype}"] * 3, "*u8", "*fp32", *["i32"] * 15]
     return [
         build(sum_squares, types, sums, arch, num_warps=WARPS),
-        build(channel_factors, ["*fp32", "*fp16", "*fp16", "i32", "i32"], factors, arch, num_warps=WARPS),
+        build(write_channel_scales, ["*fp32", "*fp16", "*fp16", "i32", "i32"], scales, arch, num_warps=WARPS),
     ]
 
 
@@ -278,8 +278,8 @@ BUILDERS: dict[str, Callable[..., Compiled]] = {
     "reduce": build_reduce,
     "encode keys": build_encode,
     "encode values": partial(build_encode, is_value=True),
-    "dequantise keys": build_dequantise,
-    "dequantise values": partial(build_dequantise, is_value=True),
+    "dequantize keys": build_dequantize,
+    "dequantize values": partial(build_dequantize, is_value=True),
     "prefix": build_prefix,
 }
 """Kernels by name, each made of an architecture and bits, and of `dim` and `dtype` where they are not 128 and "fp16";

@@ -113,7 +113,7 @@ def our_methods(config: Any, tokens: int) -> list[Method]:
         for name, options in PRESETS.items()
     ]
     for name, options in PRESETS.items():
-        made.append(compressed(config, f"{name}, no window", replace(options, **SINKS), tokens, stressed=False))
+        made.append(compressed(config, f"{name}, no residual", replace(options, **SINKS), tokens, stressed=False))
         if name in VLLM:
             made.append(compressed(config, f"{name}, packed only", replace(options, **PACKED), tokens))
     return made
@@ -124,7 +124,7 @@ def ablations(config: Any, tokens: int) -> list[Method]:
     switches: dict[str, dict[str, Any]] = {
         "defaults": {},
         "packed only": PACKED,
-        "no window": SINKS,
+        "no residual": SINKS,
         "no sinks": {"sink_tokens": 0},
         "no key mean": {"key_mean": False},
         "no random signs": {"random_signs": False},
@@ -136,7 +136,7 @@ def ablations(config: Any, tokens: int) -> list[Method]:
         "values: none": {"value_correction": "none"},
         "values: norm": {"value_correction": "norm"},
         "values: projection": {"value_correction": "projection"},
-        "window of 256": {"residual_length": 256},
+        "residual of 256": {"residual_length": 256},
         "first and last layer dense": {"skip_layers": (0, -1)},
         "another seed": {"seed": 1},
         "no balance": {"balance": False},
@@ -151,7 +151,7 @@ def ablations(config: Any, tokens: int) -> list[Method]:
     return made + [
         compressed(config, f"{preset}, {what}", Ablation.from_preset(preset, **switches[what]), tokens)
         for preset in ("3.5bit_nc", "2.5bit_nc", "2bit_nc")
-        for what in ("defaults", "packed only", "no window")
+        for what in ("defaults", "packed only", "no residual")
     ]
 
 
@@ -275,7 +275,7 @@ class Evaluation:
         """KL of our presets over that of vLLM's recipe, with paired bootstrap intervals over documents."""
         sizes = {row["cache"]: row["bytes_all_in"] for row in self.rows}
         packed = {row["cache"]: row["bytes_packed"] for row in self.rows}
-        pairs = [(f"{name}{kind}", f"vLLM {name}") for name in VLLM for kind in ("", ", no window", ", packed only")]
+        pairs = [(f"{name}{kind}", f"vLLM {name}") for name in VLLM for kind in ("", ", no residual", ", packed only")]
         pairs += [("3bit_nc", "vLLM 4bit_nc")]
         made = []
         for ours, theirs in pairs:

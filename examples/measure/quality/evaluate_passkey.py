@@ -29,7 +29,7 @@ from examples.provenance import BASELINE, RESULTS, SHIPPED_MODEL, bytes_held, pr
 from tq_hf import PRESETS, TurboQuantCache
 
 GREATEST_DEPTH = 0.9
-"""Pass keys are not hidden in the last tenth of a document: part of that is still in the dense window."""
+"""Pass keys are not hidden in the last tenth of a document: part of that is still in the dense residual."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 python -m examples.measure.quality.families              # half an hour on two cores
 python -m examples.measure.quality.families llama doge   # these anew, the rest from families.json
+python -m examples.measure.quality.families sizes        # published sizes, two minutes; "page": neither, only the page
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from examples.measure.quality import published_sizes
 from examples.measure.quality.family_check import NOT_TESTABLE, Finding, Outcome, examine
 from examples.measure.quality.family_configs import model_types
 from examples.provenance import RESULTS
@@ -36,7 +38,9 @@ def main(only: list[str]) -> None:
     torch.set_num_threads(1)
     kept = RESULTS / "families.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    for model_type in model_types() if not only else [name for name in only if name != "page"]:
+    if not only or "sizes" in only:
+        published_sizes.measure()
+    for model_type in model_types() if not only else [name for name in only if name not in ("page", "sizes")]:
         if model_type in NOT_TESTABLE:
             found.pop(model_type, None)
             continue
@@ -64,15 +68,15 @@ def table(findings: list[Finding]) -> str:
         "tiny random models. Made by `python -m examples.measure.quality.families`; `test_every_family.py` holds it.",
         "",
         'Each is run with its default attention and with "turboquant", growing and preallocated, with everything in '
-        "the dense window and with whole prompts packed: logits of teacher-forced steps (one token, three tokens) "
-        "and of a left-padded generation, against transformers' own cache; packed, against it read dequantised.",
+        "the dense residual and with whole prompts packed: logits of teacher-forced steps (one token, three tokens) "
+        "and of a left-padded generation, against transformers' own cache; packed, against it read dequantized.",
         "",
         "| | families |",
         "| --- | ---: |",
         *(f"| {VERDICTS[kind]} | {counts[kind]} |" for kind in reversed(list(VERDICTS)) if counts[kind]),
         f"| not testable here | {len(NOT_TESTABLE)} |",
         "",
-        '"Read" is how "turboquant" reads the compressed layers: packed, or dequantised where keys do not reach '
+        '"Read" is how "turboquant" reads the compressed layers: packed, or dequantized where keys do not reach '
         "attention as they were cached; where none is compressed, what layers there are.",
         "",
         "| family | layers compressed | read | | |",
@@ -86,7 +90,7 @@ def table(findings: list[Finding]) -> str:
         )
     lines += ["", "## Not testable here", "", "| family | why |", "| --- | --- |"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(NOT_TESTABLE.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + published_sizes.section(published_sizes.read())) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every family of transformers on a compressed cache: what is compressed, how it is read, and whether it is right.
 
 A family is right in a mode if teacher-forced and generated logits are those of transformers' own cache; of a packed
-cache, read by "turboquant", those of the same cache read dequantised by the model's default attention. Anything else is
+cache, read by "turboquant", those of the same cache read dequantized by the model's default attention. Anything else is
 a difference, unless transformers' own cache of that kind differs or fails alike, or the package refused in a sentence.
 """
 
@@ -246,7 +246,7 @@ def _modes(
 ) -> tuple[dict[str, Outcome], str, str]:
     """Outcomes of the modes of one attention, what is compressed, and how that is read."""
     outcomes, layers, read = {}, "", ""
-    # A config of its own that names another attention: caches made from it are read dequantised.
+    # A config of its own that names another attention: caches made from it are read dequantized.
     elsewhere = copy.deepcopy(model.config)
     elsewhere._attn_implementation = "eager"
     for growth, room in (("growing", None), ("preallocated", ROOM)):
@@ -266,7 +266,7 @@ def _modes(
                 outcome = Outcome("right" if most < tolerance else "differs", f"{most:.1e}")
                 compressed = [layer for layer in cache.layers if isinstance(layer, TurboQuantLayer)]
                 layers = f"{len(compressed)}/{len(cache.layers)}"
-                read = "packed" if all(layer.reads_packed for layer in compressed) else "dequantised"
+                read = "packed" if all(layer.reads_packed for layer in compressed) else "dequantized"
                 if not compressed:
                     read = ", ".join(dict.fromkeys(type(layer).__name__ for layer in cache.layers))
             if outcome.kind != "right" and room is not None:

@@ -7,9 +7,9 @@ held.
 vLLM's recipe is re-stated from its TurboQuant backend (vLLM 0.33, pull request 38479): keys are normalised, rotated by
 a Hadamard matrix without random signs and rounded to Lloyd-Max centroids, their norm in fp16, the centroids' norm
 corrected; `k8v4` keys are cast to e4m3 without a scale; values are not rotated, each token of a head has fp16 scale and
-minimum; no window, no sinks. Its exemption of the first two and last two layers is left out, as it would leave next to
-nothing compressed in a model of five layers. A call of several tokens reads its own tokens exactly and the history as
-stored, a call of one token reads that too as stored, as vLLM's prefill and decode kernels do.
+minimum; no residual, no sinks. Its exemption of the first two and last two layers is left out, as it would leave next
+to nothing compressed in a model of five layers. A call of several tokens reads its own tokens exactly and the history
+as stored, a call of one token reads that too as stored, as vLLM's prefill and decode kernels do.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def coded_cache(config: PreTrainedConfig, name: str) -> Cache:
 
 
 QUANTIZED = {"transformers fp8": "fp8", "quanto int4": "quanto", "hqq int4": "hqq"}
-"""Backends of transformers' `QuantizedCache`; all but fp8 keep the last 128 tokens and quantise anew when they do."""
+"""Backends of transformers' `QuantizedCache`; all but fp8 keep the last 128 tokens and quantize anew when they do."""
 REQUIRES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 """Packages of the extra `peers`, as imported."""
 

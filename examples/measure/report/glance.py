@@ -28,7 +28,7 @@ WHICH = {
 READS = {
     BASELINE: "bf16, flash attention, no mask",
     "static, compiled": "bf16, sdpa with a mask over its whole length",
-    "quantized fp8": "the history dequantised at each step",
+    "quantized fp8": "the history dequantized at each step",
     "4bit_nc": "packed blocks",
     "4bit_nc, compiled": "packed blocks",
     "4bit_nc, graph_decoding": "packed blocks",

@@ -37,8 +37,8 @@ BF16, DEVICE = torch.bfloat16, torch.device("cuda")
 def sequences_of(length: int, pages: int, count: int) -> Sequences:
     """`count` requests with one new token each and as many pages, all of whose pages are different."""
     tokens = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
-    table = torch.randperm(count * pages, dtype=torch.int32, device=DEVICE).view(count, pages)
-    return Sequences(tokens, tokens * (length + 1), table, 1)
+    block_table = torch.randperm(count * pages, dtype=torch.int32, device=DEVICE).view(count, pages)
+    return Sequences(tokens, tokens * (length + 1), block_table, 1)
 
 
 def tokens_of(count: int, query_heads: int, heads: int, dim: int) -> list[torch.Tensor]:

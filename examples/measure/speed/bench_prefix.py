@@ -125,7 +125,7 @@ def extra_bytes(function: Callable[[], torch.Tensor]) -> int:
 
 
 def relative_error(view: StoreView, query: torch.Tensor, out: torch.Tensor) -> float:
-    """Relative RMS of the first two heads against fp64 attention over the same dequantised history."""
+    """Relative RMS of the first two heads against fp64 attention over the same dequantized history."""
     keys, values = (states[:, :1].double() for states in dispatch.dense(view))
     new, length = query.shape[2], keys.shape[2]
     logits = query[:, :2].double() @ keys.transpose(-1, -2) * HEADS[2] ** -0.5

@@ -39,7 +39,7 @@ from examples.measure.speed import bench_generate, bench_models, bench_prefix
 from examples.provenance import RESULTS, provenance, slug
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_attention
-from tq_hf.codec.reference import dequantise, encode
+from tq_hf.codec.reference import dequantize, encode
 from tq_hf.layout import BlockLayout
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
@@ -101,8 +101,8 @@ def random_blocks(layout: BlockLayout, batch: int, kv_heads: int, blocks: int, d
         words.random_(-(2**31), 2**31 - 1)
         if bits == 8:
             words &= 0x3F3F3F3F  # no NaN
-    scales = torch.rand(*packed.scalars.shape, 2, device=device).mul_(0.1).add_(0.05).half()
-    packed.scalars.copy_(scales.view(torch.int32).squeeze(-1))
+    scales = torch.rand(*packed.scales.shape, 2, device=device).mul_(0.1).add_(0.05).half()
+    packed.scales.copy_(scales.view(torch.int32).squeeze(-1))
     if packed.key_means is not None:
         packed.key_means.normal_(std=0.1)
     return packed
@@ -112,8 +112,8 @@ def prepared(
     config: TurboQuantConfig, packed: PackedBlocks, window_rows: int, query_heads: int, dtype: torch.dtype
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
     """A decode step over sinks, `packed` and `window_rows` rows of a window, and the tensors it reads."""
-    layout, device = packed.layout, packed.scalars.device
-    batch, kv_heads, blocks = packed.scalars.shape[:3]
+    layout, device = packed.layout, packed.scales.device
+    batch, kv_heads, blocks = packed.scales.shape[:3]
 
     def dense(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(
@@ -135,7 +135,7 @@ def prepared(
 
 
 def relative_error(preset: str, heads: tuple[int, int, int], device: torch.device) -> float:
-    """Relative RMS against fp64 attention over the same dequantised keys and values, 2 x 2k tokens of Gaussian
+    """Relative RMS against fp64 attention over the same dequantized keys and values, 2 x 2k tokens of Gaussian
     states, fp16."""
     query_heads, kv_heads, dim = heads
     config = TurboQuantConfig.from_preset(preset)
@@ -145,7 +145,7 @@ def relative_error(preset: str, heads: tuple[int, int, int], device: torch.devic
     window = 200
     step, inputs = prepared(config, packed, window, query_heads, torch.float16)
     middle = [torch.empty(2, kv_heads, 2048, dim, device=device) for _ in range(2)]
-    dequantise(config, packed, middle[0], middle[1])
+    dequantize(config, packed, middle[0], middle[1])
     start = 2048 % WINDOW_CAPACITY
     keys, values = (
         torch.cat(

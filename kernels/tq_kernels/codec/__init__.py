@@ -1,1 +1,1 @@
-"""Kernels that encode and dequantise blocks."""
+"""Kernels that encode and dequantize blocks."""

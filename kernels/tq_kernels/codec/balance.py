@@ -1,7 +1,8 @@
-"""Factors of channels from a first prompt, in two launches: what `tq_hf.codec.balance` takes a thousand for.
+"""Channel scales from a first prompt, in two launches: what `tq_hf.codec.balance` takes a thousand for.
 
 The first sums squares: a program takes one piece of the prompt and one head of one sequence, of keys, of values or of
-queries. The second adds pieces up and makes the factors. Sums are in fp32, in an order that depends on shapes alone.
+queries. The second adds pieces up and makes the scales. Sums are in fp32, in an order that depends on shapes
+alone.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import triton.language as tl
 from ..common.launcher import Kernel, specialised
 from ..format import (
     FAR,
-    LARGEST_FACTOR,
     LARGEST_RATIO,
+    LARGEST_SCALE,
     LARGEST_STATE,
     LEAST_TOKENS,
     NEAR,
     OUT_OF_RANGE,
     QUIETEST,
     SAMPLED_BLOCKS,
-    SMALLEST_FACTOR,
+    SMALLEST_SCALE,
     TOKENS,
     sample,
     sampled_start,
@@ -33,7 +34,7 @@ from ..format import (
 
 _LARGEST_STATE, _LARGEST_RATIO, _QUIETEST = map(tl.constexpr, (LARGEST_STATE, LARGEST_RATIO, QUIETEST))
 _OUT_OF_RANGE, _LEAST_TOKENS = tl.constexpr(OUT_OF_RANGE), tl.constexpr(LEAST_TOKENS)
-_SMALLEST, _LARGEST = tl.constexpr(SMALLEST_FACTOR), tl.constexpr(LARGEST_FACTOR)
+_SMALLEST, _LARGEST = tl.constexpr(SMALLEST_SCALE), tl.constexpr(LARGEST_SCALE)
 _LOG2_NEAR, _SLOPE = tl.constexpr(math.log2(NEAR)), tl.constexpr(1 / math.log2(FAR / NEAR))
 
 
@@ -175,7 +176,7 @@ def _store_inverse(out, wanted, sigma, known, channel, DIM: tl.constexpr):
 
 
 @triton.jit
-def _key_factors(
+def _key_channel_scales(
     sums, out, pieces, kinds,
     DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, SHOWN: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +191,7 @@ def _key_factors(
 
 
 @triton.jit
-def _value_factors(
+def _value_channel_scales(
     sums, out, pieces, kinds, DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr
 ):
     d = tl.arange(0, BLOCK)
@@ -200,10 +201,10 @@ def _value_factors(
 
 
 @triton.jit(do_not_specialize=["pieces", "kinds"])
-def channel_factors(
+def write_channel_scales(
     sums,  # as `sum_squares` leaves them
-    key_factors,  # [B, Hkv, DK] fp16
-    value_factors,  # [B, Hkv, DV] fp16
+    key_channel_scales,  # [B, Hkv, DK] fp16
+    value_channel_scales,  # [B, Hkv, DV] fp16
     pieces,
     kinds,  # 2 + group
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
@@ -213,12 +214,12 @@ def channel_factors(
     head = tl.program_id(0)
     sums += head * pieces * kinds * (WIDTH + 1)
     if tl.program_id(1) == 0:
-        _key_factors(sums, key_factors + head * DK, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES, SHOWN)
+        _key_channel_scales(sums, key_channel_scales + head * DK, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES, SHOWN)
     else:
-        _value_factors(sums, value_factors + head * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES)
+        _value_channel_scales(sums, value_channel_scales + head * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES)
 
 
-SUMS, FACTORS = Kernel(sum_squares), Kernel(channel_factors)
+SUMS, SCALES = Kernel(sum_squares), Kernel(write_channel_scales)
 WARPS = 8
 
 
@@ -234,20 +235,20 @@ def balance(
     queries: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    key_factors: torch.Tensor,
-    value_factors: torch.Tensor,
+    key_channel_scales: torch.Tensor,
+    value_channel_scales: torch.Tensor,
     *,
     first: int,
     allocate: Callable[[int], torch.Tensor],
     valid: torch.Tensor | None = None,
 ) -> None:
-    """Write the factors of a first prompt's channels, in two launches.
+    """Write the channel scales of a first prompt's channels, in two launches.
 
     Args:
         queries: `[B, Hq, T, Dk]` of the same tokens, like `keys`, or `None` where nobody has shown them.
         keys: `[B, Hkv, T, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
         values: `[B, Hkv, T, Dv]`, like `keys`.
-        key_factors, value_factors: `[B, Hkv, D]` fp16, contiguous: written.
+        key_channel_scales, value_channel_scales: `[B, Hkv, D]` fp16, contiguous: written.
         first: Tokens at the start that stay dense.
         allocate: Gives scratch: float32, of at least so many elements.
         valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
@@ -273,9 +274,9 @@ def balance(
         (constants, kind, specialised(strides)),
         num_warps=WARPS,
     )
-    FACTORS(
+    SCALES(
         (batch * heads, 2, 1),
-        (sums, key_factors, value_factors),
+        (sums, key_channel_scales, value_channel_scales),
         (at.pieces, kinds),
         last_constants,
         (last_constants, keys.device.index),

@@ -1,4 +1,4 @@
-"""Encode whole blocks of keys and values: rotate, remove the key mean, quantise and pack, in one kernel.
+"""Encode whole blocks of keys and values: rotate, remove the key mean, quantize and pack, in one kernel.
 
 A program takes the 128 rows of one block of keys or of values at a time. Rotating them is a matrix product with the
 dense rotation matrix; everything after it stays in registers. Keys and values are two launches, the second of which
@@ -11,8 +11,8 @@ the block is rotated as two tiles of 64 rows whose rows r and r + 8 hold the sam
 a word (two channels, or two tokens, and the quarters of the channels) are merged as words, of which there are a quarter
 as many as codes.
 
-The signs of the rotation are applied as +-1 in the inputs' dtype, times the factors of the channels, which have no more
-bits than it has. So products are exact, and the rotation's own factor 1 / sqrt(D) goes into the scales.
+The signs of the rotation are applied as +-1 in the inputs' dtype, times the channel scales, which have
+no more bits than it has. So products are exact, and the rotation's own factor 1 / sqrt(D) goes into the scales.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..format import TOKENS
-from .quantise import store_codes
+from .quantize import store_codes
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -54,11 +54,11 @@ class EncodeShape(NamedTuple):
 
 @triton.jit
 def load_rotation(
-    rotation, factors, first,
+    rotation, channel_scales, first,
     ROWS: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` to `first + ROWS` of sqrt(D) R^T, times their channels' factors, with columns in the order of
+    """Rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales, with columns in the order of
     quarters, `[ROWS, TILE]`.
 
     Returns:
@@ -77,9 +77,9 @@ def load_rotation(
     else:
         r = r * DIM**0.5
     if HEAD_DIM == TILE:
-        factor = tl.load(factors + k)  # [ROWS, 1]
+        factor = tl.load(channel_scales + k)  # [ROWS, 1]
     else:
-        factor = tl.load(factors + k, mask=k < HEAD_DIM, other=0.0)
+        factor = tl.load(channel_scales + k, mask=k < HEAD_DIM, other=0.0)
     if SPLIT:
         r *= factor.to(tl.float32)
         high = r.to(MATRIX)
@@ -99,7 +99,7 @@ def _takes_two(matrix, dim):
 @triton.jit
 def resident_rotation(
     rotation,
-    factors,
+    channel_scales,
     K_STEP: tl.constexpr,
     MATRIX: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -109,7 +109,7 @@ def resident_rotation(
     """All of `load_rotation` for `encode_block`, if it takes all channels in one step; else zeros, because a function
     returns no `None` before Triton 3.7."""
     if K_STEP == TILE:
-        return load_rotation(rotation, factors, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, _takes_two(MATRIX, DIM))
+        return load_rotation(rotation, channel_scales, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, _takes_two(MATRIX, DIM))
     else:
         return 0.0, 0.0
 
@@ -165,7 +165,7 @@ def block_rows():
 
 @triton.jit
 def encode_block(
-    early, late, early_offsets, late_offsets, out: Output, home, rotation, factors, high, low, C: tl.constexpr
+    early, late, early_offsets, late_offsets, out: Output, home, rotation, channel_scales, high, low, C: tl.constexpr
 ):  # fmt: skip
     """Encode one block's keys or values as block `home`.
 
@@ -195,7 +195,7 @@ def encode_block(
             x0 = _load_rows(early + first + early_offsets, first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
             x1 = _load_rows(late + first + late_offsets, first + k, C.HEAD_DIM, C.TILE)
             step_high, step_low = load_rotation(
-                rotation, factors, first, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE, SPLIT
+                rotation, channel_scales, first, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE, SPLIT
             )
             y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.PRECISION)
             y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.PRECISION)
@@ -233,7 +233,7 @@ def encode_blocks(
     scales,  # [B, H, N, 128, 2] float16, a key's and a value's
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
-    factors,  # [B, H, HEAD_DIM] float16
+    channel_scales,  # [B, H, HEAD_DIM] float16
     heads,
     blocks,  # n
     start,
@@ -253,8 +253,8 @@ def encode_blocks(
     offsets = block_rows()[:, None] * stride_token + k[None, :]  # [64, K_STEP]
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
-    factors += tl.program_id(1) * HEAD_DIM
-    high, low = resident_rotation(rotation, factors, K_STEP, MATRIX, HEAD_DIM, DIM, TILE)
+    channel_scales += tl.program_id(1) * HEAD_DIM
+    high, low = resident_rotation(rotation, channel_scales, K_STEP, MATRIX, HEAD_DIM, DIM, TILE)
 
     states += batch * stride_batch + head * stride_head
     first_home = batch * blocks_batch + head * blocks_head + start
@@ -265,6 +265,6 @@ def encode_blocks(
         if ASM and STAGES > 1:
             _prefetch_rows(states, tl.minimum(block + tl.num_programs(0), blocks - 1), stride_token, TILE)
         out = Output(words, scales, means)
-        encode_block(source, late, offsets, offsets, out, home, rotation, factors, high, low, C)
+        encode_block(source, late, offsets, offsets, out, home, rotation, channel_scales, high, low, C)
     if PDL and IS_VALUE:
         cuda.gdc_wait()

@@ -80,7 +80,7 @@ class NewStates(NamedTuple):
     stride_t: Any
     stride_h: Any
     rotation: Any
-    factors: Any
+    channel_scales: Any
 
 
 class Pool(NamedTuple):
@@ -88,8 +88,8 @@ class Pool(NamedTuple):
 
     rows: Any
     table: Any
-    cu_q: Any
-    cu_k: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
     count: Any
     width: Any
     page_blocks: Any
@@ -99,13 +99,13 @@ class Pool(NamedTuple):
 def _encode_all(new, pool, out, amounts, total, SINKS: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
     """Every `programs`-th of all keys' or values' blocks: `amounts` [BB] of each sequence, `total` in all."""
     kv_head = tl.program_id(1)
-    factors = new.factors + kv_head * C.HEAD_DIM
+    channel_scales = new.channel_scales + kv_head * C.HEAD_DIM
     token = block_rows()  # [64]
     k = tl.arange(0, C.K_STEP)[None, :]
-    high, low = resident_rotation(new.rotation, factors, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+    high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
     for task in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
         sequence, before = located(amounts, task)
-        first, _, past = lengths(pool.cu_q, pool.cu_k, sequence, pool.count)
+        first, _, past = lengths(pool.cu_seqlens_q, pool.cu_seqlens_k, sequence, pool.count)
         block = past // TOKENS + task - before
         pages = pool.table + sequence.to(tl.int64) * pool.width
         page = tl.load(pages + TOKENS // ROWS + (1 if SINKS else 0) + block).to(tl.int64)
@@ -124,7 +124,9 @@ def _encode_all(new, pool, out, amounts, total, SINKS: tl.constexpr, ROWS: tl.co
             new.states, pool.rows, pages, token + HALF_TOKENS, position, first, past, kv_head, pool.page_blocks,
             new.stride_t, new.stride_h, C.HEAD_DIM, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
         )  # fmt: skip
-        encode_block(early, late, k, k, out, page * pool.page_blocks + kv_head, new.rotation, factors, high, low, C)
+        encode_block(
+            early, late, k, k, out, page * pool.page_blocks + kv_head, new.rotation, channel_scales, high, low, C
+        )
 
 
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
@@ -133,16 +135,16 @@ def encode_completed(
     value,  # [T, Hkv, HEAD_DIM]
     rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype
     table,  # [B, W] int32
-    cu_q,  # [B + 1] int32
-    cu_k,  # [B + 1] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
     key_words,  # [pages, Hkv, 128 * DIM * KEY_BITS / 32] int32
     value_words,  # [pages, Hkv, 128 * DIM * VALUE_BITS / 32] int32
     scales,  # [pages, Hkv, 128, 2] float16
     means,  # [pages, Hkv, DIM] float16
     key_rotation,  # [DIM, DIM] float32
     value_rotation,  # [DIM, DIM] float32
-    key_factors,  # [Hkv, HEAD_DIM] float16
-    value_factors,  # [Hkv, HEAD_DIM] float16
+    key_channel_scales,  # [Hkv, HEAD_DIM] float16
+    value_channel_scales,  # [Hkv, HEAD_DIM] float16
     count,  # B
     key_t,
     key_h,
@@ -168,12 +170,12 @@ def encode_completed(
     ASM: tl.constexpr,
 ):
     """Grid: (programs, Hkv, 2), keys and values."""
-    _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
     amounts = completed(new, past)  # [BB]
     total = tl.sum(amounts, 0)
     if tl.program_id(0) >= total:
         return
-    pool = Pool(rows, table, cu_q, cu_k, count, width, page_blocks)
+    pool = Pool(rows, table, cu_seqlens_q, cu_seqlens_k, count, width, page_blocks)
     KEYS: tl.constexpr = EncodeShape(
         HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
     )  # fmt: skip
@@ -181,10 +183,10 @@ def encode_completed(
         HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
     )  # fmt: skip
     if tl.program_id(2) == 0:
-        new_keys = NewStates(key, key_t * 8, key_h * 8, key_rotation, key_factors)
+        new_keys = NewStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)
         _encode_all(
             new_keys, pool, Output(key_words, scales, means if HAS_MEAN else None), amounts, total, SINKS, ROWS, KEYS
         )
     else:
-        new_values = NewStates(value, value_t * 8, value_h * 8, value_rotation, value_factors)
+        new_values = NewStates(value, value_t * 8, value_h * 8, value_rotation, value_channel_scales)
         _encode_all(new_values, pool, Output(value_words, scales, None), amounts, total, SINKS, ROWS, VALUES)

@@ -12,11 +12,11 @@ from ..common.device import matrix_type, target
 from ..common.launcher import Kernel, specialised
 from ..format import BLOCK_TOKENS
 from ..types import Packed, Recipe
-from .dequantise import dequantise_blocks
+from .dequantize import dequantize_blocks
 from .encode import encode_blocks
-from .quantise import LEVELS
+from .quantize import LEVELS
 
-ENCODE, DEQUANTISE = Kernel(encode_blocks), Kernel(dequantise_blocks)
+ENCODE, DEQUANTISE = Kernel(encode_blocks), Kernel(dequantize_blocks)
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,17 @@ def encode(
         return
     on = target(keys.device)
     matrix = matrix_type(keys)
-    for is_value, states, words, means, factors, rotation, bits in (
-        (False, keys, packed.key_words, packed.key_means, packed.key_factors, recipe.rotations[0], recipe.bits[0]),
-        (True, values, packed.value_words, None, packed.value_factors, recipe.rotations[1], recipe.bits[1]),
+    for is_value, states, words, means, channel_scales, rotation, bits in (
+        (
+            False,
+            keys,
+            packed.key_words,
+            packed.key_means,
+            packed.key_channel_scales,
+            recipe.rotations[0],
+            recipe.bits[0],
+        ),
+        (True, values, packed.value_words, None, packed.value_channel_scales, recipe.rotations[1], recipe.bits[1]),
     ):
         dim = rotation.shape[0]
         tile = max(16, triton.next_power_of_2(dim))
@@ -121,7 +129,7 @@ def encode(
         )
         ENCODE(
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (states, words, packed.scalars.view(torch.float16), means, rotation, factors),
+            (states, words, packed.scales.view(torch.float16), means, rotation, channel_scales),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
@@ -131,8 +139,8 @@ def encode(
 
 
 @dataclass(frozen=True)
-class DequantiseConfig:
-    """Tile sizes and launch parameters of `dequantise_blocks`.
+class DequantizeConfig:
+    """Tile sizes and launch parameters of `dequantize_blocks`.
 
     Args:
         chunks: Parts the packed channels are cut into; four where quarters are packed apart.
@@ -149,19 +157,19 @@ class DequantiseConfig:
     programs_per_multiprocessor: int
 
 
-def dequantise_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantiseConfig:
+def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantizeConfig:
     """The heuristic table; `capability` of an NVIDIA GPU or (0, 0)."""
     if capability[0] == 9:
         warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
         columns = 64 if bits < 4 and dim > 128 else 128
-        return DequantiseConfig(
+        return DequantizeConfig(
             4 if bits < 4 else 1, columns, resident=True, warps=warps, programs_per_multiprocessor=2
         )
     columns = 128 if capability[0] >= 8 else 64
-    return DequantiseConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
+    return DequantizeConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
 
 
-def dequantise(
+def dequantize(
     packed: Packed,
     start: int,
     stop: int,
@@ -195,12 +203,20 @@ def dequantise(
     if batch * heads * blocks == 0:
         return
     on = target(keys.device)
-    for is_value, states, words, means, factors, rotation, bits in (
-        (False, keys, packed.key_words, packed.key_means, packed.key_factors, recipe.rotations[0], recipe.bits[0]),
-        (True, values, packed.value_words, None, packed.value_factors, recipe.rotations[1], recipe.bits[1]),
+    for is_value, states, words, means, channel_scales, rotation, bits in (
+        (
+            False,
+            keys,
+            packed.key_words,
+            packed.key_means,
+            packed.key_channel_scales,
+            recipe.rotations[0],
+            recipe.bits[0],
+        ),
+        (True, values, packed.value_words, None, packed.value_channel_scales, recipe.rotations[1], recipe.bits[1]),
     ):
         dim = rotation.shape[0]
-        config = dequantise_config(dim, bits, on.capability)
+        config = dequantize_config(dim, bits, on.capability)
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
         columns = min(config.columns, tile)
         tiles = triton.cdiv(dim, columns)
@@ -212,7 +228,7 @@ def dequantise(
         )
         DEQUANTISE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
-            (words, packed.scalars.view(torch.float16), means, rotation, factors, states),
+            (words, packed.scales.view(torch.float16), means, rotation, channel_scales, states),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),

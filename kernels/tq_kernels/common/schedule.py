@@ -8,9 +8,9 @@ streams: worker w leaves its partial result for stream s in slot w + s. Both gro
 with each new piece, so slots are unique, and the pieces of stream s lie in consecutive slots. Each stream counts as if
 `START` blocks more came first, because a program that goes on to another one has to begin anew.
 
-The dense tokens (sinks and window) are cut into jobs of 32 tokens of one stream. Workers that have no share begin with
-one each; the others are claimed by whoever is done. Programs are not equally fast: of those on one multiprocessor, the
-first are served first, and are done when a fifth of the time is left. Their jobs wait for memory while the others
+The dense tokens (sinks and residual) are cut into jobs of 32 tokens of one stream. Workers that have no share begin
+with one each; the others are claimed by whoever is done. Programs are not equally fast: of those on one multiprocessor,
+the first are served first, and are done when a fifth of the time is left. Their jobs wait for memory while the others
 compute.
 
 Over the pages of many sequences, streams are of one sequence each and differ in length. An *item* is a packed block or
@@ -96,15 +96,15 @@ def stream_items(new, past, SINKS: tl.constexpr):
 
 
 @triton.jit
-def share(worker, workers, cu_q, cu_k, count, heads, SINKS: tl.constexpr, BLOCK_B: tl.constexpr):
+def share(worker, workers, cu_seqlens_q, cu_seqlens_k, count, heads, SINKS: tl.constexpr, BLOCK_B: tl.constexpr):
     """A worker's first item and the one after its last, the first one's stream, and that stream's first item; `heads`
     are streams of a sequence."""
-    _, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
     items = stream_items(new, past, SINKS) * heads
     total = tl.sum(items, 0)
     start = share_start(worker, workers, total)
     sequence, before = located(items, start)
-    _, its_new, its_past = lengths(cu_q, cu_k, sequence, count)
+    _, its_new, its_past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
     per_stream = tl.maximum(stream_items(its_new, its_past, SINKS), 1)
     stream = sequence * heads + (start - before) // per_stream
     return start, share_start(worker + 1, workers, total), stream, start - (start - before) % per_stream

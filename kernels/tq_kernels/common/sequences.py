@@ -13,13 +13,13 @@ from ..format import TOKENS
 
 
 @triton.jit
-def lengths(cu_q, cu_k, sequence, count):
+def lengths(cu_seqlens_q, cu_seqlens_k, sequence, count):
     """First new token, new tokens, and tokens cached before, of sequences: int32. From `count` on they have none."""
     exists = sequence < count
-    first = tl.load(cu_q + sequence, mask=exists, other=0)
-    new = tl.load(cu_q + sequence + 1, mask=exists, other=0) - first
-    before = tl.load(cu_k + sequence, mask=exists, other=0)
-    return first, new, tl.load(cu_k + sequence + 1, mask=exists, other=0) - before - new
+    first = tl.load(cu_seqlens_q + sequence, mask=exists, other=0)
+    new = tl.load(cu_seqlens_q + sequence + 1, mask=exists, other=0) - first
+    before = tl.load(cu_seqlens_k + sequence, mask=exists, other=0)
+    return first, new, tl.load(cu_seqlens_k + sequence + 1, mask=exists, other=0) - before - new
 
 
 @triton.jit

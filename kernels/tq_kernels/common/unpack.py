@@ -4,7 +4,7 @@ A word tile has the shape `[M, K]` of the matrix operands it unpacks to; every w
 of a block at once (the format is defined in `tq_hf/codec/packing.py`). With ASM a tile element is an int16, half of an
 int32 word, so that the 32-bit register of two neighbours along K is exactly one stored word: byte permutes look up the
 levels and no data moves between threads. A kernel that permutes what it unpacked must keep Triton from moving the
-permuted layout above the look-up (`tq_kernels.codec.dequantise._two_planes`). Without ASM (interpreter, sm_75, AMD) a
+permuted layout above the look-up (`tq_kernels.codec.dequantize._two_planes`). Without ASM (interpreter, sm_75, AMD) a
 tile element is the whole int32 word, loaded once per neighbour, and shifts pick the neighbour's codes.
 
     load_words     packed words of a tile, in the form the chosen spelling needs
@@ -13,7 +13,7 @@ tile element is the whole int32 word, loaded once per neighbour, and shifts pick
     unpack2        2 bits: a crumb tile                       -> 4 planes of one quarter of the channels
     unpack8        FP8 e4m3: word tile u of 2                 -> planes 2 u and 2 u + 1, as 2**-8 times the value
     load_levels    packed words of a tile                     -> 4 planes of these channels, whatever the bits
-    unpack_scales  a token's scalar word                      -> its key scale and value scale
+    unpack_scales  a token's word of scales                      -> its key scale and value scale
 """
 
 import struct
@@ -305,9 +305,9 @@ def small_unit(BITS: tl.constexpr):
 
 
 @triton.jit
-def unpack_scales(scalars):
-    """int32 scalars -> fp16 key scale (low half) and value scale (high half)."""
-    w = scalars.to(tl.uint32, bitcast=True)
+def unpack_scales(scales):
+    """int32 scales -> fp16 key scale (low half) and value scale (high half)."""
+    w = scales.to(tl.uint32, bitcast=True)
     return _half(w & 0xFFFF), _half(w >> 16)
 
 

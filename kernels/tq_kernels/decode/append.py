@@ -2,8 +2,8 @@
 
 A growing store's counts are on the host: `rotate_and_append` writes the row. A preallocated store's are int32 tensors
 on the device (see `tq_hf/stores/preallocated.py`), and every length is read there: `state` is what is held between
-calls; `step_counts` is what this step attends to, the slot of the first window row, and the blocks that become due, in
-entries 16 bytes apart. One program a head appends the keys, another the values: it writes the row and, if a block is
+calls; `step_counts` is what this step attends to, the slot of the first residual row, and the blocks that become due,
+in entries 16 bytes apart. One program a head appends the keys, another the values: it writes the row and, if a block is
 due, encodes it. All work out the counts from `state`; the last program to have read it writes them. Queries are rotated
 by programs of their own, which wait for nobody. `Appender` launches the same without queries.
 """
@@ -19,7 +19,7 @@ from triton.language.extra import cuda
 
 from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
 from ..codec.launch import encode_config
-from ..codec.quantise import LEVELS
+from ..codec.quantize import LEVELS
 from ..common.compat import current_device
 from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
@@ -56,11 +56,11 @@ def load_row(states, stride_b, stride_h, head, heads, d, DIM: tl.constexpr):
 def rotate_and_append(
     keys,  # [B, Hkv, 1, DK]
     values,  # [B, Hkv, 1, DV]
-    window_keys,  # [B, Hkv, capacity, DK], contiguous
-    window_values,  # [B, Hkv, capacity, DV]
+    residual_keys,  # [B, Hkv, capacity, DK], contiguous
+    residual_values,  # [B, Hkv, capacity, DV]
     query,  # from here on as for rotate_query
     rotation,
-    factors,
+    channel_scales,
     scratch,
     slot,
     capacity,
@@ -84,9 +84,9 @@ def rotate_and_append(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`rotate_query`; the first program of each head also writes its new row to slot `slot` of the window's ring.
+    """`rotate_query`; the first program of each head also writes its new row to slot `slot` of the residual's ring.
 
-    The kernel that attends waits for this one to end before it reads the window.
+    The kernel that attends waits for this one to end before it reads the residual.
     """
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         head = tl.program_id(0)
@@ -94,12 +94,12 @@ def rotate_and_append(
         k = load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
         v = load_row(values, values_b, values_h, head, kv_heads, d, DV)
         row = head.to(tl.int64) * capacity + slot
-        tl.store(window_keys + row * DK + d, k, mask=d < DK)
-        tl.store(window_values + row * DV + d, v, mask=d < DV)
+        tl.store(residual_keys + row * DK + d, k, mask=d < DK)
+        tl.store(residual_values + row * DV + d, v, mask=d < DV)
     rotate_query(
         query,
         rotation,
-        factors,
+        channel_scales,
         scratch,
         rows,
         queries,
@@ -124,9 +124,9 @@ class NewStates(NamedTuple):
     stride_b: Any
     stride_h: Any
     sinks: Any
-    window: Any
+    residual: Any
     rotation: Any
-    factors: Any
+    channel_scales: Any
 
 
 class Place(NamedTuple):
@@ -134,9 +134,9 @@ class Place(NamedTuple):
 
     Args:
         heads: H.
-        max_sinks, capacity: Rows that sinks and window have room for.
+        max_sinks, capacity: Rows that sinks and residual have room for.
         num_sinks: Sinks before the token.
-        slot: Its slot of the window.
+        slot: Its slot of the residual.
         to_sinks: Whether it is a sink.
         fits: Whether there is room for it.
         due: Blocks that become due, 0 or 1.
@@ -159,7 +159,7 @@ class Place(NamedTuple):
 @triton.jit
 def _append(new, place, out, C: tl.constexpr):
     """Write the new row of this program's head to its place. If a block is due, which may end with this row, encode it
-    from the window.
+    from the residual.
 
     Args:
         new: `NewStates`.
@@ -175,16 +175,16 @@ def _append(new, place, out, C: tl.constexpr):
         sink = new.sinks + (wide * place.max_sinks + place.num_sinks) * C.HEAD_DIM
         tl.store(sink + d, row, mask=(d < C.HEAD_DIM) & place.fits)
     else:
-        at = new.window + (wide * place.capacity + place.slot) * C.HEAD_DIM
+        at = new.residual + (wide * place.capacity + place.slot) * C.HEAD_DIM
         tl.store(at + d, row, mask=(d < C.HEAD_DIM) & place.fits)
     if place.due > 0:
         tl.debug_barrier()
-        factors = new.factors + head * C.HEAD_DIM
-        high, low = resident_rotation(new.rotation, factors, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
-        early = new.window + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
+        channel_scales = new.channel_scales + head * C.HEAD_DIM
+        high, low = resident_rotation(new.rotation, channel_scales, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE)
+        early = new.residual + (wide * place.capacity + place.first_slot) * C.HEAD_DIM
         offsets = block_rows()[:, None] * C.HEAD_DIM + tl.arange(0, C.K_STEP)[None, :]  # [64, K_STEP]
         late = early + HALF_TOKENS * C.HEAD_DIM
-        encode_block(early, late, offsets, offsets, out, place.home, new.rotation, factors, high, low, C)
+        encode_block(early, late, offsets, offsets, out, place.home, new.rotation, channel_scales, high, low, C)
 
 
 @triton.jit(  # without `debug` the assertion would not be compiled
@@ -201,16 +201,16 @@ def append_and_encode(
     length,  # [] int64
     sink_keys,  # [B, H, max_sinks, DK], contiguous
     sink_values,  # [B, H, max_sinks, DV]
-    window_keys,  # [B, H, capacity, DK], contiguous
-    window_values,  # [B, H, capacity, DV]
+    residual_keys,  # [B, H, capacity, DK], contiguous
+    residual_values,  # [B, H, capacity, DV]
     key_words,  # the packed tensors, as for `encode_blocks`
     value_words,
     scales,
     key_means,  # anything without HAS_MEAN
     key_rotation,
     value_rotation,
-    value_factors,
-    key_factors,
+    value_channel_scales,
+    key_channel_scales,
     keys_b,
     keys_h,
     values_b,
@@ -247,7 +247,7 @@ def append_and_encode(
     fits = held < max_cache_len
     tl.device_assert(fits, "a preallocated TurboQuantCache is full: make it with a larger `max_cache_len`")
     to_sinks = (sinks < max_sinks) & (held == sinks)
-    # Window rows are numbered from the end of the sinks; row p is in slot p % capacity.
+    # Residual rows are numbered from the end of the sinks; row p is in slot p % capacity.
     slot = (blocks * TOKENS + rows) % capacity
     first_slot = (blocks * TOKENS) % capacity
     after = held + fits.to(tl.int32)
@@ -277,10 +277,12 @@ def append_and_encode(
         DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, PRECISION, ASM, 0
     )  # fmt: skip
     if tl.program_id(1) == 0:
-        new_keys = NewStates(keys, keys_b, keys_h, sink_keys, window_keys, key_rotation, key_factors)
+        new_keys = NewStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
         _append(new_keys, place, Output(key_words, scales, key_means if HAS_MEAN else None), KEYS)
     else:
-        new_values = NewStates(values, values_b, values_h, sink_values, window_values, value_rotation, value_factors)
+        new_values = NewStates(
+            values, values_b, values_h, sink_values, residual_values, value_rotation, value_channel_scales
+        )
         _append(new_values, place, Output(value_words, scales, None), VALUES)
 
 
@@ -299,18 +301,18 @@ def append_and_rotate(
     length,
     sink_keys,
     sink_values,
-    window_keys,
-    window_values,
+    residual_keys,
+    residual_values,
     key_words,
     value_words,
     scales,
     key_means,
     key_rotation,
     value_rotation,
-    value_factors,
+    value_channel_scales,
     query,  # as for `rotate_query`
     query_rotation,
-    key_factors,
+    key_channel_scales,
     scratch,
     keys_b,
     keys_h,
@@ -358,10 +360,10 @@ def append_and_rotate(
         cuda.gdc_launch_dependents()
     if tl.program_id(1) < 2:
         append_and_encode(
-            keys, values, state, step_counts, length, sink_keys, sink_values, window_keys, window_values,
-            key_words, value_words, scales, key_means, key_rotation, value_rotation, value_factors, key_factors,
-            keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len, blocks_b, blocks_h, heads,
-            DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
+            keys, values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values,
+            key_words, value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
+            key_channel_scales, keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len,
+            blocks_b, blocks_h, heads, DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
             DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP,
             HAS_MEAN, MATRIX, PRECISION, ASM,
         )  # fmt: skip
@@ -369,7 +371,7 @@ def append_and_rotate(
         TILES: tl.constexpr = (DKP + COLUMNS - 1) // COLUMNS
         tile = tl.program_id(1) - 2
         rotate_rows(
-            Queries(query, query_rotation, key_factors, None, rows, queries, heads, query_b, query_h, query_s),
+            Queries(query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s),
             scratch, tile // TILES, tile % TILES, plain_at, scale_at, DK, DKP, KEY_TILE, BLOCK_R, COLUMNS,
         )  # fmt: skip
 
@@ -388,7 +390,7 @@ class Appender:
     Args:
         packed: The blocks. They get the bits that `tq_kernels.codec.launch.encode` would give them.
         sinks: Keys `[B, Hkv, S0, Dk]` and values `[B, Hkv, S0, Dv]`, contiguous.
-        window: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
+        residual: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
         key_rotation, value_rotation: As for `encode`.
         bits: Of keys and of values.
         residual_length: Tokens that stay dense.
@@ -398,27 +400,36 @@ class Appender:
         self,
         packed: Packed,
         sinks: tuple[torch.Tensor, torch.Tensor],
-        window: tuple[torch.Tensor, torch.Tensor],
+        residual: tuple[torch.Tensor, torch.Tensor],
         key_rotation: torch.Tensor,
         value_rotation: torch.Tensor,
         *,
         bits: tuple[int, int],
         residual_length: int,
     ) -> None:
-        ring = window[0]
+        ring = residual[0]
         self.device, on = ring.device, target(ring.device)
-        words, scales = (packed.key_words, packed.value_words), packed.scalars.view(torch.float16)
+        words, scales = (packed.key_words, packed.value_words), packed.scales.view(torch.float16)
         means = scales if packed.key_means is None else packed.key_means
-        self.tensors = (*sinks, *window, *words, scales, means, key_rotation, value_rotation, packed.value_factors)
+        self.tensors = (
+            *sinks,
+            *residual,
+            *words,
+            scales,
+            means,
+            key_rotation,
+            value_rotation,
+            packed.value_channel_scales,
+        )
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
-        self.key_factors = packed.key_factors
+        self.key_channel_scales = packed.key_channel_scales
         self.heads, self.programs = ring.shape[1], ring.shape[0] * ring.shape[1]
         self.sizes = (sinks[0].shape[2], ring.shape[2], residual_length)
         self.block_strides = packed.block_strides
         constants: list[object] = []
         warps = 0
-        for states, rotation, own in zip(window, (key_rotation, value_rotation), bits, strict=True):
+        for states, rotation, own in zip(residual, (key_rotation, value_rotation), bits, strict=True):
             dim = rotation.shape[0]
             tile = max(16, triton.next_power_of_2(dim))
             config = encode_config(tile, dim, bits, states.element_size(), on.capability)
@@ -449,7 +460,7 @@ class Appender:
         A decode step does so by `Decoder`, in the launch that rotates its queries; this is for other readers.
 
         Args:
-            keys: `[B, Hkv, 1, Dk]` in the window's dtype, last dimension contiguous.
+            keys: `[B, Hkv, 1, Dk]` in the residual's dtype, last dimension contiguous.
             values: `[B, Hkv, 1, Dv]`.
             counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
             max_cache_len: Tokens there is room for. A full store is not written to, and on a GPU the launch fails.
@@ -461,7 +472,7 @@ class Appender:
                 return self(keys, values, counts, max_cache_len)
         APPEND(
             (self.programs, 2, 1),
-            (keys, values, *counts, *self.tensors, self.key_factors),
+            (keys, values, *counts, *self.tensors, self.key_channel_scales),
             (*self.numbers(keys.stride(), values.stride(), max_cache_len), self.heads),
             self.constants,
             (self.constants, keys.dtype, index),

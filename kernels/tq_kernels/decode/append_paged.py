@@ -48,11 +48,11 @@ def rotate_and_append_single(
     key,  # [T, Hkv, DIM]
     value,  # [T, Hkv, DIM]
     rows,  # [pages, Hkv, 2, ROWS, DIM] in the dtype of key and value
-    table,  # [B, W] int32
-    cu_q,  # [B + 1] int32
-    cu_k,  # [B + 1] int32
+    block_table,  # [B, W] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
     rotation,  # as for rotate_query
-    factors,  # [Hkv, DIM] fp16
+    channel_scales,  # [Hkv, DIM] fp16
     scratch,
     count,  # B
     kv_heads,
@@ -83,17 +83,19 @@ def rotate_and_append_single(
     if tl.program_id(2) == 0:
         kv_head = tl.program_id(0)
         for sequence in tl.range(tl.program_id(1), count, tl.num_programs(1)):
-            first, new, past = lengths(cu_q, cu_k, sequence, count)
+            first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
             stays = (new == 1) & (past % TOKENS < TOKENS - 1)
             one = tl.zeros([1], tl.int32)
-            pages = table + width.to(tl.int64) * sequence
+            pages = block_table + width.to(tl.int64) * sequence
             at = ring_rows(rows, pages, one + past % TOKENS, stays, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
             _copy_rows(
                 key, value, (one + first).to(tl.int64), at, (one == 0) & stays, kv_head,
                 key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
             )  # fmt: skip
     row_tile, tile = tl.program_id(1), tl.program_id(2)
-    new = Queries(query, rotation, factors, cu_q, head_rows, count, kv_heads, 0, query_h * 8, query_t * 8)
+    new = Queries(
+        query, rotation, channel_scales, cu_seqlens_q, head_rows, count, kv_heads, 0, query_h * 8, query_t * 8
+    )
     rotate_rows(new, scratch, row_tile, tile, plain_at, scale_at, DIM, DKP, BLOCK_D, BLOCK_R, ROTATE_COLUMNS)
 
 
@@ -102,9 +104,9 @@ def append_tails(
     key,  # as for rotate_and_append_single
     value,
     rows,
-    table,
-    cu_q,
-    cu_k,
+    block_table,
+    cu_seqlens_q,
+    cu_seqlens_k,
     count,
     key_t,
     key_h,
@@ -123,14 +125,14 @@ def append_tails(
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
-    first, new, past = lengths(cu_q, cu_k, sequence, count)
+    first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
     if new <= 1:
         return
     row = tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
     fresh = (past + new) // TOKENS * TOKENS + row - past  # [32], which of the new tokens
     valid = (fresh >= 0) & (fresh < new)
     at = ring_rows(
-        rows, table + sequence.to(tl.int64) * width, row, valid, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS
+        rows, block_table + sequence.to(tl.int64) * width, row, valid, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS
     )
     _copy_rows(
         key, value, (first + fresh).to(tl.int64), at, valid, kv_head,

@@ -21,22 +21,23 @@ class Mask(NamedTuple):
 
 
 class DenseTokens(NamedTuple):
-    """The dense tokens of a KV head, sinks before window. The window is a ring, its first row in slot `window_start`.
+    """The dense tokens of a KV head, sinks before residual. The residual is a ring, its first row in slot
+    `residual_start`.
 
     Args:
-        sink_keys, sink_values, window_keys, window_values: Pointers to the head's rows.
-        sink_count, window_count: Rows that count.
-        window_start, window_capacity: Slots of the window.
+        sink_keys, sink_values, residual_keys, residual_values: Pointers to the head's rows.
+        sink_count, residual_count: Rows that count.
+        residual_start, residual_capacity: Slots of the residual.
     """
 
     sink_keys: Any
     sink_values: Any
-    window_keys: Any
-    window_values: Any
+    residual_keys: Any
+    residual_values: Any
     sink_count: Any
-    window_count: Any
-    window_start: Any
-    window_capacity: Any
+    residual_count: Any
+    residual_start: Any
+    residual_capacity: Any
 
 
 @triton.jit
@@ -82,13 +83,13 @@ def dense_rows_of(low, dense, C: tl.constexpr):
     """Pointers [32] to the keys and values of dense tokens `low` to `low + 32`; the tokens [32], and which of them are
     there. The others' pointers are to the last one."""
     t = low + tl.arange(0, DENSE_TOKENS)
-    count = dense.sink_count + dense.window_count
+    count = dense.sink_count + dense.residual_count
     near = tl.minimum(t, count - 1)
-    row = dense.window_start + near - dense.sink_count  # the window is a ring
-    row = tl.where(row >= dense.window_capacity, row - dense.window_capacity, row)
+    row = dense.residual_start + near - dense.sink_count  # the residual is a ring
+    row = tl.where(row >= dense.residual_capacity, row - dense.residual_capacity, row)
     sink = near < dense.sink_count
-    k_row = tl.where(sink, dense.sink_keys + near * C.DK, dense.window_keys + row * C.DK)
-    v_row = tl.where(sink, dense.sink_values + near * C.DV, dense.window_values + row * C.DV)
+    k_row = tl.where(sink, dense.sink_keys + near * C.DK, dense.residual_keys + row * C.DK)
+    v_row = tl.where(sink, dense.sink_values + near * C.DV, dense.residual_values + row * C.DV)
     return k_row, v_row, t, t < count
 
 
@@ -107,8 +108,8 @@ def dense_job(
     """Attention over dense tokens `low` to `low + 32`: (sum [BDM, BR], total [BR], maximum [BR]).
 
     Args:
-        packed_count: Tokens in packed blocks, which come between sinks and window.
-        query, scale: [BR] pointers to the rows' queries and to the factors these were divided by.
+        packed_count: Tokens in packed blocks, which come between sinks and residual.
+        query, scale: [BR] pointers to the rows' queries and to the channel scales these were divided by.
         dense: The `DenseTokens`.
         mask: The sequence's `Mask`, and `mask_offset` [BR] the offset of each row's query.
         queries, r, rows: S, [BR] rows of the head, and how many there are.
@@ -123,7 +124,7 @@ def dense_job(
     x = dense_logits(k, q, factor, cap_log2, C.SOFTCAP)
     allowed = inside[:, None] & (r < rows)[None, :]
     if C.CAUSAL:
-        allowed = allowed & ((t - dense.sink_count)[:, None] <= (dense.window_count - queries + r % queries)[None, :])
+        allowed = allowed & ((t - dense.sink_count)[:, None] <= (dense.residual_count - queries + r % queries)[None, :])
     if C.MASK:
         position = tl.where(t < dense.sink_count, t, t + packed_count)
         allowed = allowed & allowed_tile(mask.start, position, mask_offset, mask.stride_t, allowed)

@@ -42,8 +42,8 @@ def device_int(value: int, device: torch.device) -> torch.Tensor:
 
 
 class NewRow(NamedTuple):
-    """One token's keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` in the window's dtype, last dimension contiguous,
-    that belong in row `slot` of the window and are not there yet."""
+    """One token's keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` in the residual's dtype, last dimension
+    contiguous, that belong in row `slot` of the residual and are not there yet."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -68,8 +68,8 @@ class Held(NamedTuple):
     dense: tuple[Any, Any, Any, Any]
     key_rotation: Any
     value_rotation: Any
-    key_factors: Any
-    value_factors: Any
+    key_channel_scales: Any
+    value_channel_scales: Any
 
 
 class First(NamedTuple):
@@ -101,7 +101,7 @@ class Step:
         rotate, reduce: The numbers that these kernels are given.
         split: Those of the split, before and after the mask's strides.
         row_constants: Constants that `rotate_and_append` has before those of `rotate_query`.
-        capacity: Rows of the window.
+        capacity: Rows of the residual.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Step:
         scratch: Any,
         out: Any,
         num_blocks: Any,
-        num_window: Any,
+        num_residual: Any,
         num_sinks: Any,
         mask: Any,
         s_aux: Any,
@@ -157,7 +157,7 @@ class Step:
         tensor.
         """
         rotate = (
-            (*row[0], query, held.key_rotation, held.key_factors, scratch),
+            (*row[0], query, held.key_rotation, held.key_channel_scales, scratch),
             (*row[1], *self.rotate_numbers),
         )
         split = (
@@ -166,7 +166,7 @@ class Step:
                 *held.packed,
                 num_blocks,
                 *held.dense,
-                num_window,
+                num_residual,
                 num_sinks,
                 mask,
             ),
@@ -176,10 +176,10 @@ class Step:
             (
                 scratch,
                 num_blocks,
-                num_window,
+                num_residual,
                 num_sinks,
                 held.value_rotation,
-                held.value_factors,
+                held.value_channel_scales,
                 s_aux,
                 out,
             ),
@@ -212,12 +212,12 @@ def steps_of(geometry: tuple[Any, ...]) -> dict[tuple[Any, ...], Step]:
 
 
 class Decoder:
-    """Decode attention over sinks, packed blocks and window: tensors that stay, for any number of calls.
+    """Decode attention over sinks, packed blocks and residual: tensors that stay, for any number of calls.
 
     Args:
         packed: The blocks.
         sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
-        window: The same, a ring, all dimensions contiguous.
+        residual: The same, a ring, all dimensions contiguous.
         key_rotation, value_rotation: sqrt(D) R as `[D, D]` fp16 with D the padded dimension (powers of two are then
             exactly +-1).
         key_bits, value_bits: Bits of a code.
@@ -227,7 +227,7 @@ class Decoder:
         self,
         packed: Packed,
         sinks: tuple[torch.Tensor, torch.Tensor],
-        window: tuple[torch.Tensor, torch.Tensor],
+        residual: tuple[torch.Tensor, torch.Tensor],
         key_rotation: torch.Tensor,
         value_rotation: torch.Tensor,
         *,
@@ -237,9 +237,9 @@ class Decoder:
         self.packed, self.bits = packed, (key_bits, value_bits)
         self.device = packed.key_words.device
         # Without means, the kernel reads nothing at the last address.
-        words = (*packed[:3], packed.scalars if packed.key_means is None else packed.key_means)
-        single = (key_rotation, value_rotation, packed.key_factors, packed.value_factors)
-        self.tensors = Held(words, (*sinks, *window), *single)
+        words = (*packed[:3], packed.scales if packed.key_means is None else packed.key_means)
+        single = (key_rotation, value_rotation, packed.key_channel_scales, packed.value_channel_scales)
+        self.tensors = Held(words, (*sinks, *residual), *single)
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
         self.addresses = Held(
             tuple(t.data_ptr() for t in words),  # type: ignore[arg-type]
@@ -248,14 +248,14 @@ class Decoder:
         )
         at = self.addresses
         self.aligned = all(x % 16 == 0 for x in (*at.packed, *at.dense, *at[2:]))
-        self.sinks, self.value_dim = sinks[0].shape[2], window[1].shape[3]
+        self.sinks, self.value_dim = sinks[0].shape[2], residual[1].shape[3]
         dense = (
-            window[0].dtype,
+            residual[0].dtype,
             self.sinks,
-            window[0].shape[2:],
+            residual[0].shape[2:],
             self.value_dim,
             sinks[0].stride(),
-            window[0].stride(),
+            residual[0].stride(),
         )
         blocks = (self.bits, packed.key_means is None, packed.key_words.shape[1:3], packed.block_strides)
         self._steps = steps_of((self.device, dense, blocks))
@@ -264,7 +264,7 @@ class Decoder:
         self,
         query: torch.Tensor,
         num_blocks: torch.Tensor,
-        num_window: torch.Tensor,
+        num_residual: torch.Tensor,
         num_sinks: torch.Tensor,
         *,
         scaling: float,
@@ -281,19 +281,19 @@ class Decoder:
         Args:
             query: `[B, Hq, S, Dk]` fp16, bf16 or fp32, last dimension contiguous.
             num_blocks: int32 scalar on the device: the first so many blocks count.
-            num_window: int32 scalar on the device: the rows of the window that count start at row 128 * `num_blocks`
-                modulo its size.
+            num_residual: int32 scalar on the device: the rows of the residual that count start at row 128 *
+                `num_blocks` modulo its size.
             num_sinks: int32 scalar on the device: the rows of the sinks that count.
             scaling: Factor of the logits.
             allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
             out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
-            mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and window rows in this
+            mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and residual rows in this
                 order.
-            causal: With S > 1 and no mask, query s does not see the last S - 1 - s window rows (the packed part and the
-                sinks are older than all queries).
+            causal: With S > 1 and no mask, query s does not see the last S - 1 - s residual rows (the packed part and
+                the sinks are older than all queries).
             softcap: cap of cap * tanh(logit / cap).
             s_aux: `[Hq]` logits of sinks that take weight but have no value.
-            row: A row to write to the window first, or a token to append.
+            row: A row to write to the residual first, or a token to append.
 
         Returns:
             `out`. Rows that attend to nothing are 0.
@@ -303,7 +303,7 @@ class Decoder:
             # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
             with torch.cuda.device(self.device):
                 return self(
-                    query, num_blocks, num_window, num_sinks, scaling=scaling, allocate=allocate, out=out, mask=mask,
+                    query, num_blocks, num_residual, num_sinks, scaling=scaling, allocate=allocate, out=out, mask=mask,
                     causal=causal, softcap=softcap, s_aux=s_aux, row=row,
                 )  # fmt: skip
         if mask is None:
@@ -328,7 +328,7 @@ class Decoder:
         kept = step.launches.get(kind)
         # The common case, with nothing left to look up: all is compiled, for tensors that are aligned like these.
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
-        blocks_at, rows_at, sinks_at = num_blocks.data_ptr(), num_window.data_ptr(), num_sinks.data_ptr()
+        blocks_at, rows_at, sinks_at = num_blocks.data_ptr(), num_residual.data_ptr(), num_sinks.data_ptr()
         mask_at = scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
         bits = query_at | scratch_at | out_at | blocks_at | rows_at | sinks_at | mask_at | aux_at
@@ -343,7 +343,7 @@ class Decoder:
                 scratch,
                 out,
                 num_blocks,
-                num_window,
+                num_residual,
                 num_sinks,
                 scratch if mask is None else mask.view(torch.uint8),
                 scratch if s_aux is None else s_aux,
@@ -381,9 +381,9 @@ class Decoder:
     ) -> Step:
         batch, query_heads, queries, key_dim = query.shape
         packed = self.packed
-        sinks, _, window, window_values = self.tensors.dense
+        sinks, _, residual, residual_values = self.tensors.dense
         kv_heads, capacity = packed.key_words.shape[1:3]
-        value_dim = window_values.shape[3]
+        value_dim = residual_values.shape[3]
         plan = plan_decode(
             batch,
             query_heads,
@@ -394,7 +394,7 @@ class Decoder:
             *self.bits,
             packed.key_means is not None,
             capacity,
-            sinks.shape[2] + window.shape[2],
+            sinks.shape[2] + residual.shape[2],
             causal,
             mask_rows,
             softcap is not None,
@@ -403,13 +403,13 @@ class Decoder:
         )
         at = plan.scratch
         rows = query_heads // kv_heads * queries
-        (sink_b, sink_h), (window_b, window_h) = (
-            (part.stride(0) // key_dim, part.stride(1) // key_dim) for part in (sinks, window)
+        (sink_b, sink_h), (residual_b, residual_h) = (
+            (part.stride(0) // key_dim, part.stride(1) // key_dim) for part in (sinks, residual)
         )
         heads = (rows, queries, kv_heads)
         tiles = (plan.row_tiles, plan.streams, plan.tile_rows)
         slots = (at.lse, at.partial, plan.dense_splits)
-        before_mask = (*heads, *packed.block_strides, sink_b, sink_h, window_b, window_h, window.shape[2])
+        before_mask = (*heads, *packed.block_strides, sink_b, sink_h, residual_b, residual_h, residual.shape[2])
         logits = (scaling * LOG2E.value, (softcap or 1.0) * LOG2E.value)
         return Step(
             plan,
@@ -417,7 +417,7 @@ class Decoder:
             split=(before_mask, (*logits, *tiles, at.plain, at.scale, *slots)),
             reduce=(*heads, *tiles, plan.workers, *slots, *out.stride()[:3]),
             row_constants=(value_dim, triton.next_power_of_2(max(key_dim, value_dim))),
-            capacity=window.shape[2],
+            capacity=residual.shape[2],
         )
 
     def _launch(self, step: Step, first: First, arguments: Arguments, row: NewRow | NewToken | None) -> Launches | None:

@@ -14,7 +14,7 @@ import triton
 
 from ..codec.encode_paged import encode_completed
 from ..codec.launch import encode_config
-from ..codec.quantise import LEVELS
+from ..codec.quantize import LEVELS
 from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E
@@ -88,8 +88,8 @@ def attend_single(
         fill: No sequence has more than one new token, and T >= B: tokens of nobody get 0.
     """
     query, key, value = tokens
-    (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
-    groups, width, device = query_heads // kv_heads, geometry.table.shape[1], query.device
+    (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_seqlens_q.shape[0] - 1
+    groups, width, device = query_heads // kv_heads, geometry.block_table.shape[1], query.device
     on = target(device)
     bits = (pages.key_bits, pages.value_bits, pages.key_means is not None)
     room = (max(width - pages.before_blocks, 0), BLOCK_TOKENS + pages.sinks)
@@ -105,8 +105,8 @@ def attend_single(
     constants: tuple[Any, ...] = (dim, triton.next_power_of_2(dim), *place, *plan.rotate_constants[1:])
     ROTATE(
         (kv_heads, -(-groups * count // block_rows), plan.rotate_grid[2]),
-        (query, key, value, pages.rows, geometry.table, geometry.cu_q, geometry.cu_k, rotations[0], pages.key_factors,
-         scratch),
+        (query, key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k,
+         rotations[0], pages.key_channel_scales, scratch),
         (count, kv_heads, groups * count, *_strides(query, key, value), width, pages.page_blocks, at.plain, at.scale),
         constants,
         (constants, query.dtype, pages.rows.dtype, device.index),
@@ -116,8 +116,8 @@ def attend_single(
     constants = (dim, rotations[0].shape[0], *bits, softcap is not None, *sinks, *place, block_b, *plan.tile_constants)
     (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
         (plan.workers, 1, 1),
-        (scratch, pages.key_words, pages.value_words, pages.scalars, pages.means, pages.rows, key, value,
-         geometry.table, geometry.cu_q, geometry.cu_k),
+        (scratch, pages.key_words, pages.value_words, pages.scales, pages.means, pages.rows, key, value,
+         geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k),
         (count, kv_heads, groups, *_strides(key, value), width, pages.page_blocks, scaling * LOG2E.value,
          (softcap or 1.0) * LOG2E.value, plan.row_tiles, plan.tile_rows, at.plain, at.scale, at.lse, at.partial),
         constants,
@@ -131,7 +131,7 @@ def attend_single(
     constants = (fill, pages.sinks, block_b, *plan.reduce_constants)
     REDUCE(
         plan.reduce_grid,
-        (scratch, rotations[1], pages.value_factors, aux, geometry.cu_q, geometry.cu_k, out),
+        (scratch, rotations[1], pages.value_channel_scales, aux, geometry.cu_seqlens_q, geometry.cu_seqlens_k, out),
         (total, count, kv_heads, groups, plan.row_tiles, plan.tile_rows, plan.workers, at.lse, at.partial),
         constants,
         (constants, out.dtype, aux.dtype, device.index),
@@ -152,7 +152,7 @@ def encode_new_blocks(
         rotations: R of keys and of values as `tq_kernels.codec.launch.encode` takes them.
     """
     _, key, value = tokens
-    (total, kv_heads, dim), count = key.shape, geometry.cu_q.shape[0] - 1
+    (total, kv_heads, dim), count = key.shape, geometry.cu_seqlens_q.shape[0] - 1
     on, device = target(key.device), key.device
     padded = rotations[0].shape[0]
     tile = max(16, triton.next_power_of_2(padded))
@@ -179,9 +179,10 @@ def encode_new_blocks(
     )
     ENCODE(
         (min(most, programs), kv_heads, 2),
-        (key, value, pages.rows, geometry.table, geometry.cu_q, geometry.cu_k, pages.key_words, pages.value_words,
-         pages.scalars.view(torch.float16), pages.means, *rotations, pages.key_factors, pages.value_factors),
-        (count, *_strides(key, value), geometry.table.shape[1], pages.page_blocks),
+        (key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k, pages.key_words,
+         pages.value_words, pages.scales.view(torch.float16), pages.means, *rotations, pages.key_channel_scales,
+         pages.value_channel_scales),
+        (count, *_strides(key, value), geometry.block_table.shape[1], pages.page_blocks),
         constants,
         (constants, key.dtype, pages.means.dtype, rotations[0].dtype, device.index),
         num_warps=config.warps,
@@ -191,12 +192,12 @@ def encode_new_blocks(
 def append_new_rows(tokens: Tokens, pages: Pages, geometry: Geometry) -> None:
     """Write the rows that no block took to the rings of sequences with more than one new token."""
     _, key, value = tokens
-    count, dim = geometry.cu_q.shape[0] - 1, key.shape[2]
+    count, dim = geometry.cu_seqlens_q.shape[0] - 1, key.shape[2]
     constants = (dim, triton.next_power_of_2(dim), pages.page_rows, pages.block_words)
     APPEND(
         (count, key.shape[1], BLOCK_TOKENS // TAIL_ROWS.value),
-        (key, value, pages.rows, geometry.table, geometry.cu_q, geometry.cu_k),
-        (count, *_strides(key, value), geometry.table.shape[1], pages.page_blocks),
+        (key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k),
+        (count, *_strides(key, value), geometry.block_table.shape[1], pages.page_blocks),
         constants,
         (constants, key.dtype, key.device.index),
         num_warps=4,

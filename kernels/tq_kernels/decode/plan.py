@@ -17,7 +17,7 @@ from ..common.schedule import DENSE_TOKENS
 from ..format import BLOCK_TOKENS, padded_dim
 
 REDUCE_DENSE = 16
-"""Dense slots of a row that `reduce_splits` takes in at a time. Constant: no kernel may change as a window grows."""
+"""Dense slots of a row that `reduce_splits` takes in at a time. Constant: no kernel may change as a residual grows."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Merge the partial results of `tq_kernels.decode.split` and rotate the packed part's output back.
 
 weight[i, r] = exp2(lse[i, r] - max)
-out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial / factors) / (sum weight + exp(s_aux))
+out[r, :] = (sum_dense weight partial + R^T sum_packed weight partial / f) / (sum weight + exp(s_aux))
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Channels(NamedTuple):
         d: [BD] channels of the packed part.
         c: [BC] channels of the output.
         matrix: [BC, BD] rows `c` and columns `d` of sqrt(DVP) R^T.
-        factor: [BC] the factors of channels `c`.
+        factor: [BC] the channel scales `c`.
     """
 
     d: Any
@@ -170,10 +170,10 @@ def merge_stream(slots, packed, dense, s_aux, head_q, local, row_mask, channels,
 def reduce_splits(
     scratch,
     num_blocks,  # [] int32
-    num_window,  # [] int32
+    num_residual,  # [] int32
     num_sinks,  # [] int32
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    factors,  # [B * Hkv, DV] fp16
+    channel_scales,  # [B * Hkv, DV] fp16
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous
     rows,
@@ -217,9 +217,9 @@ def reduce_splits(
     matrix = tl.load(
         rotation + d[None, :] * DVP + c[:, None], mask=(d < DVP)[None, :] & (c < DVP)[:, None], other=0.0
     )  # [BC out, BD in]
-    factor = tl.load(factors + head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
+    factor = tl.load(channel_scales + head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     blocks = tl.load(num_blocks)
-    dense_tokens = tl.load(num_sinks) + tl.load(num_window)
+    dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
     per_stream = counted(blocks)
     first = holder(stream * per_stream, workers, per_stream * streams) + stream
     last = holder((stream + 1) * per_stream - 1, workers, per_stream * streams) + stream + 1
@@ -246,10 +246,10 @@ def reduce_splits(
 def reduce_splits_paged(
     scratch,
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    factors,  # [Hkv, DV] fp16
+    channel_scales,  # [Hkv, DV] fp16
     s_aux,  # [Hq], any float dtype
-    cu_q,  # [B + 1] int32
-    cu_k,  # [B + 1] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
     out,  # [T, Hq, DV], contiguous
     tokens,  # T
     count,  # B
@@ -289,13 +289,13 @@ def reduce_splits_paged(
     matrix = tl.load(
         rotation + d[None, :] * DVP + c[:, None], mask=(d < DVP)[None, :] & (c < DVP)[:, None], other=0.0
     )  # [BC out, BD in]
-    factor = tl.load(factors + kv_head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
+    factor = tl.load(channel_scales + kv_head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     b = tl.arange(0, BLOCK_B)
-    _, new, past = lengths(cu_q, cu_k, b, count)
+    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
     items = stream_items(new, past, SINKS) * heads
     total = tl.sum(items, 0)
     at = tl.sum(tl.where(b < sequence, items, 0), 0)
-    token, new, past = lengths(cu_q, cu_k, sequence, count)
+    token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
     at += stream % heads * stream_items(new, past, SINKS)
     blocks = tl.where(new == 1, past // TOKENS, 0)
     first = holder(at, workers, total) + stream
@@ -304,7 +304,7 @@ def reduce_splits_paged(
     dense_last = dense_first + tl.where(new == 1, dense_jobs_of(past, SINKS), 0)
     if FILL:
         # Of all sequences before this one, as many as have no token are ahead of it in taking those of nobody.
-        token = tl.where(new == 1, token, tl.load(cu_q + count) + sequence - token)
+        token = tl.where(new == 1, token, tl.load(cu_seqlens_q + count) + sequence - token)
         writes = token < tokens
     else:
         writes = new == 1

@@ -1,5 +1,5 @@
-"""Prepare the queries of a decode step: normalise each row by a power of two, divide its channels by the factors of the
-keys, and rotate it.
+"""Prepare the queries of a decode step: normalise each row by a power of two, divide its channels by the channel scales
+of the keys, and rotate it.
 
 Normalised rows keep fp16 from overflowing; the factor returns in the logits. `tq_kernels.decode.split` lists the
 results.
@@ -29,7 +29,7 @@ class Queries(NamedTuple):
 
     query: Any
     rotation: Any
-    factors: Any
+    channel_scales: Any
     tokens: Any
     rows: Any
     queries: Any
@@ -62,7 +62,7 @@ def rotate_rows(
     matrix = tl.load(
         new.rotation + column[:, None] * DKP + d[None, :], mask=(column < DKP)[:, None] & (d < DKP)[None, :], other=0.0
     )
-    factor = tl.load(new.factors + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
+    factor = tl.load(new.channel_scales + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
     batch = (head // new.kv_heads).to(tl.int64)
     head_q = (head % new.kv_heads) * (new.rows // new.queries) + r // new.queries
     if new.tokens is None:
@@ -105,7 +105,7 @@ def rotate_rows(
 def rotate_query(
     query,  # [B, Hq, S, DK], last dimension contiguous
     rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
-    factors,  # [P, DK] fp16
+    channel_scales,  # [P, DK] fp16
     scratch,
     rows,  # G * S
     queries,  # S
@@ -124,6 +124,6 @@ def rotate_query(
     """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R, DKP / 32)."""
     if PDL:
         cuda.gdc_launch_dependents()
-    new = Queries(query, rotation, factors, None, rows, queries, kv_heads, query_b, query_h, query_s)
+    new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s)
     row_tile, tile = tl.program_id(1), tl.program_id(2)
     rotate_rows(new, scratch, row_tile, tile, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R, ROTATE_COLUMNS)

@@ -19,7 +19,7 @@ from .tiles import (
     key_scores,
     level_unit,
     load_bias,
-    load_scalars,
+    load_scales,
     mean_scores,
     scales_of,
     value_levels,
@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
     `block_table[i] * stride_b + kv_head * stride_h`.
 
     Args:
-        key_words, value_words, scalars, key_means: Pointers as of `decode_split`.
+        key_words, value_words, scales, key_means: Pointers as of `decode_split`.
         block_table: Pointer to the sequence's pages, int32, or `None`.
         batch, kv_head: Of the stream.
         stride_b, stride_h: In blocks.
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
 
     key_words: Any
     value_words: Any
-    scalars: Any
+    scales: Any
     key_means: Any
     block_table: Any
     batch: Any
@@ -127,17 +127,17 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     sums = tl.zeros([ROWS32, C.BLOCK_R], tl.float32)
     maximum = tl.full([C.BLOCK_R], -float("inf"), tl.float32)
 
-    # Scalars are read a block ahead into registers: as asynchronous copies they would cost four branches a block.
+    # Scales are read a block ahead into registers: as asynchronous copies they would cost four branches a block.
     if blocks.block_table is None:
         block0 = blocks.batch.to(tl.int64) * blocks.stride_b + blocks.kv_head.to(tl.int64) * blocks.stride_h
-        scalar_at = blocks.scalars + block0 * TOKENS + n
-        words = load_scalars(scalar_at + first * TOKENS, first < last)
+        scale_at = blocks.scales + block0 * TOKENS + n
+        words = load_scales(scale_at + first * TOKENS, first < last)
     else:
-        # The page of a block is read two blocks ahead: its words are copied, and its scalars read, one block ahead.
+        # The page of a block is read two blocks ahead: its words are copied, and its scales read, one block ahead.
         block0 = blocks.kv_head.to(tl.int64) * blocks.stride_h
         at = block0 + tl.load(blocks.block_table + first).to(tl.int64) * blocks.stride_b
         page = tl.load(blocks.block_table + first + 1, mask=first + 1 < last, other=0)
-        words = load_scalars(blocks.scalars + at * C.BLOCK_WORDS + n, first < last)
+        words = load_scales(blocks.scales + at * C.BLOCK_WORDS + n, first < last)
     if C.MASK == 1:
         mask_at = mask.start + (sink_count + n).to(tl.int64) * mask.stride_t
         bias = load_bias(mask_at, first, mask.stride_t)
@@ -149,10 +149,10 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         scores = key_scores(key_at, q, n[:, None], kc[None, :], C)
         key_scale, value_scale = scales_of(words)
         if blocks.block_table is None:
-            words = load_scalars(scalar_at + (block + 1) * TOKENS, block + 1 < last)
+            words = load_scales(scale_at + (block + 1) * TOKENS, block + 1 < last)
         else:
             next_at = block0 + page.to(tl.int64) * blocks.stride_b
-            words = load_scalars(blocks.scalars + next_at * C.BLOCK_WORDS + n, block + 1 < last)
+            words = load_scales(blocks.scales + next_at * C.BLOCK_WORDS + n, block + 1 < last)
         # Step by step for all planes: softcap's exponentials stay in this order.
         x = ()
         for plane in tl.static_range(4):

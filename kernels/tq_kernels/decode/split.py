@@ -6,7 +6,7 @@ For queries q of one KV head (rows r = g S + s of its G query heads and S querie
     rotated[r, :] = sum_t softmax(logit)[t, r] value_scale[t] value_level[t, :]    (`reduce` rotates back)
 
 The tokens are M and the query rows N of every matrix product: a GQA group of 4 then costs one 8-wide product instead of
-one padded to 16. Which program reads what is decided in `tq_kernels.common.schedule`. Dense sinks and window are read
+one padded to 16. Which program reads what is decided in `tq_kernels.common.schedule`. Dense sinks and residual are read
 in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
 
 Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
@@ -30,7 +30,7 @@ from .tiles import Shape, per_lane, prefetch
 
 @triton.jit(
     do_not_specialize=(
-        "rows queries kv_heads blocks_b blocks_h sink_b sink_h window_b window_h window_capacity mask_b mask_s "
+        "rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h residual_capacity mask_b mask_s "
         "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
         "dense_splits"
     ).split()
@@ -39,14 +39,14 @@ def decode_split(
     scratch,
     key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32
     value_words,  # [B, Hkv, N, 128 * DVP * VALUE_BITS / 32] int32
-    scalars,  # [B, Hkv, N, 128] int32
+    scales,  # [B, Hkv, N, 128] int32
     key_means,  # [B, Hkv, N, DKP] fp16
     num_blocks,  # [] int32
     sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype, of which the first num_sinks count
     sink_values,  # [B, Hkv, sinks, DV]
-    window_keys,  # [B, Hkv, window_capacity, DK], row j in slot (128 * num_blocks + j) % window_capacity
-    window_values,  # [B, Hkv, window_capacity, DV]
-    num_window,  # [] int32
+    residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (128 * num_blocks + j) % residual_capacity
+    residual_values,  # [B, Hkv, residual_capacity, DV]
+    num_residual,  # [] int32
     num_sinks,  # [] int32
     mask,  # [B, 1, S or 1, T] uint8, 0 or 1
     rows,
@@ -54,11 +54,11 @@ def decode_split(
     kv_heads,
     blocks_b,  # strides of the packed tensors in blocks
     blocks_h,
-    sink_b,  # strides of sinks and window in tokens
+    sink_b,  # strides of sinks and residual in tokens
     sink_h,
-    window_b,
-    window_h,
-    window_capacity,
+    residual_b,
+    residual_h,
+    residual_capacity,
     mask_b,
     mask_s,
     mask_t,
@@ -71,7 +71,7 @@ def decode_split(
     scale_at,
     lse_at,
     partial_at,
-    dense_splits,  # slots of a stream for dense jobs: as many as its sinks and window have room for
+    dense_splits,  # slots of a stream for dense jobs: as many as its sinks and residual have room for
     DK: tl.constexpr,
     DV: tl.constexpr,
     DKP: tl.constexpr,
@@ -107,9 +107,9 @@ def decode_split(
     if PDL:
         # After that wait: the merge reads the counts before its own.
         cuda.gdc_launch_dependents()
-    # Before the wait: nothing that the kernel in front writes, which is queries and perhaps a row of the window.
+    # Before the wait: nothing that the kernel in front writes, which is queries and perhaps a row of the residual.
     blocks = tl.load(num_blocks)
-    window_count = tl.load(num_window)
+    residual_count = tl.load(num_residual)
     sink_count = tl.load(num_sinks)
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -120,9 +120,9 @@ def decode_split(
     start = share_start(worker, workers, total)
     end = share_start(worker + 1, workers, total)
     per_stream = tl.maximum(counted(blocks), 1)
-    jobs = dense_jobs(sink_count + window_count)
+    jobs = dense_jobs(sink_count + residual_count)
     first_job, without_share = first_jobs(worker, workers, total)
-    window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
+    residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
     # Where the share's streams are is counted on from here: divisions behind the wait would make a short call longer.
     first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
     tile, head = first_stream % row_tiles, first_stream // row_tiles
@@ -131,17 +131,17 @@ def decode_split(
         # What comes first is on its way while queries are made.
         own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
         own_block += tl.maximum(start % per_stream - START, 0)
-        prefetch(scalars + own_block * TOKENS, TOKENS // 32, start < end)
+        prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
         prefetch(key_words + own_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
         prefetch(value_words + own_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
         if (first_job >= 0) & (first_job < jobs * streams):
             job_head = first_job // jobs // row_tiles
             own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
-            own_window = (job_head // kv_heads).to(tl.int64) * window_b + job_head % kv_heads * window_h
+            own_residual = (job_head // kv_heads).to(tl.int64) * residual_b + job_head % kv_heads * residual_h
             first_low = first_job % jobs * DENSE_TOKENS
             first_dense = DenseTokens(
-                sink_keys + own_sinks * DK, sink_values + own_sinks * DV, window_keys + own_window * DK,
-                window_values + own_window * DV, sink_count, window_count, window_start, window_capacity,
+                sink_keys + own_sinks * DK, sink_values + own_sinks * DV, residual_keys + own_residual * DK,
+                residual_values + own_residual * DV, sink_count, residual_count, residual_start, residual_capacity,
             )  # fmt: skip
             k_row, v_row, _, _ = dense_rows_of(first_low, first_dense, C)
             prefetch_rows(k_row, DK)
@@ -153,7 +153,7 @@ def decode_split(
         first = tl.maximum(start - stream * per_stream - START, 0)
         last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
         r = tile * BLOCK_R + local
-        stream_blocks = Blocks(key_words, value_words, scalars, key_means, None, batch, kv_head, blocks_b, blocks_h)
+        stream_blocks = Blocks(key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h)
         stream_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
         stream_rows = Rows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
         attend_share(
@@ -173,13 +173,13 @@ def decode_split(
         batch, kv_head = head // kv_heads, head % kv_heads
         r = (stream % row_tiles) * BLOCK_R + local
         sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-        window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
+        residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
         low, packed_count = part * DENSE_TOKENS, blocks * TOKENS
         query = scratch_fp16 + (2 * LINE) * plain_at + (head * rows + r) * DK
         scale = scratch + LINE * scale_at + head * rows + r
         dense = DenseTokens(
-            sink_keys + sink_at * DK, sink_values + sink_at * DV, window_keys + window_at * DK,
-            window_values + window_at * DV, sink_count, window_count, window_start, window_capacity,
+            sink_keys + sink_at * DK, sink_values + sink_at * DV, residual_keys + residual_at * DK,
+            residual_values + residual_at * DV, sink_count, residual_count, residual_start, residual_capacity,
         )  # fmt: skip
         job_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
         out, dense_total, dense_maximum = dense_job(

@@ -27,14 +27,14 @@ def decode_split_paged(
     scratch,
     key_words,  # [pages, Hkv, 128 * DIMP * KEY_BITS / 32] int32
     value_words,  # [pages, Hkv, 128 * DIMP * VALUE_BITS / 32] int32
-    scalars,  # [pages, Hkv, 128] int32
+    scales,  # [pages, Hkv, 128] int32
     key_means,  # [pages, Hkv, DIMP] fp16
     rows,  # [pages, Hkv, 2, ROWS, DIM] in the model's dtype
     key,  # [T, Hkv, DIM], strides in units of 8 elements
     value,  # [T, Hkv, DIM]
-    table,  # [B, W] int32
-    cu_q,  # [B + 1] int32
-    cu_k,  # [B + 1] int32
+    block_table,  # [B, W] int32
+    cu_seqlens_q,  # [B + 1] int32
+    cu_seqlens_k,  # [B + 1] int32
     count,  # B
     kv_heads,
     groups,  # G
@@ -92,13 +92,15 @@ def decode_split_paged(
     store_rows = local < tile_rows
     heads = kv_heads * row_tiles
 
-    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, SINKS, BLOCK_B)
+    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, count, heads, SINKS, BLOCK_B)
     if ASM:
         # The share's first block is on its way while queries are read.
         sequence = stream // heads
-        _, _, past = lengths(cu_q, cu_k, sequence, count)
+        _, _, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         starts_packed = (start < end) & (start - at < past // TOKENS)
-        page = tl.load(table + sequence.to(tl.int64) * width + FIRST_BLOCK + (start - at), mask=starts_packed, other=0)
+        page = tl.load(
+            block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + (start - at), mask=starts_packed, other=0
+        )
         first_block = page.to(tl.int64) * page_blocks + stream % heads // row_tiles
         prefetch(key_words + first_block * BLOCK_WORDS, DIMP * KEY_BITS // 8, starts_packed)
         prefetch(value_words + first_block * BLOCK_WORDS, DIMP * VALUE_BITS // 8, starts_packed)
@@ -112,8 +114,8 @@ def decode_split_paged(
         row_mask = g < groups
         head_row = kv_head * (groups * count)
         r = g * count + sequence  # [BR], of the head's rows
-        token, new, past = lengths(cu_q, cu_k, sequence, count)
-        pages = table + sequence.to(tl.int64) * width
+        token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        pages = block_table + sequence.to(tl.int64) * width
         blocks = tl.where(new == 1, past // TOKENS, 0)
         first = tl.maximum(start - at, 0)
         last = tl.minimum(end - at, stream_items(new, past, SINKS))
@@ -145,7 +147,7 @@ def decode_split_paged(
 
         if first < blocks:
             blocks_of = Blocks(
-                key_words, value_words, scalars, key_means, pages + FIRST_BLOCK, 0, kv_head, page_blocks, 1
+                key_words, value_words, scales, key_means, pages + FIRST_BLOCK, 0, kv_head, page_blocks, 1
             )
             attend_share(
                 Scratch(scratch, scale_at, lse_at, partial_at, tile_rows), blocks_of, Mask(scratch, 0, 0),

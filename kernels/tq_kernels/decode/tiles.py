@@ -157,12 +157,12 @@ def add_chunks(acc, words, row, column, p, C: tl.constexpr):
 
 
 @triton.jit
-def load_scalars(pointer, valid):
-    """Scalars of a block's four planes, [32] int32 each; `pointer` is to plane 0's."""
-    scalars = ()
+def load_scales(pointer, valid):
+    """Scales of a block's four planes, [32] int32 each; `pointer` is to plane 0's."""
+    scales = ()
     for plane in tl.static_range(4):
-        scalars += (tl.load(pointer + 32 * plane, mask=valid, other=0),)
-    return scalars
+        scales += (tl.load(pointer + 32 * plane, mask=valid, other=0),)
+    return scales
 
 
 @triton.jit
@@ -182,11 +182,11 @@ def load_bias(pointer, block, stride):
 
 
 @triton.jit
-def scales_of(scalars):
-    """int32 scalars of four planes -> their float32 key scales, and their value scales."""
+def scales_of(scales):
+    """int32 scales of four planes -> their float32 key scales, and their value scales."""
     keys, values = (), ()
     for plane in tl.static_range(4):
-        key, value = unpack_scales(scalars[plane])
+        key, value = unpack_scales(scales[plane])
         keys += (key.to(tl.float32),)
         values += (value.to(tl.float32),)
     return keys, values

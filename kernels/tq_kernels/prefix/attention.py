@@ -2,7 +2,7 @@
 
 A program holds BLOCK_R query rows of one KV head (row r = s G + g: all G heads of a few queries) and walks over its
 share of the tokens, FlashAttention-style: first the packed blocks, with the rows rotated by R, unpacking each tile
-once for all rows; then its accumulator is rotated back, and it goes on over the dense tokens (sinks, window, new
+once for all rows; then its accumulator is rotated back, and it goes on over the dense tokens (sinks, residual, new
 tokens; bottom-right causal) with the plain rows. No history is ever dense in memory. Scratch is the rows themselves
 in fp16, and partial results where several programs share the tokens of a tile of rows.
 
@@ -65,12 +65,12 @@ class Blocks(NamedTuple):
 
     key_words: Any
     value_words: Any
-    scalars: Any
+    scales: Any
     key_means: Any
     key_rotation: Any
     value_rotation: Any
-    key_factors: Any
-    value_factors: Any
+    key_channel_scales: Any
+    value_channel_scales: Any
     block_table: Any
     batch: Any
     kv_head: Any
@@ -112,14 +112,14 @@ class Shape(NamedTuple):
 
 @triton.jit
 def _key_matrix(blocks: Blocks, channel, exists, C: tl.constexpr):
-    """What rotates query rows, divided by the factors of the keys: [BDK in, BDK column] fp16."""
+    """What rotates query rows, divided by the channel scales of the keys: [BDK in, BDK column] fp16."""
     dk = tl.arange(0, C.BLOCK_DK)
     matrix = tl.load(
         blocks.key_rotation + channel[None, :] * C.DKP + dk[:, None],
         mask=exists[None, :] & (dk < C.DKP)[:, None],
         other=0.0,
     )
-    factor = tl.load(blocks.key_factors + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0).to(tl.float32)
+    factor = tl.load(blocks.key_channel_scales + tl.program_id(1) * C.DK + dk, mask=dk < C.DK, other=1.0).to(tl.float32)
     return (matrix.to(tl.float32) * (1.0 / factor)[:, None]).to(tl.float16)
 
 
@@ -135,7 +135,9 @@ def _rotated_back(acc, blocks: Blocks, channel, exists, C: tl.constexpr):
         other=0.0,
     )  # [BDV column, BDV out]
     operand = tl.where(exists[None, :], acc / peak[:, None], 0.0).to(tl.float16)
-    factor = tl.load(blocks.value_factors + tl.program_id(1) * C.DV + dv, mask=dv < C.DV, other=1.0).to(tl.float32)
+    factor = tl.load(blocks.value_channel_scales + tl.program_id(1) * C.DV + dv, mask=dv < C.DV, other=1.0).to(
+        tl.float32
+    )
     return tl.dot(operand, matrix) * (peak * (C.DVP**-0.5))[:, None] / factor[None, :]
 
 
@@ -154,7 +156,7 @@ def _attend_blocks(
     # Fields of blocks are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
     KEY_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DKP * C.KEY_BITS
     VALUE_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DVP * C.VALUE_BITS
-    SCALARS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS
+    SCALES_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS
     MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DKP
     r = first_row + tl.arange(0, C.BLOCK_R)
     dk = tl.arange(0, C.BLOCK_DK)
@@ -163,14 +165,14 @@ def _attend_blocks(
     matrix = _key_matrix(blocks, key_channel, key_exists, C)
     if blocks.block_table is None:
         block0 = blocks.batch * blocks.stride_b + blocks.kv_head * blocks.stride_h
-        scalar_at = blocks.scalars + block0 * TOKENS + tl.arange(0, 32)
+        scale_at = blocks.scales + block0 * TOKENS + tl.arange(0, 32)
         first_at = block0 + first
     else:
         block0 = blocks.kv_head * blocks.stride_h
         page = tl.load(blocks.block_table + first).to(tl.int64)
         first_at = block0 + page * blocks.stride_b
     rotated = tl.dot(plain, matrix) * (C.DKP**-0.5)
-    scale0, _ = unpack_scales(tl.load(blocks.scalars + first_at * SCALARS_SIZE))
+    scale0, _ = unpack_scales(tl.load(blocks.scales + first_at * SCALES_SIZE))
     reference = reference_key(blocks.key_means + first_at * MEAN_SIZE + key_channel, scale0, dk, key_exists)  # [BDK]
     common = tl.sum(rotated * reference[None, :], 1)
     if not C.SOFTCAP:
@@ -182,14 +184,14 @@ def _attend_blocks(
     for block in tl.range(first, last, num_stages=C.STAGES):
         if blocks.block_table is None:
             at = block0 + block
-            scalars_of = scalar_at + block * TOKENS
+            scales_at = scale_at + block * TOKENS
         else:
             at = block0 + page * blocks.stride_b
             page = tl.load(blocks.block_table + block + 1, mask=block + 1 < last, other=0).to(tl.int64)
-            scalars_of = blocks.scalars + at * C.BLOCK_WORDS + tl.arange(0, 32)
+            scales_at = blocks.scales + at * C.BLOCK_WORDS + tl.arange(0, 32)
         key_scales, value_scales = (), ()
         for plane in tl.static_range(4):
-            key_scale, value_scale = unpack_scales(tl.load(scalars_of + 32 * plane))
+            key_scale, value_scale = unpack_scales(tl.load(scales_at + 32 * plane))
             key_scales += (key_scale,)
             value_scales += (value_scale,)
         mean = tl.load(blocks.key_means + at * MEAN_SIZE + key_channel, mask=key_exists, other=0.0)  # [BDK]
@@ -239,7 +241,7 @@ def _attend_dense(
             k_row, v_row = stored_rows(dense, t, C.DK, C.DV)
         else:
             k_row, v_row = dense_rows(
-                dense.window_keys, dense.pages, dense.new_keys, dense.new_values, t, dense.sinks,
+                dense.residual_keys, dense.pages, dense.new_keys, dense.new_values, t, dense.sinks,
                 dense.history - dense.sinks, high, 0, dense.kv_head, dense.page_blocks, dense.new_t, 0, dense.new_vt, 0,
                 C.DK, C.ROWS, C.BLOCK_WORDS,
             )  # fmt: skip
@@ -261,7 +263,7 @@ def _attend_dense(
 
 @triton.jit(
     do_not_specialize=(
-        "blocks_b blocks_h rows groups kv_heads blocks sink_count window_count window_start window_capacity "
+        "blocks_b blocks_h rows groups kv_heads blocks sink_count residual_count residual_start residual_capacity "
         "new_count queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count count width"
     ).split()
 )
@@ -269,16 +271,16 @@ def prefix_attention(
     query,  # [B, Hq, S, DK], last dimension contiguous
     key_words,  # [B, Hkv, N, 128 * DKP * KEY_BITS / 32] int32
     value_words,  # [B, Hkv, N, 128 * DVP * VALUE_BITS / 32] int32
-    scalars,  # [B, Hkv, N, 128] int32
+    scales,  # [B, Hkv, N, 128] int32
     key_means,  # [B, Hkv, N, DKP] fp16
     key_rotation,  # [DKP, DKP] fp16, sqrt(DKP) R
     value_rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    key_factors,  # f, [B, Hkv, DK] fp16
-    value_factors,  # f', [B, Hkv, DV] fp16
+    key_channel_scales,  # f, [B, Hkv, DK] fp16
+    value_channel_scales,  # f', [B, Hkv, DV] fp16
     sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype
     sink_values,  # [B, Hkv, sinks, DV]
-    window_keys,  # [B, Hkv, window_capacity, DK], row j in slot (window_start + j) % window_capacity
-    window_values,  # [B, Hkv, window_capacity, DV]
+    residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (residual_start + j) % residual_capacity
+    residual_values,  # [B, Hkv, residual_capacity, DV]
     new_keys,  # [B, Hkv, new_count, DK]
     new_values,  # [B, Hkv, new_count, DV]
     mask,  # [B, 1, S or 1, T] bool
@@ -293,12 +295,12 @@ def prefix_attention(
     query_b, query_h, query_s,
     blocks_b,  # strides of the packed tensors in blocks
     blocks_h,
-    sink_b,  # of sinks, window and new tokens in elements: keys, then values
-    sink_h, sink_vb, sink_vh, window_b, window_h, window_vb, window_vh, new_b, new_h, new_t, new_vb, new_vh, new_vt,
-    out_b, out_s, out_h,
+    sink_b,  # of sinks, residual and new tokens in elements: keys, then values
+    sink_h, sink_vb, sink_vh, residual_b, residual_h, residual_vb, residual_vh, new_b, new_h, new_t, new_vb, new_vh,
+    new_vt, out_b, out_s, out_h,
     rows,  # G * S
     groups,  # G
-    kv_heads, blocks, sink_count, window_count, window_start, window_capacity, new_count,
+    kv_heads, blocks, sink_count, residual_count, residual_start, residual_capacity, new_count,
     queries,  # S
     mask_b, mask_s, mask_t,
     scaling_log2,  # scaling * log2(e)
@@ -316,7 +318,7 @@ def prefix_attention(
     """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
 
     With a table: many sequences, those with more than one new token, over the pages of `tq_kernels.common.sequences`.
-    Tensors have one batch row, in which new tokens follow one another; `window_keys` are the layer's first page,
+    Tensors have one batch row, in which new tokens follow one another; `residual_keys` are the layer's first page,
     `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
     """
     C: tl.constexpr = Shape(
@@ -339,7 +341,7 @@ def prefix_attention(
             return
         token, queries, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         new_count, rows = queries, queries * groups
-        blocks, window_count, sink_count = past // TOKENS, past % TOKENS, sinks_of(past, SINKS)
+        blocks, residual_count, sink_count = past // TOKENS, past % TOKENS, sinks_of(past, SINKS)
         pages = block_table + sequence.to(tl.int64) * width
         block_table = pages + (TOKENS // ROWS + (1 if SINKS else 0))
         query += token.to(tl.int64) * query_s
@@ -358,7 +360,7 @@ def prefix_attention(
     query_inside = row_mask[:, None] & (dk < DK)[None, :]
 
     # This program's share, in units of 128 tokens: packed blocks, then dense tokens as far as these rows see them.
-    dense_count = sink_count + window_count + new_count
+    dense_count = sink_count + residual_count + new_count
     if CAUSAL:
         dense_count = tl.minimum(
             dense_count, dense_count - queries + 1 + (tl.minimum(first_row + BLOCK_R, rows) - 1) // groups
@@ -382,8 +384,8 @@ def prefix_attention(
     allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
     if first < last_block:
         packed = Blocks(
-            key_words, value_words, scalars, key_means, key_rotation, value_rotation, key_factors, value_factors,
-            block_table, batch, kv_head, blocks_b, blocks_h,
+            key_words, value_words, scales, key_means, key_rotation, value_rotation, key_channel_scales,
+            value_channel_scales, block_table, batch, kv_head, blocks_b, blocks_h,
         )  # fmt: skip
         state = _attend_blocks(
             state, plain, first_row, rows, scale, allowed, packed, first, last_block, sink_count,
@@ -403,10 +405,10 @@ def prefix_attention(
         high = tl.minimum((last - blocks) * TOKENS, dense_count)
         dense = Dense(
             sink_keys + (batch * sink_b + kv_head * sink_h), sink_values + (batch * sink_vb + kv_head * sink_vh),
-            window_keys + (batch * window_b + kv_head * window_h),
-            window_values + (batch * window_vb + kv_head * window_vh),
+            residual_keys + (batch * residual_b + kv_head * residual_h),
+            residual_values + (batch * residual_vb + kv_head * residual_vh),
             new_keys + (batch * new_b + kv_head * new_h), new_values + (batch * new_vb + kv_head * new_vh),
-            new_t, new_vt, sink_count, sink_count + window_count, window_start, window_capacity,
+            new_t, new_vt, sink_count, sink_count + residual_count, residual_start, residual_capacity,
             pages, kv_head, blocks_b,
         )  # fmt: skip
         newest = dense.history + new_count - queries + s  # [BR], the last dense token a row sees

@@ -147,8 +147,8 @@ def attend_prefix(
     packed: Packed,
     num_blocks: int,
     sinks: tuple[torch.Tensor, torch.Tensor],
-    window: tuple[torch.Tensor, torch.Tensor],
-    num_window: int,
+    residual: tuple[torch.Tensor, torch.Tensor],
+    num_residual: int,
     new: tuple[torch.Tensor, torch.Tensor] | None,
     recipe: Recipe,
     *,
@@ -162,20 +162,21 @@ def attend_prefix(
     config: PrefixConfig | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Attention of S queries over sinks, packed blocks, window and new tokens.
+    """Attention of S queries over sinks, packed blocks, residual and new tokens.
 
     Args:
         query: `[B, Hq, S, Dk]` fp16, bf16 or fp32, last dimension contiguous; row i is the query of the i-th of the
             last S tokens.
         packed: The blocks, of which the first `num_blocks` count.
         sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
-        window: The same, a ring: the `num_window` rows that count start at row 128 * `num_blocks` modulo its size.
-        new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the window, last dimension contiguous, or `None`.
+        residual: The same, a ring: the `num_residual` rows that count start at row 128 * `num_blocks` modulo its size.
+        new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the residual, last dimension contiguous, or
+            `None`.
         recipe: What blocks were encoded with; sqrt(D) R in fp16.
         scaling: Factor of the logits.
         out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
         allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
-        mask: `[B, 1, S or 1, >= T]` bool, True attends, T counting sinks, blocks' tokens, window and new rows in this
+        mask: `[B, 1, S or 1, >= T]` bool, True attends, T counting sinks, blocks' tokens, residual and new rows in this
             order.
         causal: With no mask, query i does not see the last S - 1 - i tokens.
         softcap: cap of cap * tanh(logit / cap).
@@ -186,13 +187,13 @@ def attend_prefix(
         `out`. Rows that attend to nothing are 0.
     """
     batch, query_heads, queries, key_dim = query.shape
-    kv_heads, value_dim = packed.key_words.shape[1], window[1].shape[3]
+    kv_heads, value_dim = packed.key_words.shape[1], residual[1].shape[3]
     groups, on = query_heads // kv_heads, target(query.device)
     config = config or prefix_config(key_dim, value_dim, *recipe.bits, on)
     rows, heads = groups * queries, batch * kv_heads
     row_tiles = -(-rows // config.block_rows)
-    fresh = (window[0][:, :, :0], window[1][:, :, :0]) if new is None else new
-    dense = sinks[0].shape[2] + num_window + fresh[0].shape[2]
+    fresh = (residual[0][:, :, :0], residual[1][:, :, :0]) if new is None else new
+    dense = sinks[0].shape[2] + num_residual + fresh[0].shape[2]
     if splits is None:
         resident = on.multiprocessors * config.programs_per_multiprocessor
         splits = prefix_splits(row_tiles * heads, num_blocks + -(-dense // BLOCK_TOKENS), resident)
@@ -201,7 +202,7 @@ def attend_prefix(
     operands = splits * heads * row_tiles * config.block_rows * block_of(key_dim) // 2
     sizes = [operands, outputs * value_dim, sums]
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
-    capacity = max(window[0].shape[2], 1)
+    capacity = max(residual[0].shape[2], 1)
     mask_kind, mask_strides = mask_layout(mask)
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
@@ -210,7 +211,12 @@ def attend_prefix(
     constants = prefix_constants(key_dim, value_dim, *recipe.bits, *flags, config, on)
     seen, aux = query if mask is None else mask, query if s_aux is None else s_aux
     query_strides, out_strides = query.stride()[:3], out.stride()[:3]
-    dense_strides = (*sinks[0].stride()[:2], *sinks[1].stride()[:2], *window[0].stride()[:2], *window[1].stride()[:2])
+    dense_strides = (
+        *sinks[0].stride()[:2],
+        *sinks[1].stride()[:2],
+        *residual[0].stride()[:2],
+        *residual[1].stride()[:2],
+    )
     fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
     # The kernel of inline matrix products knows no tables.
     no_table, no_size = ((), ()) if on.fragments else ((None, None, None), (0, 0))
@@ -219,8 +225,8 @@ def attend_prefix(
     (ATTEND_FRAGMENTS if on.fragments else ATTEND)(
         (row_tiles, heads, splits),
         (
-            *(query, packed.key_words, packed.value_words, packed.scalars, packed.key_means, *recipe.rotations),
-            *(packed.key_factors, packed.value_factors, *sinks, *window, *fresh, seen, aux),
+            *(query, packed.key_words, packed.value_words, packed.scales, packed.key_means, *recipe.rotations),
+            *(packed.key_channel_scales, packed.value_channel_scales, *sinks, *residual, *fresh, seen, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *no_table),
         ),
         (
@@ -234,7 +240,7 @@ def attend_prefix(
             kv_heads,
             num_blocks,
             sinks[0].shape[2],
-            num_window,
+            num_residual,
             num_blocks * BLOCK_TOKENS % capacity,
             capacity,
             fresh[0].shape[2],

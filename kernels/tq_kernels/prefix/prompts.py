@@ -43,8 +43,8 @@ def attend_many(
         out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined.
     """
     query, key, value = tokens
-    (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_q.shape[0] - 1
-    groups, width, on = query_heads // kv_heads, geometry.table.shape[1], target(query.device)
+    (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_seqlens_q.shape[0] - 1
+    groups, width, on = query_heads // kv_heads, geometry.block_table.shape[1], target(query.device)
     config = prefix_config(dim, dim, pages.key_bits, pages.value_bits, on)
     rows = groups * total
     # Each sequence's last tile may be a part of one.
@@ -71,8 +71,8 @@ def attend_many(
     ATTEND(
         (row_tiles, kv_heads, splits),
         (
-            *(query, pages.key_words, pages.value_words, pages.scalars, pages.means, *rotations),
-            *(pages.key_factors, pages.value_factors, *[pages.rows] * 4, key, value, query, aux),
+            *(query, pages.key_words, pages.value_words, pages.scales, pages.means, *rotations),
+            *(pages.key_channel_scales, pages.value_channel_scales, *[pages.rows] * 4, key, value, query, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *geometry),
         ),
         (
@@ -100,5 +100,5 @@ def attend_many(
     if splits > 1:
         merge(
             partial, lse, aux, out[None], rows, groups, kv_heads, kv_heads * rows, splits,
-            has_aux=s_aux is not None, tokens=geometry.cu_q[count:],
+            has_aux=s_aux is not None, tokens=geometry.cu_seqlens_q[count:],
         )  # fmt: skip

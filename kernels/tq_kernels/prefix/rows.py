@@ -28,20 +28,20 @@ class Scale(NamedTuple):
 
 class Dense(NamedTuple):
     """Dense tokens of a KV head: `sinks` rows, a ring up to token `history`, then new ones. With `pages`, those of the
-    sequence, sinks and ring are in them, from `window_keys` on, and pages are `page_blocks` blocks apart."""
+    sequence, sinks and ring are in them, from `residual_keys` on, and pages are `page_blocks` blocks apart."""
 
     sink_keys: Any
     sink_values: Any
-    window_keys: Any
-    window_values: Any
+    residual_keys: Any
+    residual_values: Any
     new_keys: Any
     new_values: Any
     new_t: Any
     new_vt: Any
     sinks: Any
     history: Any
-    window_start: Any
-    window_capacity: Any
+    residual_start: Any
+    residual_capacity: Any
     pages: Any
     kv_head: Any
     page_blocks: Any
@@ -107,10 +107,10 @@ def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, 
 
 
 @triton.jit
-def row_tile(cu_q, cu_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
+def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
     """Of the tiles of rows of all sequences with more than one new token, from the last on: whether there is an
     `index`-th, its sequence and its first row."""
-    first, new, past = lengths(cu_q, cu_k, tl.arange(0, BLOCK_B), count)
+    first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
     tiles = tl.where(new > 1, (new * groups + BLOCK_R - 1) // BLOCK_R, 0)
     tile = tl.sum(tiles, 0) - 1 - index
     sequence, before = located(tiles, tile)
@@ -119,14 +119,14 @@ def row_tile(cu_q, cu_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: t
 
 @triton.jit
 def stored_rows(dense: Dense, t, DK: tl.constexpr, DV: tl.constexpr):
-    """Pointers [64] to keys and to values of dense tokens `t`: sinks, window, new."""
+    """Pointers [64] to keys and to values of dense tokens `t`: sinks, residual, new."""
     sink = t < dense.sinks
-    slot = dense.window_start + t - dense.sinks  # the window is a ring
-    slot = tl.where(slot >= dense.window_capacity, slot - dense.window_capacity, slot)
+    slot = dense.residual_start + t - dense.sinks  # the residual is a ring
+    slot = tl.where(slot >= dense.residual_capacity, slot - dense.residual_capacity, slot)
     fresh = (t - dense.history).to(tl.int64)
-    k_row = tl.where(sink, dense.sink_keys + t * DK, dense.window_keys + slot * DK)
+    k_row = tl.where(sink, dense.sink_keys + t * DK, dense.residual_keys + slot * DK)
     k_row = tl.where(t < dense.history, k_row, dense.new_keys + fresh * dense.new_t)
-    v_row = tl.where(sink, dense.sink_values + t * DV, dense.window_values + slot * DV)
+    v_row = tl.where(sink, dense.sink_values + t * DV, dense.residual_values + slot * DV)
     return k_row, tl.where(t < dense.history, v_row, dense.new_values + fresh * dense.new_vt)
 
 

@@ -33,7 +33,7 @@ def window_attention(
     key,  # [N, Hkv, DIM]
     value,  # [N, Hkv, DIM]
     rows,  # [pages, 2, ROWS, Hkv, DIM] in the dtype of key and value
-    table,  # [N, W] int32
+    block_table,  # [N, W] int32
     past,  # [N] int32, tokens before the new one; -1: the token is nobody's
     s_aux,  # [Hq], any float dtype
     out,  # [N, Hq, DIM], contiguous; with splits unused
@@ -62,7 +62,7 @@ def window_attention(
     before = tl.load(past + request)
     held = tl.minimum(before + 1, window)
     newest = tl.maximum(before, 0) % window
-    pages = table + request * width
+    pages = block_table + request * width
     row_size = kv_heads * DIM
     rows += kv_head * DIM
     new_key = key + request * (key_t * 8) + kv_head * (key_h * 8)
@@ -126,13 +126,13 @@ class Windows(NamedTuple):
         rows: `[pages, 2, rows of a page, Hkv, D]`, keys and values; only pages may be apart, by a multiple of 8
             elements.
         window: Tokens of a window.
-        table: `[N, at least as many pages as a window's tokens are held in]` int32, contiguous.
+        block_table: `[N, at least as many pages as a window's tokens are held in]` int32, contiguous.
         past: `[N]` int32, tokens before the new one; -1 where it is nobody's.
     """
 
     rows: torch.Tensor
     window: int
-    table: torch.Tensor
+    block_table: torch.Tensor
     past: torch.Tensor
 
 
@@ -185,13 +185,13 @@ def attend_windows(
     partial, lse = allocate(max(1, sums * (dim + 1)))[: sums * (dim + 1)].split([sums * dim, sums])
     aux = query if s_aux is None else s_aux
     strides = tuple(stride // 8 for x in tokens for stride in x.stride()[:2])
-    place = (windows.table.shape[1], windows.rows.stride(0) // 8, windows.window)
+    place = (windows.block_table.shape[1], windows.rows.stride(0) // 8, windows.window)
     flags = (softcap is not None, s_aux is not None, splits > 1)
     tiles = (config.block_rows, config.block_tokens, STAGES)
     constants = (dim, block_d, windows.rows.shape[2], *flags, matrix_type(query), *tiles)
     ATTEND(
         (count, kv_heads * row_tiles, splits),
-        (query, key, value, windows.rows, windows.table, windows.past, aux, out, partial, lse),
+        (query, key, value, windows.rows, windows.block_table, windows.past, aux, out, partial, lse),
         (count, kv_heads, groups, *strides, *place, row_tiles, scaling * LOG2E.value, (softcap or 1.0) * LOG2E.value),
         constants,
         (constants, query.dtype, aux.dtype, device.index),

@@ -31,18 +31,18 @@ from .tiles import Half, PackedShape, attend_dense, attend_packed
 
 @triton.jit(
     do_not_specialize=(
-        "blocks_b blocks_h rows groups kv_heads blocks sink_count window_count window_start window_capacity new_count "
-        "queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count"
+        "blocks_b blocks_h rows groups kv_heads blocks sink_count residual_count residual_start residual_capacity "
+        "new_count queries mask_b mask_s mask_t scaling_log2 cap_log2 tile_count"
     ).split()
 )
 def prefix_attention_fragments(
     query,  # arguments as for prefix_attention
-    key_words, value_words, scalars, key_means, key_rotation, value_rotation, key_factors, value_factors, sink_keys,
-    sink_values, window_keys, window_values, new_keys, new_values, mask, s_aux, out, partial, lse,
+    key_words, value_words, scales, key_means, key_rotation, value_rotation, key_channel_scales, value_channel_scales,
+    sink_keys, sink_values, residual_keys, residual_values, new_keys, new_values, mask, s_aux, out, partial, lse,
     operand_rows,  # unused
-    query_b, query_h, query_s, blocks_b, blocks_h, sink_b, sink_h, sink_vb, sink_vh, window_b, window_h, window_vb,
-    window_vh, new_b, new_h, new_t, new_vb, new_vh, new_vt, out_b, out_s, out_h, rows, groups, kv_heads, blocks,
-    sink_count, window_count, window_start, window_capacity, new_count, queries, mask_b, mask_s, mask_t,
+    query_b, query_h, query_s, blocks_b, blocks_h, sink_b, sink_h, sink_vb, sink_vh, residual_b, residual_h,
+    residual_vb, residual_vh, new_b, new_h, new_t, new_vb, new_vh, new_vt, out_b, out_s, out_h, rows, groups, kv_heads,
+    blocks, sink_count, residual_count, residual_start, residual_capacity, new_count, queries, mask_b, mask_s, mask_t,
     scaling_log2, cap_log2, tile_count,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr,
@@ -58,7 +58,7 @@ def prefix_attention_fragments(
     lane = tl.arange(0, LANES)
     g = lane // 4
     t = lane % 4
-    dense = sink_count + window_count + new_count
+    dense = sink_count + residual_count + new_count
     if CAUSAL:
         dense = tl.minimum(dense, dense - queries + 1 + (tl.minimum(first_row + 8 * TILES, rows) - 1) // groups)
     units = blocks + (dense + TOKENS - 1) // TOKENS
@@ -89,7 +89,7 @@ def prefix_attention_fragments(
             r = first_row + 8 * tile + g
             row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
             scale = row_scale(query + row, r < rows, t, DK)
-            divided += (row_pairs(query + row, r < rows, t, scale, key_factors + head * DK, DK, True),)
+            divided += (row_pairs(query + row, r < rows, t, scale, key_channel_scales + head * DK, DK, True),)
         q = rotated(divided, key_rotation, g, t, DKP, KEY_QUARTERS, TILES)
         packed_factor = ()
         for i in tl.static_range(2 * TILES):
@@ -116,7 +116,7 @@ def prefix_attention_fragments(
                 Half(
                     key_words + at * (4 * DKP * KEY_BITS) + half * (8 * (DKP // KEY_QUARTERS)),
                     value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                    scalars + at * TOKENS + half * 16,
+                    scales + at * TOKENS + half * 16,
                     key_means + at * DKP,
                 ),
                 allowed, g, t, C,
@@ -129,8 +129,10 @@ def prefix_attention_fragments(
             in_sums += (sums[i] * (2.0**-4),)
         for i in tl.static_range(((DV + 15) // 16) * TILES):
             channel = 16 * (i // TILES) + 4 * (g // 2) + g % 2
-            f0 = tl.load(value_factors + head * DV + channel, mask=channel < DV, other=1.0).to(tl.float32)
-            f1 = tl.load(value_factors + head * DV + channel + 2, mask=channel + 2 < DV, other=1.0).to(tl.float32)
+            f0 = tl.load(value_channel_scales + head * DV + channel, mask=channel < DV, other=1.0).to(tl.float32)
+            f1 = tl.load(value_channel_scales + head * DV + channel + 2, mask=channel + 2 < DV, other=1.0).to(
+                tl.float32
+            )
             quad = scaled(acc[i], 2.0**-4 / small_unit(VALUE_BITS), 2.0**-4 / small_unit(VALUE_BITS))
             in_acc += ((quad[0] / f0, quad[1] / f0, quad[2] / f1, quad[3] / f1),)
         maximum = in_units
@@ -143,16 +145,16 @@ def prefix_attention_fragments(
             r = first_row + 8 * tile + g
             row = batch * query_b + (kv_head * groups + r % groups) * query_h + (r // groups).to(tl.int64) * query_s
             scale = row_scale(query + row, r < rows, t, DK)
-            plain += (row_pairs(query + row, r < rows, t, scale, key_factors, DK, False),)
+            plain += (row_pairs(query + row, r < rows, t, scale, key_channel_scales, DK, False),)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense)
         sink_keys += batch * sink_b + kv_head * sink_h
         sink_values += batch * sink_vb + kv_head * sink_vh
-        window_keys += batch * window_b + kv_head * window_h
-        window_values += batch * window_vb + kv_head * window_vh
+        residual_keys += batch * residual_b + kv_head * residual_h
+        residual_values += batch * residual_vb + kv_head * residual_vh
         new_keys += batch * new_b + kv_head * new_h
         new_values += batch * new_vb + kv_head * new_vh
-        history = sink_count + window_count
+        history = sink_count + residual_count
         for start in tl.range(low, high, 32):
             key_rows, value_rows, inside, allowed = (), (), (), ()
             for group in tl.static_range(2):
@@ -160,11 +162,11 @@ def prefix_attention_fragments(
                 for half in tl.static_range(2):
                     j = start + 16 * group + 8 * half + g
                     sink = j < sink_count
-                    slot = window_start + j - sink_count  # the window is a ring
-                    slot = tl.where(slot >= window_capacity, slot - window_capacity, slot)
+                    slot = residual_start + j - sink_count  # the residual is a ring
+                    slot = tl.where(slot >= residual_capacity, slot - residual_capacity, slot)
                     fresh = (j - history).to(tl.int64)
-                    k_row = tl.where(sink, sink_keys + j * DK, window_keys + slot * DK)
-                    v_row = tl.where(sink, sink_values + j * DV, window_values + slot * DV)
+                    k_row = tl.where(sink, sink_keys + j * DK, residual_keys + slot * DK)
+                    v_row = tl.where(sink, sink_values + j * DV, residual_values + slot * DV)
                     key_rows += (tl.where(j < history, k_row, new_keys + fresh * new_t),)
                     value_rows += (tl.where(j < history, v_row, new_values + fresh * new_vt),)
                     inside += (j < high,)

@@ -1,5 +1,5 @@
-"""Query rows of `prefix_attention_fragments`: normalised, divided by the factors of the keys, rotated; and the rotation
-back of what they attend to."""
+"""Query rows of `prefix_attention_fragments`: normalised, divided by the channel scales of the keys, rotated; and the
+rotation back of what they attend to."""
 
 import triton
 import triton.language as tl
@@ -34,15 +34,15 @@ def row_scale(row, valid, t, DIM: tl.constexpr):
 
 
 @triton.jit
-def row_pairs(row, valid, t, scale, factors, DIM: tl.constexpr, DIVIDE: tl.constexpr):
-    """Pairs of row g's channels, less `scale`, and with DIVIDE divided by their factors."""
+def row_pairs(row, valid, t, scale, channel_scales, DIM: tl.constexpr, DIVIDE: tl.constexpr):
+    """Pairs of row g's channels, less `scale`, and with DIVIDE divided by their channel scales."""
     inverse = 1.0 / scale
     pairs = ()
     for chunk in tl.static_range((DIM + 15) // 16):
         x = load_elements(row, valid, t, chunk, DIM)
         y = ()
         if DIVIDE:
-            f = load_elements(factors, t >= 0, t, chunk, DIM)
+            f = load_elements(channel_scales, t >= 0, t, chunk, DIM)
             for i in tl.static_range(4):
                 y += (x[i] * inverse / tl.where(f[i] == 0, 1.0, f[i]),)
         else:

@@ -35,7 +35,7 @@ from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, l
 
 @triton.jit
 def operands(
-    halves,
+    scratch_fp16,
     row0,
     row_step,
     first,
@@ -51,12 +51,12 @@ def operands(
     q = ()
     for tile in tl.static_range(TILES):
         r = first + 8 * tile + g
-        q += (load_rows(halves + (row0 + r * row_step) * STRIDE, t, r < rows, WIDTH, QUARTERS),)
+        q += (load_rows(scratch_fp16 + (row0 + r * row_step) * STRIDE, t, r < rows, WIDTH, QUARTERS),)
     return q
 
 
 @triton.jit
-def factors_of(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
+def logit_factors(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
     """Factors to base-2 logits of columns 2t and 2t + 1 of each row tile."""
     factors = ()
     for tile in tl.static_range(TILES):
@@ -125,7 +125,7 @@ def store_partial(
 
 @triton.jit(
     do_not_specialize=(
-        "rows queries kv_heads blocks_b blocks_h sink_b sink_h window_b window_h window_capacity mask_b mask_s "
+        "rows queries kv_heads blocks_b blocks_h sink_b sink_h residual_b residual_h residual_capacity mask_b mask_s "
         "mask_t scaling_log2 cap_log2 row_tiles streams tile_rows plain_at scale_at lse_at partial_at "
         "dense_splits"
     ).split()
@@ -134,14 +134,14 @@ def decode_split_fragments(
     scratch,  # arguments as for decode_split
     key_words,
     value_words,
-    scalars,
+    scales,
     key_means,
     num_blocks,
     sink_keys,
     sink_values,
-    window_keys,
-    window_values,
-    num_window,
+    residual_keys,
+    residual_values,
+    num_residual,
     num_sinks,
     mask,
     rows,
@@ -151,9 +151,9 @@ def decode_split_fragments(
     blocks_h,
     sink_b,
     sink_h,
-    window_b,
-    window_h,
-    window_capacity,
+    residual_b,
+    residual_h,
+    residual_capacity,
     mask_b,
     mask_s,
     mask_t,
@@ -187,7 +187,7 @@ def decode_split_fragments(
     g = lane // 4
     t = lane % 4
     blocks = tl.load(num_blocks)
-    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
@@ -206,9 +206,9 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        factor = factors_of(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
+        factor = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
         gain = ones(TILES) if SOFTCAP else factor
-        q = operands(halves + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
+        q = operands(scratch_fp16 + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
         sums, maximum = initial(TILES)
         acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
         block0 = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
@@ -232,7 +232,7 @@ def decode_split_fragments(
                 Half(
                     key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
                     value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
-                    scalars + at * TOKENS + half * 16,
+                    scales + at * TOKENS + half * 16,
                     key_means + at * DKP if HAS_MEAN else key_means,
                 ),
                 allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES),
@@ -243,10 +243,10 @@ def decode_split_fragments(
         )  # fmt: skip
 
     # Not before: the loop above has no register to spare.
-    window_count = tl.load(num_window)
+    residual_count = tl.load(num_residual)
     sink_count = tl.load(num_sinks)
-    jobs = dense_jobs(sink_count + window_count)
-    window_start = (blocks * TOKENS) % tl.maximum(window_capacity, 1)
+    jobs = dense_jobs(sink_count + residual_count)
+    residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
     job, without_share = first_jobs(worker, workers, total)
     if job < 0:
@@ -258,8 +258,8 @@ def decode_split_fragments(
         batch = head // kv_heads
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
-        gain = factors_of(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
-        plain = halves + (2 * LINE) * plain_at + head * rows * DK
+        gain = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2, TILES)
+        plain = scratch_fp16 + (2 * LINE) * plain_at + head * rows * DK
         q = ()
         for tile in tl.static_range(TILES):
             r = first_row + 8 * tile + g
@@ -268,7 +268,7 @@ def decode_split_fragments(
                 pairs += load_dense(plain + r * DK, r < rows, t, chunk, DK, DK % 4 == 0)
             q += (pairs,)
         sink_at = batch.to(tl.int64) * sink_b + kv_head * sink_h
-        window_at = batch.to(tl.int64) * window_b + kv_head.to(tl.int64) * window_h
+        residual_at = batch.to(tl.int64) * residual_b + kv_head.to(tl.int64) * residual_h
         mask_row = mask + batch.to(tl.int64) * mask_b
         key_rows, value_rows, inside, allowed = (), (), (), ()
         for group in tl.static_range(2):
@@ -276,13 +276,13 @@ def decode_split_fragments(
             for half in tl.static_range(2):
                 j = part * DENSE_TOKENS + 16 * group + 8 * half + g
                 sink = j < sink_count
-                row = window_start + j - sink_count  # the window is a ring
-                row = tl.where(row >= window_capacity, row - window_capacity, row)
-                key_rows += (tl.where(sink, sink_keys + (sink_at + j) * DK, window_keys + (window_at + row) * DK),)
+                row = residual_start + j - sink_count  # the residual is a ring
+                row = tl.where(row >= residual_capacity, row - residual_capacity, row)
+                key_rows += (tl.where(sink, sink_keys + (sink_at + j) * DK, residual_keys + (residual_at + row) * DK),)
                 value_rows += (
-                    tl.where(sink, sink_values + (sink_at + j) * DV, window_values + (window_at + row) * DV),
+                    tl.where(sink, sink_values + (sink_at + j) * DV, residual_values + (residual_at + row) * DV),
                 )
-                inside += (j < sink_count + window_count,)
+                inside += (j < sink_count + residual_count,)
                 token += (j,)
             for tile in tl.static_range(TILES):
                 for i in tl.static_range(4):
@@ -290,7 +290,7 @@ def decode_split_fragments(
                     r = first_row + 8 * tile + 2 * t + i % 2
                     seen = inside[2 * group + i // 2] & (r < rows)
                     if CAUSAL:
-                        seen = seen & (j - sink_count <= window_count - queries + r % queries)
+                        seen = seen & (j - sink_count <= residual_count - queries + r % queries)
                     if MASK:
                         position = tl.where(j < sink_count, j, j + blocks * TOKENS)
                         at = mask_row + position.to(tl.int64) * mask_t + (r % queries) * mask_s

@@ -9,7 +9,7 @@ from ..common.sequences import dense_rows, lengths
 from ..common.unpack import PROBABILITY_BITS, small_unit
 from ..format import TOKENS
 from .fragments import LANES, initial, ones, quarters_of, value_tiles, zero_quads
-from .split import Slots, factors_of, operands, store_partial
+from .split import Slots, logit_factors, operands, store_partial
 from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense
 
 
@@ -23,14 +23,14 @@ def decode_split_paged_fragments(
     scratch,  # arguments as for decode_split_paged
     key_words,
     value_words,
-    scalars,
+    scales,
     key_means,
     rows,
     key,
     value,
-    table,
-    cu_q,
-    cu_k,
+    block_table,
+    cu_seqlens_q,
+    cu_seqlens_k,
     count,
     kv_heads,
     groups,
@@ -70,27 +70,27 @@ def decode_split_paged_fragments(
     lane = tl.arange(0, LANES)
     g = lane // 4
     t = lane % 4
-    halves = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
+    scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     scale = scratch + LINE * scale_at
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
     heads = kv_heads * row_tiles
-    start, end, stream, at = share(worker, workers, cu_q, cu_k, count, heads, 0, BLOCK_B)
+    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, count, heads, 0, BLOCK_B)
     while at < end:
         sequence = stream // heads
         kv_head = stream % heads // row_tiles
         first_row = stream % row_tiles * (8 * TILES)
         row0 = kv_head * (groups * count) + sequence  # query r of the head is row `row0 + count * r`
-        token, new, past = lengths(cu_q, cu_k, sequence, count)
-        pages = table + sequence.to(tl.int64) * width
+        token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        pages = block_table + sequence.to(tl.int64) * width
         blocks = tl.where(new == 1, past // TOKENS, 0)
         held = past % TOKENS
         first = tl.maximum(start - at, 0)
         last = tl.minimum(end - at, stream_items(new, past, 0))
 
         for job in tl.range(tl.maximum(first - blocks, 0), last - blocks):
-            gain = factors_of(scale, row0, count, first_row, groups, t, scaling_log2, TILES)
-            plain = halves + (2 * LINE) * plain_at
+            gain = logit_factors(scale, row0, count, first_row, groups, t, scaling_log2, TILES)
+            plain = scratch_fp16 + (2 * LINE) * plain_at
             q = ()
             for tile in tl.static_range(TILES):
                 r = first_row + 8 * tile + g
@@ -125,10 +125,10 @@ def decode_split_paged_fragments(
             store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DIM, DM, 1, TILES, True)
 
         if first < blocks:
-            factor = factors_of(scale, row0, count, first_row, groups, t, scaling_log2 / small_unit(KEY_BITS), TILES)
+            factor = logit_factors(scale, row0, count, first_row, groups, t, scaling_log2 / small_unit(KEY_BITS), TILES)
             packed_gain = ones(TILES) if SOFTCAP else factor
             rotated = operands(
-                halves + ROTATED, row0, count, first_row, groups, g, t, DIMP, KEY_WIDTH, KEY_QUARTERS, TILES
+                scratch_fp16 + ROTATED, row0, count, first_row, groups, g, t, DIMP, KEY_WIDTH, KEY_QUARTERS, TILES
             )
             packed_sums, packed_maximum = initial(TILES)
             packed = zero_quads(value_tiles(DIMP, VALUE_BITS) * TILES)
@@ -141,7 +141,7 @@ def decode_split_paged_fragments(
                     Half(
                         key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
                         value_words + block * BLOCK_WORDS + half * 8,
-                        scalars + block * BLOCK_WORDS + half * 16,
+                        scales + block * BLOCK_WORDS + half * 16,
                         key_means + block * (2 * BLOCK_WORDS) if HAS_MEAN else key_means,
                     ),
                     (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, HAS_MEAN, False, SOFTCAP, TILES),

@@ -224,7 +224,7 @@ class Half(NamedTuple):
 
     key_words: Any
     value_words: Any
-    scalars: Any
+    scales: Any
     mean: Any
 
 
@@ -263,7 +263,7 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
     for plane in tl.static_range(4):
         key_scale = ()
         for i in tl.static_range(2):
-            at = half.scalars + (32 * plane + 4 * (g // 2) + g % 2 + 2 * i)
+            at = half.scales + (32 * plane + 4 * (g // 2) + g % 2 + 2 * i)
             scales = unpack_scales(load32(at, t >= 0))
             key_scale += (scales[0].to(tl.float32),)
             value_scale += (scales[1].to(tl.float32),)

@@ -22,7 +22,7 @@ from ...tensors.blocks import KeyValue, PackedBlocks
 from ...tensors.layer import StoreView
 from ..workspace import Scratch, current_workspace
 from .packed import FEW_QUERIES, PackedTile, Take, rotated
-from .packed import dequantise as dequantise_tile
+from .packed import dequantize as dequantize_tile
 
 TILE_TOKENS = 2048
 """Dense tokens read at a time."""
@@ -132,7 +132,7 @@ def _packed_tiles(view: StoreView, query: torch.Tensor) -> Iterator[PackedTile]:
 
 
 def _blocks_of_tile(blocks: PackedBlocks) -> int:
-    batch, heads = blocks.scalars.shape[:2]
+    batch, heads = blocks.scales.shape[:2]
     return max(1, TILE_NUMBERS // (max(1, batch * heads) * blocks.layout.tokens * blocks.layout.key_dim_padded))
 
 
@@ -181,14 +181,14 @@ def _groups(tiles: Iterable[Tile], rows: int) -> Iterator[list[Tile]]:
         yield group
 
 
-def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """`tq_hf.codec.reference.dequantise` by tables, tile by tile: the same bits."""
+def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`tq_hf.codec.reference.dequantize` by tables, tile by tile: the same bits."""
     take: Take = partial(_scratch, keys.device)
     step, tokens = _blocks_of_tile(blocks), blocks.layout.tokens
     for start in range(0, blocks.capacity, step):
         stop = min(start + step, blocks.capacity)
         rows = slice(start * tokens, stop * tokens)
-        dequantise_tile(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
+        dequantize_tile(config, blocks.slice(start, stop), keys[:, :, rows], values[:, :, rows], take)
 
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.

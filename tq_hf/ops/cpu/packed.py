@@ -1,9 +1,9 @@
 """Packed blocks as attention reads them on a device without kernels: scores of keys, weighted sums of values.
 
-With R the rotation and f the factors, a key is R^-1 (scale c + mean) / f, so with p = R (q / f), q . k = scale (p . c)
-+ p . mean: the query is rotated, the history never is. Values likewise: sum w R^-1 (scale c) / f = R^-1 (sum (w scale)
-c) / f, rotated back once a tile. Scales multiply scores and weights, of which a head has one a token, and not the
-levels, of which it has D.
+With R the rotation and f the channel scales, a key is R^-1 (scale c + mean) / f, so with p = R (q / f), q . k = scale
+(p . c) + p . mean: the query is rotated, the history never is. Values likewise: sum w R^-1 (scale c) / f = R^-1 (sum (w
+scale) c) / f, rotated back once a tile. Scales multiply scores and weights, of which a head has one a token, and not
+the levels, of which it has D.
 
 Words become levels by table lookup (bit layout in `tq_hf.codec.packing`). A few integer operations on whole int32
 words arrange the bits so that each 16-bit half of a word is an index of four codes, and one `index_select` gives their
@@ -35,8 +35,8 @@ import torch
 from ...codec.codebook import levels
 from ...codec.packing import PLANES, QUARTERS, ROWS
 from ...codec.rotation import rotate_back, rotation_matrix
+from ...compat import cached_table
 from ...config import TurboQuantConfig
-from ...inference_mode import made_once
 from ...tensors.blocks import PackedBlocks
 from ...tensors.layer import StoreView
 
@@ -48,7 +48,7 @@ _SIGN_BITS = {4: (7, 15, 3, 11), 3: (3, 11, 2, 10)}
 _LARGEST_INDEX = {4: 0xFFFF, 3: 0x3F3F, 2: 0x3333}
 
 
-@made_once
+@cached_table
 def table(bits: int, device: torch.device) -> torch.Tensor:
     """Levels of the four codes of an index: `[65536]`, `[16192]` or `[13108]` complex128 for 4, 3 or 2 bits.
 
@@ -181,17 +181,17 @@ FEW_QUERIES = 16
 def rotated(query: torch.Tensor, view: StoreView) -> torch.Tensor:
     """Queries `[N, G, S, Dk]` float32 as the keys of a view are stored: R (q / f), padded."""
     dim = view.blocks.layout.key_dim_padded
-    query = query / _of_heads(view.blocks.factors.keys)[:, None]
+    query = query / _of_heads(view.blocks.channel_scales.keys)[:, None]
     padded = torch.nn.functional.pad(query, (0, dim - query.shape[-1])) if dim > query.shape[-1] else query
     return padded @ rotation_matrix(dim, view.config.rotation_seed, query.device, torch.float32).T
 
 
 def _of_heads(factor: torch.Tensor) -> torch.Tensor:
-    """Factors `[B, Hkv, D]` in float32, `[N, 1, D]`."""
+    """Channel scales `[B, Hkv, D]` in float32, `[N, 1, D]`."""
     return factor.float().flatten(0, 1)[:, None]
 
 
-@made_once
+@cached_table
 def _planes(device: torch.device) -> torch.Tensor:
     """Which plane a row is for, `[4, 1, 4, 1]`."""
     return torch.eye(PLANES, device=device).view(PLANES, 1, PLANES, 1)
@@ -233,7 +233,7 @@ class PackedTile:
     @cached_property
     def _scales(self) -> torch.Tensor:
         """`[N, n, 128, 2]` float32: of keys and values."""
-        return self.blocks.scalars.flatten(0, 1).view(torch.float16).unflatten(-1, (-1, 2)).float()
+        return self.blocks.scales.flatten(0, 1).view(torch.float16).unflatten(-1, (-1, 2)).float()
 
     @cached_property
     def _keys(self) -> torch.Tensor:
@@ -311,13 +311,13 @@ class PackedTile:
         if self.config.rotate_values:
             dim = layout.value_dim_padded
             total = total @ rotation_matrix(dim, self.config.rotation_seed, total.device, torch.float32)
-        return total[..., : self.value_dim] / _of_heads(self.blocks.factors.values)
+        return total[..., : self.value_dim] / _of_heads(self.blocks.channel_scales.values)
 
 
-def dequantise(
+def dequantize(
     config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, take: Take
 ) -> None:
-    """`tq_hf.codec.reference.dequantise` by tables: the same bits.
+    """`tq_hf.codec.reference.dequantize` by tables: the same bits.
 
     Args:
         config: Seed of the rotation.
@@ -328,6 +328,6 @@ def dequantise(
     """
     tile = PackedTile(0, keys[:0], config, blocks, values.shape[-1], take)
     parts = ((keys, tile.key_rows, True), (values, tile.value_rows, config.rotate_values))
-    for (out, rows, turned), factor in zip(parts, blocks.factors, strict=True):
+    for (out, rows, turned), factor in zip(parts, blocks.channel_scales, strict=True):
         states = rotate_back(rows, config.rotation_seed) if turned else rows
         out.copy_((states[..., : out.shape[-1]] / _of_heads(factor)).view(out.shape))

@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 
 from ...codec.rotation import rotation_matrix
+from ...compat import outside_inference_mode
 from ...config import INNER, TurboQuantConfig
-from ...inference_mode import outside_inference_mode
 from ...layout import BlockLayout
 from ...tensors.attention import AttentionOptions
-from ...tensors.blocks import Factors, KeyValue, PackedBlocks
+from ...tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 from ...tensors.layer import DeviceCounts, LayerTensors, StoreView
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
@@ -22,7 +22,7 @@ from ..workspace import allocator, current_workspace
 
 if HAS_TRITON:
     from tq_kernels.codec.balance import balance as balance_channels
-    from tq_kernels.codec.launch import dequantise as dequantise_blocks
+    from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
     from tq_kernels.decode.append import Appender
@@ -44,11 +44,16 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def supports_layout(layout: BlockLayout) -> bool:
+    """Whether kernels read blocks of this layout: with rotated values and key means, which an `Ablation` may leave out,
+    and heads that fit."""
+    fits = max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+    return fits and layout.rotated_values and layout.key_mean
+
+
 def supports_blocks(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels read blocks of this layout, for states of this tensor's device and dtype: with rotated values and
-    key means. Torch computes what an `Ablation` leaves out."""
-    fits = layout.rotated_values and layout.key_mean
-    return fits and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM and supports_states(tensor)
+    """`supports_layout`, for states of this tensor's device and dtype."""
+    return supports_layout(layout) and supports_states(tensor)
 
 
 def supports_encode(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
@@ -90,7 +95,7 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(blocks: PackedBlocks) -> Packed:
-    return Packed(blocks.key_words, blocks.value_words, blocks.scalars, blocks.key_means, *blocks.factors)
+    return Packed(blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means, *blocks.channel_scales)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager:
@@ -151,7 +156,7 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
 
 
 def supports_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether kernels find the factors of these states' channels."""
+    """Whether kernels find the channel scales of these states' channels."""
     return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= MAX_HEAD_DIM
 
 
@@ -160,12 +165,12 @@ def balance(
     queries: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    out: Factors,
+    out: ChannelScales,
     *,
     first: int,
     valid: torch.Tensor | None,
 ) -> None:
-    """`tq_hf.codec.balance.factors` on the GPU."""
+    """`tq_hf.codec.balance.channel_scales` on the GPU."""
     with launching_on(keys.device):
         balance_channels(
             None if queries is None else _rows(queries),
@@ -187,11 +192,11 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
 
 
 @explains_failures
-def dequantise(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """`tq_hf.codec.reference.dequantise` on the GPU."""
+def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """`tq_hf.codec.reference.dequantize` on the GPU."""
     recipe = recipe_of(config, blocks.layout, keys.device, torch.float32)
     with launching_on(keys.device):
-        dequantise_blocks(_packed(blocks), 0, blocks.capacity, keys, values, recipe)
+        dequantize_blocks(_packed(blocks), 0, blocks.capacity, keys, values, recipe)
 
 
 @once_per_layer
@@ -210,7 +215,7 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
 
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's late row."""
-    tensors, num_blocks, num_window, _, late, _ = view
+    tensors, num_blocks, num_residual, _, late, _ = view
     decoder, device = decoder_of(tensors), query.device
     if mask is not None and mask.shape[0] != query.shape[0]:
         mask = mask.expand(query.shape[0], -1, -1, -1)
@@ -221,7 +226,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
         out = decoder(
             _rows(query),
             device_int(num_blocks, device),
-            device_int(num_window, device),
+            device_int(num_residual, device),
             device_int(decoder.sinks, device),
             scaling=options.scaling,
             allocate=allocator(current_workspace(device), "decode attention", device),
@@ -252,8 +257,8 @@ def attend_many(
         _packed(blocks),
         view.num_blocks,
         view.sinks,
-        view.window.write_late_row(),
-        view.num_window,
+        view.residual.write_late_row(),
+        view.num_residual,
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
         recipe_of(view.config, layout, query.device, torch.float16),
         allocate=allocator(current_workspace(query.device), "prefix attention", query.device),
@@ -354,12 +359,12 @@ def attend_token(
     options: AttentionOptions,
     max_cache_len: int,
 ) -> torch.Tensor:
-    """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and window rows.
+    """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and residual rows.
 
     Scratch is per call: in a captured graph it comes from the graph's own memory, where one layer's is free again for
     the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
-    num_sinks, num_blocks, num_window = sizes
+    num_sinks, num_blocks, num_residual = sizes
     token = None
     if row is not None:
         keys, values = row
@@ -367,7 +372,7 @@ def attend_token(
     return decoder_of(tensors)(
         _rows(query),
         num_blocks,
-        num_window,
+        num_residual,
         num_sinks,
         allocate=allocator(None, "decode attention", query.device),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),

@@ -81,7 +81,7 @@ def paged_step(
 ) -> torch.Tensor:
     """See `tq_hf.ops.dispatch.paged_step`, for steps that `supports_paged_step`."""
     config, layout, device = pages.config, pages.layout, query.device
-    total, count = query.shape[0], sequences.cu_q.shape[0] - 1
+    total, count = query.shape[0], sequences.cu_seqlens_q.shape[0] - 1
     single = sequences.max_q == 1
     # The kernels of decode write every row if they can tell which belongs to nobody.
     fill = single and total >= count
@@ -92,24 +92,24 @@ def paged_step(
     held = Pages(
         *pages.blocks,
         pages.rows,
-        pages.factors.keys[0],
-        pages.factors.values[0],
+        pages.channel_scales.keys[0],
+        pages.channel_scales.values[0],
         layout.key_bits,
         layout.value_bits,
         config.sink_tokens,
     )
-    geometry = Geometry(sequences.cu_q, sequences.cu_k, sequences.table)
-    halves = blocks.rotations(config, layout, device, torch.float16)
+    geometry = Geometry(sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.block_table)
+    rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
     scratch = allocator(None, "attention over pages", device)
     asked: dict[str, Any] = dict(scaling=options.scaling, softcap=options.softcap, s_aux=options.s_aux)
     with blocks.launching_on(device):
         if not single:
-            attend_many(tokens, held, geometry, halves, **asked, allocate=scratch, out=out)
+            attend_many(tokens, held, geometry, rotation_fp16, **asked, allocate=scratch, out=out)
         attend_single(
             tokens,
             held,
             geometry,
-            halves,
+            rotation_fp16,
             **asked,
             allocate=scratch,
             out=out,
@@ -137,7 +137,7 @@ def attend_windows(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of one new token each `[N, *, D]` of requests over their windows, stored there: `[N, Hq, D]`."""
-    held = Windows(windows.rows, windows.window, singles.table, singles.past)
+    held = Windows(windows.rows, windows.window, singles.block_table, singles.past)
     with blocks.launching_on(query.device):
         return attend_window_rows(
             (_rows(query), _rows(key), _rows(value)),

@@ -1,4 +1,4 @@
-"""Quantise a block's rotated rows and pack the codes: the half of the encoder that knows levels and bits.
+"""Quantize a block's rotated rows and pack the codes: the half of the encoder that knows levels and bits.
 
 clamp((x - b) * 2**30, 0, 1) is [x > b], exactly, and one instruction of the FMA pipe (FADD.SAT), where a compare and a
 select are two of the half-rate ALU pipe. The levels carry their index in mantissa bits that no fp16 number uses, so one
@@ -54,7 +54,7 @@ def _float_to_e4m3(x):
 
 
 @triton.jit
-def _quantise_fp8(z, UNIT: tl.constexpr):
+def _quantize_fp8(z, UNIT: tl.constexpr):
     """Codes `[32, TILE]` int32 and scales `[32]` fp16 of rows whose true value is `UNIT * z`."""
     scale = to_half(tl.max(tl.abs(z), axis=1) * (UNIT / (FP8_MAX * FP8_LEVEL_SCALE)))  # [32]
     unit = scale.to(tl.float32) * FP8_LEVEL_SCALE
@@ -83,7 +83,7 @@ def _gap(levels, index):
 
 
 @triton.jit
-def _quantise(
+def _quantize(
     z,
     square,
     BITS: tl.constexpr,
@@ -202,7 +202,7 @@ def store_codes(
     IS_VALUE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Quantise and pack a block and store its words and scales."""
+    """Quantize and pack a block and store its words and scales."""
     QUARTER: tl.constexpr = TILE // 4
     UNIT: tl.constexpr = DIM**-0.5
     # Words [R, T, C]: of R rows (keys: tokens; values: pairs of tokens), T channel quarters, C channels of one (keys:
@@ -222,8 +222,8 @@ def store_codes(
     if BITS == 8:
         for half in tl.static_range(2):
             even, odd = _planes(y0 if half == 0 else y1)
-            even, scale = _quantise_fp8(even, UNIT)
-            odd, odd_scale = _quantise_fp8(odd, UNIT)
+            even, scale = _quantize_fp8(even, UNIT)
+            odd, odd_scale = _quantize_fp8(odd, UNIT)
             scale = tl.join(scale, odd_scale)
             if half == 0:
                 early_scale = scale
@@ -238,7 +238,7 @@ def store_codes(
             even_square, odd_square = _planes(tl.sum(y * y, axis=1))
             even, odd = _planes(y)
             for plane in tl.static_range(2):
-                index, x, scale = _quantise(
+                index, x, scale = _quantize(
                     even if plane == 0 else odd,
                     even_square if plane == 0 else odd_square,
                     BITS,

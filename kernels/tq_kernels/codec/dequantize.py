@@ -1,10 +1,11 @@
-"""Packed blocks back to dense keys and values: unpack, rotate back, scale, add the key mean, divide by the factors.
+"""Packed blocks back to dense keys and values: unpack, rotate back, scale, add the key mean, divide by the channel
+scales.
 
-With R the rotation, c the levels of a block and f its head's factors, x[t, :] = (scale[t] (c[t, :] R) + mean R) / f. A
-program takes whole blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every generation
-of tensor cores. Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means are applied in fp32:
-nothing is rounded before the output's dtype. The mean is rotated back by the same kind of product, over 64 equal rows,
-which leaves it where it is added.
+With R the rotation, c the levels of a block and f its head's channel scales, x[t, :] = (scale[t] (c[t, :] R) + mean R)
+/ f. A program takes whole blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every
+generation of tensor cores. Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means are applied
+in fp32: nothing is rounded before the output's dtype. The mean is rotated back by the same kind of product, over 64
+equal rows, which leaves it where it is added.
 """
 
 import triton
@@ -18,10 +19,10 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 @triton.jit
 def _load_inverse(
-    rotation, factors, chunk, column,
+    rotation, channel_scales, chunk, column,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' factors.
+    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' channel scales.
 
     Returns:
         High and low parts, `[ROWS, N]` fp16; one and the same without SPLIT.
@@ -33,7 +34,7 @@ def _load_inverse(
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
         r = r * DIM**0.5
-    r = r / tl.load(factors + n, mask=n < HEAD_DIM, other=1.0).to(tl.float32)
+    r = r / tl.load(channel_scales + n, mask=n < HEAD_DIM, other=1.0).to(tl.float32)
     high = r.to(tl.float16)
     low = (r - high.to(tl.float32)).to(tl.float16) if SPLIT else high
     return high, low
@@ -77,12 +78,12 @@ def _store_rows(pointers, x, channel, HEAD_DIM: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit(do_not_specialize=["heads", "blocks", "start", "blocks_batch", "blocks_head"])
-def dequantise_blocks(
+def dequantize_blocks(
     words,  # [B, H, N, 128 * DIM * BITS / 32] int32
     scales,  # [B, H, N, 128, 2] float16, a key's and a value's
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
-    factors,  # [B, H, HEAD_DIM] float16
+    channel_scales,  # [B, H, HEAD_DIM] float16
     states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32
     heads,
     blocks,  # n
@@ -114,13 +115,13 @@ def dequantise_blocks(
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     chunk_channel = tl.arange(0, CHANNELS)
     offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
-    factors += tl.program_id(1) * HEAD_DIM
+    channel_scales += tl.program_id(1) * HEAD_DIM
     if RESIDENT:
-        high0, low0 = _load_inverse(rotation, factors, 0, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+        high0, low0 = _load_inverse(rotation, channel_scales, 0, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
         if CHUNKS == 4:
-            high1, low1 = _load_inverse(rotation, factors, 1, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            high2, low2 = _load_inverse(rotation, factors, 2, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            high3, low3 = _load_inverse(rotation, factors, 3, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+            high1, low1 = _load_inverse(rotation, channel_scales, 1, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+            high2, low2 = _load_inverse(rotation, channel_scales, 2, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+            high3, low3 = _load_inverse(rotation, channel_scales, 3, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
 
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -142,7 +143,9 @@ def dequantise_blocks(
                 high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
                 low = low0 if chunk == 0 else (low1 if chunk == 1 else (low2 if chunk == 2 else low3))
             else:
-                high, low = _load_inverse(rotation, factors, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+                high, low = _load_inverse(
+                    rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
+                )
             if BITS < 4 and chunk % 2 == 0:
                 crumbs = load_crumbs(block_words, row, column, exists, chunk, DIM, IS_VALUE, ASM)
             p0, p1, p2, p3 = load_levels(

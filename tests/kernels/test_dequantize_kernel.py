@@ -1,4 +1,4 @@
-"""The dequantise kernel against the torch reference: in Triton's interpreter, and on a GPU if there is one."""
+"""The dequantize kernel against the torch reference: in Triton's interpreter, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.support.kernel_cases import (
     child,
     gpu,
     packed_of,
-    random_factors,
+    random_channel_scales,
     recipe_of,
     relative_rms,
 )
 from tq_hf.codec.ablation import Ablation
-from tq_hf.codec.reference import dequantise as reference_dequantise
+from tq_hf.codec.reference import dequantize as reference_dequantize
 from tq_hf.codec.reference import encode as reference_encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import PRESETS, TurboQuantConfig
@@ -71,22 +71,22 @@ CASES = [
 
 
 def check(case: Case, device: torch.device) -> None:
-    from tq_kernels.codec.launch import dequantise
+    from tq_kernels.codec.launch import dequantize
 
     generator = torch.Generator().manual_seed(0)
     config = case.config
     layout = config.layout(case.dk, case.dv)
     blocks = PackedBlocks.allocate(layout, case.batch, case.heads, case.blocks, CPU)
     if case.balanced:
-        blocks = replace(blocks, factors=random_factors(case.batch, case.heads, case.dk, case.dv))
+        blocks = replace(blocks, channel_scales=random_channel_scales(case.batch, case.heads, case.dk, case.dv))
     keys, values = (
         torch.randn(case.batch, case.heads, 128 * case.blocks, dim, generator=generator) for dim in (case.dk, case.dv)
     )
-    key_factors, value_factors = (factor.float()[:, :, None] for factor in blocks.factors)
-    reference_encode(config, (keys + 2) / key_factors, values / value_factors, blocks, 0)
+    key_channel_scales, value_channel_scales = (factor.float()[:, :, None] for factor in blocks.channel_scales)
+    reference_encode(config, (keys + 2) / key_channel_scales, values / value_channel_scales, blocks, 0)
     tokens = 128 * (case.stop - case.start)
     expected = [torch.empty(case.batch, case.heads, tokens, dim) for dim in (case.dk, case.dv)]
-    reference_dequantise(config, blocks.slice(case.start, case.stop), *expected)
+    reference_dequantize(config, blocks.slice(case.start, case.stop), *expected)
     # Views of a workspace: heads behind tokens, room to spare on every side, all of it poisoned.
     rooms = [
         torch.full((case.batch, tokens + 7, case.heads, dim), torch.nan, dtype=case.dtype, device=device)
@@ -94,7 +94,7 @@ def check(case: Case, device: torch.device) -> None:
     ]
     out = [room[:, :tokens, :, :dim].transpose(1, 2) for room, dim in zip(rooms, (case.dk, case.dv), strict=True)]
     on_device = blocks.map(lambda tensor: tensor.to(device))
-    dequantise(packed_of(on_device), case.start, case.stop, *out, recipe_of(config, layout, device))
+    dequantize(packed_of(on_device), case.start, case.stop, *out, recipe_of(config, layout, device))
     for room, got, want in zip(rooms, out, expected, strict=True):
         assert relative_rms(got, want.double()) <= TOLERANCE[case.dtype]
         assert room.isnan().sum() == room.numel() - got.numel(), "wrote outside of the given rows"
@@ -110,14 +110,14 @@ if INTERPRETED:
         check(case, CPU)
 
     def test_refuses_a_buffer_of_another_length() -> None:
-        from tq_kernels.codec.launch import dequantise
+        from tq_kernels.codec.launch import dequantize
         from tq_kernels.types import Recipe
 
         blocks = PackedBlocks.allocate(PRESETS["4bit_nc"].layout(16), 1, 1, 2, CPU)
         rotation = rotation_matrix(16, 0, CPU, FP32)
         out = torch.empty(1, 1, 128, 16)
         with pytest.raises(ValueError, match="room for 128 tokens"):
-            dequantise(packed_of(blocks), 0, 2, out, out, Recipe((4, 4), (rotation, rotation)))
+            dequantize(packed_of(blocks), 0, 2, out, out, Recipe((4, 4), (rotation, rotation)))
 
 
 @gpu

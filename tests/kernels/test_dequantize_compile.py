@@ -1,4 +1,4 @@
-"""The look-ups of the dequantise kernel get whole words, in whatever layout Triton gives their tiles.
+"""The look-ups of the dequantize kernel get whole words, in whatever layout Triton gives their tiles.
 
 Needs no GPU: read from the compiler's own description of the layouts.
 """
@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from examples.measure.compile.builds import build_dequantise
+from examples.measure.compile.builds import build_dequantize
 from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -36,7 +36,7 @@ def keeps_words_whole(layout: str) -> bool:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("arch", [80, 89, 90])
 def test_a_look_up_gets_whole_words(arch: int, dim: int, bits: int, is_value: bool) -> None:
-    compiled = build_dequantise(arch, (bits, bits), is_value=is_value, dim=dim)
+    compiled = build_dequantize(arch, (bits, bits), is_value=is_value, dim=dim)
     layouts = look_up_layouts(compiled.asm["ttgir"])
     assert layouts
     assert [layout for layout in layouts if not keeps_words_whole(layout)] == []

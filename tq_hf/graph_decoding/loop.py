@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,19 +25,15 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
 
-from .autocast import autocast_dtype
-from .cache import TurboQuantCache
-from .inference_mode import outside_inference_mode
-from .late_flags import LateFlags
-from .layers.base import FullAttentionLayer
-from .layers.compressed import TurboQuantLayer
-from .layers.sliding import PreallocatedSlidingLayer
-from .saving.fingerprint import adapters
-from .step_tensors import Masks, StepTensors, map_masks, mask_tensors, show_newest
-
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
+from ..cache import TurboQuantCache
+from ..compat import autocast_dtype, outside_inference_mode
+from ..layers.base import FullAttentionLayer
+from ..layers.compressed import TurboQuantLayer
+from ..layers.dense import PreallocatedSlidingLayer
+from ..saving.fingerprint import adapters
+from .step import LateFlags, Masks, StepTensors, map_masks, mask_tensors, show_newest
 
 READ_SCORES_ONLY = (
     processors.EpsilonLogitsWarper,
@@ -188,8 +185,9 @@ class _Loop:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
         step = self._step(inputs)
         self._select(step, logits)
-        while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
-            self._advance(step)
+        with self._autocast():
+            while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
+                self._advance(step)
         self.flags.finish(ended)
         if ended and self.flags.lag:
             self.length -= self.flags.lag
@@ -204,6 +202,14 @@ class _Loop:
         }
         kept |= dict(sequences=tokens, past_key_values=self.cache)
         return GenerateDecoderOnlyOutput(**kept)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """The caller's `torch.autocast`, but without its copies of weights: they are freed as it ends, and a graph that
+        has captured them would read what is there then."""
+        device = self.prompt.device.type
+        if not self.captures or not torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
     def _advance(self, step: StepTensors) -> None:
         """One token more a sequence."""
