@@ -84,7 +84,7 @@ def test_memory_stays_within_the_prediction(model: PreTrainedModel) -> None:
 def test_a_step_without_room_for_scratch_fails_its_requests_only(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tq_hf.batching import paged_cache
+    from tq_hf.batching import cache as paged_cache
 
     inputs, real, left = prompts([300, 40]), paged_cache.paged_step, iter([True])
 

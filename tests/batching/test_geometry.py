@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from tests.support.batching_cases import paged
-from tq_hf.batching.allocator import TurboQuantAllocator
+from tq_hf.batching.allocators import TurboQuantAllocator
 from tq_hf.batching.geometry import listed_pages, sequences_of
 from tq_hf.tensors.blocks import BLOCK
 

@@ -19,7 +19,7 @@ import tq_hf
 from tests.support.batching_cases import Session, greedy, model_of, options, prompts
 from tests.support.tiny_models import CONFIGS, build
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
-from tq_hf.batching import paged_cache
+from tq_hf.batching import cache as paged_cache
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
-from tq_hf.batching import TurboQuantBatchingManager, paged_cache
-from tq_hf.batching.paged_cache import TurboQuantPagedCache
+from tq_hf.batching import TurboQuantBatchingManager
+from tq_hf.batching import cache as paged_cache
+from tq_hf.batching.cache import TurboQuantPagedCache
 from tq_hf.tensors.pages import Sequences
 
 Tokens = list[int]

@@ -1,7 +1,6 @@
 """The attention function that transformers knows as "turboquant_paged".
 
-It is registered without a mask: a name that has one, as "turboquant", would be given a mask of all tokens by all tokens
-at every step of continuous batching.
+Its name has no mask function: with one, transformers would build a mask of all tokens by all tokens at every step.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from transformers import AttentionInterface
 
 from ..tensors.attention import AttentionOptions
-from .paged_cache import TurboQuantPagedCache
+from .cache import TurboQuantPagedCache
 
 NAME = "turboquant_paged"
 
@@ -28,7 +27,6 @@ def turboquant_paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of the new tokens of many requests over their pages and themselves.
@@ -38,28 +36,29 @@ def turboquant_paged_attention(
         query: `[1, Hq, T, D]`: the new tokens of all requests, one after the other.
         key: `[1, Hkv, T, D]`.
         value: `[1, Hkv, T, D]`.
-        attention_mask: None: the lengths of requests say what is attended to.
-        dropout: Not supported.
+        attention_mask: None, since the lengths of requests take its place.
+        dropout: 0.
         scaling: Factor of the logits, by default `D ** -0.5`.
         softcap: Tanh cap of the logits.
         s_aux: Learned sink logits `[Hq]`.
-        cache: The pages.
+        **kwargs: The engine's, with the `TurboQuantPagedCache` as `cache`.
 
     Returns:
         `[1, T, Hq, D]` and `None`.
 
     Raises:
-        ValueError: This is not a step of continuous batching, or the model asks for what is not computed here.
+        ValueError: This is not a step of continuous batching, or the model needs an option that pages do not support.
     """
+    cache = kwargs.get("cache")
     if not isinstance(cache, TurboQuantPagedCache):
         raise ValueError(
             "This model is held by a continuous batching manager of tq_hf, so it takes no other calls. Stop the "
             "manager first (`manager.stop()`, or leave the `with`), and the model has its own attention again."
         )
     unknown = ("position_bias", "indices", "block_indices", "sinks")
-    asked = [name for name in unknown if kwargs.get(name) is not None]
-    if asked or dropout or attention_mask is not None:
-        what = ", ".join(asked) or ("dropout" if dropout else "an attention mask")
+    names = [name for name in unknown if kwargs.get(name) is not None]
+    if names or dropout or attention_mask is not None:
+        what = ", ".join(names) or ("dropout" if dropout else "an attention mask")
         raise ValueError(
             f"{type(module).__name__} attends with {what}, which continuous batching on packed pages does not compute. "
             "Use `generate()` with a `TurboQuantCache`."

@@ -1,4 +1,4 @@
-"""What continuous batching on packed pages refuses, in a sentence each."""
+"""Checks of the options and models that packed pages do not support; each refusal is a sentence."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
-    """What pages are encoded with: a preset without a window, since shared blocks are encoded as soon as they are
-    complete, and without sinks, if they are not asked for.
+    """The configuration of pages: a preset without a residual, since a shared block is encoded once complete, and by
+    default without sinks.
 
     Raises:
-        ValueError: The preset does not exist, or an option is none that pages have.
+        ValueError: The preset does not exist, or pages do not have an option.
     """
     if isinstance(preset, TurboQuantConfig):
         if overrides:
@@ -35,8 +35,8 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
                 f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
                 "(`dataclasses.replace`), or pass a preset's name."
             )
-        given = {"key_bits": preset.key_bits, "value_bits": preset.value_bits, "seed": preset.seed}
-        overrides = given | {"balance": preset.balance, "skip_layers": preset.skip_layers}
+        names = ("key_bits", "value_bits", "seed", "balance", "skip_layers")
+        overrides = {name: getattr(preset, name) for name in names}
         preset = preset.preset or "4bit_nc"
     if overrides.get("residual_length", 0):
         raise ValueError(
@@ -56,7 +56,7 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
 
 
 def check_model(model: Any, config: TurboQuantConfig) -> None:
-    """Raise a `ValueError` if a model has layers that pages cannot hold, or none that can be packed."""
+    """Raise a `ValueError` if pages cannot hold a model's layers, or if none of them can be packed."""
     name, decoder = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
@@ -90,7 +90,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
 
 
 def _check_heads(model: Any, name: str) -> None:
-    """Raise a `ValueError` if pages cannot hold a model's heads: they have one width, and as many in every layer."""
+    """Raise a `ValueError` if heads differ in width or number between layers, or are wider than the kernels' pages."""
     attention = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "head_dim")]
     widths = sorted({module.head_dim for module in attention})
     rows = {module.k_proj.out_features for module in attention if hasattr(module, "k_proj")}
@@ -111,7 +111,7 @@ def _check_heads(model: Any, name: str) -> None:
 
 
 def check_generation(config: GenerationConfig) -> None:
-    """Raise a `ValueError` if answers are asked for in a way that continuous batching does not generate them."""
+    """Raise a `ValueError` if answers need beams."""
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"`num_beams` is {config.num_beams}: continuous batching samples or decodes greedily, without beams. "
@@ -119,27 +119,21 @@ def check_generation(config: GenerationConfig) -> None:
         )
 
 
-def check_graphs(model: Any, given: ContinuousBatchingConfig) -> None:
-    """Raise a `ValueError` if steps with prompts are to be captured of a model with sliding windows."""
-    if given.cuda_graph_booleans[0] and SLIDING_ATTENTION in group_layers_by_attn_type(model.config.get_text_config()):
-        raise ValueError(
-            f"`use_cuda_graph` is {given.use_cuda_graph!r}, and steps with prompts of a model with sliding windows "
-            "cannot be captured: lengths are read on the host. Leave it out, or say `(False, True)`."
-        )
-
-
-def paged_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """A copy with `page_size` and `num_blocks` for packed pages, which have 128 tokens: of pages of the stock size
-    there are twice as many.
+def paged_options(model: Any, config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """A copy with `page_size` and `num_blocks` of packed pages, which have 128 tokens.
 
     Raises:
-        ValueError: Another page size was chosen.
+        ValueError: Another page size is set, or graphs of steps with prompts for a model with sliding windows.
     """
-    if given.page_size not in (BLOCK, STOCK_PAGE_SIZE):
-        raise ValueError(f"`page_size` is {given.page_size}; packed pages have {BLOCK} tokens. Leave it out.")
-    # Not made anew, which would apply options that are deprecated once more.
-    options = copy(given)
+    if config.cuda_graph_booleans[0] and SLIDING_ATTENTION in group_layers_by_attn_type(model.config.get_text_config()):
+        raise ValueError(
+            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows "
+            "cannot be captured: lengths are read on the host. Leave it out, or say `(False, True)`."
+        )
+    if config.page_size not in (BLOCK, STOCK_PAGE_SIZE):
+        raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK} tokens. Leave it out.")
+    options = copy(config)  # a new one would apply deprecated options twice
     options.page_size = BLOCK
-    if given.num_blocks is not None:
-        options.num_blocks = given.num_blocks * given.page_size // BLOCK
+    if config.num_blocks is not None:
+        options.num_blocks = config.num_blocks * config.page_size // BLOCK
     return options

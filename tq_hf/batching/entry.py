@@ -1,4 +1,4 @@
-"""Two ways in: an adapter around a model, and a context in which the model's own `generate_batch` uses packed pages."""
+"""Public ways to batch on packed pages: `TurboQuantBatching` around a model, `continuous_batching` as a context."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..config import TurboQuantConfig
 from .checks import check_generation, check_model, pages_config
 from .manager import TurboQuantBatchingManager
 
-_KEPT = "_cached_continuous_batching_manager"
-"""Where transformers keeps a manager on its model for the next session."""
+CACHED_MANAGER = "_cached_continuous_batching_manager"
+"""The attribute of a model in which transformers keeps a manager for the next session."""
 
 
 class TurboQuantBatching(ContinuousMixin):
@@ -31,15 +31,14 @@ class TurboQuantBatching(ContinuousMixin):
     ```
 
     Args:
-        model: A decoder, or something around one (PEFT). Its full-attention layers are packed; sliding ones, if it has
-            any, hold their windows densely in the same pool, and prompts are not shared then.
-        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. Its sinks and window are left out:
-            dense are only the tokens of a request's open block of 128. With `sink_tokens=4` beside it the first tokens
-            are, too, in a page that requests with the same first tokens share. (On GPUs of compute capability 7.5 they
-            are read in torch, one request after the other.)
-        balance: Whether channels that are much louder or quieter than others are given channel scales, found by a short
-            run of the model before the first request (by default what the preset says); or the channel scales
-            themselves.
+        model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers hold their windows
+            densely in the same pool; a model that has some shares no prefixes.
+        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`, without its sinks and residual: only
+            the tokens of a request's open block of 128 are dense. With `sink_tokens=4` the first tokens are dense, too,
+            in a page that requests with the same first tokens share. (GPUs of compute capability 7.5 read it in torch,
+            one request after the other.)
+        balance: Whether a short run of the model before the first request chooses channel scales (by default as the
+            preset says); or the channel scales themselves.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -72,17 +71,17 @@ class TurboQuantBatching(ContinuousMixin):
 
     @property
     def balance(self) -> Balance | None:
-        """Channel scales of the model's channels, found once; `None` if channels are not balanced."""
+        """Channel scales, chosen once; `None` if channels are not balanced."""
         if self._balance is None and self.config.balance:
             self.model.eval()  # as the manager will
             self._balance = Balance.of(self.model)
         return self._balance
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Answers to prompts, by transformers' own method and with its arguments.
+        """Answers to prompts; arguments are those of transformers' method.
 
         Raises:
-            ValueError: An option is none of those, and would be left out without a word.
+            ValueError: transformers does not know an option, and would ignore it.
         """
         known = signature(super().generate_batch).parameters.keys() | {"max_new_tokens"}
         if unknown := sorted(kwargs.keys() - known):
@@ -99,43 +98,39 @@ class TurboQuantBatching(ContinuousMixin):
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
     ) -> TurboQuantBatchingManager:
-        """A manager, or the one kept from the last session (`persistent_manager=True`) if it generates as asked for
-        and the model's weights and adapters are the same.
-
-        Args:
-            generation_config: By default the model's.
-            continuous_batching_config: By default transformers'.
-            workload_hints: What is known of the requests.
+        """A manager, or the one of the last session (`persistent_manager=True`) if generation config, weights and
+        adapters are the same. Configs are by default the model's and transformers'.
 
         Raises:
-            ValueError: Answers are asked for in a way that continuous batching does not generate them.
+            ValueError: Packed pages do not support the model, an option or the generation config.
         """
         generation_config = deepcopy(self.generation_config if generation_config is None else generation_config)
         check_generation(generation_config)
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1  # the engine's way to say that no token ends an answer
-        kept = getattr(self.model, _KEPT, None)
-        if isinstance(kept, TurboQuantBatchingManager):
-            if kept.config == self.config and kept.generates_as(generation_config) and kept.can_go_on():
-                kept.switch_to_cb_friendly_attn(self.model)
+        manager = getattr(self.model, CACHED_MANAGER, None)
+        if isinstance(manager, TurboQuantBatchingManager):
+            same = manager.config == self.config and manager.generates_as(generation_config)
+            if same and manager.model_is_unchanged():
+                manager.switch_to_cb_friendly_attn(self.model)
                 self.model.eval()
-                return kept
+                return manager
             self.destroy_cached_continuous_batching_manager()
         return TurboQuantBatchingManager(
             self.model,
             generation_config,
-            ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config,
+            continuous_batching_config or ContinuousBatchingConfig(),
             workload_hints,
             config=self.config,
             balance=self.balance,
         )
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        """Give up the manager kept from the last session, and its memory."""
-        kept = getattr(self.model, _KEPT, None)
-        if kept is not None:
-            kept.destroy()
-            delattr(self.model, _KEPT)
+        """Destroy the manager of the last session, and free its memory."""
+        manager = getattr(self.model, CACHED_MANAGER, None)
+        if manager is not None:
+            manager.destroy()
+            delattr(self.model, CACHED_MANAGER)
 
 
 @contextmanager
@@ -153,39 +148,34 @@ def continuous_batching(
         trainer.train()
     ```
 
-    One method of this one model object is replaced, and is as before afterwards. Arguments are those of
-    `TurboQuantBatching`, which this gives.
+    Within the `with`, one method of this model object is replaced. Arguments are those of `TurboQuantBatching`, which
+    is yielded.
 
     Raises:
         ValueError: As `TurboQuantBatching`, or the model is within such a `with` already.
     """
     batching = TurboQuantBatching(model, preset, balance=balance, **overrides)
-    held = vars(batching.model)
-    name = "init_continuous_batching"
-    if name in held:
+    attributes, name = vars(batching.model), "init_continuous_batching"
+    if name in attributes:
         raise ValueError(
             f"This {type(batching.model).__name__} is within a `with continuous_batching(...)` already. Leave that "
             "first."
         )
-    if hasattr(batching.model, _KEPT):
+    if hasattr(batching.model, CACHED_MANAGER):
         raise ValueError(
             "The model keeps a continuous batching manager of an earlier session, which would be used instead. Call "
             "`model.destroy_cached_continuous_batching_manager()` first."
         )
-    held[name] = batching.init_continuous_batching
+    attributes[name] = batching.init_continuous_batching
     try:
         yield batching
     finally:
-        del held[name]
+        del attributes[name]
         batching.destroy_cached_continuous_batching_manager()
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """The transformers model in what is wrapped around it: PEFT, `torch.compile`, data parallelism.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism. A `ValueError` if there is none."""
     inner = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):

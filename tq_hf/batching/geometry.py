@@ -1,13 +1,13 @@
-"""From what the engine passes to attention to the geometry of a step, on the device.
+"""Builds the block table of a step, on the device, from the arguments that the engine passes to attention.
 
-The engine moves lists of numbers for us: `read_index`, the cached tokens of all requests one after the other, and
-`write_index`, a place for each new token; or, if every request has one new token, a table of blocks. Here the first
-carries page numbers, of which a request of n tokens has
+The engine passes lists: `read_index`, the cached tokens of all requests one after the other, and `write_index`, a place
+for each new token; or a block table, if every request has one new token. Our allocators fill `read_index` with page
+numbers, of which a request of n tokens has
 
     min(ring_pages, ceil(n / rows_per_page)) ring pages, then n // 128 blocks, the sink page before the first of them
 
-(never more than n, for which the engine makes room), and the second the page of each new token. The engine leaves out
-`read_index` in a step where no request has a history; the pages are found in `write_index` then.
+(never more than n, for which the engine allocates), and `write_index` with the page of each new token. `read_index` is
+empty in a step where no request has a history: `write_index` then has the pages.
 
 Sliding-window layers have lists and tables of their own, of the ceil(min(n, window) / rows_per_page) pages of a window.
 """
@@ -29,79 +29,53 @@ def listed_pages(length: int, ring_pages: int, sink_pages: int = 0) -> tuple[int
 
 
 def sequences_of(kwargs: dict[str, Any], ring_pages: int, sink_pages: int = 0) -> Sequences:
-    """The geometry of a step. No value is read from the device, so that graphs can replay it.
+    """The sequences of a step in full-attention layers. No value is read from the device, so graphs can replay it.
 
     Args:
-        kwargs: What continuous batching passes to attention functions.
+        kwargs: The engine's arguments of attention functions.
         ring_pages: Pages of a ring.
         sink_pages: Pages between a ring and block 0, 0 or 1.
     """
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
         return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][0], 1)
+    read, write, rows = kwargs["read_index"][0], kwargs["write_index"][0], BLOCK // ring_pages
     width = ring_pages + sink_pages + kwargs["max_length_k"]["full_attention"] // BLOCK
-    read, write = kwargs["read_index"][0], kwargs["write_index"][0]
-    if read.numel() == 0:
-        table = _of_new_tokens(cu_seqlens_q, write, ring_pages, sink_pages, width)
+    column = torch.arange(width, device=write.device)
+    in_ring, index = column < ring_pages, column - ring_pages
+    length = (cu_seqlens_k if read.numel() else cu_seqlens_q).diff()[:, None]  # [B, 1], as all below but columns
+    blocks = length // BLOCK
+    after = blocks + sink_pages * blocks.clamp(max=1)
+    if read.numel():
+        ring = ((length + rows - 1) // rows).clamp(max=ring_pages)
+        place = (ring + after).cumsum(0) - (ring + after) + torch.where(in_ring, column, ring + index)
+        table = _picked(read, place, torch.where(in_ring, column < ring, index < after))
     else:
-        table = _listed(cu_seqlens_k, read, ring_pages, sink_pages, width)
+        # The first tokens of block 0 may be in the sink page; the last of a block are always in the block. Of a ring,
+        # the step writes only the pages of the open block.
+        of_block = ((index - sink_pages + 1) * BLOCK - 1).clamp(min=0)
+        token = torch.where(in_ring, blocks * BLOCK + column * rows, of_block)
+        table = _picked(write, cu_seqlens_q[:-1, None] + token, torch.where(in_ring, token < length, index < after))
     return Sequences(cu_seqlens_q, cu_seqlens_k, table, kwargs["max_length_q"])
 
 
 def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Sequences:
-    """The geometry of a step in sliding-window layers: tables are of pages of windows.
-
-    Args:
-        kwargs: What continuous batching passes to attention functions.
-        index: The place of these layers among the kinds of layers.
-        windows: Any of the layers.
-    """
+    """As `sequences_of`, in the sliding-window layers: `index` is their place among the kinds of layers, `windows` are
+    those of any of them."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
         return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][index][:, : windows.pages], 1)
     read, write, rows = kwargs["read_index"][index], kwargs["write_index"][index], windows.rows_per_page
     column = torch.arange(windows.pages, device=write.device)
-    if read.numel() == 0:
-        token = column * rows
-        table = _picked(write, cu_seqlens_q[:-1, None] + token, token < cu_seqlens_q.diff()[:, None])
-    else:
+    if read.numel():
         count = (cu_seqlens_k.diff()[:, None].clamp(max=windows.window) + rows - 1) // rows
         table = _picked(read, count.cumsum(0) - count + column, column < count)
+    else:
+        token = column * rows
+        table = _picked(write, cu_seqlens_q[:-1, None] + token, token < cu_seqlens_q.diff()[:, None])
     return Sequences(cu_seqlens_q, cu_seqlens_k, table, kwargs["max_length_q"])
-
-
-def _lengths(cumulative: torch.Tensor, ring_pages: int, sink_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ring pages, and pages after them, listed for each request, `[B, 1]`."""
-    length, rows = cumulative.diff()[:, None], BLOCK // ring_pages
-    blocks = length // BLOCK
-    return ((length + rows - 1) // rows).clamp(max=ring_pages), blocks + sink_pages * blocks.clamp(max=1)
 
 
 def _picked(numbers: torch.Tensor, place: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
     """`numbers[place]` where `listed`, else -1."""
     return torch.where(listed, numbers[place.clamp(0, len(numbers) - 1)], -1).int()
-
-
-def _listed(
-    cu_seqlens_k: torch.Tensor, read: torch.Tensor, ring_pages: int, sink_pages: int, width: int
-) -> torch.Tensor:
-    """The table `[B, width]` of requests whose pages are listed one after the other."""
-    ring, after = _lengths(cu_seqlens_k, ring_pages, sink_pages)
-    column = torch.arange(width, device=read.device)
-    of_ring, index = column < ring_pages, column - ring_pages
-    place = (ring + after).cumsum(0) - (ring + after) + torch.where(of_ring, column, ring + index)
-    return _picked(read, place, torch.where(of_ring, column < ring, index < after))
-
-
-def _of_new_tokens(
-    cu_seqlens_q: torch.Tensor, write: torch.Tensor, ring_pages: int, sink_pages: int, width: int
-) -> torch.Tensor:
-    """The table `[B, width]` of requests without a history, from the page of every token. Of their rings there is as
-    much as is written now."""
-    _, after = _lengths(cu_seqlens_q, ring_pages, sink_pages)
-    column, length = torch.arange(width, device=write.device), cu_seqlens_q.diff()[:, None]
-    of_ring, index = column < ring_pages, column - ring_pages
-    # The first tokens are listed in the sink page, if there is one; the last of a block are always in the block.
-    of_block = ((index - sink_pages + 1) * BLOCK - 1).clamp(min=0)
-    token = torch.where(of_ring, length // BLOCK * BLOCK + column * (BLOCK // ring_pages), of_block)
-    return _picked(write, cu_seqlens_q[:-1, None] + token, torch.where(of_ring, token < length, index < after))

@@ -1,4 +1,4 @@
-"""transformers' continuous batching manager, on packed pages."""
+"""transformers' continuous batching manager and processor, on packed pages: threads, schedulers, errors of steps."""
 
 from __future__ import annotations
 
@@ -27,15 +27,21 @@ from ..saving import fingerprint
 from ..tensors.blocks import BLOCK
 from ..tensors.pages import rows_per_page
 from .attention import NAME
-from .checks import check_generation, check_graphs, check_model, paged_options
-from .paged_cache import TurboQuantPagedCache
+from .cache import TurboQuantPagedCache
+from .checks import check_generation, check_model, paged_options
+
+logger = logging.get_logger(__name__)
+
+UNKNOWN_LENGTH = 32_768
+"""Tokens that a block table has columns for, if neither hints nor the model's config have a limit. Steps with longer
+requests use lists."""
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """transformers' scheduler of that name, which refuses requests longer than the cache when they come."""
-    kind: Any = SCHEDULER_MAPPING.get(name, FIFOScheduler)
+    """transformers' scheduler of that name, which also refuses new requests that are longer than the cache."""
+    base: Any = SCHEDULER_MAPPING.get(name, FIFOScheduler)
 
-    class CheckedScheduler(kind):
+    class CheckedScheduler(base):
         def add_waiting_request(self, state: RequestState) -> None:
             self.cache.check_room(state)
             super().add_waiting_request(state)
@@ -44,43 +50,40 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 
 
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
-    """transformers' processor, whose requests can fail without it."""
+    """transformers' processor, which goes on after a step that failed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._wait_for_the_device()
+        self._wait_for_device()
 
     def reset(self) -> None:
-        """Begin a session as if there had been none."""
+        """Begin a new session."""
         super().reset()
-        self._wait_for_the_device()
+        self._wait_for_device()
 
-    def _wait_for_the_device(self) -> None:
-        """Wait for what is queued: the engine's streams do not.
-
-        Inputs are reset on the current stream, and those of a step are copied to them on another: where that came
-        first, a step was computed with zeros for its inputs. Pool and channel scales are on the current stream, too.
-        """
+    def _wait_for_device(self) -> None:
+        """Wait for the current stream, which resets inputs and fills the pool: the engine's streams do not wait for it,
+        and a step that came first would compute with zeros."""
         if self.cache.cache_tensor.is_cuda:
             torch.cuda.synchronize(self.cache.cache_tensor.device)
 
     def warmup(self, model: torch.nn.Module) -> None:
         """Capture graphs, one after the other.
 
-        transformers copies the inputs of a warm-up to where the one before may still be reading its own. That is
-        harmless to attention that takes any page for its, and leads ours out of the pool.
+        transformers overwrites the inputs of a warm-up that may still be running. Our kernels would then read pages
+        outside of the pool.
         """
         runner: Any = self.model_runner
         stream = self.inputs_and_outputs.compute_stream
-        warm_up = runner.run_one_warmup
+        run_one_warmup = runner.run_one_warmup
 
-        def waited_for(*args: Any, **kwargs: Any) -> float:
-            seconds = warm_up(*args, **kwargs)
+        def run_and_wait(*args: Any, **kwargs: Any) -> float:
+            seconds = run_one_warmup(*args, **kwargs)
             if stream is not None:
                 stream.synchronize()
             return seconds
 
-        runner.run_one_warmup = waited_for
+        runner.run_one_warmup = run_and_wait
         try:
             super().warmup(model)
         finally:
@@ -88,13 +91,12 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
 
     @property
     def _inputs(self) -> ContinuousBatchingIOs:
-        """What the next step is written to."""
+        """The buffers of the next step's inputs."""
         io = self.inputs_and_outputs
         return io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
 
-    # A request of which only the last token is left is in a step without tokens before it is forked. transformers does
-    # not reckon with that: it forgets as many indices of the step before as there are tokens and reads as many as there
-    # are requests, and models cannot compute nothing.
+    # A request with only its last token left is in a step without tokens before it is forked. There transformers keeps
+    # indices of the step before, and calls the model with no tokens.
 
     def prepare_next_batch(self) -> bool:
         """Choose the requests of the next step and write its inputs."""
@@ -112,18 +114,14 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
             router: Any = self.output_router
             router.refused[state.request_id] = str(error)
         super()._handle_request_error(error, state)
-        # Somebody waits for its forks, too, which are not made yet.
+        # Callers wait for its forks, too, which do not exist yet.
         for i in range(state.num_children):
             child = RequestState(f"{state.request_id}__child#{i}", initial_tokens=state.initial_tokens)
             self.output_router.fail_and_deliver(child, error)
 
     def fail_step(self, error: Exception, in_step: bool) -> None:
-        """Fail the requests of a step that raised `error` and forget the step.
-
-        Args:
-            error: What they are told.
-            in_step: Whether the model was computing. If not, or if another step is under way, all active requests fail.
-        """
+        """Fail the requests of a step that raised `error`, and reset its inputs. If the model was not computing (not
+        `in_step`), or another step is under way, all active requests fail."""
         scheduler, io = self.scheduler, self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
         if in_step and isinstance(io, ContinuousBatchingIOs):
@@ -136,89 +134,77 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in failed]
         scheduler.block_new_requests = False
         io.reset()
-        self._wait_for_the_device()
-
-
-logger = logging.get_logger(__name__)
-
-UNKNOWN_LENGTH = 32_768
-"""Tokens that block tables have room for where nobody says how long requests are. Longer ones are served by lists."""
+        self._wait_for_device()
 
 
 class AnswerRouter(OutputRouter):
-    """transformers' router, which knows the ids that are still to be answered.
-
-    Two requests of one id would share their pages, their tokens and their answer.
-    """
+    """transformers' router of answers, which keeps ids unique: two requests of one id would share pages and answer."""
 
     def __init__(self) -> None:
         super().__init__()
         self._open: set[str] = set()
         self.refused: dict[str, str] = {}
-        """Requests that were not taken, and why, until `reason` is asked."""
+        """The reasons of refused requests, by id."""
 
     def claim(self, request_id: str) -> str:
         """`request_id`, with a number behind it if a request of that id is being answered."""
         with self._lock:
-            claimed, number = request_id, 1
-            while claimed in self._open:
+            unique, number = request_id, 1
+            while unique in self._open:
                 number += 1
-                claimed = f"{request_id}#{number}"
-            self._open.add(claimed)
-        return claimed
+                unique = f"{request_id}#{number}"
+            self._open.add(unique)
+        return unique
 
     def release(self, request_id: str) -> None:
-        """The request of this id is answered, or was dropped."""
+        """Free the id of a request that is answered or dropped."""
         with self._lock:
             self._open.discard(request_id)
 
-    def _note(self, output: GenerationOutput) -> None:
-        if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
-            self.release(output.request_id)
+    def _release_finished(self, outputs: list[GenerationOutput]) -> None:
+        for output in outputs:
+            if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
+                self.release(output.request_id)
 
     def deliver(self, output: GenerationOutput) -> None:
-        """Hand a result to whoever waits for it."""
+        """Deliver an output, and free its id if it is the last."""
         super().deliver(output)
-        self._note(output)
+        self._release_finished([output])
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        """Hand results to whoever waits for them."""
+        """As `deliver`, of several outputs."""
         super().deliver_batch(outputs)
-        for output in outputs:
-            self._note(output)
+        self._release_finished(outputs)
 
 
 class WakeUp(threading.Event):
-    """What wakes the loop: a request, a cancellation, a pause or a stop.
-
-    transformers' own looks every tenth of a second, with or without requests.
-    """
+    """Wakes the loop for a request, a cancellation, a pause or a stop; transformers' own wakes ten times a second."""
 
     idle = False
-    """Whether nothing can happen before it is set."""
+    """Whether the loop has no requests."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; for so many seconds at most, unless idle."""
+        """Wait until the event is set; without a timeout if idle."""
         return super().wait(None if self.idle else timeout)
 
 
 class TurboQuantBatchingManager(ContinuousBatchingManager):
-    """Generates for many requests, whose tokens it holds in packed pages.
+    """Generates for many requests, with their tokens in packed pages.
 
-    It is used as transformers' (`start`, `add_request`, `get_result`, `stop`, ...), and made by `TurboQuantBatching` or
-    `continuous_batching`. While it holds the model, that takes no other calls.
+    `TurboQuantBatching` and `continuous_batching` create it; its methods are those of transformers' manager (`start`,
+    `add_request`, `get_result`, `stop`, ...). From its start to its stop, the model takes no other calls.
 
     Args:
         model: A decoder whose layers are full attention, or some of them sliding windows.
         generation_config: How answers are generated.
         continuous_batching_config: The engine's options. CUDA graphs of decode steps, asynchronous batching and the
-            decode path by block tables are on where they are not set and the device has them.
-        workload_hints: What is known of the requests.
-        config: What pages are encoded with (see `tq_hf.batching.checks.pages_config`).
-        balance: Channel scales of the model's channels; without, channels are not balanced.
+            decode path by block tables are on by default, where the device has them.
+        workload_hints: The lengths of requests, if known.
+        config: How pages are encoded (see `tq_hf.batching.checks.pages_config`).
+        balance: Channel scales; without, channels are not balanced.
 
     Raises:
-        ValueError: The model, the options or the way of generating are none that packed pages serve.
+        ValueError: Packed pages do not support the model, an option or the generation config.
     """
 
     output_router: AnswerRouter
@@ -237,78 +223,72 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         check_choice()
         check_model(model, config)
         check_generation(generation_config)
-        check_graphs(model, continuous_batching_config)
-        self.config = config
-        self.balance = balance
+        requested = continuous_batching_config
+        options = paged_options(model, requested)
+        self.config, self.balance = config, balance
         self._computing = False
-        self._left: tuple[torch.device, dict[str, Any]] | None = None
-        """Where the model was at the end of the last session, whose pages are kept, and its fingerprint."""
-        # transformers' `_original_attn_impl` is one name, that of the whole, and stays `None`.
+        self._last_model: tuple[torch.device, dict[str, Any]] | None = None
+        """Device and fingerprint of the model at the end of the last session, whose pages are kept."""
+        # transformers' `_original_attn_impl` is one name, that of the whole model, and stays `None`.
         self._own_attention: list[tuple[PreTrainedConfig, str | None]] = []
-        given = continuous_batching_config
         on_cuda = model.device.type == "cuda"
-        options = paged_options(given)
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         layout = config.layout(find_head_dim(model.config.get_text_config()))
         kernels = on_cuda and supports_paged_decode(states, config, layout)
-        if on_cuda and given.use_cuda_graph is None:
-            # Steps with prompts come in all sizes, and each would be a graph of its own. Without kernels lengths are
-            # read on the host, which no graph can hold.
+        if on_cuda and requested.use_cuda_graph is None:
+            # Steps with prompts have all sizes, each of which would need a graph. Without kernels, lengths are read on
+            # the host, which no graph can capture.
             options.use_cuda_graph = (False, kernels)
-        if on_cuda and given.use_async_batching is None:
+        if on_cuda and requested.use_async_batching is None:
             options.use_async_batching = True
-        # What transformers knows of block tables is said of names like "flash": it would set 0, and warn if one asks.
+        # transformers grants block tables to attention with "flash" in its name only: it would set 0, or warn.
         options.max_blocks_per_request = options.decode_compile_config = None
         with self._giving_back_on_failure():
             super().__init__(model, generation_config, options, workload_hints)
         self.output_router = AnswerRouter()
         self._wake_up_loop = WakeUp()
         resolved = self.continuous_batching_config
-        resolved.decode_compile_config = given.decode_compile_config
-        resolved.max_blocks_per_request = given.max_blocks_per_request
+        resolved.decode_compile_config = requested.decode_compile_config
+        resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             resolved.max_blocks_per_request = self._table_width(workload_hints)
 
     def generates_as(self, generation_config: GenerationConfig) -> bool:
-        """Whether this manager answers as asked for. New tokens, which come with each request, may be fewer or more."""
-        mine, asked = self.generation_config.to_dict(), generation_config.to_dict()
-        return mine | {"max_new_tokens": None} == asked | {"max_new_tokens": None}
+        """Whether this manager has that config. `max_new_tokens`, which each request has for itself, may differ."""
+        own, other = self.generation_config.to_dict(), generation_config.to_dict()
+        return own | {"max_new_tokens": None} == other | {"max_new_tokens": None}
 
-    def can_go_on(self) -> bool:
-        """Whether the model is as it was at the end of the last session. Of other weights or adapters are other keys
-        and values, and other graphs."""
-        if self._left is not None:
-            device, identity = self._left
-            if self.model.device != device or fingerprint.identify(self.model) != identity:
-                return False
-            self._left = None  # read once a session
+    def model_is_unchanged(self) -> bool:
+        """Whether the model is as it was at the end of the last session: pages and graphs depend on its weights."""
+        if self._last_model and self._last_model != (self.model.device, fingerprint.identify(self.model)):
+            return False
+        self._last_model = None  # read once a session
         return True
 
     def _table_width(self, hints: WorkloadHints | None) -> int:
-        """Pages of the longest request: as the hints say, at most what the model was made for."""
+        """Pages of the longest request, by the hints and the model's limit."""
         decoder = self.model.config.get_text_config()
         longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
-        if hinted:
-            longest = min(longest, hinted)
+        longest = min(longest, hinted or longest)
         ring = BLOCK // rows_per_page(self.config.layout(find_head_dim(decoder)), self.model.dtype)
         return ring + min(1, self.config.sink_tokens) + ceil(longest / BLOCK)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Let the model attend to packed pages, whatever it uses elsewhere."""
+        """Set the model's attention to `turboquant_paged`."""
         decoder = model.config.get_text_config()
         if not model.config._attn_implementation == decoder._attn_implementation == NAME:
             self._own_attention = attention_of_parts(model)
             model.set_attn_implementation(NAME)
 
     def _give_attention_back(self) -> None:
-        """Let every part of the model attend as before, where this manager has changed that."""
+        """Set every part of the model to its attention before `switch_to_cb_friendly_attn`."""
         give_attention_back(self._own_attention)
         self._own_attention = []
 
     @contextmanager
     def _giving_back_on_failure(self) -> Iterator[None]:
-        """Give the model its own attention back on an exception: nobody has a manager then to do it."""
+        """Give the model its own attention back on an exception: the caller then has no manager to stop."""
         try:
             yield
         except BaseException:
@@ -318,12 +298,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     def add_request(
         self, input_ids: list[int], request_id: str | None = None, *args: Any, **options: Any
     ) -> str | None:
-        """Add a request, as transformers' method does.
-
-        Returns:
-            The id of its answer: `request_id`, or that with a number behind it while another request has it; `None` if
-            the request was dropped.
-        """
+        """Add a request, as transformers' method. Returns the id of its answer: `request_id`, with a number behind it
+        while another request has it; `None` if the request was dropped."""
         if request_id is None:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
@@ -335,29 +311,28 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return added
 
     def join(self, *args: Any, **options: Any) -> None:
-        """Wait for the thread that generates to end."""
+        """Wait for the end of the background thread."""
         self._wake_up_loop.set()
         super().join(*args, **options)
 
     def warmup(self) -> None:
-        """Make the pool, and on a GPU capture the graphs of decode steps."""
+        """Allocate the pool, and on a GPU capture the graphs of decode steps."""
         with self._giving_back_on_failure():
             super().warmup()
 
     def start(self) -> None:
-        """Start the background thread that generates.
+        """Start the background thread.
 
         Raises:
             ValueError: The model has changed since the last session, whose pages are kept.
         """
-        if not self.can_go_on():
-            self._give_attention_back()  # which transformers' own `init_continuous_batching` has switched
+        if not self.model_is_unchanged():
+            self._give_attention_back()  # transformers' own `init_continuous_batching` has switched it
             raise ValueError(
                 "The model's weights, adapters, dtype or device have changed since this manager's last session, whose "
                 "pages and graphs it keeps. Make a new one: `destroy_cached_continuous_batching_manager()`, then "
                 "`init_continuous_batching()`."
             )
-        # `stop` gave the model its own attention back, and a kept manager may be started again.
         self.switch_to_cb_friendly_attn(self.model)
         super().start()
 
@@ -367,10 +342,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop.set()
         self._give_attention_back()
         if self.batch_processor is not None:
-            self._left = self.model.device, fingerprint.identify(self.model)
+            self._last_model = self.model.device, fingerprint.identify(self.model)
 
-    # transformers' own, with the classes of cache, scheduler and processor replaced, which it names outright
-    # (tests/batching/test_upstream.py tells when it changes).
+    # A copy of transformers' with other classes of cache, scheduler and processor, which it names
+    # (tests/batching/test_upstream.py fails when the original changes).
     @outside_inference_mode
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if self.batch_processor is not None:
@@ -417,15 +392,14 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._computing = False
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
-        """One step. If it fails, so do its requests, and the loop goes on with the others."""
-        # Ranks of a group look at one another again and again.
-        alone = self.distributed_helper.tp_size == 1
+        """Run a step. If it fails, its requests fail, and the loop goes on with the others."""
+        alone = self.distributed_helper.tp_size == 1  # ranks of a group poll one another
         self._wake_up_loop.idle = alone and not batch_processor.has_pending_requests()
         try:
             return super()._generation_loop_body(batch_processor, bootstrapping)
         except Exception as error:
-            # A broken device computes nothing any more, and other ranks wait for this one: the loop must end.
-            if isinstance(error, torch.AcceleratorError) or self.distributed_helper.tp_size > 1:
+            # The loop must end if the device is broken, or if other ranks wait for this one.
+            if isinstance(error, torch.AcceleratorError) or not alone:
                 raise
             logger.error(f"A step of continuous batching failed, and its requests with it: {error}", exc_info=True)
             assert isinstance(batch_processor, TurboQuantBatchProcessor)

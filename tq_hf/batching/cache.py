@@ -1,4 +1,4 @@
-"""The cache of continuous batching in packed pages."""
+"""The paged KV cache: a pool of packed pages, how many of them fit into memory, and attention over them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ from ..ops.triton.pages import decode_scratch_bytes
 from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import BLOCK, ChannelScales
 from ..tensors.pages import Sequences
-from .allocator import TurboQuantAllocator, WindowAllocator
+from .allocators import TurboQuantAllocator, WindowAllocator
 from .geometry import sequences_of, windows_of
 
 
 class TurboQuantMemory(PagedAttentionMemoryHandler):
-    """Counts no masks, and no keys and values read back: attention reads pages where they are."""
+    """transformers' count of the pages that fit, without masks and gathered keys and values: attention reads pages in
+    place."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_attention_masks = 0
-        # For each token of a batch, its queries twice more: rotated, and as partial outputs.
+        # Each token of a batch has its queries twice more: rotated, and as partial outputs.
         self.kv_heads_at_peak = 2 * self.config.num_attention_heads
         self.scratch_bytes = 0
-        """What a step takes besides, whatever is in it."""
+        """Bytes that every step needs beside, whatever its tokens."""
 
     @property
     def fixed_overhead_bytes(self) -> int:
-        """Bytes that depend on neither pages nor tokens."""
+        """Bytes that depend on neither pages nor tokens, with scratch."""
         return super().fixed_overhead_bytes + self.scratch_bytes
 
     @property
@@ -55,18 +56,15 @@ class TurboQuantPagedCache(PagedAttentionCache):
     """A pool of pages, an allocator for full-attention layers, and another for sliding ones if there are any.
 
     Args:
-        tq_config: What blocks are encoded with.
+        tq_config: How blocks are encoded.
         channel_scales: Channel scales by layer.
         config: The text decoder's config.
         continuous_batching_config: The engine's options, with a `page_size` of 128.
-        device: Where the pool is.
-        distributed_helper: The engine's, which knows tensor parallelism.
-        dtype: The model's.
-        model_supports_logits_to_keep: Whether logits are computed for the last tokens only.
+        device, distributed_helper, dtype, model_supports_logits_to_keep: As in transformers' cache.
     """
 
-    # transformers' own, with the allocator, the bytes of a block and the memory handler replaced, which it names
-    # outright, and without layers of other kinds (tests/batching/test_upstream.py tells when it changes).
+    # A copy of transformers' with another allocator, block size and memory handler, whose classes it names, and without
+    # layers of other kinds (tests/batching/test_upstream.py fails when the original changes).
     def __init__(
         self,
         tq_config: TurboQuantConfig,
@@ -111,7 +109,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             self.bytes_per_sector = windows.bytes_per_block
             block_bytes += ceil(windows.bytes_per_block * BLOCK / windows.tokens_per_page)
             if self.max_blocks_per_request:
-                self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages)
+                self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
         self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK
         self.memory = TurboQuantMemory(
             config=config,
@@ -140,13 +138,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
             sizes = tuple(least.tolist())
         self.max_batch_tokens, self.num_sectors = sizes
         data_bytes = self.num_sectors * self.bytes_per_sector
-        # Two leading sectors are never given out: the engine lets tokens that pad a batch point there.
+        # Two leading sectors are never allocated: tokens that pad a batch point there.
         self.cache_tensor = torch.zeros(data_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
         for each in self.cache_allocators.values():
             each.register_cache_tensor(self.bytes_per_sector, data_bytes, self.cache_tensor, self.pool)
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
-        # As transformers', windows are not shared, and a prefix is of use only with the windows at its end.
+        # Windows are not shared, as in transformers, and a shared prefix needs the windows at its end.
         self.use_prefix_sharing = allocator.use_block_sharing and self.windows is None
         self.num_blocks = data_bytes // block_bytes
         self.read_cache_limit = None
@@ -155,13 +153,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self._window_step: WindowStep | None = None
 
     def _sectors_of(self, length: int) -> int:
-        """Sectors of a request of `length` tokens that is alone."""
+        """Sectors of `length` tokens of a single request."""
         packed = ceil(self.allocator.pages_of(length) / self.allocator.blocks_per_sector)
-        return packed + (0 if self.windows is None else self.windows._compute_blocks_needed(0, length, 0))
+        return packed + (0 if self.windows is None else self.windows.pages_of(length))
 
     @property
     def max_request_tokens(self) -> int:
-        """Tokens that a request can have if it has the whole pool."""
+        """The most tokens of a request that has the whole pool."""
         return bisect_right(range(self.max_tokens_read + BLOCK), self.num_sectors, key=self._sectors_of) - 1
 
     def check_room(self, state: RequestState) -> None:
@@ -178,8 +176,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             )
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Take blocks of other requests that match the prompt; returns how many tokens they hold."""
-        # With its first block a request needs a ring: without, its table would not begin as others do.
+        """Share blocks of other requests that match the prompt; returns their tokens."""
+        # Every table begins with a ring: without pages for one, nothing is shared.
         while self.pool.count_free_blocks(0) < self.allocator.ring_pages:
             if not self.pool.num_free_sectors:
                 return 0
@@ -195,21 +193,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         kwargs: dict[str, Any],
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Attention of a layer's new tokens, which are stored.
-
-        Args:
-            layer_idx: Which layer.
-            query: `[1, Hq, T, D]`: the new tokens of all requests, one after the other.
-            key: `[1, Hkv, T, D]`.
-            value: `[1, Hkv, T, D]`.
-            kwargs: What the engine passes to attention functions.
-            options: Causal and without biases.
-
-        Returns:
-            `[1, T, Hq, D]`.
+        """Store a layer's new tokens and attend, with the shapes of `turboquant_paged_attention`.
 
         Raises:
-            ValueError: The states are not those of the model that the cache was made for.
+            ValueError: The states do not have the heads, channels or dtype of the pages.
         """
         own = self.allocator if layer_idx in self.allocator.pages else self.windows
         assert own is not None
