@@ -1,12 +1,11 @@
-"""Many requests at once: transformers' continuous batching on packed, shareable pages.
+"""Continuous batching of transformers on packed, shareable pages.
 
-transformers schedules (prompts in chunks, shared prefixes, forks, preemption, streaming); this package gives its engine
-a cache of packed pages (`allocator`, `paged_cache`, `memory_handler`), with dense ones of sliding windows beside them
-(`window_allocator`), the attention that reads them (`attention`), and a manager that puts them in place (`manager`).
-Nothing of transformers is patched.
+transformers schedules requests (prompts in chunks, prefix sharing, forks, preemption, streaming). This package gives its
+engine a KV cache of packed pages (`cache`, `allocators`), the attention over them (`attention`), and a manager that puts
+both in place (`manager`). Importing it patches nothing of transformers.
 
 Raises:
-    ImportError: transformers is older than 5.19, whose continuous batching is of another design.
+    ImportError: transformers is older than 5.19, whose continuous batching has another design.
 """
 
 import transformers

@@ -34,10 +34,8 @@ def turboquant_paged_attention(
     Args:
         module: The attention module.
         query: `[1, Hq, T, D]`: the new tokens of all requests, one after the other.
-        key: `[1, Hkv, T, D]`.
-        value: `[1, Hkv, T, D]`.
-        attention_mask: None, since the lengths of requests take its place.
-        dropout: 0.
+        key, value: `[1, Hkv, T, D]`.
+        attention_mask, dropout: Not supported; the lengths of requests are the mask.
         scaling: Factor of the logits, by default `D ** -0.5`.
         softcap: Tanh cap of the logits.
         s_aux: Learned sink logits `[Hq]`.
@@ -63,9 +61,8 @@ def turboquant_paged_attention(
             f"{type(module).__name__} attends with {what}, which continuous batching on packed pages does not compute. "
             "Use `generate()` with a `TurboQuantCache`."
         )
-    layer: Any = module.layer_idx
     options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, s_aux=s_aux)
-    return cache.attend(layer, query, key, value, kwargs, options), None
+    return cache.attend(int(module.layer_idx), query, key, value, kwargs, options), None
 
 
 AttentionInterface.register(NAME, turboquant_paged_attention)

@@ -30,8 +30,7 @@ from .geometry import sequences_of, windows_of
 
 
 class TurboQuantMemory(PagedAttentionMemoryHandler):
-    """transformers' count of the pages that fit, without masks and gathered keys and values: attention reads pages in
-    place."""
+    """transformers' count of the pages that fit, without masks and gathered keys: attention reads pages in place."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,9 +98,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
         block_bytes = allocator.bytes_per_block
         self.windows: WindowAllocator | None = None
-        self.max_decode_fast_path_length = BLOCK * max(
-            0, self.max_blocks_per_request - allocator.ring_pages - allocator.sink_pages
-        )
+        blocks = self.max_blocks_per_request - allocator.ring_pages - allocator.sink_pages
+        self.max_decode_fast_path_length = BLOCK * max(0, blocks)
         if SLIDING_ATTENTION in layers:
             windows = WindowAllocator(self.bytes_per_sector, index=1, layer_indices=layers[SLIDING_ATTENTION], **shared)
             self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows

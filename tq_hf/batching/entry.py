@@ -31,13 +31,13 @@ class TurboQuantBatching(ContinuousMixin):
     ```
 
     Args:
-        model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers hold their windows
-            densely in the same pool; a model that has some shares no prefixes.
+        model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers have their
+            windows, dense, in the same pool; a model with some of them shares no prefixes.
         preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`, without its sinks and residual: only
             the tokens of a request's open block of 128 are dense. With `sink_tokens=4` the first tokens are dense, too,
             in a page that requests with the same first tokens share. (GPUs of compute capability 7.5 read it in torch,
             one request after the other.)
-        balance: Whether a short run of the model before the first request chooses channel scales (by default as the
+        balance: Whether a short run of the model finds channel scales before the first request (by default as the
             preset says); or the channel scales themselves.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
@@ -59,10 +59,10 @@ class TurboQuantBatching(ContinuousMixin):
             raise ValueError(f"`balance` is {balance!r}; it must be True or False, or a `Balance`.")
         self.model = inner_model(model)
         self.config = pages_config(preset, **overrides)
-        if isinstance(balance, Balance) and not self.config.balance:
+        self._balance = balance if isinstance(balance, Balance) else None
+        if self._balance and not self.config.balance:
             raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
         check_model(self.model, self.config)
-        self._balance = balance if isinstance(balance, Balance) else None
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
@@ -71,7 +71,7 @@ class TurboQuantBatching(ContinuousMixin):
 
     @property
     def balance(self) -> Balance | None:
-        """Channel scales, chosen once; `None` if channels are not balanced."""
+        """Channel scales, found once; `None` if channels are not balanced."""
         if self._balance is None and self.config.balance:
             self.model.eval()  # as the manager will
             self._balance = Balance.of(self.model)
@@ -175,13 +175,11 @@ def continuous_batching(
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism. A `ValueError` if there is none."""
+    """The transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism; a `ValueError` if none."""
     inner = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()
-        elif (wrapped := getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)) is not None:
-            inner = wrapped
-        else:
+        elif (inner := getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)) is None:
             raise ValueError(f"`model` must be a model of transformers, or around one, not {type(model).__name__}.")
     return inner

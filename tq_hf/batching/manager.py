@@ -33,8 +33,7 @@ from .checks import check_generation, check_model, paged_options
 logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
-"""Tokens that a block table has columns for, if neither hints nor the model's config have a limit. Steps with longer
-requests use lists."""
+"""Tokens in a block table, if neither hints nor the model's config have a limit. Steps with longer requests use lists."""
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
@@ -57,7 +56,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         self._wait_for_device()
 
     def reset(self) -> None:
-        """Begin a new session."""
         super().reset()
         self._wait_for_device()
 
@@ -110,9 +108,9 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
             self.inputs_and_outputs.retrieve_device_outputs()
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        assert isinstance(self.output_router, AnswerRouter)
         if isinstance(error, ValueError):
-            router: Any = self.output_router
-            router.refused[state.request_id] = str(error)
+            self.output_router.refused[state.request_id] = str(error)
         super()._handle_request_error(error, state)
         # Callers wait for its forks, too, which do not exist yet.
         for i in range(state.num_children):
@@ -161,20 +159,18 @@ class AnswerRouter(OutputRouter):
         with self._lock:
             self._open.discard(request_id)
 
-    def _release_finished(self, outputs: list[GenerationOutput]) -> None:
+    def _release_finished(self, *outputs: GenerationOutput) -> None:
         for output in outputs:
             if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
                 self.release(output.request_id)
 
     def deliver(self, output: GenerationOutput) -> None:
-        """Deliver an output, and free its id if it is the last."""
         super().deliver(output)
-        self._release_finished([output])
+        self._release_finished(output)
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        """As `deliver`, of several outputs."""
         super().deliver_batch(outputs)
-        self._release_finished(outputs)
+        self._release_finished(*outputs)
 
 
 class WakeUp(threading.Event):
@@ -311,7 +307,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return added
 
     def join(self, *args: Any, **options: Any) -> None:
-        """Wait for the end of the background thread."""
         self._wake_up_loop.set()
         super().join(*args, **options)
 
