@@ -20,8 +20,7 @@ from triton.language.extra import cuda
 from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
 from ..codec.launch import encode_config
 from ..codec.quantize import LEVELS
-from ..common.compat import current_device
-from ..common.device import matrix_type, target
+from ..common.device import current_device, matrix_type, target
 from ..common.launcher import Kernel
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import Packed

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.sequences import lengths, ring_rows
+from ..common.schedule import lengths, ring_rows
 from ..format import TOKENS
 from .rotate import ROTATE_COLUMNS, Queries, rotate_rows
 

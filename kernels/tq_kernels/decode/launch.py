@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..common.compat import current_device, current_raw_stream
-from ..common.device import target
+from ..common.device import current_device, current_raw_stream, target
 from ..common.launcher import Kernel, Launcher
 from ..common.softmax import LOG2E
 from ..turing.split import decode_split_fragments

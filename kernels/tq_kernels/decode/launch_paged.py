@@ -12,19 +12,19 @@ from typing import Any
 import torch
 import triton
 
-from ..codec.encode_paged import encode_completed
+from ..codec.encode import encode_completed
 from ..codec.launch import encode_config
 from ..codec.quantize import LEVELS
 from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS
-from ..turing.split_paged import decode_split_paged_fragments
+from ..turing.split import decode_split_paged_fragments
 from ..types import Geometry, Pages, Tokens
 from .append_paged import TAIL_ROWS, append_tails, rotate_and_append_single
 from .plan import Plan, plan_decode
 from .reduce import reduce_splits_paged
-from .split_paged import decode_split_paged
+from .split import decode_split_paged
 
 ROTATE, REDUCE = Kernel(rotate_and_append_single), Kernel(reduce_splits_paged)
 SPLIT, SPLIT_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_fragments)

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.schedule import LINE, counted, dense_jobs, dense_jobs_of, dense_slots, holder, stream_items
-from ..common.sequences import lengths
+from ..common.schedule import LINE, counted, dense_jobs, dense_jobs_of, dense_slots, holder, lengths, stream_items
 from ..common.softmax import LOG2E, SoftmaxState, finite, merge, rescaled
 from ..format import TOKENS
 

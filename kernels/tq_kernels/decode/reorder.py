@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.compat import current_device
-from ..common.device import target
+from ..common.device import current_device, target
 from ..common.launcher import Kernel
 
 TENSORS = 10

@@ -21,7 +21,7 @@ from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, normalize, soft_capped, update
 from .launch import mask_layout, merge, prefix_splits
-from .rows import Mask
+from .tiles import Mask
 
 
 @triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
