@@ -23,6 +23,7 @@ from ..compat import attention_of_parts, give_attention_back, outside_inference_
 from ..config import TurboQuantConfig
 from ..ops.backend import check_choice
 from ..ops.triton.pages import supports_paged_decode
+from ..saving import fingerprint
 from ..tensors.blocks import BLOCK
 from ..tensors.pages import rows_per_page
 from .attention import NAME
@@ -240,6 +241,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.config = config
         self.balance = balance
         self._computing = False
+        self._left: tuple[torch.device, dict[str, Any]] | None = None
+        """Where the model was at the end of the last session, whose pages are kept, and its fingerprint."""
         # transformers' `_original_attn_impl` is one name, that of the whole, and stays `None`.
         self._own_attention: list[tuple[PreTrainedConfig, str | None]] = []
         given = continuous_batching_config
@@ -270,6 +273,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Whether this manager answers as asked for. New tokens, which come with each request, may be fewer or more."""
         mine, asked = self.generation_config.to_dict(), generation_config.to_dict()
         return mine | {"max_new_tokens": None} == asked | {"max_new_tokens": None}
+
+    def can_go_on(self) -> bool:
+        """Whether the model is as it was at the end of the last session. Of other weights or adapters are other keys
+        and values, and other graphs."""
+        if self._left is not None:
+            device, identity = self._left
+            if self.model.device != device or fingerprint.identify(self.model) != identity:
+                return False
+            self._left = None  # read once a session
+        return True
 
     def _table_width(self, hints: WorkloadHints | None) -> int:
         """Pages of the longest request: as the hints say, at most what the model was made for."""
@@ -332,7 +345,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             super().warmup()
 
     def start(self) -> None:
-        """Start the background thread that generates."""
+        """Start the background thread that generates.
+
+        Raises:
+            ValueError: The model has changed since the last session, whose pages are kept.
+        """
+        if not self.can_go_on():
+            self._give_attention_back()  # which transformers' own `init_continuous_batching` has switched
+            raise ValueError(
+                "The model's weights, adapters, dtype or device have changed since this manager's last session, whose "
+                "pages and graphs it keeps. Make a new one: `destroy_cached_continuous_batching_manager()`, then "
+                "`init_continuous_batching()`."
+            )
         # `stop` gave the model its own attention back, and a kept manager may be started again.
         self.switch_to_cb_friendly_attn(self.model)
         super().start()
@@ -342,6 +366,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         super().stop(*args, **kwargs)
         self._wake_up_loop.set()
         self._give_attention_back()
+        if self.batch_processor is not None:
+            self._left = self.model.device, fingerprint.identify(self.model)
 
     # transformers' own, with the classes of cache, scheduler and processor replaced, which it names outright
     # (tests/batching/test_upstream.py tells when it changes).
