@@ -99,14 +99,9 @@ def _takes_two(matrix, dim):
 
 @triton.jit
 def resident_rotation(
-    rotation,
-    channel_scales,
-    K_STEP: tl.constexpr,
-    MATRIX: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    rotation, channel_scales, K_STEP: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """All of `load_rotation` for `encode_block`, if it takes all channels in one step; else zeros, because a function
     returns no `None` before Triton 3.7."""
     if K_STEP == TILE:
@@ -276,22 +271,9 @@ _MOST_SINKS = tl.constexpr(MOST_SINKS)
 
 @triton.jit
 def _rows_of(
-    states,
-    rows,
-    pages,
-    token,
-    position,
-    first,
-    past,
-    kv_head,
-    page_blocks,
-    stride_t,
-    stride_h,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-):
+    states, rows, pages, token, position, first, past, kv_head, page_blocks, stride_t, stride_h,
+    DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, IS_VALUE: tl.constexpr,
+):  # fmt: skip
     """Pointers [n, 1] to rows `token` [n] of the block at `position`: ring rows before `past`, then new ones."""
     t = position + token
     in_ring = ring_rows(rows, pages, token, t < past, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
@@ -302,22 +284,10 @@ def _rows_of(
 
 @triton.jit
 def _store_sinks(
-    states,
-    rows,
-    pages,
-    first,
-    past,
-    kv_head,
-    page_blocks,
-    stride_t,
-    stride_h,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    states, rows, pages, first, past, kv_head, page_blocks, stride_t, stride_h, DIM: tl.constexpr,
+    TILE: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     IS_VALUE: tl.constexpr,
-):
+):  # fmt: skip
     """Copy the first rows of block 0 to the sink page."""
     token = tl.arange(0, _MOST_SINKS)
     d = tl.arange(0, TILE)[None, :]
@@ -403,29 +373,13 @@ def encode_completed(
     key_channel_scales,  # [Hkv, HEAD_DIM] float16
     value_channel_scales,  # [Hkv, HEAD_DIM] float16
     count,  # B
-    key_t,
-    key_h,
-    value_t,
-    value_h,
+    key_t, key_h, value_t, value_h,
     width,  # W
-    page_blocks,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    KEY_LEVELS: tl.constexpr,
-    VALUE_LEVELS: tl.constexpr,
-    MATRIX: tl.constexpr,
-    K_STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    page_blocks, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, HAS_MEAN: tl.constexpr, KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr,
+    MATRIX: tl.constexpr, K_STEP: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Grid: (programs, Hkv, 2), keys and values."""
     _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
     amounts = completed(new, past)  # [BB]

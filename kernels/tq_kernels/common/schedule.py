@@ -44,16 +44,9 @@ def located(amounts, index):
 
 @triton.jit
 def ring_rows(
-    rows,
-    pages,
-    row,
-    valid,
-    kv_head,
-    page_blocks,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
+    rows, pages, row, valid, kv_head, page_blocks, DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
-):
+):  # fmt: skip
     """Pointers to keys of rows `row` [n] of a ring; their values are ROWS * DIM elements further.
 
     Args:
@@ -80,25 +73,9 @@ def without_sinks(x, block, token, SINKS: tl.constexpr):
 
 @triton.jit
 def dense_rows(
-    rows,
-    pages,
-    key,
-    value,
-    t,
-    sinks,
-    held,
-    length,
-    first,
-    kv_head,
-    page_blocks,
-    key_t,
-    key_h,
-    value_t,
-    value_h,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-):
+    rows, pages, key, value, t, sinks, held, length, first, kv_head, page_blocks, key_t, key_h, value_t,
+    value_h, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
     """Pointers [n] to keys and to values of a sequence's dense tokens `t` [n]: `sinks` rows of its sink page, `held`
     rows of its ring, then the new tokens from `first` on in `key` and `value`. Those from `length` on do not exist."""
     # The sink page comes after the ring's, as if its rows went on.

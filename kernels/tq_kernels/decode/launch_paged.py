@@ -160,11 +160,7 @@ def encode_new_blocks(
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
     constants = (
-        dim,
-        padded,
-        tile,
-        pages.key_bits,
-        pages.value_bits,
+        dim, padded, tile, pages.key_bits, pages.value_bits,
         pages.key_means is not None,
         LEVELS[pages.key_bits],
         LEVELS[pages.value_bits],
@@ -176,7 +172,7 @@ def encode_new_blocks(
         pages.block_words,
         triton.next_power_of_2(count),
         on.asm,
-    )
+    )  # fmt: skip
     ENCODE(
         (min(most, programs), kv_heads, 2),
         (key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k, pages.key_words,

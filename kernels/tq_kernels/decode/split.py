@@ -81,45 +81,22 @@ def decode_split(
     blocks_b,  # strides of the packed tensors in blocks
     blocks_h,
     sink_b,  # strides of sinks and residual in tokens
-    sink_h,
-    residual_b,
-    residual_h,
-    residual_capacity,
-    mask_b,
-    mask_s,
-    mask_t,
+    sink_h, residual_b, residual_h, residual_capacity, mask_b, mask_s, mask_t,
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     row_tiles,
     streams,  # P * row_tiles
     tile_rows,  # min(rows, BLOCK_R)
-    plain_at,
-    scale_at,
-    lse_at,
-    partial_at,
+    plain_at, scale_at, lse_at, partial_at,
     dense_splits,  # slots of a stream for dense jobs: as many as its sinks and residual have room for
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, HAS_MEAN: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
-    SOFTCAP: tl.constexpr,
-    KEY_CHUNKS: tl.constexpr,
-    VALUE_CHUNKS: tl.constexpr,
-    BLOCK_KC: tl.constexpr,
-    BLOCK_VC: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DM: tl.constexpr,
-    BLOCK_MEAN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SMALL: tl.constexpr,
-    ASM: tl.constexpr,
+    SOFTCAP: tl.constexpr, KEY_CHUNKS: tl.constexpr, VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr,
+    BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr,
+    BLOCK_R: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,  # the kernel in front: 0: has ended, 1: may still run, 2: may still run and writes the counts
-):
+):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,)."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
@@ -245,42 +222,20 @@ def decode_split_paged(
     count,  # B
     kv_heads,
     groups,  # G
-    key_t,
-    key_h,
-    value_t,
-    value_h,
+    key_t, key_h, value_t, value_h,
     width,  # W
     page_blocks,
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     row_tiles,
     tile_rows,  # min(G, BLOCK_R)
-    plain_at,
-    scale_at,
-    lse_at,
-    partial_at,
-    DIM: tl.constexpr,
-    DIMP: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    KEY_CHUNKS: tl.constexpr,
-    VALUE_CHUNKS: tl.constexpr,
-    BLOCK_KC: tl.constexpr,
-    BLOCK_VC: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DM: tl.constexpr,
-    BLOCK_MEAN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SMALL: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, HAS_MEAN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, KEY_CHUNKS: tl.constexpr,
+    VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr, BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,)."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)

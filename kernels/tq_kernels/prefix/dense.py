@@ -28,12 +28,8 @@ from .tiles import Mask
 def mask_spans(
     mask,  # [B, 1, S, tokens] bool
     spans,  # [B, S, 2] int32
-    tokens,
-    mask_b,
-    mask_s,
-    mask_t,
-    BLOCK: tl.constexpr,
-):
+    tokens, mask_b, mask_s, mask_t, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The first token of each query, and the one after its last. Grid: (S, B)."""
     mask += tl.program_id(1).to(tl.int64) * mask_b + tl.program_id(0).to(tl.int64) * mask_s
     first = tl.full([BLOCK], 2**30, tl.int32)

@@ -235,10 +235,7 @@ def attend_prefix(
             *dense_strides,
             *fresh_strides,
             *out_strides,
-            rows,
-            groups,
-            kv_heads,
-            num_blocks,
+            rows, groups, kv_heads, num_blocks,
             sinks[0].shape[2],
             num_residual,
             num_blocks * BLOCK_TOKENS % capacity,
@@ -254,7 +251,7 @@ def attend_prefix(
         constants,
         (constants, config, strides, dtypes, query.device.index),
         **options,
-    )
+    )  # fmt: skip
     if splits > 1:
         merge(partial, lse, aux, out, rows, groups, kv_heads, heads * rows, splits, has_aux=s_aux is not None)
     return out

@@ -50,18 +50,9 @@ from .tiles import Half, PackedShape, attend_dense, attend_packed, load_dense, l
 
 @triton.jit
 def operands(
-    scratch_fp16,
-    row0,
-    row_step,
-    first,
-    rows,
-    g,
-    t,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    QUARTERS: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    scratch_fp16, row0, row_step, first, rows, g, t, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    QUARTERS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """`load_rows` of each row tile of a stream whose rows start at `first` of `rows`, r at `row0 + row_step * r`."""
     q = ()
     for tile in tl.static_range(TILES):
@@ -95,20 +86,9 @@ class Slots(NamedTuple):
 
 @triton.jit
 def store_partial(
-    slots,
-    slot,
-    acc,
-    sums,
-    maximum,
-    gain,
-    bias,
-    unit,
-    DIM: tl.constexpr,
-    DM: tl.constexpr,
-    QUARTERS: tl.constexpr,
-    TILES: tl.constexpr,
-    DENSE: tl.constexpr,
-):
+    slots, slot, acc, sums, maximum, gain, bias, unit, DIM: tl.constexpr, DM: tl.constexpr,
+    QUARTERS: tl.constexpr, TILES: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
     """Leave a partial result in `slot`."""
     WIDTH: tl.constexpr = DIM // QUARTERS
     CHUNKS: tl.constexpr = (WIDTH + 15) // 16
@@ -147,53 +127,14 @@ def store_partial(
 )
 def decode_split_fragments(
     scratch,  # arguments as for decode_split
-    key_words,
-    value_words,
-    scales,
-    key_means,
-    num_blocks,
-    sink_keys,
-    sink_values,
-    residual_keys,
-    residual_values,
-    num_residual,
-    num_sinks,
-    mask,
-    rows,
-    queries,
-    kv_heads,
-    blocks_b,
-    blocks_h,
-    sink_b,
-    sink_h,
-    residual_b,
-    residual_h,
-    residual_capacity,
-    mask_b,
-    mask_s,
-    mask_t,
-    scaling_log2,
-    cap_log2,
-    row_tiles,
-    streams,
-    tile_rows,
-    plain_at,
-    scale_at,
-    lse_at,
-    partial_at,
-    dense_splits,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DKP: tl.constexpr,
-    DVP: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    key_words, value_words, scales, key_means, num_blocks, sink_keys, sink_values, residual_keys,
+    residual_values, num_residual, num_sinks, mask, rows, queries, kv_heads, blocks_b, blocks_h, sink_b, sink_h,
+    residual_b, residual_h, residual_capacity, mask_b, mask_s, mask_t, scaling_log2, cap_log2, row_tiles,
+    streams, tile_rows, plain_at, scale_at, lse_at, partial_at, dense_splits, DK: tl.constexpr,
+    DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    HAS_MEAN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     TILES: tl.constexpr,
-):
+):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
@@ -332,44 +273,12 @@ def decode_split_fragments(
 )
 def decode_split_paged_fragments(
     scratch,  # arguments as for decode_split_paged
-    key_words,
-    value_words,
-    scales,
-    key_means,
-    rows,
-    key,
-    value,
-    block_table,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    count,
-    kv_heads,
-    groups,
-    key_t,
-    key_h,
-    value_t,
-    value_h,
-    width,
-    page_blocks,
-    scaling_log2,
-    cap_log2,
-    row_tiles,
-    tile_rows,
-    plain_at,
-    scale_at,
-    lse_at,
-    partial_at,
-    DIM: tl.constexpr,
-    DIMP: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    key_words, value_words, scales, key_means, rows, key, value, block_table, cu_seqlens_q, cu_seqlens_k, count,
+    kv_heads, groups, key_t, key_h, value_t, value_h, width, page_blocks, scaling_log2, cap_log2, row_tiles,
+    tile_rows, plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, HAS_MEAN: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
