@@ -9,11 +9,11 @@ import torch
 
 
 class Lora(torch.nn.Module):
-    """What PEFT puts in a layer's place, as far as a fingerprint looks at it."""
+    """What PEFT puts in a layer's place, as far as it is looked at."""
 
     def __init__(self, base_layer: torch.nn.Linear) -> None:
         super().__init__()
-        self.base_layer = base_layer
+        self.base_layer, self.out_features = base_layer, base_layer.out_features
         generator = torch.Generator().manual_seed(1)
         self.lora_A = torch.nn.ParameterDict()
         for name in ("first", "second"):
