@@ -1,8 +1,8 @@
 """Continuous batching of transformers on packed, shareable pages.
 
-transformers schedules requests (prompts in chunks, prefix sharing, forks, preemption, streaming). This package gives its
-engine a KV cache of packed pages (`cache`, `allocators`), the attention over them (`attention`), and a manager that puts
-both in place (`manager`). Importing it patches nothing of transformers.
+transformers schedules requests: prompts in chunks, prefix sharing, forks, preemption, streaming. This package gives its
+engine a KV cache of packed pages (`cache`, `allocators`), the attention over them (`attention`), and a manager of both
+(`manager`). Nothing of transformers is patched.
 
 Raises:
     ImportError: transformers is older than 5.19, whose continuous batching has another design.

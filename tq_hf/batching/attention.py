@@ -62,7 +62,8 @@ def turboquant_paged_attention(
             "Use `generate()` with a `TurboQuantCache`."
         )
     options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, s_aux=s_aux)
-    return cache.attend(int(module.layer_idx), query, key, value, kwargs, options), None
+    layer: Any = module.layer_idx
+    return cache.attend(layer, query, key, value, kwargs, options), None
 
 
 AttentionInterface.register(NAME, turboquant_paged_attention)

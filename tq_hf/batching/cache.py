@@ -83,12 +83,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 raise ValueError(f"{heads} KV heads cannot be divided among {distributed_helper.tp_size} GPUs.")
             heads //= distributed_helper.tp_size
         layers = group_layers_by_attn_type(config)
-        shared: dict[str, Any] = dict(
-            num_key_value_heads=heads,
-            config=config,
-            cache_dtype=dtype,
-            allow_block_sharing=continuous_batching_config.allow_block_sharing,
-        )
+        self.allow_block_sharing = continuous_batching_config.allow_block_sharing
+        shared: dict[str, Any] = dict(num_key_value_heads=heads, config=config, cache_dtype=dtype)
+        shared["allow_block_sharing"] = self.allow_block_sharing
         allocator = TurboQuantAllocator(
             tq_config, channel_scales, index=0, layer_indices=layers[FULL_ATTENTION], page_size=BLOCK, **shared
         )
@@ -141,7 +138,6 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
         for each in self.cache_allocators.values():
             each.register_cache_tensor(self.bytes_per_sector, data_bytes, self.cache_tensor, self.pool)
-        self.allow_block_sharing = continuous_batching_config.allow_block_sharing
         # Windows are not shared, as in transformers, and a shared prefix needs the windows at its end.
         self.use_prefix_sharing = allocator.use_block_sharing and self.windows is None
         self.num_blocks = data_bytes // block_bytes

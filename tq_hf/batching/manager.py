@@ -33,7 +33,7 @@ from .checks import check_generation, check_model, paged_options
 logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
-"""Tokens in a block table, if neither hints nor the model's config have a limit. Steps with longer requests use lists."""
+"""Tokens in a block table, if neither hints nor the model have a limit. Steps with longer requests use lists."""
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
@@ -191,8 +191,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
     `add_request`, `get_result`, `stop`, ...). From its start to its stop, the model takes no other calls.
 
     Args:
-        model: A decoder whose layers are full attention, or some of them sliding windows.
-        generation_config: How answers are generated.
+        model: A decoder of full-attention layers, or of both full and sliding ones.
+        generation_config: Of all answers.
         continuous_batching_config: The engine's options. CUDA graphs of decode steps, asynchronous batching and the
             decode path by block tables are on by default, where the device has them.
         workload_hints: The lengths of requests, if known.
