@@ -224,7 +224,7 @@ def test_a_session_begins_when_inputs_are_reset(monkeypatch: pytest.MonkeyPatch)
             events.append("reset")
 
     monkeypatch.setattr(input_outputs.ContinuousBatchingIOs, "_reset_static_tensors", reset)
-    monkeypatch.setattr(TurboQuantBatchProcessor, "_wait_for_the_device", lambda self: events.append("wait"))
+    monkeypatch.setattr(TurboQuantBatchProcessor, "_wait_for_device", lambda self: events.append("wait"))
     batching = TurboQuantBatching(model_of(), balance=False)
     manager = batching.init_continuous_batching(greedy(2), options())
     manager.batch_processor = manager._create_batch_processor()
