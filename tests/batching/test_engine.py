@@ -311,11 +311,13 @@ def test_an_idle_loop_waits_without_looking_again(
     batching: TurboQuantBatching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[tuple[bool, float | None]] = []
-    wait = threading.Event.wait
+    wait, is_idle = threading.Event.wait, threading.Event()
 
     def noted(event: Any, timeout: float | None = None) -> bool:
         if isinstance(event, WakeUp):
             waits.append((event.idle, timeout))
+            if event.idle:
+                is_idle.set()
         return wait(event, timeout)
 
     monkeypatch.setattr(threading.Event, "wait", noted)
@@ -323,4 +325,5 @@ def test_an_idle_loop_waits_without_looking_again(
         for _ in range(2):
             manager.add_request([7] * 20)
             assert manager.get_result() is not None
+        is_idle.wait()
     assert any(idle for idle, _ in waits) and all(timeout is None for idle, timeout in waits if idle)

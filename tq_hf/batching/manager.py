@@ -256,9 +256,11 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
 
     def model_is_unchanged(self) -> bool:
         """Whether the model is as it was at the end of the last session: pages and graphs depend on its weights."""
-        if self._last_model and self._last_model != (self.model.device, fingerprint.identify(self.model)):
-            return False
-        self._last_model = None  # read once a session
+        if self._last_model is not None:
+            device, identity = self._last_model
+            if self.model.device != device or fingerprint.identify(self.model) != identity:
+                return False
+            self._last_model = None  # read once a session
         return True
 
     def _table_width(self, hints: WorkloadHints | None) -> int:
