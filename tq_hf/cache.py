@@ -23,17 +23,15 @@ from .auto import AutoChoice
 from .balance import Balance
 from .compat import asked_by_prefill, has_attention_heads, outside_inference_mode, takes_attention_functions
 from .config import TurboQuantConfig, is_auto
+from .layers.advice import FirstPrompt
 from .layers.base import FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
-from .layers.first_prompt import FirstPrompt
+from .layers.dense import GrowingLayer, PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
 from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
-from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
-from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
-from .saving import pickling
-from .saving.cache_file import load_cache, save_cache
+from .saving.cache_file import load_cache, reduce, save_cache
 from .stores.checks import check_states, widened
 
 logger = logging.get_logger(__name__)
@@ -144,6 +142,8 @@ class TurboQuantCache(DynamicCache):
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
                 layers[index] = TurboQuantLayer(self.config, max_cache_len, watched)
+            elif type(layer) is DynamicLayer:
+                layers[index] = GrowingLayer()
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:
@@ -200,7 +200,7 @@ class TurboQuantCache(DynamicCache):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickling.reduce(self)
+        return reduce(self)
 
     @property
     def is_compileable(self) -> bool:

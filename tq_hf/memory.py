@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from .compat import storage_id
-from .layers.compressed import TurboQuantLayer
+from .layers.base import bytes_in_16_bits, tensors_by_kind
 
 
 @dataclass
@@ -57,17 +56,6 @@ class MemoryFootprint:
         )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors among an attribute's value, one container deep."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def measure(layers: Iterable[Any]) -> MemoryFootprint:
     """The footprint of cache layers, compressed or not."""
     footprint = MemoryFootprint()
@@ -83,18 +71,8 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
         footprint.by_device[device] = footprint.by_device.get(device, 0) + size
 
     for layer in layers:
-        if isinstance(layer, TurboQuantLayer):
-            if layer.store is None:
-                continue
-            for kind, tensors in layer.by_kind().items():
-                for tensor in tensors:
-                    count(kind, tensor)
-            tokens = math.prod(layer.store.blocks.scales.shape[:2]) * int(layer.store.length)
-            footprint.bf16_equivalent += tokens * layer.store.blocks.layout.dense_bytes
-        else:
-            for tensor in _tensors(list(vars(layer).values())):
-                count("uncompressed", tensor)
-                # 32-bit states would be held in 16 bits by a bf16 model.
-                if tensor.is_floating_point():
-                    footprint.bf16_equivalent += 2 * tensor.numel()
+        for kind, tensors in tensors_by_kind(layer).items():
+            for tensor in tensors:
+                count(kind, tensor)
+        footprint.bf16_equivalent += bytes_in_16_bits(layer)
     return footprint

@@ -161,7 +161,7 @@ def test_every_field_of_the_description_forged_is_refused(tmp_path, saved):
                 loaded.add(field)
     # These say how stored codes are to be understood, or what comes next; only their author knows better.
     free = {("config", name) for name in ("seed", "preset", "residual_length", "sink_tokens")}
-    flags = {field for field in loaded if field[-1] in ("reads_store", "record_past", "scales_are_fixed")}
+    flags = {field for field in loaded if field[-1] in ("record_past", "scales_are_fixed")}
     assert tried > 500
     # Fields of the model's config that a file leaves out are not compared; its weights are.
     unchecked = {("max_cache_len",), ("model", "config")}

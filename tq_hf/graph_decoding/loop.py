@@ -31,7 +31,7 @@ from ..cache import TurboQuantCache
 from ..compat import autocast_dtype, outside_inference_mode
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
-from ..layers.sliding import PreallocatedSlidingLayer
+from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
 from .step import LateFlags, Masks, StepTensors, map_masks, mask_tensors, show_newest
 

@@ -1,44 +1,65 @@
-"""What full-attention layers of this package do alike, compressed or not."""
+"""What layers say of themselves, and what full-attention layers of this package do alike, compressed or not.
+
+A layer of this package answers for itself, beside transformers' contract:
+
+    state        what a file holds of it: a description in JSON, and tensors by name
+    check_state  dtypes and shapes of the tensors a file must have by its description; raises a `ValueError` (a sentence
+                 without its subject, "Layer 1") for one that no cache of this model has
+    load_state   puts the tensors of a file into an empty layer; the saved one may have grown where this is preallocated
+
+`tensors_by_kind` and `bytes_in_16_bits` ask any layer, transformers' own included.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..compat import outside_inference_mode
 from ..stores.checks import check_same, widened
 from ..tensors.blocks import KeyValue
 
+State = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""What a file holds of a layer: a description in JSON, and tensors by name."""
+Shapes = dict[str, tuple[torch.dtype, list[int], list[int]]]
+"""What tensors of a file must be, by name: the dtype, the smallest shape and the largest."""
+UNFILLED = "holds no tokens although others do; save a cache the whole model has filled."
 
-class FullAttentionLayer(CacheLayerMixin):
-    """Operations on all tensors of a layer, and what a mask covers.
 
-    transformers makes one mask for all full-attention layers, of the size that the first of them asks for: they must
-    agree on it. These show a call of several tokens what is held, and room that is empty to a single token only.
+class Probe(NamedTuple):
+    """What a run of the model on a few tokens showed of a layer, against which a file is checked.
+
+    Args:
+        layer: This layer of another cache, after the run.
+        states: Keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as the model makes them, B as in the file. `None` of
+            a layer of transformers.
+        tokens: Tokens that the file holds.
     """
 
-    is_croppable = True
-    shows_room = False
-    """Whether every call is shown all there is room for, as transformers' preallocated layers do: beside layers of
-    theirs that cannot do otherwise, and to models that make masks of their own of that size (Bloom)."""
+    layer: Any
+    states: Any
+    tokens: int
 
+
+class BatchedLayer(CacheLayerMixin):
+    """Operations on all tensors of a layer."""
+
+    @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put the results of `function` in place of all tensors."""
-        raise NotImplementedError
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = function(self.keys), function(self.values)
+            self.batch_size = self.keys.shape[0]
 
     def count_replayed(self, length: int) -> None:
-        """Whoever replays a captured step says how many tokens are held after it: the host could not count them."""
+        """Whoever replays a captured step says how many tokens there are after it: the host could not count them."""
         raise NotImplementedError
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a mask for `query_length` new tokens covers."""
-        room = self.get_max_length()
-        if room != -1 and (query_length == 1 or self.shows_room):
-            return room, 0
-        return int(self.get_seq_length()) + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take sequence `beam_idx[i]` to place i."""
@@ -53,12 +74,79 @@ class FullAttentionLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
 
+class FullAttentionLayer(BatchedLayer):
+    """What a mask covers.
+
+    transformers makes one mask for all full-attention layers, of the size that the first of them asks for: they must
+    agree on it. These show a call of several tokens the tokens there are, and empty room to a single token only.
+    """
+
+    is_croppable = True
+    shows_room = False
+    """Whether every call is shown all there is room for, as transformers' preallocated layers do: beside layers of
+    theirs that cannot do otherwise, and to models that make masks of their own of that size (Bloom)."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys a mask for `query_length` new tokens covers."""
+        room = self.get_max_length()
+        if room != -1 and (query_length == 1 or self.shows_room):
+            return room, 0
+        return int(self.get_seq_length()) + query_length, 0
+
+
+def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
+    """Every tensor of a layer, by the kind `memory_footprint` reports. Compressed layers have kinds of their own
+    (`by_kind`), all others one, "uncompressed"."""
+    if hasattr(layer, "by_kind"):
+        return layer.by_kind()
+    return {"uncompressed": list(_tensors(list(vars(layer).values())))}
+
+
+def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
+    """Bytes that a layer would take with 16-bit keys and values; a compressed one, of `tokens` if given."""
+    if hasattr(layer, "bytes_in_16_bits"):
+        return layer.bytes_in_16_bits(tokens)
+    tensors = tensors_by_kind(layer)["uncompressed"]
+    return sum(2 * tensor.numel() for tensor in tensors if tensor.is_floating_point())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in an attribute's value, in lists, tuples and dicts too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def initial_bytes(layer: Any, states: KeyValue) -> int:
+    """Bytes that an empty layer allocates for keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]`. Allocates none.
+
+    Raises:
+        RuntimeError: More than a tensor can have.
+    """
+    sized = copy(layer)
+    sized.lazy_initialization(*(part.to("meta") for part in states))
+    return sum(tensor.nbytes for tensors in tensors_by_kind(sized).values() for tensor in tensors)
+
+
+def rows_like(states: KeyValue, rows: int, prefix: str = "") -> Shapes:
+    """What `keys` and `values` of so many tokens are in a file, beside states `[B, Hkv, *, D]`."""
+    shapes: Shapes = {}
+    for name, part in zip(("keys", "values"), states, strict=True):
+        shape = [*part.shape[:2], rows, part.shape[3]]
+        shapes[prefix + name] = (part.dtype, shape, shape)
+    return shapes
+
+
 def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
     """Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` as a layer that is not compressed takes them: see
     `widened`.
 
     Raises:
-        ValueError: The layer holds states of another dtype or on another device.
+        ValueError: The layer has states of another dtype or on another device.
     """
     keys, values = widened(keys, values, layer.dtype if layer.is_initialized else keys.dtype)
     if layer.is_initialized:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from transformers import PreTrainedConfig
 
 from ..compat import attention_implementation, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..stores.base import LayerStore
+from ..stores.base import Counts, LayerStore
 from ..stores.checks import check_room, check_states, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
-from ..tensors.blocks import ChannelScales, KeyValue
+from ..tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 from ..tensors.layer import StepView, StoreView, is_first
 from . import advice
-from .base import FullAttentionLayer, check_crop
+from .base import UNFILLED, FullAttentionLayer, Probe, Shapes, State, check_crop, rows_like
 from .handle import Handle, placeholders
+
+CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
+"""Tensors in the file of a balanced layer."""
 
 
 class TurboQuantLayer(FullAttentionLayer):
@@ -124,9 +129,9 @@ class TurboQuantLayer(FullAttentionLayer):
         Raises:
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
         """
-        held = self.dtype if self.is_initialized else key_states.dtype
-        if not key_states.dtype == value_states.dtype == held:
-            key_states, value_states = widened(key_states, value_states, held)
+        dtype = self.dtype if self.is_initialized else key_states.dtype
+        if not key_states.dtype == value_states.dtype == dtype:
+            key_states, value_states = widened(key_states, value_states, dtype)
         if self.store is None:
             check_states(key_states, value_states)
             if self.max_cache_len is not None:
@@ -195,11 +200,66 @@ class TurboQuantLayer(FullAttentionLayer):
         return keys, values
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """Every tensor held, by the kind `memory_footprint` reports; `{}` before the first update."""
+        """Every tensor of the layer, by the kind `memory_footprint` reports; `{}` before the first update."""
         if self.store is None:
             return {}
         kinds = self.store.by_kind()
         return kinds | {"metadata": [*kinds["metadata"], self._nan]}
+
+    def bytes_in_16_bits(self, tokens: int | None = None) -> int:
+        """Bytes of `tokens` tokens with 16-bit keys and values, by default of all that are cached."""
+        if self.store is None:
+            return 0
+        tokens = int(self.store.length) if tokens is None else tokens
+        return math.prod(self.store.blocks.scales.shape[:2]) * tokens * self.store.layout.dense_bytes
+
+    state_fields: ClassVar[dict[str, type]] = {"counts": list, "scales_are_fixed": bool}
+
+    def state(self) -> State:
+        """See `tq_hf.layers.base`: what is used of the store, residual rows in the order of the tokens."""
+        if self.store is None:
+            raise ValueError(UNFILLED)
+        counts, tensors = self.store.export()
+        return {"counts": list(counts), "scales_are_fixed": self.store.scales_are_fixed}, tensors
+
+    def check_state(self, description: dict[str, Any], probe: Probe) -> Shapes:
+        """See `tq_hf.layers.base`."""
+        (keys, values), config, numbers = probe.states, self.config, description["counts"]
+        if len(numbers) != len(Counts._fields) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
+        if description["scales_are_fixed"] and not config.balance:
+            raise ValueError("has channel scales that are handed on, and is not balanced: damaged.")
+        counts, layout = Counts(*numbers), config.layout(keys.shape[-1], values.shape[-1])
+        packed = counts.blocks + counts.pending
+        if (
+            counts.sinks + counts.blocks * layout.tokens + counts.residual != probe.tokens
+            or counts.pending * layout.tokens > counts.residual
+            or counts.sinks > config.sink_tokens
+            or (counts.sinks < config.sink_tokens and (packed or counts.residual))
+            or (self.max_cache_len is not None and packed > config.num_blocks(self.max_cache_len))
+        ):
+            raise ValueError(f"holds {counts}, which is impossible for {probe.tokens} tokens: damaged.")
+        blocks = PackedBlocks.allocate(layout, keys.shape[0], keys.shape[1], packed, torch.device("meta"))
+        tensors = blocks.tensors()
+        if config.balance:
+            tensors |= zip(CHANNEL_SCALES, blocks.channel_scales, strict=True)
+        shapes = {name: (tensor.dtype, list(tensor.shape), list(tensor.shape)) for name, tensor in tensors.items()}
+        shapes |= rows_like(probe.states, counts.sinks, "sink_")
+        return shapes | rows_like(probe.states, counts.residual, "residual_")
+
+    def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`."""
+        for name in CHANNEL_SCALES if self.config.balance else ():
+            if not bool(((tensors[name] >= SMALLEST_SCALE) & (tensors[name] <= LARGEST_SCALE)).all()):
+                raise ValueError(f"has `{name}` that are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: damaged.")
+        if description["scales_are_fixed"]:
+            # The same for every sequence; the next prompt may have more.
+            self.channel_scales = ChannelScales(*(tensors[name][:1] for name in CHANNEL_SCALES))
+        self.lazy_initialization(*probe.states)
+        assert self.store is not None
+        self.store.restore(Counts(*description["counts"]), tensors)
+        # Else the next step would dequantize everything to find out.
+        self.read_like(probe.layer)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
@@ -210,7 +270,7 @@ class TurboQuantLayer(FullAttentionLayer):
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> int:  # type: ignore[override]
         """Sequences held, or -1 before the first update."""
         return -1 if self.store is None else self.store.batch_size
 
@@ -226,7 +286,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store.crop(-tokens_to_remove)
 
     def count_replayed(self, length: int) -> None:
-        """See `FullAttentionLayer.count_replayed`."""
+        """See `BatchedLayer.count_replayed`."""
         assert isinstance(self.store, PreallocatedStore)
         self.store.num_held = length
 

@@ -1,11 +1,12 @@
 """Save a cache to a safetensors file, and load it back: a prompt processed once is reused after a restart.
 
-A file holds the used packed blocks, the dense rows and the sinks of every compressed layer, the tensors of every other
-layer, and one JSON text that says the rest (lengths, the configuration, which model it belongs to). That text carries
-its own checksum and one of all tensors.
+A file holds what each layer says of itself (`tq_hf.layers.base`): tensors, and one JSON text with the rest (lengths,
+the configuration, which model it belongs to). That text carries its own checksum and one of all tensors.
 
 Loading believes none of it: see `tq_hf.saving.safetensors_file` for the file, `tq_hf.saving.fingerprint` for the model
 and `tq_hf.saving.layers` for the layers.
+
+A cache is pickled while it is empty, to travel to another process; a filled one is to be saved.
 """
 
 from __future__ import annotations
@@ -13,22 +14,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from ..balance import Balance
 from ..compat import outside_inference_mode
 from ..config import PRESETS, SETTLED, TurboQuantConfig
-from ..layers.compressed import TurboQuantLayer
 from ..layers.rollback import held_lengths
 from . import fingerprint, safetensors_file
 from .layers import Loader, describe
-
-if TYPE_CHECKING:
-    from ..cache import TurboQuantCache
 
 FORMAT = "tq_hf.cache"
 VERSION = 4
@@ -48,7 +47,7 @@ STATE_FIELDS = {
 
 
 def save_cache(
-    cache: TurboQuantCache,
+    cache: Any,
     path: str | os.PathLike[str],
     model: Any,
     notes: Mapping[str, str] | None = None,
@@ -56,7 +55,7 @@ def save_cache(
     """Write `cache` to `path`; see `TurboQuantCache.save`.
 
     Args:
-        cache: A cache that holds tokens. It is not changed.
+        cache: A `TurboQuantCache` that holds tokens. It is not changed.
         path: File to write, by convention `*.safetensors`. An old one is replaced in one step.
         model: The model that filled the cache.
         notes: Strings to keep with the cache (`load_cache` returns them), e.g. the prompt.
@@ -73,10 +72,11 @@ def save_cache(
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
     if type(cache.config) is not TurboQuantConfig:
         raise ValueError("A cache of an `Ablation` is for measurements and is not saved: make it of a preset.")
-    if 0 not in lengths.values() and (kept := min(lengths.values())) != max(lengths.values()):
+    least, most = min(lengths.values()), max(lengths.values())
+    if 0 < least < most:
         raise ValueError(
-            f"The layers hold different numbers of tokens, {kept} to {max(lengths.values())}: an exception (Ctrl-C, no "
-            f"memory left) ended a forward pass half way. `cache.crop({min(-1, kept - tokens)})` makes them even again."
+            f"The layers hold different numbers of tokens, {least} to {most}: an exception (Ctrl-C, no memory left) "
+            f"ended a forward pass half way. `cache.crop({min(-1, least - tokens)})` makes them even again."
         )
     _check_model(model, "cache.save(path, model)")
     if model.config.is_encoder_decoder:
@@ -92,9 +92,9 @@ def save_cache(
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        description, held = describe(layer, index)
+        description, parts = describe(layer, index)
         layers.append(description)
-        for name, tensor in held.items():
+        for name, tensor in parts.items():
             # A copy: parts of one storage may not be written under two names.
             tensor = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             tensors[f"layers.{index}.{name}"] = tensor
@@ -102,7 +102,7 @@ def save_cache(
         "config": dataclasses.asdict(cache.config),
         "max_cache_len": cache.preallocated_for,
         "model": fingerprint.identify(model),
-        "batch": _batch_size(cache),
+        "batch": next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith("keys")),
         "tokens": tokens,
         "layers": layers,
         "tensors": safetensors_file.digest(tensors),
@@ -121,13 +121,13 @@ def save_cache(
 
 @outside_inference_mode
 def load_cache(
-    kind: type[TurboQuantCache],
+    kind: Callable[..., Any],
     path: str | os.PathLike[str],
     model: Any,
     preset: str | TurboQuantConfig | None = None,
     max_cache_len: int | None | Literal["saved"] = "saved",
-) -> tuple[TurboQuantCache, dict[str, str]]:
-    """The cache, of class `kind`, and the notes saved at `path`; see `TurboQuantCache.load`.
+) -> tuple[Any, dict[str, str]]:
+    """The cache, of class `kind` (`TurboQuantCache`), and the notes saved at `path`; see `TurboQuantCache.load`.
 
     Raises:
         ValueError: The file is damaged, was not written by `save_cache`, or belongs to another model or `preset`.
@@ -155,16 +155,6 @@ def _check_model(model: Any, call: str) -> None:
     if not isinstance(model, torch.nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         came = "none was given" if model is None else f"this is a {type(model).__name__}"
         raise ValueError(f"The model is needed to tell whose keys and values these are, and {came}. Pass it: `{call}`.")
-
-
-def _batch_size(cache: TurboQuantCache) -> int:
-    for layer in cache.layers:
-        if isinstance(layer, TurboQuantLayer):
-            return layer.batch_size
-        keys = getattr(layer, "keys", None)
-        if keys is not None:
-            return keys.shape[0]
-    raise ValueError("The cache has no layer with keys; there is nothing to save.")
 
 
 def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
@@ -212,3 +202,37 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
             options = ", ".join(f"{name}={getattr(config, name)!r}" for name in differing)
             raise ValueError(f"It was saved with {options}, not as asked for. Leave out `preset`, or save it anew.")
     return config
+
+
+def reduce(cache: Any) -> tuple[Any, ...]:
+    """What `TurboQuantCache.__reduce_ex__` answers: how to make an empty cache like this one.
+
+    Raises:
+        pickle.PicklingError: The cache has been filled, or the config it was made from is gone.
+    """
+    if any(map(_is_filled, cache.layers)):
+        raise pickle.PicklingError(
+            "A TurboQuantCache that has been filled cannot be pickled, only an empty one. Write it to a file with "
+            "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."
+        )
+    model_config = cache.model_config()
+    if model_config is None:
+        raise pickle.PicklingError("The config this cache was made from no longer exists; make a new cache.")
+    options: dict[str, Any] = {"preset": cache.config}
+    if cache.undecided:
+        names = {field.name for field in dataclasses.fields(cache.config)} - {"key_bits", "value_bits"}
+        options = {name: getattr(cache.config, name) for name in names} | {"preset": "auto"}
+    scales = {index: getattr(layer, "channel_scales", None) for index, layer in enumerate(cache.layers)}
+    # On the CPU: whoever reads them may have no GPU.
+    if fixed := {index: layer.map(torch.Tensor.cpu) for index, layer in scales.items() if layer is not None}:
+        options["balance"] = Balance(fixed)
+    return _make, (type(cache), model_config, options | {"max_cache_len": cache.preallocated_for}, cache.offloading)
+
+
+def _make(kind: Callable[..., Any], model_config: PreTrainedConfig, options: dict[str, Any], offloading: bool) -> Any:
+    return kind(model_config, offloading=offloading, **options)
+
+
+def _is_filled(layer: Any) -> bool:
+    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
+    return getattr(layer, "is_initialized", False) or any(any(one.values()) for one in states)

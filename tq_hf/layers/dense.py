@@ -1,0 +1,356 @@
+"""Layers that are not compressed, beside compressed ones: full attention and sliding windows, growing or preallocated.
+
+Each is transformers' own layer, with what compressed layers beside it ask for. A file holds the rows of the newest
+tokens in their order, the same of a layer that grows and of one that is preallocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from ..compat import outside_inference_mode
+from ..stores.checks import check_room
+from ..tensors.blocks import KeyValue
+from .base import (
+    UNFILLED,
+    BatchedLayer,
+    FullAttentionLayer,
+    Probe,
+    Shapes,
+    State,
+    check_crop,
+    rows_like,
+)
+
+
+class _FullState:
+    """The state of a full-attention layer: all rows."""
+
+    state_fields: ClassVar[dict[str, type]] = {}
+
+    def state(self: Any) -> State:
+        """See `tq_hf.layers.base`."""
+        if not self.is_initialized:
+            raise ValueError(UNFILLED)
+        tokens = int(self.get_seq_length())
+        return {}, {"keys": self.keys[:, :, :tokens], "values": self.values[:, :, :tokens]}
+
+    def check_state(self, description: dict[str, Any], probe: Probe) -> Shapes:
+        """See `tq_hf.layers.base`."""
+        return rows_like(probe.states, probe.tokens)
+
+    def load_state(self: Any, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`."""
+        self.update(*(tensors[name].to(probe.states[0].device) for name in ("keys", "values")))
+
+
+class GrowingLayer(_FullState, DynamicLayer):
+    """A full-attention layer that grows."""
+
+
+class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
+    """A preallocated full-attention layer, which agrees with a `TurboQuantLayer` on what a call of several tokens sees.
+
+    `StaticLayer` shows all there is room for at every call. Beside a compressed layer it must show what that shows (see
+    `FullAttentionLayer`): the tokens held, and all there is room for only to a single token.
+    """
+
+    @outside_inference_mode
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+        self.num_tokens: int | None = None
+        """Tokens held, if the host knows: it counts in eager calls, and a compiled one forgets."""
+
+    @outside_inference_mode
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
+        super().lazy_initialization(key_states, value_states)
+        if key_states.is_meta:  # see `PreallocatedStore.allocate`
+            self.cumulative_length = torch.tensor(0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that are held, or if S is 1 all
+        there is room for (always, if that is shown).
+
+        Raises:
+            ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
+                check of the index fails.)
+        """
+        tokens = key_states.shape[-2]
+        if tokens == 1 and torch.compiler.is_compiling():
+            self.num_tokens = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        past = int(self.get_seq_length()) if self.num_tokens is None else self.num_tokens
+        check_room(tokens, past, self.max_cache_len)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.num_tokens = past + tokens
+        if tokens == 1 or self.shows_room:
+            return keys, values
+        return keys[:, :, : past + tokens], values[:, :, : past + tokens]
+
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
+        """Tokens held, `[]` int64 on the device; 0 before the first update, and of a model on the meta device a
+        number."""
+        length = super().get_seq_length()
+        return int(length) if self.is_initialized and self.device.type == "meta" else length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive.
+        """
+        tokens_to_remove = check_crop(tokens_to_remove)
+        if self.is_initialized:
+            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+            self.num_tokens = None
+
+    def count_replayed(self, length: int) -> None:
+        """See `BatchedLayer.count_replayed`."""
+        self.num_tokens = length
+
+    def reset(self) -> None:
+        """Hold nothing; the tensors stay where they are."""
+        super().reset()
+        self.num_tokens = None
+
+
+class _WindowState:
+    """The state of a sliding window: the rows that the next token's query sees, and more while the past is recorded."""
+
+    state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}
+
+    def state(self: Any) -> State:
+        """See `tq_hf.layers.base`."""
+        if not self.is_initialized:
+            raise ValueError(UNFILLED)
+        keys, values = self._rows_to_save()
+        return {"rows": keys.shape[2], "record_past": self.record_past}, {"keys": keys, "values": values}
+
+    def check_state(self: Any, description: dict[str, Any], probe: Probe) -> Shapes:
+        """See `tq_hf.layers.base`."""
+        tokens, rows = probe.tokens, description["rows"]
+        # Of a full window the first row is not read by the next token's query, and may be missing.
+        least = min(tokens, max(self._window - 1, 1))
+        most = tokens if description["record_past"] else min(tokens, self._window)
+        if not least <= rows <= most:
+            raise ValueError(f"has {rows} rows of a window of {self._window} after {tokens} tokens: damaged.")
+        return rows_like(probe.states, rows)
+
+
+class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
+    """A sliding window that grows, and keeps no more than its window of a prompt.
+
+    `DynamicSlidingWindowLayer` keeps a view of the window, and with it the memory of all keys and values of the call,
+    until the next call: at long contexts more than all full-attention layers together. Here the window is copied, and
+    the rest is freed once attention has read it.
+    """
+
+    @classmethod
+    def like(cls, layer: DynamicSlidingWindowLayer) -> SlidingLayer:
+        """An empty layer in place of `layer`, whatever that was made with."""
+        empty = cls.__new__(cls)
+        vars(empty).update(vars(layer))
+        return empty
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that their queries may see."""
+        states = super().update(key_states, value_states, *args, **kwargs)
+        # After a single token no more than one row lies outside of the window; a rollback needs all there is.
+        if key_states.shape[-2] > 1 and states[0].shape[-2] >= self.sliding_window and not self.record_past:
+            assert self.keys is not None and self.values is not None
+            self.keys = self.keys.clone(memory_format=torch.contiguous_format)
+            self.values = self.values.clone(memory_format=torch.contiguous_format)
+        return states
+
+    @property
+    def _window(self) -> int:
+        return self.sliding_window
+
+    def _rows_to_save(self) -> KeyValue:
+        assert self.keys is not None and self.values is not None
+        rows = self.keys.shape[2]
+        first = 0 if self.record_past else max(0, rows - max(self.sliding_window - 1, 1))
+        return self.keys[:, :, first:], self.values[:, :, first:]
+
+    def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`."""
+        self.record_past = description["record_past"]
+        keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
+        self.update(keys, values)
+        self.cumulative_length = probe.tokens
+
+
+class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLayer):
+    """A preallocated sliding window, which can be cropped, selected and repeated as one that grows.
+
+    One token is appended by counts on the device, so that a captured step serves a window that fills and one that
+    slides. (The stock layer asks the host which it is.)
+
+    One token can be taken back after any: of a full window the first is not read by the step that comes next. More only
+    before the window has begun to slide, because what comes back into it is gone. As in the growing layer
+    `activate_past_recording` (which assisted decoding calls) keeps what slides out from one `crop` to the next.
+    """
+
+    is_croppable = True
+
+    @classmethod
+    @outside_inference_mode
+    def like(cls, layer: StaticSlidingWindowLayer) -> PreallocatedSlidingLayer:
+        """An empty layer in place of `layer`, whatever that was made with."""
+        empty = cls.__new__(cls)
+        vars(empty).update(vars(layer))
+        empty.cumulative_length = layer.cumulative_length.clone()
+        empty.record_past = False
+        empty._recorded = empty._first_gone_at = None
+        return empty
+
+    record_past: bool
+    _recorded: KeyValue | None
+    """Keys and values from the first token of the window at the last `crop` on, while they are recorded."""
+    _first_gone_at: int | None
+    """Number of tokens at which the first row of the full window may not be the token that belongs there."""
+
+    @outside_inference_mode
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
+        super().lazy_initialization(key_states, value_states)
+
+    def activate_past_recording(self) -> None:
+        """Keep what slides out of the window until the next `crop`."""
+        self.record_past = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that their queries may see, and
+        empty room."""
+        if self.record_past:
+            states = (key_states, value_states)
+            if (past := self._past()) is not None:
+                states = (torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2))
+            self._recorded = states
+        if key_states.shape[2] == 1:
+            return self._append_row(key_states, value_states)
+        states = super().update(key_states, value_states, *args, **kwargs)
+        self.cumulative_length.fill_(min(self.cumulative_length_int, self.max_cache_len))
+        return states
+
+    def _append_row(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
+        """Write one token a sequence after those held; if there is no room, the oldest leaves."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        length, last = self.cumulative_length, self.max_cache_len - 1
+        rows = torch.arange(self.max_cache_len, device=self.device)
+        source, is_new = (rows + (length > last)).clamp_(max=last), (rows == length.clamp(max=last))[:, None]
+        for states, new in ((self.keys, key_states), (self.values, value_states)):
+            states.copy_(torch.where(is_new, new, states.index_select(2, source)))
+        length.add_(1).clamp_(max=self.max_cache_len)
+        self.cumulative_length_int += 1
+        return self.keys, self.values
+
+    def count_replayed(self, length: int) -> None:
+        """See `BatchedLayer.count_replayed`."""
+        self.cumulative_length_int = length
+
+    @outside_inference_mode
+    def resume(self, length: int) -> None:
+        """Go on after `length` tokens that the tensors hold. Of a full window the first may be missing."""
+        self.cumulative_length_int = self._first_gone_at = length
+        self.cumulative_length.fill_(min(length, self.max_cache_len))
+
+    @property
+    def _window(self) -> int:
+        return self.max_cache_len
+
+    def _rows_to_save(self) -> KeyValue:
+        if self._recorded is not None:
+            return self._recorded
+        assert self.keys is not None and self.values is not None
+        rows, most = self._rows(), self.max_cache_len
+        first = 1 if most > 1 and self.cumulative_length_int > most else rows.start
+        return self.keys[:, :, first : rows.stop], self.values[:, :, first : rows.stop]
+
+    def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`."""
+        keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
+        missing = max(0, min(probe.tokens, self.max_cache_len) - keys.shape[2])
+        self.update(*(torch.nn.functional.pad(part, (0, 0, missing, 0)) for part in (keys, values)))
+        self.resume(probe.tokens)
+        self._first_gone_at = probe.tokens if missing else None
+        self.record_past = description["record_past"]
+        self._recorded = (keys, values) if self.record_past else None
+
+    def _rows(self) -> slice:
+        """The rows that hold their tokens."""
+        length, most = self.cumulative_length_int, self.max_cache_len
+        return slice(1 if length >= most and length == self._first_gone_at else 0, min(length, most))
+
+    def _past(self) -> KeyValue | None:
+        """The tokens to come back to: those recorded, or a copy of the window."""
+        if self._recorded is not None or not self.is_initialized:
+            return self._recorded
+        assert self.keys is not None and self.values is not None
+        rows = self._rows()
+        return self.keys[:, :, rows].clone(), self.values[:, :, rows].clone()
+
+    def gone_after_crop(self, tokens: int) -> int:
+        """Tokens that would come back into the window if the last `tokens` were removed, and are gone."""
+        most, rows = self.max_cache_len, self._rows()
+        length = max(0, self.cumulative_length_int - tokens)
+        past = rows.stop - rows.start if self._recorded is None else self._recorded[0].shape[2]
+        left = past - (self.cumulative_length_int - length)
+        return max(0, (length if length < most else most - 1) - left)
+
+    @outside_inference_mode
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, and let go of what was recorded and is not in the window.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive, or tokens that would come back into the window are gone.
+        """
+        tokens_to_remove = check_crop(tokens_to_remove)
+        past = self._past()
+        if past is None:
+            return
+        if gone := self.gone_after_crop(-tokens_to_remove):
+            raise ValueError(
+                f"`crop` would take {-tokens_to_remove} tokens off a sliding window of {self.max_cache_len}, but the "
+                f"{gone} before it are gone. Call `activate_past_recording()` on the cache before the tokens that may "
+                "have to be removed."
+            )
+        assert self.keys is not None and self.values is not None
+        length = max(0, self.cumulative_length_int + tokens_to_remove)
+        end = past[0].shape[2] - (self.cumulative_length_int - length)
+        window = min(length, self.max_cache_len)
+        rows = min(end, window)
+        past = (past[0][:, :, end - rows : end], past[1][:, :, end - rows : end])
+        self.keys[:, :, window - rows : window] = past[0]
+        self.values[:, :, window - rows : window] = past[1]
+        self._recorded = past if self.record_past else None
+        self.resume(length)
+
+    def reset(self) -> None:
+        """Hold nothing; the tensors stay where they are."""
+        super().reset()
+        self._recorded = self._first_gone_at = None
+
+    @outside_inference_mode
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._map(function)
+        if self._recorded is not None:
+            self._recorded = (function(self._recorded[0]), function(self._recorded[1]))
