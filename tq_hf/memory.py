@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from .compat import storage_id
-from .layers.base import bytes_in_16_bits, tensors_by_kind
 
 
 @dataclass
@@ -54,6 +53,33 @@ class MemoryFootprint:
             f"{self.total / 2**20:.2f} MiB ({parts}); bf16 would be {self.bf16_equivalent / 2**20:.2f} MiB, "
             f"held {self.ratio:.1%}"
         )
+
+
+def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
+    """Every tensor of a layer, by the kind `memory_footprint` reports. Compressed layers have kinds of their own
+    (`by_kind`), all others one, "uncompressed"."""
+    if hasattr(layer, "by_kind"):
+        return layer.by_kind()
+    return {"uncompressed": list(_tensors(list(vars(layer).values())))}
+
+
+def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
+    """Bytes that a layer would take with 16-bit keys and values; a compressed one, of `tokens` if given."""
+    if hasattr(layer, "bytes_in_16_bits"):
+        return layer.bytes_in_16_bits(tokens)
+    tensors = tensors_by_kind(layer)["uncompressed"]
+    return sum(2 * tensor.numel() for tensor in tensors if tensor.is_floating_point())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in an attribute's value, in lists, tuples and dicts too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 def measure(layers: Iterable[Any]) -> MemoryFootprint:

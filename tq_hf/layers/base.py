@@ -3,18 +3,15 @@
 A layer of this package answers for itself, beside transformers' contract:
 
     state        what a file holds of it: a description in JSON, and tensors by name
-    check_state  dtypes and shapes of the tensors a file must have by its description; raises a `ValueError` (a sentence
-                 without its subject, "Layer 1") for one that no cache of this model has
+    check_state  the tensors that a file must have by its description, on the meta device; raises a `ValueError` (a
+                 sentence without its subject, "Layer 1") for a description that no cache of this model has
     load_state   puts the tensors of a file into an empty layer; the saved one may have grown where this is preallocated
-
-`tensors_by_kind` and `bytes_in_16_bits` ask any layer, transformers' own included.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from copy import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +23,6 @@ from ..tensors.blocks import KeyValue
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]
 """What a file holds of a layer: a description in JSON, and tensors by name."""
-Shapes = dict[str, tuple[torch.dtype, list[int], list[int]]]
-"""What tensors of a file must be, by name: the dtype, the smallest shape and the largest."""
-UNFILLED = "holds no tokens although others do; save a cache the whole model has filled."
 
 
 class Probe(NamedTuple):
@@ -94,51 +88,11 @@ class FullAttentionLayer(BatchedLayer):
         return int(self.get_seq_length()) + query_length, 0
 
 
-def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
-    """Every tensor of a layer, by the kind `memory_footprint` reports. Compressed layers have kinds of their own
-    (`by_kind`), all others one, "uncompressed"."""
-    if hasattr(layer, "by_kind"):
-        return layer.by_kind()
-    return {"uncompressed": list(_tensors(list(vars(layer).values())))}
-
-
-def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
-    """Bytes that a layer would take with 16-bit keys and values; a compressed one, of `tokens` if given."""
-    if hasattr(layer, "bytes_in_16_bits"):
-        return layer.bytes_in_16_bits(tokens)
-    tensors = tensors_by_kind(layer)["uncompressed"]
-    return sum(2 * tensor.numel() for tensor in tensors if tensor.is_floating_point())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in an attribute's value, in lists, tuples and dicts too."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def initial_bytes(layer: Any, states: KeyValue) -> int:
-    """Bytes that an empty layer allocates for keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]`. Allocates none.
-
-    Raises:
-        RuntimeError: More than a tensor can have.
-    """
-    sized = copy(layer)
-    sized.lazy_initialization(*(part.to("meta") for part in states))
-    return sum(tensor.nbytes for tensors in tensors_by_kind(sized).values() for tensor in tensors)
-
-
-def rows_like(states: KeyValue, rows: int, prefix: str = "") -> Shapes:
-    """What `keys` and `values` of so many tokens are in a file, beside states `[B, Hkv, *, D]`."""
-    shapes: Shapes = {}
-    for name, part in zip(("keys", "values"), states, strict=True):
-        shape = [*part.shape[:2], rows, part.shape[3]]
-        shapes[prefix + name] = (part.dtype, shape, shape)
-    return shapes
+def rows_like(states: KeyValue, rows: int, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Keys and values of so many tokens as a file has them, beside states `[B, Hkv, *, D]`: tensors without memory."""
+    shapes = ((*part.shape[:2], rows, part.shape[3]) for part in states)
+    keys, values = (part.new_empty(shape, device="meta") for part, shape in zip(states, shapes, strict=True))
+    return {f"{prefix}keys": keys, f"{prefix}values": values}
 
 
 def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:

@@ -21,7 +21,7 @@ from ..stores.preallocated import PreallocatedStore
 from ..tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 from ..tensors.layer import StepView, StoreView, is_first
 from . import advice
-from .base import UNFILLED, FullAttentionLayer, Probe, Shapes, State, check_crop, rows_like
+from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
 from .handle import Handle, placeholders
 
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
@@ -178,10 +178,6 @@ class TurboQuantLayer(FullAttentionLayer):
         reader = None if self.reader is None else self.reader()
         return reader is not None and attention_implementation(reader) == "turboquant"
 
-    def read_like(self, other: TurboQuantLayer) -> None:
-        """Let the next step read this layer as it would read `other`."""
-        self.reader, self.is_untouched = other.reader, other.is_untouched
-
     def shown_length(self, view: StoreView | StepView) -> int:
         """Tokens that states for `view` must have."""
         return max(view.length, self.get_max_length()) if self.shows_room else view.length
@@ -217,12 +213,11 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def state(self) -> State:
         """See `tq_hf.layers.base`: what is used of the store, residual rows in the order of the tokens."""
-        if self.store is None:
-            raise ValueError(UNFILLED)
+        assert self.store is not None
         counts, tensors = self.store.export()
         return {"counts": list(counts), "scales_are_fixed": self.store.scales_are_fixed}, tensors
 
-    def check_state(self, description: dict[str, Any], probe: Probe) -> Shapes:
+    def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         """See `tq_hf.layers.base`."""
         (keys, values), config, numbers = probe.states, self.config, description["counts"]
         if len(numbers) != len(Counts._fields) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -243,9 +238,8 @@ class TurboQuantLayer(FullAttentionLayer):
         tensors = blocks.tensors()
         if config.balance:
             tensors |= zip(CHANNEL_SCALES, blocks.channel_scales, strict=True)
-        shapes = {name: (tensor.dtype, list(tensor.shape), list(tensor.shape)) for name, tensor in tensors.items()}
-        shapes |= rows_like(probe.states, counts.sinks, "sink_")
-        return shapes | rows_like(probe.states, counts.residual, "residual_")
+        tensors |= rows_like(probe.states, counts.sinks, "sink_")
+        return tensors | rows_like(probe.states, counts.residual, "residual_")
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         """See `tq_hf.layers.base`."""
@@ -259,7 +253,7 @@ class TurboQuantLayer(FullAttentionLayer):
         assert self.store is not None
         self.store.restore(Counts(*description["counts"]), tensors)
         # Else the next step would dequantize everything to find out.
-        self.read_like(probe.layer)
+        self.reader, self.is_untouched = probe.layer.reader, probe.layer.is_untouched
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""

@@ -10,26 +10,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ..compat import outside_inference_mode
 from ..stores.checks import check_room
 from ..tensors.blocks import KeyValue
-from .base import (
-    UNFILLED,
-    BatchedLayer,
-    FullAttentionLayer,
-    Probe,
-    Shapes,
-    State,
-    check_crop,
-    rows_like,
-)
+from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
 
 
 class _FullState:
@@ -39,12 +25,10 @@ class _FullState:
 
     def state(self: Any) -> State:
         """See `tq_hf.layers.base`."""
-        if not self.is_initialized:
-            raise ValueError(UNFILLED)
         tokens = int(self.get_seq_length())
         return {}, {"keys": self.keys[:, :, :tokens], "values": self.values[:, :, :tokens]}
 
-    def check_state(self, description: dict[str, Any], probe: Probe) -> Shapes:
+    def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         """See `tq_hf.layers.base`."""
         return rows_like(probe.states, probe.tokens)
 
@@ -131,14 +115,19 @@ class _WindowState:
 
     state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}
 
+    @classmethod
+    def like(cls, layer: Any) -> Any:
+        """An empty layer in place of `layer`, transformers' own, whatever that was made with."""
+        empty = cls.__new__(cls)
+        vars(empty).update(vars(layer))
+        return empty
+
     def state(self: Any) -> State:
         """See `tq_hf.layers.base`."""
-        if not self.is_initialized:
-            raise ValueError(UNFILLED)
         keys, values = self._rows_to_save()
         return {"rows": keys.shape[2], "record_past": self.record_past}, {"keys": keys, "values": values}
 
-    def check_state(self: Any, description: dict[str, Any], probe: Probe) -> Shapes:
+    def check_state(self: Any, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         """See `tq_hf.layers.base`."""
         tokens, rows = probe.tokens, description["rows"]
         # Of a full window the first row is not read by the next token's query, and may be missing.
@@ -156,13 +145,6 @@ class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
     until the next call: at long contexts more than all full-attention layers together. Here the window is copied, and
     the rest is freed once attention has read it.
     """
-
-    @classmethod
-    def like(cls, layer: DynamicSlidingWindowLayer) -> SlidingLayer:
-        """An empty layer in place of `layer`, whatever that was made with."""
-        empty = cls.__new__(cls)
-        vars(empty).update(vars(layer))
-        return empty
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -207,26 +189,16 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     is_croppable = True
 
-    @classmethod
-    @outside_inference_mode
-    def like(cls, layer: StaticSlidingWindowLayer) -> PreallocatedSlidingLayer:
-        """An empty layer in place of `layer`, whatever that was made with."""
-        empty = cls.__new__(cls)
-        vars(empty).update(vars(layer))
-        empty.cumulative_length = layer.cumulative_length.clone()
-        empty.record_past = False
-        empty._recorded = empty._first_gone_at = None
-        return empty
-
-    record_past: bool
-    _recorded: KeyValue | None
+    record_past = False
+    _recorded: KeyValue | None = None
     """Keys and values from the first token of the window at the last `crop` on, while they are recorded."""
-    _first_gone_at: int | None
+    _first_gone_at: int | None = None
     """Number of tokens at which the first row of the full window may not be the token that belongs there."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
+        self.cumulative_length = self.cumulative_length.clone()  # which may have been made in inference mode
         super().lazy_initialization(key_states, value_states)
 
     def activate_past_recording(self) -> None:
@@ -277,13 +249,22 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
     def _window(self) -> int:
         return self.max_cache_len
 
-    def _rows_to_save(self) -> KeyValue:
-        if self._recorded is not None:
+    def _past(self) -> KeyValue | None:
+        """The newest tokens in their order: those recorded, or views of the rows of the window that are right."""
+        if self._recorded is not None or not self.is_initialized:
             return self._recorded
         assert self.keys is not None and self.values is not None
-        rows, most = self._rows(), self.max_cache_len
-        first = 1 if most > 1 and self.cumulative_length_int > most else rows.start
-        return self.keys[:, :, first : rows.stop], self.values[:, :, first : rows.stop]
+        length, most = self.cumulative_length_int, self.max_cache_len
+        rows = slice(1 if length >= most and length == self._first_gone_at else 0, min(length, most))
+        return self.keys[:, :, rows], self.values[:, :, rows]
+
+    def _rows_to_save(self) -> KeyValue:
+        past = self._past()
+        assert past is not None
+        # Once a window has slid its first row is not read, and a window that grows does not have it.
+        slid = self._recorded is None and self.cumulative_length_int > self.max_cache_len
+        first = past[0].shape[2] - max(self.max_cache_len - 1, 1) if slid else 0
+        return past[0][:, :, first:], past[1][:, :, first:]
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         """See `tq_hf.layers.base`."""
@@ -295,25 +276,11 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         self.record_past = description["record_past"]
         self._recorded = (keys, values) if self.record_past else None
 
-    def _rows(self) -> slice:
-        """The rows that hold their tokens."""
-        length, most = self.cumulative_length_int, self.max_cache_len
-        return slice(1 if length >= most and length == self._first_gone_at else 0, min(length, most))
-
-    def _past(self) -> KeyValue | None:
-        """The tokens to come back to: those recorded, or a copy of the window."""
-        if self._recorded is not None or not self.is_initialized:
-            return self._recorded
-        assert self.keys is not None and self.values is not None
-        rows = self._rows()
-        return self.keys[:, :, rows].clone(), self.values[:, :, rows].clone()
-
     def gone_after_crop(self, tokens: int) -> int:
         """Tokens that would come back into the window if the last `tokens` were removed, and are gone."""
-        most, rows = self.max_cache_len, self._rows()
+        past, most = self._past(), self.max_cache_len
         length = max(0, self.cumulative_length_int - tokens)
-        past = rows.stop - rows.start if self._recorded is None else self._recorded[0].shape[2]
-        left = past - (self.cumulative_length_int - length)
+        left = (0 if past is None else past[0].shape[2]) - (self.cumulative_length_int - length)
         return max(0, (length if length < most else most - 1) - left)
 
     @outside_inference_mode
@@ -338,7 +305,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         end = past[0].shape[2] - (self.cumulative_length_int - length)
         window = min(length, self.max_cache_len)
         rows = min(end, window)
-        past = (past[0][:, :, end - rows : end], past[1][:, :, end - rows : end])
+        past = (past[0][:, :, end - rows : end].clone(), past[1][:, :, end - rows : end].clone())
         self.keys[:, :, window - rows : window] = past[0]
         self.values[:, :, window - rows : window] = past[1]
         self._recorded = past if self.record_past else None

@@ -16,6 +16,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -46,19 +47,8 @@ STATE_FIELDS = {
 }
 
 
-def save_cache(
-    cache: Any,
-    path: str | os.PathLike[str],
-    model: Any,
-    notes: Mapping[str, str] | None = None,
-) -> None:
-    """Write `cache` to `path`; see `TurboQuantCache.save`.
-
-    Args:
-        cache: A `TurboQuantCache` that holds tokens. It is not changed.
-        path: File to write, by convention `*.safetensors`. An old one is replaced in one step.
-        model: The model that filled the cache.
-        notes: Strings to keep with the cache (`load_cache` returns them), e.g. the prompt.
+def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapping[str, str] | None = None) -> None:
+    """Write `cache` to `path`; see `TurboQuantCache.save`. `load_cache` returns `notes`, e.g. the prompt.
 
     Raises:
         ValueError: The cache is empty, its layers hold different tokens or are of an unknown kind, its model is missing
@@ -192,7 +182,7 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
     safetensors_file.check_fields(saved, types | {"skip_layers": list} | settled, "The configuration")
     if saved["preset"] is not None and saved["preset"] not in PRESETS:
         raise ValueError(f"Its preset is {saved['preset'][:32]!r}, unknown here. Known presets: {', '.join(PRESETS)}.")
-    if not all(safetensors_file.typed(index, int) for index in saved["skip_layers"]):
+    if not all(type(index) is int for index in saved["skip_layers"]):
         raise ValueError("Its `skip_layers` are not numbers: the file is damaged.")
     config = TurboQuantConfig.from_fields(saved)
     if preset is not None:
@@ -226,11 +216,9 @@ def reduce(cache: Any) -> tuple[Any, ...]:
     # On the CPU: whoever reads them may have no GPU.
     if fixed := {index: layer.map(torch.Tensor.cpu) for index, layer in scales.items() if layer is not None}:
         options["balance"] = Balance(fixed)
-    return _make, (type(cache), model_config, options | {"max_cache_len": cache.preallocated_for}, cache.offloading)
-
-
-def _make(kind: Callable[..., Any], model_config: PreTrainedConfig, options: dict[str, Any], offloading: bool) -> Any:
-    return kind(model_config, offloading=offloading, **options)
+    options |= {"max_cache_len": cache.preallocated_for, "offloading": cache.offloading}
+    kind: Callable[..., Any] = type(cache)
+    return partial(kind, **options), (model_config,)
 
 
 def _is_filled(layer: Any) -> bool:

@@ -6,9 +6,9 @@ Each layer then says which tensors a file must have for it. All are checked befo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import psutil
@@ -17,7 +17,9 @@ import transformers
 from transformers.cache_utils import Cache
 
 from ..config import TurboQuantConfig
-from ..layers.base import Probe, Shapes, State, initial_bytes, like_held
+from ..layers.base import Probe, State, like_held
+from ..memory import tensors_by_kind
+from ..tensors.blocks import KeyValue
 from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record
 from .safetensors_file import Header, check_fields
 
@@ -30,6 +32,8 @@ def _answers(layer: Any) -> bool:
 def describe(layer: Any, index: int) -> State:
     """A layer as JSON and tensors by name."""
     with _named(index):
+        if _answers(layer) and not layer.is_initialized:
+            raise ValueError("holds no tokens although others do; save a cache the whole model has filled.")
         description, tensors = (layer if _answers(layer) else RecordedLayer(layer)).state()
     return {"class": type(layer).__name__} | description, tensors
 
@@ -109,36 +113,32 @@ class Loader:
 
     def check(self, header: Header) -> None:
         """Raise a `ValueError` unless the file has just the tensors such a cache has, and there is memory for them."""
-        expected: Shapes = {}
-        need: dict[torch.device, int] = {torch.device("cpu"): header.data_bytes}
+        expected: dict[str, torch.Tensor] = {}
+        need: dict[torch.device, int] = {torch.device("cpu"): sum(tensor.nbytes for tensor in header.entries.values())}
         for index, (layer, probe) in enumerate(self.layers):
             description = self.state["layers"][index]
             check_fields(description, {"class": str} | layer.state_fields, f"Layer {index}")
             try:
                 with _named(index):
-                    shapes = layer.check_state(description, probe)
+                    tensors = layer.check_state(description, probe)
                 if probe.states is not None:
-                    device = probe.states[0].device
-                    size = sum(math.prod(shape) * dtype.itemsize for dtype, _, shape in shapes.values())
-                    need[device] = need.get(device, 0) + size + initial_bytes(layer, probe.states)
+                    device, size = probe.states[0].device, sum(tensor.nbytes for tensor in tensors.values())
+                    need[device] = need.get(device, 0) + size + _initial_bytes(layer, probe.states)
             except RuntimeError as error:  # of tensors without memory
                 raise ValueError(
                     f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged."
                 ) from None
-            expected |= {f"layers.{index}.{name}": shape for name, shape in shapes.items()}
+            expected |= {f"layers.{index}.{name}": tensor for name, tensor in tensors.items()}
         if missing := sorted(expected.keys() - header.entries.keys()):
             raise ValueError(f"{len(missing)} tensors are missing, e.g. {missing[0]!r}: the file is damaged.")
         if extra := sorted(header.entries.keys() - expected.keys()):
             raise ValueError(f"There are {len(extra)} unknown tensors, e.g. {extra[0][:64]!r}: the file is damaged.")
-        for name, (dtype, least, most) in expected.items():
+        for name, tensor in expected.items():
             entry = header.entries[name]
-            fits = len(entry.shape) == len(least) and all(
-                a <= size <= b for a, size, b in zip(least, entry.shape, most, strict=True)
-            )
-            if entry.dtype != dtype or not fits:
+            if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
-                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be {dtype} "
-                    f"{least} in a cache of this model: the file is damaged."
+                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be {tensor.dtype} "
+                    f"{list(tensor.shape)} in a cache of this model: the file is damaged."
                 )
         for device, size in need.items():
             free = _free_memory(device)
@@ -156,6 +156,13 @@ class Loader:
             with _named(index):
                 layer.load_state(self.state["layers"][index], own, probe)
         return self.cache
+
+
+def _initial_bytes(layer: Any, states: KeyValue) -> int:
+    """Bytes that an empty layer allocates for states like these. Allocates none."""
+    sized = copy(layer)
+    sized.lazy_initialization(*(part.to("meta") for part in states))
+    return sum(tensor.nbytes for tensors in tensors_by_kind(sized).values() for tensor in tensors)
 
 
 def _free_memory(device: torch.device) -> int | None:

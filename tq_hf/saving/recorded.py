@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..compat import mark_static_address
-from ..layers.base import Probe, Shapes, State, like_held
+from ..layers.base import Probe, State, like_held
 
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
 """Methods of a cache whose tensors have an axis of tokens, and which; the batch is axis 0 of all."""
@@ -94,7 +94,7 @@ class RecordedLayer:
         sizes: Numbers in the file by the pair of numbers that the two have in their place.
     """
 
-    state_fields: ClassVar[dict[str, type]] = {"values": dict}
+    state_fields: ClassVar[dict[str, Any]] = {"values": dict, "rows": (int, type(None))}
 
     def __init__(self, layer: Any, second: Any = None, sizes: dict[tuple[int, int], int] | None = None) -> None:
         self.layer, self.second, self.sizes = layer, second, sizes or {}
@@ -113,25 +113,23 @@ class RecordedLayer:
                     f"is a {type(self.layer).__name__} with a {type(value).__name__} in `{path}`, which cannot be "
                     "saved. Only layers of numbers and tensors can."
                 )
-        return {"values": values}, tensors
+        return {"values": values, "rows": _rows(values, tensors)}, tensors
 
-    def check_state(self, description: dict[str, Any], probe: Probe) -> Shapes:
+    def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         """See `tq_hf.layers.base`."""
-        values = description["values"]
-        window, seconds = getattr(probe.layer, "sliding_window", None), _leaves(self.second)
-        shapes: Shapes = {}
+        values, rows, window = description["values"], description["rows"], getattr(probe.layer, "sliding_window", None)
+        sizes, seconds = dict(self.sizes), _leaves(self.second)
+        if window is not None:
+            sizes[TOKENS] = min(probe.tokens, max(window - 1, 1))
+            if values.get("record_past") is True and rows is not None and sizes[TOKENS] < rows <= probe.tokens:
+                sizes[TOKENS] = rows
+        tensors: dict[str, torch.Tensor] = {}
         numbers = set()
         for path, (_, _, value) in _leaves(probe.layer).items():
             second = seconds[path][2]
             if isinstance(value, torch.Tensor):
-                pairs = list(zip(value.shape, second.shape, strict=True))
-                least = [self.sizes.get(pair, pair[0]) for pair in pairs]
-                most = list(least)
-                for axis, pair in enumerate(pairs):
-                    if pair == TOKENS and window is not None:
-                        least[axis] = min(probe.tokens, max(window - 1, 1))
-                        most[axis] = probe.tokens if values.get("record_past") is True else least[axis]
-                shapes[path] = (value.dtype, least, most)
+                shape = [sizes.get(pair, pair[0]) for pair in zip(value.shape, second.shape, strict=True)]
+                tensors[path] = value.new_empty(shape, device="meta")
                 continue
             numbers.add(path)
             if path not in values or (path == "record_past" and type(values[path]) is bool):
@@ -145,7 +143,9 @@ class RecordedLayer:
                 )
         if numbers != values.keys():
             raise ValueError(f"does not have exactly the values {', '.join(sorted(numbers))}: damaged.")
-        return shapes
+        if rows != _rows(values, tensors):
+            raise ValueError(f"has {rows} rows after {probe.tokens} tokens: the file is damaged.")
+        return tensors
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
         """See `tq_hf.layers.base`: the layer takes over what the probe's layer has, everything in it replaced."""
@@ -165,6 +165,11 @@ class RecordedLayer:
                 mark_static_address(tensor)
             container[key] = tensor
         vars(self.layer).update(vars(probe.layer))
+
+
+def _rows(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int | None:
+    """Rows of a sliding window, which has more of them while its past is recorded; `None` of other layers."""
+    return tensors["keys"].shape[-2] if "sliding_window" in values and "keys" in tensors else None
 
 
 def _leaves(layer: Any) -> dict[str, tuple[Any, Any, Any]]:

@@ -21,9 +21,8 @@ from transformers.cache_utils import Cache
 from ..cache import TurboQuantCache
 from ..compat import storage_id
 from ..config import TurboQuantConfig
-from ..layers.base import bytes_in_16_bits, tensors_by_kind
 from ..layers.compressed import TurboQuantLayer
-from ..memory import MemoryFootprint
+from ..memory import MemoryFootprint, bytes_in_16_bits, tensors_by_kind
 from ..saving.recorded import Call
 from ..stores.growing import GrowingStore
 from ..tensors.blocks import KeyValue
