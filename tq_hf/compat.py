@@ -1,5 +1,5 @@
 """What depends on versions and modes of torch and transformers: private API, each with the versions it was read in,
-inference mode, autocast, versions that were tested. `tq_kernels.common.compat` has what the kernels' host side uses.
+inference mode, autocast, versions that were tested. `tq_kernels.common.device` has what the kernels' host side uses.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..compat import outside_inference_mode
-from ..stores.checks import check_same, widened
+from ..stores.base import check_same, widened
 from ..tensors.blocks import KeyValue
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]

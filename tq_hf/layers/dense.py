@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ..compat import outside_inference_mode
-from ..stores.checks import check_room
+from ..stores.base import check_room
 from ..tensors.blocks import KeyValue
 from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
 
@@ -129,12 +129,11 @@ class _WindowState:
 
     def check_state(self: Any, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         """See `tq_hf.layers.base`."""
-        tokens, rows = probe.tokens, description["rows"]
+        tokens, rows, window = probe.tokens, description["rows"], self.get_max_length()
         # Of a full window the first row is not read by the next token's query, and may be missing.
-        least = min(tokens, max(self._window - 1, 1))
-        most = tokens if description["record_past"] else min(tokens, self._window)
-        if not least <= rows <= most:
-            raise ValueError(f"has {rows} rows of a window of {self._window} after {tokens} tokens: damaged.")
+        most = tokens if description["record_past"] else min(tokens, window)
+        if not min(tokens, max(window - 1, 1)) <= rows <= most:
+            raise ValueError(f"has {rows} rows of a window of {window} after {tokens} tokens: damaged.")
         return rows_like(probe.states, rows)
 
 
@@ -157,10 +156,6 @@ class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
             self.keys = self.keys.clone(memory_format=torch.contiguous_format)
             self.values = self.values.clone(memory_format=torch.contiguous_format)
         return states
-
-    @property
-    def _window(self) -> int:
-        return self.sliding_window
 
     def _rows_to_save(self) -> KeyValue:
         assert self.keys is not None and self.values is not None
@@ -244,10 +239,6 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         """Go on after `length` tokens that the tensors hold. Of a full window the first may be missing."""
         self.cumulative_length_int = self._first_gone_at = length
         self.cumulative_length.fill_(min(length, self.max_cache_len))
-
-    @property
-    def _window(self) -> int:
-        return self.max_cache_len
 
     def _past(self) -> KeyValue | None:
         """The newest tokens in their order: those recorded, or views of the rows of the window that are right."""

@@ -5,8 +5,6 @@ the configuration, which model it belongs to). That text carries its own checksu
 
 Loading believes none of it: see `tq_hf.saving.safetensors_file` for the file, `tq_hf.saving.fingerprint` for the model
 and `tq_hf.saving.layers` for the layers.
-
-A cache is pickled while it is empty, to travel to another process; a filled one is to be saved.
 """
 
 from __future__ import annotations
@@ -14,16 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from ..balance import Balance
 from ..compat import outside_inference_mode
 from ..config import PRESETS, SETTLED, TurboQuantConfig
 from ..layers.rollback import held_lengths
@@ -48,14 +43,7 @@ STATE_FIELDS = {
 
 
 def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapping[str, str] | None = None) -> None:
-    """Write `cache` to `path`; see `TurboQuantCache.save`. `load_cache` returns `notes`, e.g. the prompt.
-
-    Raises:
-        ValueError: The cache is empty, its layers hold different tokens or are of an unknown kind, its model is missing
-            or an encoder-decoder; `path` is not a place for a file.
-        FileNotFoundError: The folder does not exist.
-        PermissionError: No file may be written there.
-    """
+    """Write `cache` to `path`: see `TurboQuantCache.save`. `load_cache` returns `notes`, e.g. the prompt."""
     lengths = held_lengths(cache.layers)
     tokens = next(iter(lengths.values()), 0)
     if not any(lengths.values()):
@@ -117,12 +105,7 @@ def load_cache(
     preset: str | TurboQuantConfig | None = None,
     max_cache_len: int | None | Literal["saved"] = "saved",
 ) -> tuple[Any, dict[str, str]]:
-    """The cache, of class `kind` (`TurboQuantCache`), and the notes saved at `path`; see `TurboQuantCache.load`.
-
-    Raises:
-        ValueError: The file is damaged, was not written by `save_cache`, or belongs to another model or `preset`.
-        FileNotFoundError: There is no file.
-    """
+    """The cache, of class `kind` (`TurboQuantCache`), and the notes saved at `path`: see `TurboQuantCache.load`."""
     _check_model(model, "TurboQuantCache.load(path, model)")
     with safetensors_file.held_open(path) as file:
         try:
@@ -192,35 +175,3 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
             options = ", ".join(f"{name}={getattr(config, name)!r}" for name in differing)
             raise ValueError(f"It was saved with {options}, not as asked for. Leave out `preset`, or save it anew.")
     return config
-
-
-def reduce(cache: Any) -> tuple[Any, ...]:
-    """What `TurboQuantCache.__reduce_ex__` answers: how to make an empty cache like this one.
-
-    Raises:
-        pickle.PicklingError: The cache has been filled, or the config it was made from is gone.
-    """
-    if any(map(_is_filled, cache.layers)):
-        raise pickle.PicklingError(
-            "A TurboQuantCache that has been filled cannot be pickled, only an empty one. Write it to a file with "
-            "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."
-        )
-    model_config = cache.model_config()
-    if model_config is None:
-        raise pickle.PicklingError("The config this cache was made from no longer exists; make a new cache.")
-    options: dict[str, Any] = {"preset": cache.config}
-    if cache.undecided:
-        names = {field.name for field in dataclasses.fields(cache.config)} - {"key_bits", "value_bits"}
-        options = {name: getattr(cache.config, name) for name in names} | {"preset": "auto"}
-    scales = {index: getattr(layer, "channel_scales", None) for index, layer in enumerate(cache.layers)}
-    # On the CPU: whoever reads them may have no GPU.
-    if fixed := {index: layer.map(torch.Tensor.cpu) for index, layer in scales.items() if layer is not None}:
-        options["balance"] = Balance(fixed)
-    options |= {"max_cache_len": cache.preallocated_for, "offloading": cache.offloading}
-    kind: Callable[..., Any] = type(cache)
-    return partial(kind, **options), (model_config,)
-
-
-def _is_filled(layer: Any) -> bool:
-    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
-    return getattr(layer, "is_initialized", False) or any(any(one.values()) for one in states)
