@@ -213,19 +213,10 @@ def test_without_triton_it_imports_and_generates_on_the_cpu(tmp_path: Path) -> N
 
 
 def imported_modules(path: Path, module: str) -> set[str]:
-    """Absolute names of what a file imports, anywhere in it, except for type checking only."""
+    """Absolute names of what a file imports, anywhere in it: what it imports for type checking only, too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    only_for_types = {
-        id(node)
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and ast.unparse(branch.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        for statement in branch.body
-        for node in ast.walk(statement)
-    }
     names: set[str] = set()
     for node in ast.walk(tree):
-        if id(node) in only_for_types:
-            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

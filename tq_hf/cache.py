@@ -26,9 +26,10 @@ from .auto import AutoChoice
 from .balance import Balance
 from .compat import asked_by_prefill, has_attention_heads, outside_inference_mode, takes_attention_functions
 from .config import TurboQuantConfig, is_auto
+from .layers.advice import FirstPrompt
 from .layers.base import FullAttentionLayer, like_held
-from .layers.compressed import FirstPrompt, TurboQuantLayer
-from .layers.dense import PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
+from .layers.compressed import TurboQuantLayer
+from .layers.dense import GrowingLayer, PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
 from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
 from .memory import MemoryFootprint, measure
@@ -144,6 +145,8 @@ class TurboQuantCache(DynamicCache):
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, StaticLayer) and index not in skipped:
                 layers[index] = TurboQuantLayer(self.config, max_cache_len, watched)
+            elif type(layer) is DynamicLayer:
+                layers[index] = GrowingLayer()
             elif type(layer) is StaticLayer:
                 layers[index] = PreallocatedLayer(layer.max_cache_len)
             elif type(layer) is DynamicSlidingWindowLayer:

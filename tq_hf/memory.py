@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from .compat import storage_id
-from .layers.compressed import TurboQuantLayer
 
 
 @dataclass
@@ -57,8 +55,24 @@ class MemoryFootprint:
         )
 
 
+def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
+    """Every tensor of a layer, by the kind `memory_footprint` reports. Compressed layers have kinds of their own
+    (`by_kind`), all others one, "uncompressed"."""
+    if hasattr(layer, "by_kind"):
+        return layer.by_kind()
+    return {"uncompressed": list(_tensors(list(vars(layer).values())))}
+
+
+def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
+    """Bytes that a layer would take with 16-bit keys and values; a compressed one, of `tokens` if given."""
+    if hasattr(layer, "bytes_in_16_bits"):
+        return layer.bytes_in_16_bits(tokens)
+    tensors = tensors_by_kind(layer)["uncompressed"]
+    return sum(2 * tensor.numel() for tensor in tensors if tensor.is_floating_point())
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors among an attribute's value, one container deep."""
+    """Tensors in an attribute's value, in lists, tuples and dicts too."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -83,18 +97,8 @@ def measure(layers: Iterable[Any]) -> MemoryFootprint:
         footprint.by_device[device] = footprint.by_device.get(device, 0) + size
 
     for layer in layers:
-        if isinstance(layer, TurboQuantLayer):
-            if layer.store is None:
-                continue
-            for kind, tensors in layer.by_kind().items():
-                for tensor in tensors:
-                    count(kind, tensor)
-            tokens = math.prod(layer.store.blocks.scales.shape[:2]) * int(layer.store.length)
-            footprint.bf16_equivalent += tokens * layer.store.blocks.layout.dense_bytes
-        else:
-            for tensor in _tensors(list(vars(layer).values())):
-                count("uncompressed", tensor)
-                # 32-bit states would be held in 16 bits by a bf16 model.
-                if tensor.is_floating_point():
-                    footprint.bf16_equivalent += 2 * tensor.numel()
+        for kind, tensors in tensors_by_kind(layer).items():
+            for tensor in tensors:
+                count(kind, tensor)
+        footprint.bf16_equivalent += bytes_in_16_bits(layer)
     return footprint

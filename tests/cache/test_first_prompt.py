@@ -11,14 +11,14 @@ import torch
 from examples.measure.quality.stress import rescaled
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
-from tq_hf.layers import first_prompt
+from tq_hf.layers import advice
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Warnings about first prompts."""
     lines: list[str] = []
-    monkeypatch.setattr(first_prompt.logger, "warning", lines.append)
+    monkeypatch.setattr(advice.logger, "warning", lines.append)
     yield lines
 
 
@@ -111,7 +111,7 @@ def test_auto_names_another_preset_for_keys_that_are_not_balanced(attention, opt
 def test_the_prompt_is_looked_at_by_the_next_call_and_never_again(monkeypatch):
     """The first call waits for no device and keeps nothing of the prompt but what the cache is for."""
     calls = []
-    monkeypatch.setattr(first_prompt.FirstPrompt, "report", lambda self, layers: calls.append(sorted(self.seen)))
+    monkeypatch.setattr(advice.FirstPrompt, "report", lambda self, layers: calls.append(sorted(self.seen)))
     model = scaled()
     cache = TurboQuantCache(model.config)
     for expected in (0, 1, 1):

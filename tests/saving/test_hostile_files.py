@@ -161,7 +161,7 @@ def test_every_field_of_the_description_forged_is_refused(tmp_path, saved):
                 loaded.add(field)
     # These say how stored codes are to be understood, or what comes next; only their author knows better.
     free = {("config", name) for name in ("seed", "preset", "residual_length", "sink_tokens")}
-    flags = {field for field in loaded if field[-1] in ("reads_store", "record_past", "scales_are_fixed")}
+    flags = {field for field in loaded if field[-1] in ("record_past", "scales_are_fixed")}
     assert tried > 500
     # Fields of the model's config that a file leaves out are not compared; its weights are.
     unchecked = {("max_cache_len",), ("model", "config")}
@@ -272,6 +272,16 @@ def test_channel_scales_handed_on_in_a_cache_that_is_not_balanced_are_refused(tm
     refused(tmp_path, model, hostile, "Layer 1 has channel scales that are handed on")
 
 
+@pytest.mark.parametrize("room", [None, 400], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("rows", [0, 94, 97, 260, -1, 10**15])
+def test_a_window_with_other_rows_than_it_can_have_is_refused(tmp_path, saved, nothing_read, rows, room):
+    model, content, _ = saved
+    path = tmp_path / "hostile.safetensors"
+    path.write_bytes(forged(content, lambda state: state["layers"][0].update(rows=rows)))
+    with pytest.raises(ValueError, match=f"Layer 0 has {rows} rows of a window of 96 after 260 tokens"):
+        TurboQuantCache.load(path, model, max_cache_len=room)
+
+
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_file_is_refused(tmp_path, saved, kind):
     model, content, _ = saved
@@ -280,8 +290,9 @@ def test_a_hostile_file_is_refused(tmp_path, saved, kind):
     refused(tmp_path, model, make(content), says)
 
 
-def test_room_that_no_memory_has_is_refused(tmp_path):
-    model, cache = filled("llama", length=140, max_cache_len=256)
+@pytest.mark.parametrize("skip_layers", [(), range(4)], ids=["compressed", "dense"])
+def test_room_that_no_memory_has_is_refused(tmp_path, skip_layers):
+    model, cache = filled("llama", length=140, max_cache_len=256, skip_layers=skip_layers)
     cache.save(tmp_path / "c.safetensors")
     content = (tmp_path / "c.safetensors").read_bytes()
     for room in (10**10, 2**47):

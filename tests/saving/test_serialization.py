@@ -128,15 +128,21 @@ def test_a_cropped_and_a_reset_cache_come_back(tmp_path):
     assert_continue_alike(model, cache, TurboQuantCache.load(tmp_path / "c.safetensors", model))
 
 
-def test_sliding_layers_that_record_their_past_come_back(tmp_path):
-    model, cache = filled("gemma3", length=80)
+@pytest.mark.parametrize("loaded_for", [None, 400], ids=["to growing", "to preallocated"])
+@pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
+def test_sliding_layers_that_record_their_past_come_back(tmp_path, max_cache_len, loaded_for):
+    model, cache = filled("gemma3", length=80, max_cache_len=max_cache_len)
     cache.activate_past_recording()
     run(model, cache, tokens(2, 40))
     cache.save(tmp_path / "c.safetensors")
-    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded_for)
+    assert all(layer.record_past for layer in loaded.layers if layer.is_sliding)
     for one in (cache, loaded):
         one.crop(-7)
-    assert_continue_alike(model, cache, loaded, (1,))
+    if loaded_for == max_cache_len:
+        assert_continue_alike(model, cache, loaded, (1,))
+    else:
+        torch.testing.assert_close(*(run(model, one, tokens(2, 1)) for one in (loaded, cache)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])

@@ -1,4 +1,12 @@
-"""What full-attention layers of this package do alike, compressed or not."""
+"""What layers say of themselves, and what full-attention layers of this package do alike, compressed or not.
+
+A layer of this package answers for itself, beside transformers' contract:
+
+    state        what a file holds of it: a description in JSON, and tensors by name
+    check_state  the tensors that a file must have by its description, on the meta device; raises a `ValueError` (a
+                 sentence without its subject, "Layer 1") for a description that no cache of this model has
+    load_state   puts the tensors of a file into an empty layer; the saved one may have grown where this is preallocated
+"""
 
 from __future__ import annotations
 
@@ -9,68 +17,43 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..config import TurboQuantConfig
+from ..compat import outside_inference_mode
 from ..stores.base import check_same, widened
 from ..tensors.blocks import KeyValue
 
+State = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""What a file holds of a layer: a description in JSON, and tensors by name."""
 
-class FileSizes(NamedTuple):
-    """What a file says of a whole cache.
+
+class Probe(NamedTuple):
+    """What a run of the model on a few tokens showed of a layer, against which a file is checked.
 
     Args:
-        config: What it was compressed with.
-        batch: Sequences.
-        tokens: Tokens of each.
-        saved_room: `max_cache_len` of the cache that was saved, or `None`.
-        room: That of the cache that is made.
+        layer: This layer of another cache, after the run.
+        states: Keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as the model makes them, B as in the file. `None` of
+            a layer of transformers.
+        tokens: Tokens that the file holds.
     """
 
-    config: TurboQuantConfig
-    batch: int
+    layer: Any
+    states: Any
     tokens: int
-    saved_room: int | None
-    room: int | None
 
 
-class TensorSize(NamedTuple):
-    """What a tensor of a file must be: of a dtype, and in no dimension less than `least` or more than `most`."""
+class BatchedLayer(CacheLayerMixin):
+    """Operations on all tensors of a layer."""
 
-    dtype: torch.dtype
-    least: list[int]
-    most: list[int]
-
-    def fits(self, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor is that."""
-        within = all(a <= n <= b for a, n, b in zip(self.least, shape, self.most, strict=False))
-        return dtype == self.dtype and len(shape) == len(self.least) and within
-
-
-class FullAttentionLayer(CacheLayerMixin):
-    """Operations on all tensors of a layer, and what a mask covers.
-
-    transformers makes one mask for all full-attention layers, of the size that the first of them asks for: they must
-    agree on it. These show a call of several tokens what is held, and room that is empty to a single token only.
-    """
-
-    is_croppable = True
-    shows_room = False
-    """Whether every call is shown all there is room for, as transformers' preallocated layers do: beside layers of
-    theirs that cannot do otherwise, and to models that make masks of their own of that size (Bloom)."""
-
+    @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put the results of `function` in place of all tensors."""
-        raise NotImplementedError
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = function(self.keys), function(self.values)
+            self.batch_size = self.keys.shape[0]
 
     def count_replayed(self, length: int) -> None:
-        """Whoever replays a captured step says how many tokens are held after it: the host could not count them."""
+        """Whoever replays a captured step says how many tokens there are after it: the host could not count them."""
         raise NotImplementedError
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a mask for `query_length` new tokens covers."""
-        room = self.get_max_length()
-        if room != -1 and (query_length == 1 or self.shows_room):
-            return room, 0
-        return int(self.get_seq_length()) + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take sequence `beam_idx[i]` to place i."""
@@ -85,12 +68,39 @@ class FullAttentionLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
 
+class FullAttentionLayer(BatchedLayer):
+    """What a mask covers.
+
+    transformers makes one mask for all full-attention layers, of the size that the first of them asks for: they must
+    agree on it. These show a call of several tokens the tokens there are, and empty room to a single token only.
+    """
+
+    is_croppable = True
+    shows_room = False
+    """Whether every call is shown all there is room for, as transformers' preallocated layers do: beside layers of
+    theirs that cannot do otherwise, and to models that make masks of their own of that size (Bloom)."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys a mask for `query_length` new tokens covers."""
+        room = self.get_max_length()
+        if room != -1 and (query_length == 1 or self.shows_room):
+            return room, 0
+        return int(self.get_seq_length()) + query_length, 0
+
+
+def rows_like(states: KeyValue, rows: int, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Keys and values of so many tokens as a file has them, beside states `[B, Hkv, *, D]`: tensors without memory."""
+    shapes = ((*part.shape[:2], rows, part.shape[3]) for part in states)
+    keys, values = (part.new_empty(shape, device="meta") for part, shape in zip(states, shapes, strict=True))
+    return {f"{prefix}keys": keys, f"{prefix}values": values}
+
+
 def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
     """Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` as a layer that is not compressed takes them: see
     `widened`.
 
     Raises:
-        ValueError: The layer holds states of another dtype or on another device.
+        ValueError: The layer has states of another dtype or on another device.
     """
     keys, values = widened(keys, values, layer.dtype if layer.is_initialized else keys.dtype)
     if layer.is_initialized:

@@ -2,127 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
-from math import prod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
-from tq_kernels.format import LARGEST_SCALE, NEAR, SMALLEST_SCALE
+from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from transformers import PreTrainedConfig
-from transformers.utils import logging
 
-from ..codec.balance import key_gain
-from ..compat import attention_implementation, is_capturing, outside_inference_mode
+from ..compat import attention_implementation, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores.base import Counts, LayerStore, check_room, check_states, widened
-from ..stores.growing import GROW, Fixed, GrowingStore
+from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
-from ..tensors.blocks import ChannelScales, KeyValue
+from ..tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 from ..tensors.layer import StepView, StoreView, is_first
 from . import advice
-from .base import FileSizes, FullAttentionLayer, TensorSize, check_crop
+from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
 from .handle import Handle, placeholders
 
-logger = logging.get_logger(__name__)
-
-SAMPLED_TOKENS = 128
-"""So many of the newest tokens are looked at, if as many are dense."""
-SMALLEST_RMS, LARGEST_RMS = 1e-6, 65504.0
-"""A head whose vectors are outside has scales beyond fp16, or of so few bits that they count."""
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
-"""Tensors of a balanced layer in a file."""
-GREAT_SPREAD = 4.0
-"""`key_gain` of keys alone that argues for keys of 8 bits; models that were measured have less than half of it."""
-
-
-class FirstPrompt:
-    """The first prompt of a cache.
-
-    Args:
-        auto: Whether "auto" chose the preset: then it is said, too, how far keys are from balanced.
-    """
-
-    def __init__(self, auto: bool) -> None:
-        self.auto = auto
-        self.seen: set[int] = set()
-        """Layers that hold it."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is one, and the device may be waited for: not while a graph of its work is made."""
-        return bool(self.seen) and not (torch.compiler.is_compiling() or is_capturing())
-
-    def see(self, index: int, keys: torch.Tensor) -> None:
-        """A layer is given keys `[B, Hkv, S, D]`, which count if they are numbers."""
-        if not keys.is_meta:
-            self.seen.add(index)
-
-    def report(self, layers: Sequence[Any]) -> None:
-        """Say what is to be said of these layers, which hold the prompt. Waits for the device."""
-        seen = [(i, layers[i], sizes) for i in sorted(self.seen) if (sizes := _sizes(layers[i])) is not None]
-        lost = [found for index, layer, sizes in seen if (found := _lost(index, layer, sizes))]
-        if lost:
-            more = f" So it is in {len(lost) - 1} more layers." if lost[1:] else ""
-            logger.warning(lost[0] + more)
-        if self.auto and seen:
-            _report_balance(seen)
-
-
-def _sizes(layer: TurboQuantLayer) -> KeyValue | None:
-    """RMS of channels `[B, Hkv, D]` float32 of a layer's keys, about their mean, and of its values."""
-    parts = layer.store.view().dense_parts if layer.store is not None else []
-    if not parts or parts[-1][1][0].shape[2] == 0:
-        return None
-    k, v = (x[:, :, -SAMPLED_TOKENS:].float() for x in parts[-1][1])
-    return k.std(2, correction=0), v.square().mean(2).sqrt()
-
-
-def _lost(index: int, layer: TurboQuantLayer, sizes: KeyValue) -> str | None:
-    """What is wrong with a layer that scales in fp16 cannot hold."""
-    assert layer.store is not None
-    for what, size, factor in zip(("Keys", "Values"), sizes, layer.store.blocks.channel_scales, strict=True):
-        stored = (size.to(factor.device) * factor).square().mean(-1).sqrt()
-        least, most = torch.stack([torch.where(stored > 0, stored, 1).min(), stored.max()]).tolist()
-        if least < SMALLEST_RMS or most > LARGEST_RMS:
-            advice = f"Leave the layer out (`skip_layers=({index},)`)"
-            advice += "." if layer.config.balance else ", or balance it (`balance=True`)."
-            return (
-                f"{what} of layer {index} have an RMS of {least if least < SMALLEST_RMS else most:.1e} in some head, "
-                f"beyond what 16-bit scales hold ({SMALLEST_RMS:.0e} to {LARGEST_RMS:,.0f}): they are stored wrong. "
-                f"{advice}"
-            )
-    return None
-
-
-def _report_balance(seen: Sequence[tuple[int, TurboQuantLayer, KeyValue]]) -> None:
-    """Say how far keys are from balanced, by their channel scales or, where nobody showed queries, by themselves."""
-    if not all(layer.needs_queries and layer.config.balance for _, layer, _ in seen):
-        gain, index = max((key_gain(keys, torch.ones_like(keys)).max().item(), index) for index, _, (keys, _) in seen)
-        if gain > GREAT_SPREAD and seen[0][1].config.key_bits < 8:
-            logger.warning(
-                f"preset='auto': channels of keys are unlike in layer {index} ({gain:.0f} times the energy of equal "
-                "ones), and are not balanced, as nobody showed queries or `balance=False`. Consider preset='k8v4', or "
-                "balance and attn_implementation='turboquant', which shows them."
-            )
-        return
-    found, heads, far = [], 0, 0
-    for index, layer, _ in seen:
-        assert layer.store is not None
-        factor = layer.store.blocks.channel_scales.keys.float().cpu()
-        away = (factor / factor.median(-1, keepdim=True).values).log().abs().amax(-1).exp()  # [B, Hkv]
-        heads, far = heads + away.numel(), far + int((away > NEAR).sum())
-        found.append((away.max().item(), index, key_gain(1 / factor, factor).max().item()))
-    times, index, gain = max(found)
-    if far == 0:
-        logger.info(f"preset='auto': keys are balanced, within {NEAR:g} times in all heads.")
-        return
-    logger.warning(
-        f"preset='auto': keys of {far} of {heads} heads are not balanced, in layer {index} by {times:.0f} times (their "
-        f"error would be {gain**0.5:.1f} times that of balanced ones). Their channels have channel scales, so "
-        f"{seen[0][1].config.preset} serves as on other models; with `balance=False` take preset='k8v4'."
-    )
+"""Tensors in the file of a balanced layer."""
 
 
 class TurboQuantLayer(FullAttentionLayer):
@@ -226,9 +128,9 @@ class TurboQuantLayer(FullAttentionLayer):
         Raises:
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
         """
-        held = self.dtype if self.is_initialized else key_states.dtype
-        if not key_states.dtype == value_states.dtype == held:
-            key_states, value_states = widened(key_states, value_states, held)
+        dtype = self.dtype if self.is_initialized else key_states.dtype
+        if not key_states.dtype == value_states.dtype == dtype:
+            key_states, value_states = widened(key_states, value_states, dtype)
         if self.store is None:
             check_states(key_states, value_states)
             if self.max_cache_len is not None:
@@ -293,128 +195,64 @@ class TurboQuantLayer(FullAttentionLayer):
         return keys, values
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """Every tensor held, by the kind `memory_footprint` reports; `{}` before the first update."""
+        """Every tensor of the layer, by the kind `memory_footprint` reports; `{}` before the first update."""
         if self.store is None:
             return {}
         kinds = self.store.by_kind()
         return kinds | {"metadata": [*kinds["metadata"], self._nan]}
 
-    state_fields = {"class": str, "counts": list, "reads_store": bool, "optional": list, "scales_are_fixed": bool}
-    """Of `state`: `optional` are names of tensors that only some layers have."""
-
-    def state(self, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """What a file holds of this layer: JSON, and tensors by name, rows in the order of the tokens.
-
-        Raises:
-            ValueError: It holds no tokens.
-        """
+    def bytes_in_16_bits(self, tokens: int | None = None) -> int:
+        """Bytes of `tokens` tokens with 16-bit keys and values, by default of all that are cached."""
         if self.store is None:
-            raise ValueError(
-                f"Layer {index} holds no tokens although others do; save a cache the whole model has filled."
-            )
-        counts, tensors = self.store.export()
-        description = {
-            "class": type(self).__name__,
-            "counts": list(counts),
-            "reads_store": self.reader is not None,
-            "optional": [name for name in CHANNEL_SCALES if name in tensors],
-            "scales_are_fixed": self.store.scales_are_fixed,
-        }
-        return description, tensors
+            return 0
+        tokens = int(self.store.length) if tokens is None else tokens
+        return math.prod(self.store.blocks.scales.shape[:2]) * tokens * self.store.layout.dense_bytes
 
-    def _states_like(self, batch: int) -> KeyValue:
-        """Keys and values `[batch, Hkv, 0, D]` as the model makes them."""
+    state_fields: ClassVar[dict[str, type]] = {"counts": list, "scales_are_fixed": bool}
+
+    def state(self) -> State:
+        """See `tq_hf.layers.base`: what is used of the store, residual rows in the order of the tokens."""
         assert self.store is not None
-        keys, values = (part[:1, :, :0].expand(batch, -1, -1, -1) for part in self.store.sinks)
-        return keys, values
+        counts, tensors = self.store.export()
+        return {"counts": list(counts), "scales_are_fixed": self.store.scales_are_fixed}, tensors
 
-    def expected_state(
-        self, described: dict[str, Any], index: int, sizes: FileSizes, other: Any
-    ) -> tuple[dict[str, TensorSize], dict[torch.device, int]]:
-        """What a file must have of a layer of which this one, of the same model, holds a few tokens.
-
-        Args:
-            described: What the file says of it, its fields typed.
-            index: Number of the layer.
-            sizes: Of the whole file.
-            other: Not needed here.
-
-        Returns:
-            Tensors by name, and the bytes that the layer takes.
-
-        Raises:
-            ValueError: The description is of no possible layer.
-        """
-        config, batch, tokens, _, room = sizes
-        keys, values = self._states_like(batch)
-        numbers = described["counts"]
+    def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
+        """See `tq_hf.layers.base`."""
+        (keys, values), config, numbers = probe.states, self.config, description["counts"]
         if len(numbers) != len(Counts._fields) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"Layer {index} holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
-        if described["optional"] != (list(CHANNEL_SCALES) if config.balance else []):
-            raise ValueError(f"Layer {index} has unknown tensors {str(described['optional'])[:64]}: damaged.")
-        if described["scales_are_fixed"] and not config.balance:
-            raise ValueError(f"Layer {index} has channel scales that are handed on, and is not balanced: damaged.")
-        counts = Counts(*numbers)
-        layout = config.layout(keys.shape[-1], values.shape[-1])
+            raise ValueError(f"holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
+        if description["scales_are_fixed"] and not config.balance:
+            raise ValueError("has channel scales that are handed on, and is not balanced: damaged.")
+        counts, layout = Counts(*numbers), config.layout(keys.shape[-1], values.shape[-1])
         packed = counts.blocks + counts.pending
         if (
-            counts.sinks + counts.blocks * layout.tokens + counts.residual != tokens
+            counts.sinks + counts.blocks * layout.tokens + counts.residual != probe.tokens
             or counts.pending * layout.tokens > counts.residual
             or counts.sinks > config.sink_tokens
             or (counts.sinks < config.sink_tokens and (packed or counts.residual))
-            or (room is not None and packed > config.num_blocks(room))
+            or (self.max_cache_len is not None and packed > config.num_blocks(self.max_cache_len))
         ):
-            raise ValueError(f"Layer {index} holds {counts}, which is impossible for {tokens} tokens: damaged.")
-        try:
-            # Sizes from the store itself, without memory.
-            growth = GROW if room is None else Fixed(room)
-            store = GrowingStore.allocate(config, keys.to("meta"), values.to("meta"), growth)
-        except RuntimeError as error:
-            raise ValueError(f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged.") from None
-        shapes = {
-            name: (tensor.dtype, [*tensor.shape[:2], packed, tensor.shape[3]])
-            for name, tensor in store.blocks.tensors().items()
-        }
-        for part, rows in (("sink", counts.sinks), ("residual", counts.residual)):
-            for name, like in (("keys", keys), ("values", values)):
-                shapes[f"{part}_{name}"] = (like.dtype, [*like.shape[:2], rows, like.shape[3]])
+            raise ValueError(f"holds {counts}, which is impossible for {probe.tokens} tokens: damaged.")
+        blocks = PackedBlocks.allocate(layout, keys.shape[0], keys.shape[1], packed, torch.device("meta"))
+        tensors = blocks.tensors()
         if config.balance:
-            for name, like in zip(CHANNEL_SCALES, store.blocks.channel_scales, strict=True):
-                shapes[name] = (like.dtype, list(like.shape))
-        size = sum(tensor.nbytes for tensors in store.by_kind().values() for tensor in tensors)
-        size += sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
-        expected = {name: TensorSize(dtype, shape, shape) for name, (dtype, shape) in shapes.items()}
-        return expected, {keys.device: size}
+            tensors |= zip(CHANNEL_SCALES, blocks.channel_scales, strict=True)
+        tensors |= rows_like(probe.states, counts.sinks, "sink_")
+        return tensors | rows_like(probe.states, counts.residual, "residual_")
 
-    def load_state(
-        self, described: dict[str, Any], tensors: dict[str, torch.Tensor], sizes: FileSizes, probes: tuple[Any, Any]
-    ) -> TurboQuantLayer:
-        """Put what a file holds into this layer, which is empty. Returns it.
-
-        Args:
-            described: As of `expected_state`, which has passed it.
-            tensors: The file's, by name.
-            sizes: Of the whole file.
-            probes: Layers of the model that hold a few tokens; the first is one like this.
-
-        Raises:
-            ValueError: A channel has a scale that none can have.
-        """
-        for name in described["optional"]:
+    def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`."""
+        for name in CHANNEL_SCALES if self.config.balance else ():
             if not bool(((tensors[name] >= SMALLEST_SCALE) & (tensors[name] <= LARGEST_SCALE)).all()):
-                raise ValueError(
-                    f"Its `{name}` are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: the file is damaged."
-                )
-        if described["scales_are_fixed"]:
+                raise ValueError(f"has `{name}` that are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: damaged.")
+        if description["scales_are_fixed"]:
             # The same for every sequence; the next prompt may have more.
             self.channel_scales = ChannelScales(*(tensors[name][:1] for name in CHANNEL_SCALES))
-        self.lazy_initialization(*probes[0]._states_like(sizes.batch))
+        self.lazy_initialization(*probe.states)
         assert self.store is not None
-        self.store.restore(Counts(*described["counts"]), tensors)
-        # Known already, so that the next step need not dequantize everything to find out.
-        if described["reads_store"]:
-            self.reader, self.is_untouched = probes[0].reader, probes[0].is_untouched
-        return self
+        self.store.restore(Counts(*description["counts"]), tensors)
+        # Else the next step would dequantize everything to find out.
+        self.reader, self.is_untouched = probe.layer.reader, probe.layer.is_untouched
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
@@ -425,7 +263,7 @@ class TurboQuantLayer(FullAttentionLayer):
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> int:  # type: ignore[override]
         """Sequences held, or -1 before the first update."""
         return -1 if self.store is None else self.store.batch_size
 
@@ -441,7 +279,7 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store.crop(-tokens_to_remove)
 
     def count_replayed(self, length: int) -> None:
-        """See `FullAttentionLayer.count_replayed`."""
+        """See `BatchedLayer.count_replayed`."""
         assert isinstance(self.store, PreallocatedStore)
         self.store.num_held = length
 

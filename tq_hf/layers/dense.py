@@ -1,99 +1,57 @@
-"""A preallocated layer that is not compressed, beside compressed ones."""
+"""Layers that are not compressed, beside compressed ones: full attention and sliding windows, growing or preallocated.
+
+Each is transformers' own layer, with what compressed layers beside it ask for. A file holds the rows of the newest
+tokens in their order, the same of a layer that grows and of one that is preallocated.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ..compat import outside_inference_mode
 from ..stores.base import check_room
 from ..tensors.blocks import KeyValue
-from .base import FullAttentionLayer, check_crop, like_held
-
-TOKEN_AXES = {"update": -2, "update_indexer": 1}
-"""Methods of a cache whose tensors have an axis of tokens, and which; the batch is axis 0 of all."""
-METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
+from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a cache's method for one layer, with shapes in place of tensors.
+class _FullState:
+    """The state of a full-attention layer: all rows."""
 
-    Args:
-        method: Its name.
-        likes: Shape, dtype and device of each tensor.
-        options: The other arguments, but for the number of the layer.
-    """
+    state_fields: ClassVar[dict[str, type]] = {}
 
-    method: str
-    likes: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
-    options: tuple[tuple[str, Any], ...]
+    def state(self: Any) -> State:
+        """See `tq_hf.layers.base`."""
+        tokens = int(self.get_seq_length())
+        return {}, {"keys": self.keys[:, :, :tokens], "values": self.values[:, :, :tokens]}
 
-    def tensors(self, batch: int, tokens: int) -> list[torch.Tensor]:
-        """Zeros in place of the call's tensors, for `batch` sequences of `tokens` tokens."""
-        made = []
-        for shape, dtype, device in self.likes:
-            sizes = [batch, *shape[1:]]
-            if self.method in TOKEN_AXES:
-                sizes[TOKEN_AXES[self.method]] = tokens
-            made.append(torch.zeros(sizes, dtype=dtype, device=device))
-        return made
+    def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
+        """See `tq_hf.layers.base`."""
+        return rows_like(probe.states, probe.tokens)
 
-    def replay(self, layer: Any, batch: int, tokens: int) -> None:
-        """Make the call on `layer`, one of transformers' classes."""
-        tensors = self.tensors(batch, tokens)
-        if self.method == "update":
-            tensors = list(like_held(layer, *tensors))
-        getattr(layer, self.method)(*tensors, **dict(self.options))
+    def load_state(self: Any, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`."""
+        self.update(*(tensors[name].to(probe.states[0].device) for name in ("keys", "values")))
 
 
-def record(cache: Cache) -> list[list[Call]]:
-    """Note from now on what each layer of `cache` is given. Returns the lists that fill, one a layer."""
-    calls: list[list[Call]] = [[] for _ in cache.layers]
-
-    def noting(method: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(real)
-
-        def note(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = dict(bound.arguments)
-            given.pop("args", None)
-            more, index = given.pop("kwargs", {}), given.pop("layer_idx")
-            tensors = [given.pop(name) for name in list(given) if isinstance(given[name], torch.Tensor)]
-            # What models pass on to `update` is for attention, not for the layer.
-            options = {} if method == "update" else given | more
-            likes = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
-            calls[index].append(Call(method, likes, tuple(sorted(options.items()))))
-            return real(*args, **kwargs)
-
-        return note
-
-    for method in METHODS:
-        if hasattr(cache, method):
-            setattr(cache, method, noting(method, getattr(cache, method)))
-    return calls
+class GrowingLayer(_FullState, DynamicLayer):
+    """A full-attention layer that grows."""
 
 
-class PreallocatedLayer(FullAttentionLayer, StaticLayer):
-    """transformers' own layer, except that it agrees with a `TurboQuantLayer` on what a call of several tokens sees.
+class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
+    """A preallocated full-attention layer, which agrees with a `TurboQuantLayer` on what a call of several tokens sees.
 
     `StaticLayer` shows all there is room for at every call. Beside a compressed layer it must show what that shows (see
     `FullAttentionLayer`): the tokens held, and all there is room for only to a single token.
     """
 
-    # Beside the layer's own variables, which are what a file holds of it.
-    __slots__ = ("num_held",)
-
     @outside_inference_mode
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
-        self.num_held: int | None = None
+        self.num_tokens: int | None = None
         """Tokens held, if the host knows: it counts in eager calls, and a compiled one forgets."""
 
     @outside_inference_mode
@@ -115,15 +73,15 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         """
         tokens = key_states.shape[-2]
         if tokens == 1 and torch.compiler.is_compiling():
-            self.num_held = None
+            self.num_tokens = None
             return super().update(key_states, value_states, *args, **kwargs)
-        held = int(self.get_seq_length()) if self.num_held is None else self.num_held
-        check_room(tokens, held, self.max_cache_len)
+        past = int(self.get_seq_length()) if self.num_tokens is None else self.num_tokens
+        check_room(tokens, past, self.max_cache_len)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        self.num_held = held + tokens
+        self.num_tokens = past + tokens
         if tokens == 1 or self.shows_room:
             return keys, values
-        return keys[:, :, : held + tokens], values[:, :, : held + tokens]
+        return keys[:, :, : past + tokens], values[:, :, : past + tokens]
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held, `[]` int64 on the device; 0 before the first update, and of a model on the meta device a
@@ -140,39 +98,52 @@ class PreallocatedLayer(FullAttentionLayer, StaticLayer):
         tokens_to_remove = check_crop(tokens_to_remove)
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
-            self.num_held = None
+            self.num_tokens = None
 
     def count_replayed(self, length: int) -> None:
-        """See `FullAttentionLayer.count_replayed`."""
-        self.num_held = length
+        """See `BatchedLayer.count_replayed`."""
+        self.num_tokens = length
 
     def reset(self) -> None:
         """Hold nothing; the tensors stay where they are."""
         super().reset()
-        self.num_held = None
-
-    @outside_inference_mode
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.is_initialized:
-            assert self.keys is not None and self.values is not None
-            self.keys, self.values = function(self.keys), function(self.values)
-            self.batch_size = self.keys.shape[0]
+        self.num_tokens = None
 
 
-class SlidingLayer(DynamicSlidingWindowLayer):
-    """transformers' own layer, except that it keeps no more than its window of a prompt.
+class _WindowState:
+    """The state of a sliding window: the rows that the next token's query sees, and more while the past is recorded."""
+
+    state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}
+
+    @classmethod
+    def like(cls, layer: Any) -> Any:
+        """An empty layer in place of `layer`, transformers' own, whatever that was made with."""
+        empty = cls.__new__(cls)
+        vars(empty).update(vars(layer))
+        return empty
+
+    def state(self: Any) -> State:
+        """See `tq_hf.layers.base`."""
+        keys, values = self._rows_to_save()
+        return {"rows": keys.shape[2], "record_past": self.record_past}, {"keys": keys, "values": values}
+
+    def check_state(self: Any, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
+        """See `tq_hf.layers.base`."""
+        tokens, rows, window = probe.tokens, description["rows"], self.get_max_length()
+        # Of a full window the first row is not read by the next token's query, and may be missing.
+        most = tokens if description["record_past"] else min(tokens, window)
+        if not min(tokens, max(window - 1, 1)) <= rows <= most:
+            raise ValueError(f"has {rows} rows of a window of {window} after {tokens} tokens: damaged.")
+        return rows_like(probe.states, rows)
+
+
+class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
+    """A sliding window that grows, and keeps no more than its window of a prompt.
 
     `DynamicSlidingWindowLayer` keeps a view of the window, and with it the memory of all keys and values of the call,
     until the next call: at long contexts more than all full-attention layers together. Here the window is copied, and
     the rest is freed once attention has read it.
     """
-
-    @classmethod
-    def like(cls, layer: DynamicSlidingWindowLayer) -> SlidingLayer:
-        """An empty layer in place of `layer`, whatever that was made with."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(layer))
-        return made
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -186,9 +157,22 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             self.values = self.values.clone(memory_format=torch.contiguous_format)
         return states
 
+    def _rows_to_save(self) -> KeyValue:
+        assert self.keys is not None and self.values is not None
+        rows = self.keys.shape[2]
+        first = 0 if self.record_past else max(0, rows - max(self.sliding_window - 1, 1))
+        return self.keys[:, :, first:], self.values[:, :, first:]
 
-class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
-    """transformers' own layer, and what its growing twin can do besides: crop, select and repeat.
+    def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`."""
+        self.record_past = description["record_past"]
+        keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
+        self.update(keys, values)
+        self.cumulative_length = probe.tokens
+
+
+class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLayer):
+    """A preallocated sliding window, which can be cropped, selected and repeated as one that grows.
 
     One token is appended by counts on the device, so that a captured step serves a window that fills and one that
     slides. (The stock layer asks the host which it is.)
@@ -198,32 +182,18 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
     `activate_past_recording` (which assisted decoding calls) keeps what slides out from one `crop` to the next.
     """
 
-    # Beside the layer's own variables, which are what a file holds of it.
-    __slots__ = ("_first_gone_at",)
-
     is_croppable = True
 
-    @classmethod
-    @outside_inference_mode
-    def like(cls, layer: StaticSlidingWindowLayer) -> PreallocatedSlidingLayer:
-        """An empty layer in place of `layer`, whatever that was made with."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(layer))
-        made.cumulative_length = layer.cumulative_length.clone()
-        made.record_past = False
-        made._recorded = None
-        made._first_gone_at = None
-        return made
-
-    record_past: bool
-    _recorded: KeyValue | None
+    record_past = False
+    _recorded: KeyValue | None = None
     """Keys and values from the first token of the window at the last `crop` on, while they are recorded."""
-    _first_gone_at: int | None
+    _first_gone_at: int | None = None
     """Number of tokens at which the first row of the full window may not be the token that belongs there."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
+        self.cumulative_length = self.cumulative_length.clone()  # which may have been made in inference mode
         super().lazy_initialization(key_states, value_states)
 
     def activate_past_recording(self) -> None:
@@ -236,11 +206,10 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that their queries may see, and
         empty room."""
         if self.record_past:
-            held = self._held() if self._recorded is None else self._recorded
-            new = (key_states, value_states)
-            if held is not None:
-                new = (torch.cat([held[0], key_states], dim=2), torch.cat([held[1], value_states], dim=2))
-            self._recorded = new
+            states = (key_states, value_states)
+            if (past := self._past()) is not None:
+                states = (torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2))
+            self._recorded = states
         if key_states.shape[2] == 1:
             return self._append_row(key_states, value_states)
         states = super().update(key_states, value_states, *args, **kwargs)
@@ -252,17 +221,17 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        held, last = self.cumulative_length, self.max_cache_len - 1
+        length, last = self.cumulative_length, self.max_cache_len - 1
         rows = torch.arange(self.max_cache_len, device=self.device)
-        source, is_new = (rows + (held > last)).clamp_(max=last), (rows == held.clamp(max=last))[:, None]
+        source, is_new = (rows + (length > last)).clamp_(max=last), (rows == length.clamp(max=last))[:, None]
         for states, new in ((self.keys, key_states), (self.values, value_states)):
             states.copy_(torch.where(is_new, new, states.index_select(2, source)))
-        held.add_(1).clamp_(max=self.max_cache_len)
+        length.add_(1).clamp_(max=self.max_cache_len)
         self.cumulative_length_int += 1
         return self.keys, self.values
 
     def count_replayed(self, length: int) -> None:
-        """See `FullAttentionLayer.count_replayed`."""
+        """See `BatchedLayer.count_replayed`."""
         self.cumulative_length_int = length
 
     @outside_inference_mode
@@ -271,25 +240,39 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
         self.cumulative_length_int = self._first_gone_at = length
         self.cumulative_length.fill_(min(length, self.max_cache_len))
 
-    def _rows(self) -> slice:
-        """The rows that hold their tokens."""
-        held, most = self.cumulative_length_int, self.max_cache_len
-        return slice(1 if held >= most and held == self._first_gone_at else 0, min(held, most))
-
-    def _held(self) -> KeyValue | None:
-        """A copy of the tokens to come back to."""
-        if not self.is_initialized:
-            return None
+    def _past(self) -> KeyValue | None:
+        """The newest tokens in their order: those recorded, or views of the rows of the window that are right."""
+        if self._recorded is not None or not self.is_initialized:
+            return self._recorded
         assert self.keys is not None and self.values is not None
-        rows = self._rows()
-        return self.keys[:, :, rows].clone(), self.values[:, :, rows].clone()
+        length, most = self.cumulative_length_int, self.max_cache_len
+        rows = slice(1 if length >= most and length == self._first_gone_at else 0, min(length, most))
+        return self.keys[:, :, rows], self.values[:, :, rows]
+
+    def _rows_to_save(self) -> KeyValue:
+        past = self._past()
+        assert past is not None
+        # Once a window has slid its first row is not read, and a window that grows does not have it.
+        slid = self._recorded is None and self.cumulative_length_int > self.max_cache_len
+        first = past[0].shape[2] - max(self.max_cache_len - 1, 1) if slid else 0
+        return past[0][:, :, first:], past[1][:, :, first:]
+
+    def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`."""
+        keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
+        missing = max(0, min(probe.tokens, self.max_cache_len) - keys.shape[2])
+        self.update(*(torch.nn.functional.pad(part, (0, 0, missing, 0)) for part in (keys, values)))
+        self.resume(probe.tokens)
+        self._first_gone_at = probe.tokens if missing else None
+        self.record_past = description["record_past"]
+        self._recorded = (keys, values) if self.record_past else None
 
     def gone_after_crop(self, tokens: int) -> int:
         """Tokens that would come back into the window if the last `tokens` were removed, and are gone."""
-        held, most = self.cumulative_length_int, self.max_cache_len
-        length, rows = max(0, held - tokens), self._rows()
-        kept = (rows.stop - rows.start if self._recorded is None else self._recorded[0].shape[2]) - (held - length)
-        return max(0, (length if length < most else most - 1) - kept)
+        past, most = self._past(), self.max_cache_len
+        length = max(0, self.cumulative_length_int - tokens)
+        left = (0 if past is None else past[0].shape[2]) - (self.cumulative_length_int - length)
+        return max(0, (length if length < most else most - 1) - left)
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
@@ -299,8 +282,8 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
             ValueError: `tokens_to_remove` is positive, or tokens that would come back into the window are gone.
         """
         tokens_to_remove = check_crop(tokens_to_remove)
-        held = self._held() if self._recorded is None else self._recorded
-        if held is None:
+        past = self._past()
+        if past is None:
             return
         if gone := self.gone_after_crop(-tokens_to_remove):
             raise ValueError(
@@ -310,13 +293,13 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
             )
         assert self.keys is not None and self.values is not None
         length = max(0, self.cumulative_length_int + tokens_to_remove)
-        end = held[0].shape[2] - (self.cumulative_length_int - length)
+        end = past[0].shape[2] - (self.cumulative_length_int - length)
         window = min(length, self.max_cache_len)
         rows = min(end, window)
-        kept = (held[0][:, :, end - rows : end], held[1][:, :, end - rows : end])
-        self.keys[:, :, window - rows : window] = kept[0]
-        self.values[:, :, window - rows : window] = kept[1]
-        self._recorded = kept if self.record_past else None
+        past = (past[0][:, :, end - rows : end].clone(), past[1][:, :, end - rows : end].clone())
+        self.keys[:, :, window - rows : window] = past[0]
+        self.values[:, :, window - rows : window] = past[1]
+        self._recorded = past if self.record_past else None
         self.resume(length)
 
     def reset(self) -> None:
@@ -326,21 +309,6 @@ class PreallocatedSlidingLayer(StaticSlidingWindowLayer):
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.is_initialized:
-            assert self.keys is not None and self.values is not None
-            self.keys, self.values = function(self.keys), function(self.values)
-            self.batch_size = self.keys.shape[0]
-            if self._recorded is not None:
-                self._recorded = (function(self._recorded[0]), function(self._recorded[1]))
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take sequence `beam_idx[i]` to place i."""
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times."""
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices`, in that order."""
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+        super()._map(function)
+        if self._recorded is not None:
+            self._recorded = (function(self._recorded[0]), function(self._recorded[1]))

@@ -86,19 +86,8 @@ class Handle:
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that are tensors of its elements."""
-_METADATA: set[Any] = {
-    getattr(torch.Tensor, name)
-    for name in (
-        "dim",
-        "is_floating_point",
-        "is_conj",
-        "is_neg",
-        "stride",
-        "storage_offset",
-        "untyped_storage",
-        "_is_view",
-    )
-} | {
+_NEED_NO_ELEMENTS = "dim is_floating_point is_conj is_neg stride storage_offset untyped_storage _is_view".split()
+_METADATA: set[Any] = {getattr(torch.Tensor, name) for name in _NEED_NO_ELEMENTS} | {
     attribute.__get__
     for name, attribute in vars(torch._C.TensorBase).items()
     if hasattr(attribute, "__set__") and name not in _VIEWS

@@ -8,7 +8,6 @@ from typing import Any
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .base import check_crop
-from .dense import PreallocatedSlidingLayer
 
 
 def held_lengths(layers: Sequence[Any]) -> dict[int, int]:
@@ -29,12 +28,11 @@ def crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
     """
     tokens_to_remove = check_crop(tokens_to_remove)
     lengths = held_lengths(layers)
-    held = next(iter(lengths.values()), 0)
-    kept = max(0, min([held + tokens_to_remove, *lengths.values()]))
+    length = max(0, min([next(iter(lengths.values()), 0) + tokens_to_remove, *lengths.values()]))
     even = len(set(lengths.values())) <= 1
-    removed = [lengths[i] - kept if i in lengths else -tokens_to_remove for i in range(len(layers))]
+    removed = [lengths[i] - length if i in lengths else -tokens_to_remove for i in range(len(layers))]
     for index, layer in enumerate(layers):
-        if removed[index] and (reason := _obstacle(layer, removed[index], kept, even)):
+        if removed[index] and (reason := _obstacle(layer, removed[index], length, even)):
             raise ValueError(
                 f"`crop` cannot remove {removed[index]} tokens from layer {index}, a {type(layer).__name__}: {reason}. "
                 "Call `cache.activate_past_recording()` before tokens that may be removed, or make a new cache."
@@ -45,8 +43,8 @@ def crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
             layer.crop(-tokens)
 
 
-def _obstacle(layer: Any, tokens: int, kept: int, even: bool) -> str | None:
-    """Why a layer cannot give back its last `tokens` tokens and keep `kept`; `None` if it can."""
+def _obstacle(layer: Any, tokens: int, length: int, even: bool) -> str | None:
+    """Why a layer cannot give back its last `tokens` tokens and keep `length`; `None` if it can."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if any(layer.is_recurrent_states_initialized.values()):
             return "a recurrent state cannot go back"
@@ -56,13 +54,13 @@ def _obstacle(layer: Any, tokens: int, kept: int, even: bool) -> str | None:
             if (
                 states is not None
                 and size is not None
-                and (not layer.record_past or states.shape[-1] - tokens < min(size, kept))
+                and (not layer.record_past or states.shape[-1] - tokens < min(size, length))
             ):
                 return "it did not record its past"
-    if isinstance(layer, PreallocatedSlidingLayer):
+    if hasattr(layer, "gone_after_crop"):
         return "what has left its window is gone" if layer.gone_after_crop(tokens) else None
     window = getattr(layer, "sliding_window", None)
     # Its window is whole afterwards only if what slid out of it is still there.
-    if window is not None and layer.keys is not None and layer.keys.shape[-2] - tokens < min(kept, window - 1):
+    if window is not None and layer.keys is not None and layer.keys.shape[-2] - tokens < min(length, window - 1):
         return "what has left its window is gone"
     return None

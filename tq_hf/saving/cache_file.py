@@ -1,8 +1,7 @@
 """Save a cache to a safetensors file, and load it back: a prompt processed once is reused after a restart.
 
-A file holds the used packed blocks, the dense rows and the sinks of every compressed layer, the tensors of every other
-layer, and one JSON text that says the rest (lengths, the configuration, which model it belongs to). That text carries
-its own checksum and one of all tensors.
+A file holds what each layer says of itself (`tq_hf.layers.base`): tensors, and one JSON text with the rest (lengths,
+the configuration, which model it belongs to). That text carries its own checksum and one of all tensors.
 
 Loading believes none of it: see `tq_hf.saving.safetensors_file` for the file, `tq_hf.saving.fingerprint` for the model
 and `tq_hf.saving.layers` for the layers.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from ..compat import outside_inference_mode
 from ..config import PRESETS, SETTLED, TurboQuantConfig
 from ..layers.rollback import held_lengths
 from . import fingerprint, safetensors_file
-from .layers import Loader, answering
+from .layers import Loader, describe
 
 FORMAT = "tq_hf.cache"
 VERSION = 4
@@ -43,36 +42,19 @@ STATE_FIELDS = {
 }
 
 
-def save_cache(
-    cache: Any,
-    path: str | os.PathLike[str],
-    model: Any,
-    notes: Mapping[str, str] | None = None,
-) -> None:
-    """Write `cache` to `path`; see `TurboQuantCache.save`.
-
-    Args:
-        cache: A `TurboQuantCache` that holds tokens. It is not changed.
-        path: File to write, by convention `*.safetensors`. An old one is replaced in one step.
-        model: The model that filled the cache.
-        notes: Strings to keep with the cache (`load_cache` returns them), e.g. the prompt.
-
-    Raises:
-        ValueError: The cache is empty, its layers hold different tokens or are of an unknown kind, its model is missing
-            or an encoder-decoder; `path` is not a place for a file.
-        FileNotFoundError: The folder does not exist.
-        PermissionError: No file may be written there.
-    """
+def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapping[str, str] | None = None) -> None:
+    """Write `cache` to `path`: see `TurboQuantCache.save`. `load_cache` returns `notes`, e.g. the prompt."""
     lengths = held_lengths(cache.layers)
     tokens = next(iter(lengths.values()), 0)
     if not any(lengths.values()):
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
     if type(cache.config) is not TurboQuantConfig:
         raise ValueError("A cache of an `Ablation` is for measurements and is not saved: make it of a preset.")
-    if 0 not in lengths.values() and (kept := min(lengths.values())) != max(lengths.values()):
+    least, most = min(lengths.values()), max(lengths.values())
+    if 0 < least < most:
         raise ValueError(
-            f"The layers hold different numbers of tokens, {kept} to {max(lengths.values())}: an exception (Ctrl-C, no "
-            f"memory left) ended a forward pass half way. `cache.crop({min(-1, kept - tokens)})` makes them even again."
+            f"The layers hold different numbers of tokens, {least} to {most}: an exception (Ctrl-C, no memory left) "
+            f"ended a forward pass half way. `cache.crop({min(-1, least - tokens)})` makes them even again."
         )
     _check_model(model, "cache.save(path, model)")
     if model.config.is_encoder_decoder:
@@ -88,20 +70,17 @@ def save_cache(
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        description, held = answering(layer).state(index)
+        description, parts = describe(layer, index)
         layers.append(description)
-        for name, tensor in held.items():
+        for name, tensor in parts.items():
             # A copy: parts of one storage may not be written under two names.
             tensor = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             tensors[f"layers.{index}.{name}"] = tensor
-    batch = next((x.shape[0] for name, x in tensors.items() if name.endswith("keys")), None)
-    if batch is None:
-        raise ValueError("The cache has no layer with keys; there is nothing to save.")
     state = {
         "config": dataclasses.asdict(cache.config),
         "max_cache_len": cache.preallocated_for,
         "model": fingerprint.identify(model),
-        "batch": batch,
+        "batch": next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith("keys")),
         "tokens": tokens,
         "layers": layers,
         "tensors": safetensors_file.digest(tensors),
@@ -120,18 +99,13 @@ def save_cache(
 
 @outside_inference_mode
 def load_cache(
-    kind: Any,
+    kind: Callable[..., Any],
     path: str | os.PathLike[str],
     model: Any,
     preset: str | TurboQuantConfig | None = None,
     max_cache_len: int | None | Literal["saved"] = "saved",
 ) -> tuple[Any, dict[str, str]]:
-    """The cache, of class `kind`, and the notes saved at `path`; see `TurboQuantCache.load`.
-
-    Raises:
-        ValueError: The file is damaged, was not written by `save_cache`, or belongs to another model or `preset`.
-        FileNotFoundError: There is no file.
-    """
+    """The cache, of class `kind` (`TurboQuantCache`), and the notes saved at `path`: see `TurboQuantCache.load`."""
     _check_model(model, "TurboQuantCache.load(path, model)")
     with safetensors_file.held_open(path) as file:
         try:
@@ -191,7 +165,7 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
     safetensors_file.check_fields(saved, types | {"skip_layers": list} | settled, "The configuration")
     if saved["preset"] is not None and saved["preset"] not in PRESETS:
         raise ValueError(f"Its preset is {saved['preset'][:32]!r}, unknown here. Known presets: {', '.join(PRESETS)}.")
-    if not all(safetensors_file.typed(index, int) for index in saved["skip_layers"]):
+    if not all(type(index) is int for index in saved["skip_layers"]):
         raise ValueError("Its `skip_layers` are not numbers: the file is damaged.")
     config = TurboQuantConfig.from_fields(saved)
     if preset is not None:

@@ -20,27 +20,10 @@ from accelerate.utils import align_module_device
 from torch.distributed.tensor import DTensor
 
 CONFIG_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "layer_types",
-    "sliding_window",
-    "rope_parameters",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
+    "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim layer_types "
+    "sliding_window rope_parameters q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim "
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
+).split()
 """What of a config shapes keys and values; a field a config does not have is left out. A list of what counts, not of
 what does not: configs gain fields with every version of transformers, and a saved prompt should survive that."""
 

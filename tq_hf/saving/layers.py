@@ -1,36 +1,57 @@
-"""The layers of a file, checked against a model, and made again.
+"""The layers of a cache in a file: checked against a model, and made again.
 
-A tiny forward pass of the model, on a cache of its own, tells what this model caches: the class of each layer, heads,
-dims, dtypes and devices. What it handed each layer is given again, at another batch and length, to the layers of a
-second cache: sizes that differ between the two are those that may differ in a file. Every tensor is held against that
-before anything is allocated.
+A tiny run of the model, on a cache of its own, shows what it caches: heads, dims, dtypes and devices of each layer.
+Each layer then says which tensors a file must have for it. All are checked before anything is allocated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import psutil
 import torch
 import transformers
+from transformers.cache_utils import Cache
 
 from ..config import TurboQuantConfig
-from ..layers.base import FileSizes, TensorSize
-from ..layers.dense import record
-from .recorded import PROBE_BATCH, PROBE_ROOM, PROBE_TOKENS, RecordedLayer
+from ..layers.base import Probe, State, like_held
+from ..memory import tensors_by_kind
+from ..tensors.blocks import KeyValue
+from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record
 from .safetensors_file import Header, check_fields
 
 
-def answering(layer: Any) -> Any:
-    """What answers for a layer: itself, or a `RecordedLayer` around one of transformers."""
-    return layer if hasattr(layer, "load_state") else RecordedLayer(layer)
+def _answers(layer: Any) -> bool:
+    """Whether a layer answers for itself."""
+    return hasattr(layer, "load_state")
+
+
+def describe(layer: Any, index: int) -> State:
+    """A layer as JSON and tensors by name."""
+    with _named(index):
+        if _answers(layer) and not layer.is_initialized:
+            raise ValueError("holds no tokens although others do; save a cache the whole model has filled.")
+        description, tensors = (layer if _answers(layer) else RecordedLayer(layer)).state()
+    return {"class": type(layer).__name__} | description, tensors
+
+
+@contextmanager
+def _named(index: int) -> Iterator[None]:
+    """Begin the message of a layer's error, which has no subject, with the number of the layer."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"Layer {index} {error}") from None
 
 
 class Loader:
     """Checks a file's description against a model, and makes the cache it describes.
 
     Args:
-        kind: `TurboQuantCache`.
+        kind: `TurboQuantCache`, of which this module knows nothing else.
         model: The model, which is run on a few tokens.
         config: What the file was compressed with.
         state: The file's description, its fields typed.
@@ -38,75 +59,86 @@ class Loader:
     """
 
     def __init__(
-        self,
-        kind: Any,
-        model: Any,
-        config: TurboQuantConfig,
-        state: dict[str, Any],
-        room: int | None,
+        self, kind: Callable[..., Cache], model: Any, config: TurboQuantConfig, state: dict[str, Any], room: int | None
     ) -> None:
-        self.kind, self.state = kind, state
-        self.sizes = FileSizes(config, state["batch"], state["tokens"], state["max_cache_len"], room)
-        tokens, saved_room = self.sizes.tokens, self.sizes.saved_room
+        self.state, tokens, saved_room = state, state["tokens"], state["max_cache_len"]
         if saved_room is not None and saved_room < tokens:
             raise ValueError(f"It holds {tokens} tokens in room for {saved_room}: the file is damaged.")
         if room is not None and room < tokens:
             raise ValueError(f"It holds {tokens} tokens, and `max_cache_len` is {room}. Give room for them.")
         self.cache = kind(model.config, config, max_cache_len=room)
-        self.saved_layers = kind(model.config, config, max_cache_len=saved_room).layers
-        if [type(layer).__name__ for layer in self.saved_layers] != [
-            layer.get("class") if isinstance(layer, dict) else None for layer in state["layers"]
-        ]:
+        names = [layer.get("class") if type(layer) is dict else None for layer in state["layers"]]
+        saved_layers = kind(model.config, config, max_cache_len=saved_room).layers
+        if names != [type(layer).__name__ for layer in saved_layers]:
             raise ValueError(
                 "Its layers are not those of a cache of this model (saved with transformers "
                 f"{state['transformers'][:16]}, running {transformers.__version__}). Save it again with this version."
             )
-        self.probes = self._probes(model)
+        for index, (layer, name) in enumerate(zip(self.cache.layers, names, strict=True)):
+            same = type(layer).__name__ == name and (room == saved_room or not hasattr(layer, "max_cache_len"))
+            if not same and not _answers(layer):
+                raise ValueError(
+                    f"Layer {index} is a {name} of transformers, which cannot get another `max_cache_len`: load the "
+                    "cache without `max_cache_len`."
+                )
+        self.layers: list[tuple[Any, Probe]] = self._probed(kind, model, config.skip_layers)
 
-    def _probes(self, model: Any) -> list[tuple[Any, Any]]:
-        """Of each layer two that hold a few tokens of this model; of compressed ones only the first is filled."""
-        config = TurboQuantConfig(skip_layers=self.sizes.config.skip_layers)
-        first, second = (
-            self.kind(model.config, config, max_cache_len=None if self.sizes.saved_room is None else room)
-            for room in PROBE_ROOM
-        )
+    def _probed(self, kind: Callable[..., Cache], model: Any, skip_layers: tuple[int, ...]) -> list[tuple[Any, Probe]]:
+        """Each layer of the cache, and what a run of the model shows of it."""
+        batch, tokens, room = self.state["batch"], self.state["tokens"], self.state["max_cache_len"]
+        config = TurboQuantConfig(skip_layers=skip_layers)
+        rooms = ROOM if room is not None else (None, None)
+        first, second = (kind(model.config, config, max_cache_len=most) for most in rooms)
         calls = record(first)
         # A model whose weights accelerate keeps elsewhere has no device, and moves its inputs itself.
         device = "cpu" if model.device.type == "meta" else model.device
-        ids = torch.zeros(PROBE_BATCH[0], PROBE_TOKENS[0], dtype=torch.long, device=device)
+        ids = torch.zeros(BATCH[0], TOKENS[0], dtype=torch.long, device=device)
         with torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=first, use_cache=True)
-        for index, (layer, other) in enumerate(zip(first.layers, second.layers, strict=True)):
-            if answering(layer) is not layer:
-                for call in calls[index]:
-                    call.replay(other, PROBE_BATCH[1], PROBE_TOKENS[1])
-            elif not layer.is_initialized:
-                raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
-        return list(zip(first.layers, second.layers, strict=True))
+        probed = []
+        layers: Any = zip(self.cache.layers, first.layers, second.layers, calls, strict=True)
+        for index, (layer, probe, other, own) in enumerate(layers):
+            if _answers(layer):
+                if not own:
+                    raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
+                probed.append((layer, Probe(probe, like_held(layer, *own[0].tensors(batch, 0)), tokens)))
+                continue
+            for call in own:
+                call.replay(other, BATCH[1], TOKENS[1])
+            sizes = {BATCH: batch, TOKENS: tokens}
+            if room is not None:
+                sizes[ROOM] = getattr(layer, "max_cache_len", room)
+            probed.append((RecordedLayer(layer, other, sizes), Probe(probe, None, tokens)))
+        return probed
 
     def check(self, header: Header) -> None:
         """Raise a `ValueError` unless the file has just the tensors such a cache has, and there is memory for them."""
-        expected: dict[str, TensorSize] = {}
-        need: dict[torch.device, int] = {torch.device("cpu"): header.data_bytes}
-        for index, (first, second) in enumerate(self.probes):
-            described, layer = self.state["layers"][index], answering(first)
-            check_fields(described, layer.state_fields, f"Layer {index}")
-            # A sliding layer has room for its window.
-            room = getattr(self.saved_layers[index], "max_cache_len", self.sizes.saved_room)
-            tensors, used = layer.expected_state(described, index, self.sizes._replace(saved_room=room), second)
-            expected |= {f"layers.{index}.{name}": value for name, value in tensors.items()}
-            for device, size in used.items():
-                need[device] = need.get(device, 0) + size
+        expected: dict[str, torch.Tensor] = {}
+        need: dict[torch.device, int] = {torch.device("cpu"): sum(tensor.nbytes for tensor in header.entries.values())}
+        for index, (layer, probe) in enumerate(self.layers):
+            description = self.state["layers"][index]
+            check_fields(description, {"class": str} | layer.state_fields, f"Layer {index}")
+            try:
+                with _named(index):
+                    tensors = layer.check_state(description, probe)
+                if probe.states is not None:
+                    device, size = probe.states[0].device, sum(tensor.nbytes for tensor in tensors.values())
+                    need[device] = need.get(device, 0) + size + _initial_bytes(layer, probe.states)
+            except RuntimeError as error:  # of tensors without memory
+                raise ValueError(
+                    f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged."
+                ) from None
+            expected |= {f"layers.{index}.{name}": tensor for name, tensor in tensors.items()}
         if missing := sorted(expected.keys() - header.entries.keys()):
             raise ValueError(f"{len(missing)} tensors are missing, e.g. {missing[0]!r}: the file is damaged.")
         if extra := sorted(header.entries.keys() - expected.keys()):
             raise ValueError(f"There are {len(extra)} unknown tensors, e.g. {extra[0][:64]!r}: the file is damaged.")
-        for name, size_of in expected.items():
+        for name, tensor in expected.items():
             entry = header.entries[name]
-            if not size_of.fits(entry.dtype, entry.shape):
+            if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
-                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be "
-                    f"{size_of.dtype} {size_of.least} in a cache of this model: the file is damaged."
+                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be {tensor.dtype} "
+                    f"{list(tensor.shape)} in a cache of this model: the file is damaged."
                 )
         for device, size in need.items():
             free = _free_memory(device)
@@ -118,12 +150,19 @@ class Loader:
 
     def fill(self, tensors: dict[str, torch.Tensor]) -> Any:
         """The cache, with these tensors, which `check` has passed."""
-        for index, probes in enumerate(self.probes):
+        for index, (layer, probe) in enumerate(self.layers):
             prefix = f"layers.{index}."
             own = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            layer = answering(self.cache.layers[index])
-            self.cache.layers[index] = layer.load_state(self.state["layers"][index], own, self.sizes, probes)
+            with _named(index):
+                layer.load_state(self.state["layers"][index], own, probe)
         return self.cache
+
+
+def _initial_bytes(layer: Any, states: KeyValue) -> int:
+    """Bytes that an empty layer allocates for states like these. Allocates none."""
+    sized = copy(layer)
+    sized.lazy_initialization(*(part.to("meta") for part in states))
+    return sum(tensor.nbytes for tensors in tensors_by_kind(sized).values() for tensor in tensors)
 
 
 def _free_memory(device: torch.device) -> int | None:

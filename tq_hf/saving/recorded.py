@@ -1,139 +1,180 @@
-"""A layer of transformers in a file. It says nothing of itself, so what it holds is read off its attributes, and what
-a file must have of it off two layers that the same model has filled."""
+"""transformers' own layers, which do not answer for themselves: what a model hands each is recorded, and replayed.
+
+One run of the model is recorded. Replayed at another batch and length, it fills a second layer. Sizes and numbers that
+differ between the two layers are those that may differ in a file. So a file can be checked against layers of classes
+that this package knows nothing of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache
 
 from ..compat import mark_static_address
-from ..layers.base import FileSizes, TensorSize
-from ..layers.dense import PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
+from ..layers.base import Probe, State, like_held
 
-PROBE_BATCH, PROBE_TOKENS, PROBE_ROOM = (1, 2), (2, 3), (11, 13)
-"""Batch, length and `max_cache_len` of two probes: no pair of these is another."""
+TOKEN_AXES = {"update": -2, "update_indexer": 1}
+"""Methods of a cache whose tensors have an axis of tokens, and which; the batch is axis 0 of all."""
+METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
+BATCH, TOKENS, ROOM = (1, 2), (2, 3), (11, 13)
+"""Batch, length and `max_cache_len` of the two layers, all pairs different."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a cache's method for one layer, with shapes in place of tensors.
+
+    Args:
+        method: Its name.
+        likes: Shape, dtype and device of each tensor.
+        options: The other arguments, but for the number of the layer.
+    """
+
+    method: str
+    likes: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def tensors(self, batch: int, tokens: int) -> list[torch.Tensor]:
+        """Zeros in place of the call's tensors, for `batch` sequences of `tokens` tokens."""
+        zeros = []
+        for shape, dtype, device in self.likes:
+            sizes = [batch, *shape[1:]]
+            if self.method in TOKEN_AXES:
+                sizes[TOKEN_AXES[self.method]] = tokens
+            zeros.append(torch.zeros(sizes, dtype=dtype, device=device))
+        return zeros
+
+    def replay(self, layer: Any, batch: int, tokens: int) -> None:
+        """Make the call on `layer`, one of transformers' classes."""
+        tensors = self.tensors(batch, tokens)
+        if self.method == "update":
+            tensors = list(like_held(layer, *tensors))
+        getattr(layer, self.method)(*tensors, **dict(self.options))
+
+
+def record(cache: Cache) -> list[list[Call]]:
+    """Record from now on what each layer of `cache` is given. Returns the lists that fill, one a layer."""
+    calls: list[list[Call]] = [[] for _ in cache.layers]
+
+    def recording(method: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(real)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            arguments.pop("args", None)
+            more, index = arguments.pop("kwargs", {}), arguments.pop("layer_idx")
+            tensors = [arguments.pop(name) for name in list(arguments) if isinstance(arguments[name], torch.Tensor)]
+            # What models pass on to `update` is for attention, not for the layer.
+            options = {} if method == "update" else arguments | more
+            likes = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
+            calls[index].append(Call(method, likes, tuple(sorted(options.items()))))
+            return real(*args, **kwargs)
+
+        return call
+
+    for method in METHODS:
+        if hasattr(cache, method):
+            setattr(cache, method, recording(method, getattr(cache, method)))
+    return calls
 
 
 class RecordedLayer:
-    """Answers for a layer of transformers what `TurboQuantLayer` answers for itself."""
+    """A layer of transformers' own class, for the questions that layers of this package answer themselves.
 
-    state_fields = {"class": str, "values": dict}
+    Args:
+        layer: The layer.
+        second: The layer of a second cache, to which what a run handed the probe's layer was replayed at another size.
+        sizes: Numbers in the file by the pair of numbers that the two have in their place.
+    """
 
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
+    state_fields: ClassVar[dict[str, Any]] = {"values": dict, "rows": (int, type(None))}
 
-    def state(self, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """See `TurboQuantLayer.state`; tensors are named by their path in the layer.
+    def __init__(self, layer: Any, second: Any = None, sizes: dict[tuple[int, int], int] | None = None) -> None:
+        self.layer, self.second, self.sizes = layer, second, sizes or {}
 
-        Raises:
-            ValueError: It holds what is neither a number nor a tensor.
-        """
+    def state(self) -> State:
+        """See `tq_hf.layers.base`: numbers under `values` and tensors, both by their path in the layer."""
         values: dict[str, bool | int | None] = {}
         tensors: dict[str, torch.Tensor] = {}
-        name = type(self.layer).__name__
         for path, (_, _, value) in _leaves(self.layer).items():
             if isinstance(value, torch.Tensor):
                 tensors[path] = value
-            elif path == "_recorded" and type(self.layer) is PreallocatedSlidingLayer:
-                values[path] = None  # the window is saved, and not what slid out of it since the last `crop`
             elif value is None or isinstance(value, (bool, int)):
                 values[path] = value
             else:
                 raise ValueError(
-                    f"Layer {index} is a {name} with a {type(value).__name__} in `{path}`, which cannot be saved. Only "
-                    "layers of numbers and tensors can."
+                    f"is a {type(self.layer).__name__} with a {type(value).__name__} in `{path}`, which cannot be "
+                    "saved. Only layers of numbers and tensors can."
                 )
-        return {"class": name, "values": values}, tensors
+        return {"values": values, "rows": _rows(values, tensors)}, tensors
 
-    def expected_state(
-        self, described: dict[str, Any], index: int, sizes: FileSizes, other: Any
-    ) -> tuple[dict[str, TensorSize], dict[torch.device, int]]:
-        """See `TurboQuantLayer.expected_state`. Numbers are checked here.
-
-        Args:
-            described: What the file says of it, its fields typed.
-            index: Number of the layer.
-            sizes: Of the whole file; `saved_room` is this layer's.
-            other: A second layer of this model, of another batch, length and room.
-        """
-        values, window = described["values"], getattr(self.layer, "sliding_window", None)
-        # The sizes in the file of what is of such a pair of sizes in the two layers.
-        size_of: dict[tuple[int, int], int] = {PROBE_BATCH: sizes.batch, PROBE_TOKENS: sizes.tokens}
-        if sizes.saved_room is not None:
-            size_of[PROBE_ROOM] = sizes.saved_room
-        recorded = values.get("record_past") is True
-        expected: dict[str, TensorSize] = {}
+    def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
+        """See `tq_hf.layers.base`."""
+        values, rows, window = description["values"], description["rows"], getattr(probe.layer, "sliding_window", None)
+        sizes, seconds = dict(self.sizes), _leaves(self.second)
+        if window is not None:
+            sizes[TOKENS] = min(probe.tokens, max(window - 1, 1))
+            if values.get("record_past") is True and rows is not None and sizes[TOKENS] < rows <= probe.tokens:
+                sizes[TOKENS] = rows
+        tensors: dict[str, torch.Tensor] = {}
         numbers = set()
-        others = _leaves(other)
-        for path, (_, _, value) in _leaves(self.layer).items():
-            second = others[path][2]
+        for path, (_, _, value) in _leaves(probe.layer).items():
+            second = seconds[path][2]
             if isinstance(value, torch.Tensor):
-                pairs = list(zip(value.shape, second.shape, strict=True))
-                least = [size_of.get(pair, pair[0]) for pair in pairs]
-                most = list(least)
-                for axis, pair in enumerate(pairs):
-                    if pair == PROBE_TOKENS and window is not None:
-                        least[axis] = min(sizes.tokens, max(window - 1, 1))
-                        most[axis] = sizes.tokens if recorded else least[axis]
-                expected[path] = TensorSize(value.dtype, least, most)
+                shape = [sizes.get(pair, pair[0]) for pair in zip(value.shape, second.shape, strict=True)]
+                tensors[path] = value.new_empty(shape, device="meta")
                 continue
             numbers.add(path)
-            if path not in values:
+            if path not in values or (path == "record_past" and type(values[path]) is bool):
                 continue
-            came = values[path]
-            if path == "record_past" and isinstance(came, bool):
-                continue
-            wanted = size_of.get((value, second), value) if type(value) is int else value
-            if type(came) is not type(wanted) or came != wanted:
+            number = values[path]
+            wanted = self.sizes.get((value, second), value) if type(value) is int else value
+            if type(number) is not type(wanted) or number != wanted:
                 raise ValueError(
-                    f"`{path}` of layer {index} is {str(came)[:32]} in the file, and would be {wanted} in a cache of "
-                    "this model: the file is damaged."
+                    f"has {str(number)[:32]} for `{path}` in the file, and would have {wanted} in a cache of this "
+                    "model: the file is damaged."
                 )
         if numbers != values.keys():
-            raise ValueError(f"Layer {index} does not have exactly the values {', '.join(sorted(numbers))}: damaged.")
-        return expected, {}
+            raise ValueError(f"does not have exactly the values {', '.join(sorted(numbers))}: damaged.")
+        if rows != _rows(values, tensors):
+            raise ValueError(f"has {rows} rows after {probe.tokens} tokens: the file is damaged.")
+        return tensors
 
-    def load_state(
-        self, described: dict[str, Any], tensors: dict[str, torch.Tensor], sizes: FileSizes, probes: tuple[Any, Any]
-    ) -> Any:
-        """See `TurboQuantLayer.load_state`.
-
-        Returns:
-            A layer of this one's kind: the first probe, initialised for this model as transformers does it, with all it
-            holds replaced.
-
-        Raises:
-            ValueError: A length is impossible, or the saved layer cannot become one of this kind.
-        """
-        layer, other = probes
-        others = _leaves(other)
-        for path, (into, key, value) in _leaves(layer).items():
+    def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
+        """See `tq_hf.layers.base`: the layer takes over what the probe's layer has, everything in it replaced."""
+        seconds = _leaves(self.second)
+        for path, (container, key, value) in _leaves(probe.layer).items():
             if not isinstance(value, torch.Tensor):
-                into[key] = described["values"][path]
+                container[key] = description["values"][path]
                 continue
             tensor = tensors[path].to(value.device)
             if not tensor.is_floating_point():
                 # Lengths kept as tensors: constants of the layer, or up to the number of tokens.
-                constant = torch.equal(value, others[path][2])
-                possible = tensor == value if constant else (0 <= tensor) & (tensor <= sizes.tokens)
+                constant = torch.equal(value, seconds[path][2])
+                possible = tensor == value if constant else (0 <= tensor) & (tensor <= probe.tokens)
                 if not possible.all():
-                    raise ValueError(f"`{path}` of a layer is {str(tensor.tolist())[:32]}: the file is damaged.")
-            if layer.is_compileable:
+                    raise ValueError(f"has {str(tensor.tolist())[:32]} for `{path}`: the file is damaged.")
+            if self.layer.is_compileable:
                 mark_static_address(tensor)
-            into[key] = tensor
-        if type(layer) is PreallocatedLayer:
-            layer.num_held = None
-        if type(layer) is PreallocatedSlidingLayer:
-            layer.resume(layer.cumulative_length_int)
-        return _converted(layer, self.layer)
+            container[key] = tensor
+        vars(self.layer).update(vars(probe.layer))
+
+
+def _rows(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int | None:
+    """Rows of a sliding window, which has more of them while its past is recorded; `None` of other layers."""
+    return tensors["keys"].shape[-2] if "sliding_window" in values and "keys" in tensors else None
 
 
 def _leaves(layer: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """Everything a layer of transformers holds, by its path ("keys", "conv_states.0"): container, key and value.
-    Its dtype and device are left out, they are the model's."""
+    """Everything in a layer of transformers by its path ("keys", "conv_states.0"): container, key and value. Its dtype
+    and device are left out, they are the model's."""
 
     def walk(container: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
         for key, value in container.items() if isinstance(container, dict) else enumerate(container):
@@ -143,39 +184,3 @@ def _leaves(layer: Any) -> dict[str, tuple[Any, Any, Any]]:
                 yield f"{prefix}{key}", (container, key, value)
 
     return dict(walk(vars(layer), ""))
-
-
-def _converted(layer: Any, target: Any) -> Any:
-    """What `layer` holds, in a layer of the kind of `target`: preallocated where that grows, or the other way.
-
-    Raises:
-        ValueError: It is a layer of a kind that is not converted.
-    """
-    if type(layer) is type(target):
-        return layer
-    if {type(layer), type(target)} not in ({DynamicLayer, PreallocatedLayer}, {SlidingLayer, PreallocatedSlidingLayer}):
-        raise ValueError(
-            f"It has a {type(layer).__name__}, which cannot become a {type(target).__name__}: load the cache "
-            "without `max_cache_len`."
-        )
-    tokens = int(layer.get_seq_length())
-    rows = min(tokens, layer.keys.shape[2])
-    keys, values = (states[:, :, :rows] for states in (layer.keys, layer.values))
-    if target.is_compileable:  # preallocated
-        target.lazy_initialization(keys, values)
-        assert target.keys is not None and target.values is not None
-        # Of a full window the newest row is the last, and the first is never read again.
-        start = max(0, target.max_cache_len - rows) if tokens >= target.max_cache_len else 0
-        for buffer, states in ((target.keys, keys), (target.values, values)):
-            buffer[:, :, start : start + rows] = states[:, :, -target.max_cache_len :]
-        target.cumulative_length.fill_(min(tokens, target.max_cache_len))
-        if target.is_sliding:
-            target.resume(tokens)
-        return target
-    if target.is_sliding:
-        kept = max(0, rows - target.sliding_window + 1)
-        keys, values = keys[:, :, kept:], values[:, :, kept:]
-    target.update(keys.clone(), values.clone())
-    if target.is_sliding:
-        target.cumulative_length = tokens
-    return target

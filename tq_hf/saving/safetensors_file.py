@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import secrets
 import stat
@@ -40,23 +39,11 @@ DTYPES = {
 """Those a cache holds; the format has more."""
 
 
-class Entry(NamedTuple):
-    """One tensor of a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class Header(NamedTuple):
-    """What a file says of itself: the strings under `__metadata__`, and the tensors by name."""
+    """What a file says of itself: the strings under `__metadata__`, and its tensors by name, on the meta device."""
 
     metadata: dict[str, str]
-    entries: dict[str, Entry]
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.entries.values())
+    entries: dict[str, torch.Tensor]
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -154,7 +141,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             raise ValueError(
                 f"{name[:64]!r} is of dtype {dtype}; a cache has {', '.join(DTYPES)}: the file is damaged."
             )
-        entries[name] = Entry(DTYPES[dtype], tuple(described.get_shape()))
+        entries[name] = torch.empty(described.get_shape(), dtype=DTYPES[dtype], device="meta")
     return Header(metadata, entries)
 
 
@@ -193,17 +180,12 @@ def parse_json(text: str, what: str) -> Any:
         raise ValueError(f"{what} is not valid JSON ({str(error)[:80]}): the file is damaged.") from None
 
 
-def typed(value: Any, types: type | tuple[type, ...]) -> bool:
-    """`isinstance`, with a bool not taken for an int."""
-    return isinstance(value, types) and (not isinstance(value, bool) or types is bool)
-
-
 def check_fields(table: Any, fields: Mapping[str, Any], what: str) -> None:
     """Raise a `ValueError` unless a JSON table has exactly these fields, of these types."""
-    if not isinstance(table, dict) or table.keys() != fields.keys():
+    if type(table) is not dict or table.keys() != fields.keys():
         raise ValueError(f"{what} does not have exactly the fields {', '.join(fields)}: the file is damaged.")
     for name, types in fields.items():
-        if not typed(table[name], types):
+        if type(table[name]) not in (types if type(types) is tuple else (types,)):
             raise ValueError(f"`{name}` ({what.lower()}) is {str(table[name])[:64]}: the file is damaged.")
 
 

@@ -23,8 +23,8 @@ from ..cache import TurboQuantCache
 from ..compat import storage_id
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..layers.dense import Call
-from ..memory import MemoryFootprint, _tensors
+from ..memory import MemoryFootprint, bytes_in_16_bits, tensors_by_kind
+from ..saving.recorded import Call
 from ..stores.growing import GrowingStore
 from ..tensors.blocks import KeyValue
 from . import weights
@@ -200,17 +200,8 @@ _SIZES = [field.name for field in fields(MemoryFootprint) if field.name != "by_d
 
 def _measure(layer: Any, tokens: int) -> MemoryFootprint:
     """`tq_hf.memory.measure` for one layer without memory, whose storages have no addresses to tell them apart."""
-    footprint = MemoryFootprint()
-    if isinstance(layer, TurboQuantLayer):
-        if layer.store is None:
-            return footprint
-        kinds = layer.by_kind()
-        blocks = layer.store.blocks
-        footprint.bf16_equivalent = math.prod(blocks.scales.shape[:2]) * tokens * blocks.layout.dense_bytes
-    else:
-        kinds = {"uncompressed": list(_tensors(list(vars(layer).values())))}
-        footprint.bf16_equivalent = sum(2 * t.numel() for t in kinds["uncompressed"] if t.is_floating_point())
-    for kind, tensors in kinds.items():
+    footprint = MemoryFootprint(bf16_equivalent=bytes_in_16_bits(layer, tokens))
+    for kind, tensors in tensors_by_kind(layer).items():
         storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         setattr(footprint, kind, sum(storages.values()))
     return footprint

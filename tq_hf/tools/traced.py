@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ..cache import TurboQuantCache
-from ..layers.dense import Call, record
+from ..saving.recorded import Call, record
 
 META = torch.device("meta")
 TOKENS = 2
