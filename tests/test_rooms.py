@@ -13,7 +13,7 @@ ROOMS = {
     "tq_hf": [
         ["tools"],
         ["batching", "graph_decoding"],
-        ["cache", "late_flags", "step_tensors"],
+        ["cache"],
         ["auto"],
         ["saving"],
         ["balance", "memory", "attention"],

@@ -16,7 +16,7 @@ from .attention import register
 from .balance import Balance
 from .cache import TurboQuantCache
 from .config import PRESETS, TurboQuantConfig
-from .graph_decoding import graph_decoding
+from .graph_decoding.loop import graph_decoding
 from .layers.compressed import TurboQuantLayer
 from .layout import BlockLayout
 from .memory import MemoryFootprint

@@ -20,7 +20,7 @@ from examples.measure.speed.bench_generate import (
 )
 from tests.support.tiny_models import build
 from tq_hf import TurboQuantCache, graph_decoding
-from tq_hf.late_flags import LateFlags
+from tq_hf.graph_decoding.step import LateFlags
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -32,7 +32,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from examples.provenance import LLAMA_8B, provenance
 from tq_hf import TurboQuantCache, graph_decoding
-from tq_hf.late_flags import LateFlags
+from tq_hf.graph_decoding.step import LateFlags
 from tq_hf.layers.handle import resolve
 
 SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))

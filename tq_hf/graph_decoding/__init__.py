@@ -1,0 +1,1 @@
+"""A decoding loop for `generate(custom_generate=...)`, whose step is one CUDA graph."""
