@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from .attention import register
 from .balance import Balance
 from .cache import TurboQuantCache
+from .compat import report_untested
 from .config import PRESETS, TurboQuantConfig
 from .graph_decoding.loop import graph_decoding
 from .layers.compressed import TurboQuantLayer
 from .layout import BlockLayout
 from .memory import MemoryFootprint
-from .versions import report_untested
 
 if TYPE_CHECKING:
     from .batching import TurboQuantBatching, continuous_batching

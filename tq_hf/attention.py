@@ -9,8 +9,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from .autocast import autocast_dtype, outside_autocast
-from .compat import is_tracing, takes_attention_functions
+from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions
 from .layers.handle import LazyStates, observe_queries, resolve
 from .ops import dispatch
 from .ops.triton import blocks as triton_blocks

@@ -21,9 +21,8 @@ from transformers.utils import logging
 
 from .auto import AutoChoice
 from .balance import Balance
-from .compat import asked_by_prefill, has_attention_heads, takes_attention_functions
+from .compat import asked_by_prefill, has_attention_heads, outside_inference_mode, takes_attention_functions
 from .config import TurboQuantConfig, is_auto
-from .inference_mode import outside_inference_mode
 from .layers.base import FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
 from .layers.first_prompt import FirstPrompt

@@ -17,9 +17,8 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 from transformers.utils import logging
 
 from ..balance import Balance
-from ..compat import attention_of_parts, give_attention_back
+from ..compat import attention_of_parts, give_attention_back, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
 from ..ops.backend import check_choice
 from ..ops.triton.pages import supports_paged_decode
 from ..tensors.blocks import BLOCK

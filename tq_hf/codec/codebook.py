@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, POSITIVE_CENTROIDS
 
-from ..inference_mode import cached_table
+from ..compat import cached_table
 
 __all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "GAUSSIAN_MSE", "POSITIVE_CENTROIDS", "boundaries", "levels"]
 

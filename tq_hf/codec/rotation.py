@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from ..inference_mode import cached_table
+from ..compat import cached_table
 
 
 @cached_table

@@ -14,7 +14,6 @@ the same loop runs step by step.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,17 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..autocast import autocast_dtype
 from ..cache import TurboQuantCache
-from ..inference_mode import outside_inference_mode
+from ..compat import (
+    arguments_of_generate,
+    attention_implementation,
+    autocast_dtype,
+    compiles_steps,
+    optimized_for_decode,
+    outside_inference_mode,
+    pad_token,
+    prefill,
+)
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.sliding import PreallocatedSlidingLayer
@@ -91,16 +98,14 @@ def graph_decoding(
             asks for another way of decoding than greedy search and sampling (beams, an assistant, contrastive search),
             for `synced_gpus`, attentions or hidden states.
     """
-    # What transformers does not hand on to a loop of one's own.
-    cache = _check(model, generation_config, model_kwargs, sys._getframe(1).f_locals)
+    cache = _check(model, generation_config, model_kwargs, arguments_of_generate())
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    outputs, model_kwargs = prefill(model, input_ids, generation_config, model_kwargs)
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
     del outputs
     loop = _Loop(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, token_streamer)
-    with model._optimize_model_for_decode():
+    with optimized_for_decode(model):
         return loop.run(logits, model_kwargs)
 
 
@@ -168,10 +173,9 @@ class _Loop:
             c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
         )
         has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        pad: Any = config._pad_token_tensor
-        self.pad: torch.Tensor | None = pad.to(prompt.device) if has_end else None
+        self.pad = pad_token(config).to(prompt.device) if has_end else None
         self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
-        self.compiles = model._valid_auto_compile_criteria({"past_key_values": cache}, config)
+        self.compiles = compiles_steps(model, cache, config)
         self.captures = self.compiles and prompt.is_cuda
         self.forward = self._compiled(config) if self.compiles else model.__call__
         self.returns_dict = config.return_dict_in_generate
@@ -356,7 +360,7 @@ class _Loop:
         tensors += [tensor for layer in self.cache.layers for tensor in _tensors_of(layer)]
         return (
             id(self.model),
-            self.model.config._attn_implementation,
+            attention_implementation(self.model.config),
             str(autocast_dtype(self.prompt)),
             str(adapters(self.model)),
             [(name, _exact(value)) for name, value in constants.items()],

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..compat import attention_implementation
+from ..compat import attention_implementation, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
 from ..stores.base import LayerStore
 from ..stores.checks import check_room, check_states, widened

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..compat import as_plain_tensors
+from ..compat import METADATA, as_plain_tensors
 from ..stores.base import LayerStore
 from ..tensors.blocks import KeyValue
 from ..tensors.layer import StepView, StoreView, dense_shapes, is_first
@@ -84,26 +84,6 @@ class Handle:
 
 
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes of a tensor that are tensors of its elements."""
-_METADATA: set[Any] = {
-    getattr(torch.Tensor, name)
-    for name in (
-        "dim",
-        "is_floating_point",
-        "is_conj",
-        "is_neg",
-        "stride",
-        "storage_offset",
-        "untyped_storage",
-        "_is_view",
-    )
-} | {
-    attribute.__get__
-    for name, attribute in vars(torch._C.TensorBase).items()
-    if hasattr(attribute, "__set__") and name not in _VIEWS
-}
-"""What is asked of a lazy tensor (by compilers, too) and needs no elements: its base answers."""
 
 
 class LazyStates(torch.Tensor):
@@ -122,7 +102,8 @@ class LazyStates(torch.Tensor):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             return shape if dim is None else shape[dim]
         with as_plain_tensors():
-            if func not in _METADATA:
+            # Compilers, too, ask for metadata: the base answers.
+            if func not in METADATA:
                 args, kwargs = _real(args), _real(kwargs)
             return func(*args, **kwargs)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
-from ..inference_mode import outside_inference_mode
+from ..compat import outside_inference_mode
 from ..tensors.blocks import KeyValue
 from .base import check_crop
 

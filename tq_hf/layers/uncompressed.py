@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer
 
-from ..inference_mode import outside_inference_mode
+from ..compat import outside_inference_mode
 from ..stores.checks import check_room
 from .base import FullAttentionLayer, check_crop
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..autocast import outside_autocast
 from ..codec import reference as codec_reference
 from ..codec.balance import channel_scales
+from ..compat import outside_autocast
 from ..config import TurboQuantConfig
 from ..tensors.attention import AttentionOptions, supports_sdpa
 from ..tensors.blocks import BLOCK, ChannelScales, KeyValue, PackedBlocks

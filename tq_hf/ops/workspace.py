@@ -27,8 +27,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..compat import current_raw_stream
-from ..inference_mode import outside_inference_mode
+from ..compat import current_raw_stream, outside_inference_mode
 
 
 @dataclass(frozen=True)

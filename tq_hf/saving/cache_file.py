@@ -20,8 +20,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from ..compat import outside_inference_mode
 from ..config import PRESETS, SETTLED, TurboQuantConfig
-from ..inference_mode import outside_inference_mode
 from ..layers.compressed import TurboQuantLayer
 from ..layers.rollback import held_lengths
 from . import fingerprint, safetensors_file

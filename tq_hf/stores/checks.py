@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..autocast import autocast_dtype
+from ..compat import autocast_dtype
 from ..tensors.blocks import KeyValue
 from ..tensors.layer import RowKind
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
 from ..tensors.blocks import KeyValue, PackedBlocks
 from ..tensors.layer import LayerTensors, StepView, StoreView

@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from ..compat import mark_static_address
+from ..compat import mark_static_address, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..inference_mode import outside_inference_mode
 from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.blocks import KeyValue

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..inference_mode import outside_inference_mode
+from ..compat import outside_inference_mode
 from .blocks import BLOCK, KeyValue
 
 

@@ -35,8 +35,8 @@ import torch
 from ...codec.codebook import levels
 from ...codec.packing import PLANES, QUARTERS, ROWS
 from ...codec.rotation import rotate_back, rotation_matrix
+from ...compat import cached_table
 from ...config import TurboQuantConfig
-from ...inference_mode import cached_table
 from ...tensors.blocks import PackedBlocks
 from ...tensors.layer import StoreView
 

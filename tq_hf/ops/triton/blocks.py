@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 
 from ...codec.rotation import rotation_matrix
+from ...compat import outside_inference_mode
 from ...config import INNER, TurboQuantConfig
-from ...inference_mode import outside_inference_mode
 from ...layout import BlockLayout
 from ...tensors.attention import AttentionOptions
 from ...tensors.blocks import ChannelScales, KeyValue, PackedBlocks
