@@ -17,7 +17,7 @@ from .balance import Balance
 from .cache import TurboQuantCache
 from .compat import report_untested
 from .config import PRESETS, TurboQuantConfig
-from .graph_decoding.loop import graph_decoding
+from .graph_decoding import graph_decoding
 from .layers.compressed import TurboQuantLayer
 from .layout import BlockLayout
 from .memory import MemoryFootprint

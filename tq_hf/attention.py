@@ -14,7 +14,7 @@ from .layers.handle import LazyStates, observe_queries, resolve
 from .ops import dispatch
 from .ops.triton import blocks as triton_blocks
 from .stores import graph_ops
-from .stores.checks import check_room
+from .stores.base import check_room
 from .tensors.attention import AttentionOptions
 from .tensors.layer import StepView, is_first
 

@@ -34,7 +34,7 @@ from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
 from .saving import pickling
 from .saving.cache_file import load_cache, save_cache
-from .stores.checks import check_states, widened
+from .stores.base import check_states, widened
 
 logger = logging.get_logger(__name__)
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    ContinuousBatchingConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import tq_hf
 from tests.support.batching_cases import Session, greedy, model_of, options, prompts
@@ -33,6 +39,37 @@ def test_models_with_other_layers_are_refused(family: str, words: str) -> None:
     assert family in CONFIGS
     with pytest.raises(ValueError, match=f"{words}.*TurboQuantCache"):
         TurboQuantBatching(build(family))
+
+
+def gemma4(**sizes: Any) -> Gemma4ForCausalLM:
+    """Two layers, as Gemma 4 mixes them: heads of full attention are wider than those of sliding windows."""
+    shape = dict(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    shape |= dict(vocab_size=64, vocab_size_per_layer_input=64, hidden_size_per_layer_input=16, pad_token_id=0)
+    kinds = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=32)
+    return Gemma4ForCausalLM(Gemma4TextConfig(**(shape | kinds | dict(head_dim=16, global_head_dim=32) | sizes)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({}, "heads of 16 and 32 channels"),
+        (dict(global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True), "number of KV heads"),
+    ],
+    ids=["widths", "heads"],
+)
+def test_heads_that_differ_by_layer_are_refused_at_the_start(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=f"Gemma4ForCausalLM has .*{words} in different layers.*TurboQuantCache"):
+        TurboQuantBatching(gemma4(**sizes))
+
+
+def test_heads_wider_than_the_kernels_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", head_dim=320)
+    TurboQuantBatching(model, balance=False)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    with pytest.raises(ValueError, match="heads of 320 channels, and kernels read pages of up to 256"):
+        TurboQuantBatching(model, balance=False)
 
 
 def test_models_of_sliding_windows_only_are_refused() -> None:

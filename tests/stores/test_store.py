@@ -30,8 +30,7 @@ from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.growth import Fixed
+from tq_hf.stores.growing import Fixed, GrowingStore
 from tq_hf.tensors.residual import Residual
 
 

@@ -25,8 +25,7 @@ from tests.support.store_cases import SIZES, configs
 from tq_hf import PRESETS, TurboQuantConfig, TurboQuantLayer
 from tq_hf.layers.handle import LazyStates, resolve
 from tq_hf.ops import dispatch
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.growth import GROWTH
+from tq_hf.stores.growing import GROWTH, GrowingStore
 
 # Sizes and work
 

@@ -12,8 +12,7 @@ from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantize, encode
 from tq_hf.config import SETTLED
-from tq_hf.stores.growing import GrowingStore
-from tq_hf.stores.growth import GROW, Growth
+from tq_hf.stores.growing import GROW, GrowingStore, Growth
 from tq_hf.stores.preallocated import PreallocatedStore
 from tq_hf.tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 

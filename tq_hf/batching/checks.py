@@ -15,10 +15,11 @@ from ..compat import takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.sliding import SlidingLayer
+from ..ops.triton.blocks import MAX_HEAD_DIM
 from ..tensors.blocks import BLOCK
 
 STOCK_PAGE_SIZE = ContinuousBatchingConfig.page_size
-_INSTEAD = "Use `generate()` with a `TurboQuantCache`."
+INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
@@ -58,17 +59,17 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
     """Raise a `ValueError` if a model has layers that pages cannot hold, or none that can be packed."""
     name, decoder = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {_INSTEAD}")
+        raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
     if getattr(decoder, "kv_lora_rank", None):
-        raise ValueError(f"{name} has latent attention (MLA), which pages cannot hold yet. {_INSTEAD}")
+        raise ValueError(f"{name} has latent attention (MLA), which pages cannot hold yet. {INSTEAD}")
     kinds = sorted(set(getattr(decoder, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
     if kinds:
         raise ValueError(
             f"{name} has layers of the kind {', '.join(kinds)}, and pages hold full attention and sliding windows "
-            f"only. {_INSTEAD}"
+            f"only. {INSTEAD}"
         )
     if not takes_attention_functions(type(decoder)):
-        raise ValueError(f"{name} computes attention itself, so it cannot read pages. {_INSTEAD}")
+        raise ValueError(f"{name} computes attention itself, so it cannot read pages. {INSTEAD}")
     layers = TurboQuantCache(model.config, config).layers
     if layers and all(type(layer) is SlidingLayer for layer in layers):
         raise ValueError(
@@ -78,7 +79,8 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
     other = [type(layer).__name__ for layer in layers if type(layer) not in (TurboQuantLayer, SlidingLayer)]
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
-        raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {_INSTEAD}")
+        raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
+    _check_heads(model, name)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(
@@ -87,12 +89,33 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
         )
 
 
+def _check_heads(model: Any, name: str) -> None:
+    """Raise a `ValueError` if pages cannot hold a model's heads: they have one width, and as many in every layer."""
+    attention = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "head_dim")]
+    widths = sorted({module.head_dim for module in attention})
+    rows = {module.k_proj.out_features for module in attention if hasattr(module, "k_proj")}
+    if len(widths) > 1 or len(rows) > 1:
+        differ = " and ".join(map(str, widths)) + " channels" if len(widths) > 1 else "another number of KV heads"
+        raise ValueError(f"{name} has heads of {differ} in different layers, and pages hold one size. {INSTEAD}")
+    values = {getattr(module, "v_head_dim", module.head_dim) for module in attention}
+    if values - set(widths):
+        raise ValueError(
+            f"{name} has keys of {widths[0]} and values of {values.pop()} channels, and pages hold equal ones. "
+            f"{INSTEAD}"
+        )
+    if model.device.type == "cuda" and widths and widths[0] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} has heads of {widths[0]} channels, and kernels read pages of up to {MAX_HEAD_DIM}: every step "
+            f"would be computed in torch, request by request. {INSTEAD}"
+        )
+
+
 def check_generation(config: GenerationConfig) -> None:
     """Raise a `ValueError` if answers are asked for in a way that continuous batching does not generate them."""
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"`num_beams` is {config.num_beams}: continuous batching samples or decodes greedily, without beams. "
-            f"{_INSTEAD}"
+            f"{INSTEAD}"
         )
 
 

@@ -1,1 +1,5 @@
-"""A decoding loop for `generate(custom_generate=...)`, whose step is one CUDA graph."""
+"""A decoding loop whose step is one CUDA graph."""
+
+from .loop import graph_decoding
+
+__all__ = ["graph_decoding"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
 from ..compat import (
@@ -41,9 +42,6 @@ from ..layers.compressed import TurboQuantLayer
 from ..layers.sliding import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
 from .step import LateFlags, Masks, StepTensors, map_masks, mask_tensors, show_newest
-
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
 
 READ_SCORES_ONLY = (
     processors.EpsilonLogitsWarper,

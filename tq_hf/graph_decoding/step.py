@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
+from transformers.generation.streamers import BaseStreamer
 
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 

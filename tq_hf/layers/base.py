@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..stores.checks import check_same, widened
+from ..stores.base import check_same, widened
 from ..tensors.blocks import KeyValue
 
 

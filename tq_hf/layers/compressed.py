@@ -12,8 +12,7 @@ from transformers import PreTrainedConfig
 from ..compat import attention_implementation, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..stores.base import LayerStore
-from ..stores.checks import check_room, check_states, widened
+from ..stores.base import LayerStore, check_room, check_states, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..tensors.blocks import ChannelScales, KeyValue

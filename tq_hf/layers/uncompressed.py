@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from ..compat import outside_inference_mode
-from ..stores.checks import check_room
+from ..stores.base import check_room
 from .base import FullAttentionLayer, check_crop
 
 

@@ -11,8 +11,7 @@ from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..stores.base import Counts
-from ..stores.growing import GrowingStore
-from ..stores.growth import GROW, Fixed
+from ..stores.growing import GROW, Fixed, GrowingStore
 from ..tensors.blocks import ChannelScales, KeyValue
 from .expected import Expected, exactly
 from .safetensors_file import typed

@@ -25,10 +25,8 @@ from ..ops.triton import blocks as triton_blocks
 from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import KeyValue
 from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
-from .base import Counts
-from .checks import check_room
-from .growing import GrowingStore
-from .growth import Fixed
+from .base import Counts, check_room
+from .growing import Fixed, GrowingStore
 
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

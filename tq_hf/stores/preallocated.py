@@ -33,10 +33,8 @@ from ..tensors.blocks import KeyValue
 from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
 from ..tensors.residual import Residual
 from . import graph_ops
-from .base import Counts, LayerStore
-from .checks import check_fits, check_room
-from .growing import GrowingStore
-from .growth import Fixed
+from .base import Counts, LayerStore, check_fits, check_room
+from .growing import Fixed, GrowingStore
 
 
 class PreallocatedStore(LayerStore):

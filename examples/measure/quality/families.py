@@ -2,6 +2,7 @@
 
 python -m examples.measure.quality.families              # half an hour on two cores
 python -m examples.measure.quality.families llama doge   # these anew, the rest from families.json
+python -m examples.measure.quality.families sizes        # published sizes, two minutes; "page": neither, only the page
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from examples.measure.quality import published_sizes
 from examples.measure.quality.family_check import NOT_TESTABLE, Finding, Outcome, examine
 from examples.measure.quality.family_configs import model_types
 from examples.provenance import RESULTS
@@ -36,7 +38,9 @@ def main(only: list[str]) -> None:
     torch.set_num_threads(1)
     kept = RESULTS / "families.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    for model_type in model_types() if not only else [name for name in only if name != "page"]:
+    if not only or "sizes" in only:
+        published_sizes.measure()
+    for model_type in model_types() if not only else [name for name in only if name not in ("page", "sizes")]:
         if model_type in NOT_TESTABLE:
             found.pop(model_type, None)
             continue
@@ -86,7 +90,7 @@ def table(findings: list[Finding]) -> str:
         )
     lines += ["", "## Not testable here", "", "| family | why |", "| --- | --- |"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(NOT_TESTABLE.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + published_sizes.section(published_sizes.read())) + "\n"
 
 
 if __name__ == "__main__":

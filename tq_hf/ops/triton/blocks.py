@@ -44,11 +44,16 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def supports_layout(layout: BlockLayout) -> bool:
+    """Whether kernels read blocks of this layout: with rotated values and key means, which an `Ablation` may leave out,
+    and heads that fit."""
+    fits = max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+    return fits and layout.rotated_values and layout.key_mean
+
+
 def supports_blocks(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels read blocks of this layout, for states of this tensor's device and dtype: with rotated values and
-    key means. Torch computes what an `Ablation` leaves out."""
-    fits = layout.rotated_values and layout.key_mean
-    return fits and max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM and supports_states(tensor)
+    """`supports_layout`, for states of this tensor's device and dtype."""
+    return supports_layout(layout) and supports_states(tensor)
 
 
 def supports_encode(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
