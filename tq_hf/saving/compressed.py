@@ -11,7 +11,7 @@ from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..stores.base import Counts
-from ..stores.growing import GROW, Fixed, GrowingStore
+from ..stores.growing import GrowingStore
 from ..tensors.blocks import ChannelScales, KeyValue
 from .expected import Expected, exactly
 from .safetensors_file import typed
@@ -81,8 +81,7 @@ def expect(
         raise ValueError(f"Layer {index} holds {counts}, which is impossible for {tokens} tokens: damaged.")
     try:
         # Sizes from the store itself, without memory.
-        growth = GROW if room is None else Fixed(room)
-        store = GrowingStore.allocate(config, keys.to("meta"), values.to("meta"), growth)
+        store = GrowingStore.allocate(config, keys.to("meta"), values.to("meta"), room)
     except RuntimeError as error:
         raise ValueError(f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged.") from None
     size = sum(tensor.nbytes for tensors in store.by_kind().values() for tensor in tensors)

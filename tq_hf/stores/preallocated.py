@@ -34,7 +34,7 @@ from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, S
 from ..tensors.residual import Residual
 from . import graph_ops
 from .base import Counts, LayerStore, check_fits, check_room
-from .growing import Fixed, GrowingStore
+from .growing import GrowingStore
 
 
 class PreallocatedStore(LayerStore):
@@ -71,7 +71,7 @@ class PreallocatedStore(LayerStore):
         cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
     ) -> PreallocatedStore:
         """Room for `max_cache_len` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`."""
-        tensors = GrowingStore.allocate(config, keys, values, Fixed(max_cache_len)).tensors
+        tensors = GrowingStore.allocate(config, keys, values, max_cache_len).tensors
         # A model on the meta device has its counts on the CPU, where they are numbers.
         device = torch.device("cpu") if keys.is_meta else keys.device
         counts = DeviceCounts(
@@ -99,24 +99,28 @@ class PreallocatedStore(LayerStore):
         return graph_ops.tokens_held(self.counts)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
-        """See `LayerStore.append`. One token waits for attention, which appends it without lengths on the host, so that
-        it compiles."""
-        self.encode_deferred()
+        """See `LayerStore.append`."""
+        if self._newest.states is not None or self._appending is not None:
+            self.encode_deferred()
         row = self.tensors.row
         if (
-            keys.shape != row.keys
-            or values.shape != row.values
-            or not keys.dtype == values.dtype == row.dtype
-            or not keys.device == values.device == row.device
+            keys.shape == row.keys
+            and values.shape == row.values
+            and keys.dtype == values.dtype == row.dtype
+            and keys.device == values.device == row.device
         ):
-            check_fits(keys, values, row)
-            return self._append_many(keys, values, defer)
+            return self._append_token(keys, values)
+        check_fits(keys, values, row)
+        return self._append_tokens(keys, values, defer)
+
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> StepView:
+        """A decode step. Attention appends the token, without lengths on the host, so that the step compiles."""
         if torch.compiler.is_compiling():
             self.num_held = None
         else:
-            held = int(self.length) if self.num_held is None else self.num_held
-            check_room(1, held, self.max_cache_len)
-            self.num_held = held + 1
+            tokens = int(self.length) if self.num_held is None else self.num_held
+            check_room(1, tokens, self.max_cache_len)
+            self.num_held = tokens + 1
         self._newest.states = keys, values
         return self._step_view()
 
@@ -132,7 +136,8 @@ class PreallocatedStore(LayerStore):
         )
 
     @outside_inference_mode
-    def _append_many(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
+    def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
+        """A prompt or several tokens, with counts on the host: by the methods of a `GrowingStore`."""
         store = self.as_growing()
         # Of its own: what is returned reads the old rows, and outlives the writing back.
         store.residual = store.residual.copied(store.residual.capacity)
@@ -163,7 +168,7 @@ class PreallocatedStore(LayerStore):
         """A store over the same tensors, with counts on the host. Waits for the device."""
         self.encode_deferred()
         counts = Counts(*self.state.tolist())
-        return GrowingStore(self.tensors, counts, Fixed(self.max_cache_len), self.scales_are_fixed)
+        return GrowingStore(self.tensors, counts, self.max_cache_len, self.scales_are_fixed)
 
     @outside_inference_mode
     def _take(self, store: GrowingStore) -> None:

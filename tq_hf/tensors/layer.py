@@ -47,6 +47,8 @@ class LayerTensors:
     ring: KeyValue
     row: RowKind = field(init=False, repr=False)
     """What one token's keys and values are like."""
+    layout: BlockLayout = field(init=False, repr=False)
+    """Sizes of a block."""
     launches: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     """What a backend has made for these tensors. It knows their addresses, so it dies with this object and no copy has
     it. (A weak dictionary in the backend would do, but Dynamo compiles anew whenever its length changes.)"""
@@ -56,15 +58,11 @@ class LayerTensors:
         (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
         row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
         object.__setattr__(self, "row", row)
+        object.__setattr__(self, "layout", self.blocks.layout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without launches, which know the addresses of these tensors, not of their copies.
         return LayerTensors, (self.config, self.blocks, self.sinks, self.ring)
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Sizes of a block."""
-        return self.blocks.layout
 
     @property
     def batch_size(self) -> int:
@@ -129,7 +127,7 @@ class StoreView(NamedTuple):
         num_blocks: Number of packed blocks read, the first ones.
         num_residual: Number of residual rows read, those that follow the blocks; they end with the new tokens unless
             `new` holds those.
-        past_length: Tokens cached before this call.
+        past_length: Tokens cached before this call. Of a first call, 0, its own states are all there is to read.
         late: The newest residual row, if it may not be in its ring yet.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
             made them.
@@ -221,10 +219,3 @@ class StepView(NamedTuple):
     length: int
     num_held: int | None
     newest: NewestToken
-
-
-def is_first(view: StoreView | StepView) -> bool:
-    """Whether nothing was cached before this call: its own states are all there is to read. Never of a `StepView`: even
-    a prompt of one token is read from the store."""
-    # Not a property: of a named tuple, Dynamo of torch 2.9 traces none.
-    return isinstance(view, StoreView) and view.past_length == 0
