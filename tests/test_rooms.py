@@ -1,5 +1,4 @@
-"""The rooms of the two packages: imports go down, never up; no file has more than 600 lines; one has private names of
-others."""
+"""The rooms of the two packages: imports go down, never up; what a file and a function may have."""
 
 from __future__ import annotations
 
@@ -58,6 +57,17 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 def test_no_file_has_more_than_600_lines(folder: Path) -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
     assert [name for name, lines in lengths.items() if lines > 600] == []
+
+
+def test_no_function_has_more_than_ten_parameters() -> None:
+    """Of the package; a kernel's launch may have more."""
+    counts = {}
+    for path in FOLDERS["tq_hf"].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                parameters = [node for node in ast.walk(node.args) if isinstance(node, ast.arg)]
+                counts[f"{path.name} {getattr(node, 'name', 'lambda')}"] = len(parameters)
+    assert counts and {name: count for name, count in counts.items() if count > 10} == {}
 
 
 def private_names(path: Path) -> tuple[set[str], set[str]]:

@@ -406,3 +406,16 @@ def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held
     assert_unchanged(store, before)
     store.append(*states(25, tokens=300 - held))
     assert store.length == 300
+
+
+def test_a_call_that_fails_after_a_deferred_prompt_leaves_the_prompt(monkeypatch):
+    """Which is encoded by then: the residual is another one."""
+    config, prompt = all_packed(), states(1, tokens=300)
+    expected, store = filled(config, prompt), GrowingStore.allocate(config, *prompt)
+    store.append(*prompt, defer=True)
+    assert store.is_deferred
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(store, "_append_tokens", mock.Mock(side_effect=RuntimeError("no memory")))
+        store.append(*states(2, tokens=5))
+    assert store.length == 300 and store.counts == expected.counts
+    assert_same(dispatch.dense(store.view()), dispatch.dense(expected.view()))

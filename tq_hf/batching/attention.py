@@ -26,8 +26,6 @@ def turboquant_paged_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -41,9 +39,8 @@ def turboquant_paged_attention(
         attention_mask: None: the lengths of requests say what is attended to.
         dropout: Not supported.
         scaling: Factor of the logits, by default `D ** -0.5`.
-        softcap: Tanh cap of the logits.
-        s_aux: Learned sink logits `[Hq]`.
         cache: The pages.
+        **kwargs: `softcap` and `s_aux`, see `AttentionOptions`; the lengths of requests.
 
     Returns:
         `[1, T, Hq, D]` and `None`.
@@ -65,7 +62,8 @@ def turboquant_paged_attention(
             "Use `generate()` with a `TurboQuantCache`."
         )
     layer: Any = module.layer_idx
-    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, s_aux=s_aux)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scaling, softcap=kwargs.pop("softcap", None), s_aux=kwargs.pop("s_aux", None))
     return cache.attend(layer, query, key, value, kwargs, options), None
 
 
