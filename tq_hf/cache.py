@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import weakref
 from copy import deepcopy
+from dataclasses import fields
+from functools import partial
 from types import NoneType
 from typing import Any, Literal
 
@@ -24,15 +27,12 @@ from .balance import Balance
 from .compat import asked_by_prefill, has_attention_heads, outside_inference_mode, takes_attention_functions
 from .config import TurboQuantConfig, is_auto
 from .layers.base import FullAttentionLayer, like_held
-from .layers.compressed import TurboQuantLayer
-from .layers.first_prompt import FirstPrompt
+from .layers.compressed import FirstPrompt, TurboQuantLayer
+from .layers.dense import PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
 from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
-from .layers.sliding import PreallocatedSlidingLayer, SlidingLayer
-from .layers.uncompressed import PreallocatedLayer
 from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
-from .saving import pickling
 from .saving.cache_file import load_cache, save_cache
 from .stores.base import check_states, widened
 
@@ -200,7 +200,28 @@ class TurboQuantCache(DynamicCache):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickling.reduce(self)
+        if any(map(_is_filled, self.layers)):
+            raise pickle.PicklingError(
+                "A TurboQuantCache that has been filled cannot be pickled, only an empty one. Write it to a file with "
+                "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."
+            )
+        model_config = self.model_config()
+        if model_config is None:
+            raise pickle.PicklingError("The config this cache was made from no longer exists; make a new cache.")
+        options: dict[str, Any] = {"preset": self.config}
+        if self.undecided:
+            chosen = {"preset", "key_bits", "value_bits"}
+            options = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
+            options = {name: value for name, value in options.items() if name not in chosen} | {"preset": "auto"}
+        scales = {
+            index: layer.channel_scales.map(torch.Tensor.cpu)  # whoever reads it may have no GPU
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, TurboQuantLayer) and layer.channel_scales is not None
+        }
+        if scales:
+            options["balance"] = Balance(scales)
+        options |= {"max_cache_len": self.preallocated_for, "offloading": self.offloading}
+        return partial(type(self), **options), (model_config,)
 
     @property
     def is_compileable(self) -> bool:
@@ -409,3 +430,8 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
                 layer.shows_room = True
+
+
+def _is_filled(layer: Any) -> bool:
+    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
+    return getattr(layer, "is_initialized", False) or any(any(one.values()) for one in states)

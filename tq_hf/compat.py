@@ -1,5 +1,5 @@
 """The border to torch and transformers: their private names, each with the versions it was read in, the versions this
-package was run with, inference mode and autocast. `tq_kernels.common.compat` has what the kernels' host side uses."""
+package was run with, inference mode and autocast. `tq_kernels.common.device` has what the kernels' host side uses."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, LlamaConfig
 from tests.support.batching_cases import Session, greedy, mixed, model_of, options, paged, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.batching import paged_cache
-from tq_hf.batching.memory_handler import TurboQuantMemory
+from tq_hf.batching.paged_cache import TurboQuantMemory
 from tq_hf.ops.sliding_pages import WINDOW_BYTES
 
 

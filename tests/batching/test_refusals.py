@@ -203,7 +203,7 @@ def finished(session: Session, count: int) -> dict[str, Any]:
     """So many finished requests."""
     found: dict[str, Any] = {}
     while len(found) < count:
-        result = session.manager.get_result(timeout=30)
+        result = session.manager.get_result()
         assert result is not None
         if result.is_finished():
             found[result.request_id] = result

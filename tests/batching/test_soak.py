@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import defaultdict
 from typing import Any
 
 import psutil
@@ -19,37 +18,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Oracle, Session, Tokens, greedy, mixed, model_of
-from tq_hf.batching.paged_cache import TurboQuantPagedCache
+from tests.support.batching_cases import Log, Oracle, Session, Tokens, greedy, mixed, model_of
 
 NEAR = 0.05
 """So far may a token's logit be below the largest: rounding differs between batches, and now and then moves a code."""
-
-
-class Log:
-    """The steps of every request, `(past, new)`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for name in ("extend_read_and_write_indices", "fill_block_table"):
-            real = getattr(TurboQuantPagedCache, name)
-
-            def noted(cache: Any, request: str, past: int, new: int, *args: Any, real: Any = real) -> None:
-                self.steps[request].append((past, new))
-                real(cache, request, past, new, *args)
-
-            monkeypatch.setattr(TurboQuantPagedCache, name, noted)
-
-    def lives(self, request: str) -> list[list[tuple[int, int]]]:
-        """The steps from each start of a request: one more than it was preempted."""
-        lives: list[list[tuple[int, int]]] = []
-        end = -1
-        for past, new in self.steps[request]:
-            if past != end:
-                lives.append([])
-            lives[-1].append((past, new))
-            end = past + new
-        return lives
 
 
 def replay(oracle: Oracle, prompt: Tokens, answer: Tokens, lives: list[list[tuple[int, int]]]) -> int:

@@ -119,13 +119,14 @@ def test_a_model_of_another_dtype_is_refused_by_a_used_cache(name, attention, li
 
 
 @pytest.mark.parametrize("skipped", [(), (0,)])
+@pytest.mark.parametrize("limit", [None, 300])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_model_on_another_device_is_refused_by_a_used_cache(name, skipped):
-    """Of a preallocated cache transformers would read the length on the meta device."""
-    model, cache = used(name, "turboquant", skip_layers=skipped)
+def test_a_model_on_another_device_is_refused_by_a_used_cache(name, limit, skipped):
+    """Before several tokens transformers would read the length of a preallocated cache on the meta device."""
+    model, cache = used(name, "turboquant", max_cache_len=limit, skip_layers=skipped)
     before = held(cache)
     model.to("meta")
-    for count in (1, 5):
+    for count in (1, 5) if limit is None else (1,):
         with pytest.raises(ValueError, match="device cpu, but was given keys with device meta.*reset"):
             model(tokens(count).to("meta"), past_key_values=cache)
     assert all(torch.equal(now, then) for now, then in zip(held(cache), before, strict=True))

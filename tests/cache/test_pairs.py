@@ -7,6 +7,7 @@ sentence in `refused`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
@@ -59,10 +60,16 @@ def model() -> PreTrainedModel:
     return model
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", autouse=True)
 def compiler():
+    """All cells share what is compiled, whose guards tell them apart: a cell for itself would compile for ten seconds.
+    None falls back to code that is not compiled. Engines collect garbage whenever they stop; what is there before need
+    not be gone through every time."""
     torch._dynamo.reset()
-    yield
+    gc.freeze()
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        yield
+    gc.unfreeze()
     torch._dynamo.reset()
 
 
@@ -170,7 +177,7 @@ def found_in_pages(model: PreTrainedModel, prompt: str, way: str) -> Tokens:
 
 
 @pytest.mark.parametrize("holder, prompt, way", CELLS, ids=["-".join(cell) for cell in CELLS])
-def test_tokens_are_those_of_plain_calls(model, monkeypatch, compiler, holder, prompt, way) -> None:
+def test_tokens_are_those_of_plain_calls(model, monkeypatch, holder, prompt, way) -> None:
     if way == "graph_decoding":
         record_graphs(monkeypatch)
     if (sentence := refused(holder, prompt, way)) is not None:

@@ -13,7 +13,6 @@ from tq_kernels.codec import launch as codec
 from tq_kernels.common.launcher import Kernel
 from tq_kernels.decode import launch_paged as paged
 from tq_kernels.prefix import launch as prefix
-from tq_kernels.prefix import prompts
 
 from tests.support.helpers import all_packed, states
 from tests.support.kernel_cases import INTERPRETED
@@ -31,7 +30,6 @@ CONFIG = all_packed()
 KERNELS = {
     codec: ("ENCODE", "DEQUANTISE"),
     prefix: ("ATTEND", "MERGE"),
-    prompts: ("ATTEND",),
     paged: ("ROTATE", "SPLIT", "REDUCE", "ENCODE", "APPEND"),
 }
 
@@ -150,9 +148,8 @@ def test_a_merge_over_pages_is_not_that_of_one_batch(log) -> None:
         (prefix.ATTEND, None),
         (prefix.ATTEND_FRAGMENTS, None),
         (prefix.MERGE, set()),
-        (prompts.ATTEND, None),
     ],
-    ids=["encode", "dequantize", "attend", "attend on Turing", "merge", "attend over pages"],
+    ids=["encode", "dequantize", "attend", "attend on Turing", "merge"],
 )
 def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: set[str] | None) -> None:
     """The key has strides; whatever else is a number must not be specialised."""

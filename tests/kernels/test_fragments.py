@@ -11,7 +11,6 @@ from tq_kernels.decode import launch as decode_launch
 from tq_kernels.decode import launch_paged as paged_launch
 from tq_kernels.prefix import (
     launch,
-    prompts,
 )
 
 from tests.support.kernel_cases import (
@@ -57,7 +56,7 @@ if INTERPRETED:
     @pytest.fixture(autouse=True)
     def on_turing(monkeypatch: pytest.MonkeyPatch) -> None:
         turing = dataclasses.replace(decode_launch.target(torch.device("cpu")), capability=(7, 5))
-        for module in (decode_launch, launch, paged_launch, prompts):
+        for module in (decode_launch, launch, paged_launch):
             monkeypatch.setattr(module, "target", lambda device: turing)
 
     @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from tq_kernels.common import compat, launcher
+from tq_kernels.common import device as compat
+from tq_kernels.common import launcher
 from tq_kernels.decode import launch
 
 from tests.support.helpers import all_packed, assert_same, concatenated, filled, rows, states

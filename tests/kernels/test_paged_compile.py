@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tq_kernels.codec.encode_paged import encode_completed
+from tq_kernels.codec.encode import encode_completed
 from tq_kernels.decode.append_paged import append_tails, rotate_and_append_single
 from tq_kernels.decode.reduce import reduce_splits_paged
-from tq_kernels.decode.split_paged import decode_split_paged
+from tq_kernels.decode.split import decode_split_paged
 from tq_kernels.prefix.windows import window_attention
 
 from examples.measure.compile.builds import (

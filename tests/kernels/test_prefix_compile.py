@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tq_kernels.prefix.launch import PrefixConfig, prefix_config, prefix_splits
-from tq_kernels.prefix.rows import merge_splits
+from tq_kernels.prefix.tiles import merge_splits
 
 from examples.measure.compile.builds import build_prefix
 from examples.measure.compile.sass import SHARED, build, disassemble, target_of

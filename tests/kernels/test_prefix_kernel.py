@@ -171,7 +171,7 @@ def test_long_contexts_on_a_gpu(preset: str, S: int, padded: bool) -> None:
 @gpu
 def test_nothing_is_compiled_while_a_cache_grows() -> None:
     from tq_kernels.prefix.attention import prefix_attention
-    from tq_kernels.prefix.rows import merge_splits
+    from tq_kernels.prefix.tiles import merge_splits
 
     device = torch.device("cuda", 0)
 

@@ -9,7 +9,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicSlidingW
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
-from tq_hf.layers.sliding import PreallocatedSlidingLayer, SlidingLayer
+from tq_hf.layers.dense import PreallocatedSlidingLayer, SlidingLayer
 
 WINDOW = 16
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.adapters import Lora, change
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.saving import fingerprint
@@ -15,40 +16,11 @@ from tq_hf.saving import fingerprint
 IDS = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
 
 
-class Lora(torch.nn.Module):
-    """What PEFT puts in a layer's place, as far as a fingerprint looks at it."""
-
-    def __init__(self, base_layer: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        generator = torch.Generator().manual_seed(1)
-        self.lora_A = torch.nn.ParameterDict()
-        for name in ("first", "second"):
-            self.lora_A[name] = 0.1 * torch.randn(base_layer.weight.shape, generator=generator)
-        self.scaling = {"first": 1.0, "second": 1.0}
-        self.active_adapters = ["first"]
-        self.merged_adapters: list[str] = []
-        self.disable_adapters = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        active = [] if self.disable_adapters else self.active_adapters
-        added = (self.scaling[name] * (x @ self.lora_A[name].T) for name in active)
-        return self.base_layer(x) + sum(added)
-
-
 def adapted() -> Any:
     model = build("llama")
     model.set_attn_implementation("turboquant")
     for layer in model.model.layers:
         layer.self_attn.k_proj = Lora(layer.self_attn.k_proj)
-    return model
-
-
-def change(model: Any, **attributes: Any) -> Any:
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        if isinstance(module, Lora):
-            vars(module).update(copy.deepcopy(attributes))
     return model
 
 
@@ -118,8 +90,14 @@ def test_adapters_of_peft(tmp_path):
         TurboQuantCache.load(path, model)
 
 
-def test_prefix_tuning_is_refused_in_a_sentence():
+def test_prefix_tuning_leaves_a_cache_aside_or_is_refused_in_a_sentence():
+    """As PEFT does since 0.21 with every cache, and as it asked for before."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("llama"), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(AttributeError, match="PEFT asks for it in prefix tuning.*without `past_key_values`"):
-        model.generate(input_ids=IDS, past_key_values=TurboQuantCache(model.config), max_new_tokens=2)
+    cache, options = TurboQuantCache(model.config), dict(input_ids=IDS, max_new_tokens=2, do_sample=False)
+    try:
+        found = model.generate(past_key_values=cache, **options)
+    except AttributeError as error:
+        assert re.search("PEFT asks for it in prefix tuning.*without `past_key_values`", str(error))
+    else:
+        assert cache.get_seq_length() == 0 and torch.equal(found, model.generate(**options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,6 +156,32 @@ class Steps:
 
     def kinds(self) -> set[str]:
         return {kind for kind, _, _ in self.seen}
+
+
+class Log:
+    """The steps of every request, `(past, new)`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for name in ("extend_read_and_write_indices", "fill_block_table"):
+            real = getattr(TurboQuantPagedCache, name)
+
+            def noted(cache: Any, request: str, past: int, new: int, *args: Any, real: Any = real) -> None:
+                self.steps[request].append((past, new))
+                real(cache, request, past, new, *args)
+
+            monkeypatch.setattr(TurboQuantPagedCache, name, noted)
+
+    def lives(self, request: str) -> list[list[tuple[int, int]]]:
+        """The steps from each start of a request: one more than it was preempted."""
+        lives: list[list[tuple[int, int]]] = []
+        end = -1
+        for past, new in self.steps[request]:
+            if past != end:
+                lives.append([])
+            lives[-1].append((past, new))
+            end = past + new
+        return lives
 
 
 class Stream:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, __version__
 from tq_hf.tools import cli
+from tq_hf.tools.chat import Printer
 from tq_hf.tools.estimate import Estimator
-from tq_hf.tools.terminal import Printer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -14,7 +14,7 @@ from ..cache import TurboQuantCache
 from ..compat import takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..layers.sliding import SlidingLayer
+from ..layers.dense import SlidingLayer
 from ..ops.triton.blocks import MAX_HEAD_DIM
 from ..tensors.blocks import BLOCK
 

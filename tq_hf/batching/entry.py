@@ -99,7 +99,8 @@ class TurboQuantBatching(ContinuousMixin):
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
     ) -> TurboQuantBatchingManager:
-        """A manager, or the one kept from the last session (`persistent_manager=True`) if it generates as asked for.
+        """A manager, or the one kept from the last session (`persistent_manager=True`) if it generates as asked for
+        and the model's weights and adapters are the same.
 
         Args:
             generation_config: By default the model's.
@@ -115,7 +116,7 @@ class TurboQuantBatching(ContinuousMixin):
             generation_config.eos_token_id = -1  # the engine's way to say that no token ends an answer
         kept = getattr(self.model, _KEPT, None)
         if isinstance(kept, TurboQuantBatchingManager):
-            if kept.config == self.config and kept.generates_as(generation_config):
+            if kept.config == self.config and kept.generates_as(generation_config) and kept.can_go_on():
                 kept.switch_to_cb_friendly_attn(self.model)
                 self.model.eval()
                 return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
@@ -21,12 +23,121 @@ from ..compat import attention_of_parts, give_attention_back, outside_inference_
 from ..config import TurboQuantConfig
 from ..ops.backend import check_choice
 from ..ops.triton.pages import supports_paged_decode
+from ..saving import fingerprint
 from ..tensors.blocks import BLOCK
 from ..tensors.pages import rows_per_page
 from .attention import NAME
 from .checks import check_generation, check_graphs, check_model, paged_options
 from .paged_cache import TurboQuantPagedCache
-from .processor import TurboQuantBatchProcessor, scheduler_class
+
+
+def scheduler_class(name: str) -> Callable[..., Scheduler]:
+    """transformers' scheduler of that name, which refuses requests longer than the cache when they come."""
+    kind: Any = SCHEDULER_MAPPING.get(name, FIFOScheduler)
+
+    class CheckedScheduler(kind):
+        def add_waiting_request(self, state: RequestState) -> None:
+            self.cache.check_room(state)
+            super().add_waiting_request(state)
+
+    return CheckedScheduler
+
+
+class TurboQuantBatchProcessor(ContinuousBatchProcessor):
+    """transformers' processor, whose requests can fail without it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._wait_for_the_device()
+
+    def reset(self) -> None:
+        """Begin a session as if there had been none."""
+        super().reset()
+        self._wait_for_the_device()
+
+    def _wait_for_the_device(self) -> None:
+        """Wait for what is queued: the engine's streams do not.
+
+        Inputs are reset on the current stream, and those of a step are copied to them on another: where that came
+        first, a step was computed with zeros for its inputs. Pool and channel scales are on the current stream, too.
+        """
+        if self.cache.cache_tensor.is_cuda:
+            torch.cuda.synchronize(self.cache.cache_tensor.device)
+
+    def warmup(self, model: torch.nn.Module) -> None:
+        """Capture graphs, one after the other.
+
+        transformers copies the inputs of a warm-up to where the one before may still be reading its own. That is
+        harmless to attention that takes any page for its, and leads ours out of the pool.
+        """
+        runner: Any = self.model_runner
+        stream = self.inputs_and_outputs.compute_stream
+        warm_up = runner.run_one_warmup
+
+        def waited_for(*args: Any, **kwargs: Any) -> float:
+            seconds = warm_up(*args, **kwargs)
+            if stream is not None:
+                stream.synchronize()
+            return seconds
+
+        runner.run_one_warmup = waited_for
+        try:
+            super().warmup(model)
+        finally:
+            del runner.run_one_warmup
+
+    @property
+    def _inputs(self) -> ContinuousBatchingIOs:
+        """What the next step is written to."""
+        io = self.inputs_and_outputs
+        return io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
+
+    # A request of which only the last token is left is in a step without tokens before it is forked. transformers does
+    # not reckon with that: it forgets as many indices of the step before as there are tokens and reads as many as there
+    # are requests, and models cannot compute nothing.
+
+    def prepare_next_batch(self) -> bool:
+        """Choose the requests of the next step and write its inputs."""
+        self._inputs.logits_indices.zero_()
+        return super().prepare_next_batch()
+
+    def _generation_step(self, model: torch.nn.Module) -> None:
+        if self._inputs.num_q_tokens:
+            super()._generation_step(model)
+        else:
+            self.inputs_and_outputs.retrieve_device_outputs()
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        if isinstance(error, ValueError):
+            router: Any = self.output_router
+            router.refused[state.request_id] = str(error)
+        super()._handle_request_error(error, state)
+        # Somebody waits for its forks, too, which are not made yet.
+        for i in range(state.num_children):
+            child = RequestState(f"{state.request_id}__child#{i}", initial_tokens=state.initial_tokens)
+            self.output_router.fail_and_deliver(child, error)
+
+    def fail_step(self, error: Exception, in_step: bool) -> None:
+        """Fail the requests of a step that raised `error` and forget the step.
+
+        Args:
+            error: What they are told.
+            in_step: Whether the model was computing. If not, or if another step is under way, all active requests fail.
+        """
+        scheduler, io = self.scheduler, self.inputs_and_outputs
+        failed: dict[str, RequestState] = dict(scheduler.active_requests)
+        if in_step and isinstance(io, ContinuousBatchingIOs):
+            computed = {future.state.request_id for future in io.requests_in_batch}
+            failed = {name: state for name, state in failed.items() if name in computed}
+        for name, state in failed.items():
+            self._handle_request_error(error, state)
+            self.offloading_manager.free_request_cpu_cache(state)
+            scheduler.finish_request(name)
+        scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in failed]
+        scheduler.block_new_requests = False
+        io.reset()
+        self._wait_for_the_device()
+
 
 logger = logging.get_logger(__name__)
 
@@ -130,6 +241,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.config = config
         self.balance = balance
         self._computing = False
+        self._left: tuple[torch.device, dict[str, Any]] | None = None
+        """Where the model was at the end of the last session, whose pages are kept, and its fingerprint."""
         # transformers' `_original_attn_impl` is one name, that of the whole, and stays `None`.
         self._own_attention: list[tuple[PreTrainedConfig, str | None]] = []
         given = continuous_batching_config
@@ -160,6 +273,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Whether this manager answers as asked for. New tokens, which come with each request, may be fewer or more."""
         mine, asked = self.generation_config.to_dict(), generation_config.to_dict()
         return mine | {"max_new_tokens": None} == asked | {"max_new_tokens": None}
+
+    def can_go_on(self) -> bool:
+        """Whether the model is as it was at the end of the last session. Of other weights or adapters are other keys
+        and values, and other graphs."""
+        if self._left is not None:
+            device, identity = self._left
+            if self.model.device != device or fingerprint.identify(self.model) != identity:
+                return False
+            self._left = None  # read once a session
+        return True
 
     def _table_width(self, hints: WorkloadHints | None) -> int:
         """Pages of the longest request: as the hints say, at most what the model was made for."""
@@ -222,7 +345,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             super().warmup()
 
     def start(self) -> None:
-        """Start the background thread that generates."""
+        """Start the background thread that generates.
+
+        Raises:
+            ValueError: The model has changed since the last session, whose pages are kept.
+        """
+        if not self.can_go_on():
+            self._give_attention_back()  # which transformers' own `init_continuous_batching` has switched
+            raise ValueError(
+                "The model's weights, adapters, dtype or device have changed since this manager's last session, whose "
+                "pages and graphs it keeps. Make a new one: `destroy_cached_continuous_batching_manager()`, then "
+                "`init_continuous_batching()`."
+            )
         # `stop` gave the model its own attention back, and a kept manager may be started again.
         self.switch_to_cb_friendly_attn(self.model)
         super().start()
@@ -232,6 +366,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         super().stop(*args, **kwargs)
         self._wake_up_loop.set()
         self._give_attention_back()
+        if self.batch_processor is not None:
+            self._left = self.model.device, fingerprint.identify(self.model)
 
     # transformers' own, with the classes of cache, scheduler and processor replaced, which it names outright
     # (tests/batching/test_upstream.py tells when it changes).

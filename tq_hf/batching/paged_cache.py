@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache import (
+    PagedAttentionCache,
+    PagedAttentionMemoryHandler,
+    group_layers_by_attn_type,
+)
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
@@ -21,10 +25,30 @@ from ..ops.triton.pages import decode_scratch_bytes
 from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import BLOCK, ChannelScales
 from ..tensors.pages import Sequences
-from .allocator import TurboQuantAllocator
+from .allocator import TurboQuantAllocator, WindowAllocator
 from .geometry import sequences_of, windows_of
-from .memory_handler import TurboQuantMemory
-from .window_allocator import WindowAllocator
+
+
+class TurboQuantMemory(PagedAttentionMemoryHandler):
+    """Counts no masks, and no keys and values read back: attention reads pages where they are."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_attention_masks = 0
+        # For each token of a batch, its queries twice more: rotated, and as partial outputs.
+        self.kv_heads_at_peak = 2 * self.config.num_attention_heads
+        self.scratch_bytes = 0
+        """What a step takes besides, whatever is in it."""
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        """Bytes that depend on neither pages nor tokens."""
+        return super().fixed_overhead_bytes + self.scratch_bytes
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """Bytes that a cached token costs beside its page: those of the engine's `read_index`."""
+        return self.io_multiplier * self.num_groups * 8
 
 
 class TurboQuantPagedCache(PagedAttentionCache):

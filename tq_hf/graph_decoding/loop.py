@@ -39,7 +39,7 @@ from ..compat import (
 )
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
-from ..layers.sliding import PreallocatedSlidingLayer
+from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
 from .step import LateFlags, Masks, StepTensors, map_masks, mask_tensors, show_newest
 

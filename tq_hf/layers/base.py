@@ -4,13 +4,45 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..config import TurboQuantConfig
 from ..stores.base import check_same, widened
 from ..tensors.blocks import KeyValue
+
+
+class FileSizes(NamedTuple):
+    """What a file says of a whole cache.
+
+    Args:
+        config: What it was compressed with.
+        batch: Sequences.
+        tokens: Tokens of each.
+        saved_room: `max_cache_len` of the cache that was saved, or `None`.
+        room: That of the cache that is made.
+    """
+
+    config: TurboQuantConfig
+    batch: int
+    tokens: int
+    saved_room: int | None
+    room: int | None
+
+
+class TensorSize(NamedTuple):
+    """What a tensor of a file must be: of a dtype, and in no dimension less than `least` or more than `most`."""
+
+    dtype: torch.dtype
+    least: list[int]
+    most: list[int]
+
+    def fits(self, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor is that."""
+        within = all(a <= n <= b for a, n, b in zip(self.least, shape, self.most, strict=False))
+        return dtype == self.dtype and len(shape) == len(self.least) and within
 
 
 class FullAttentionLayer(CacheLayerMixin):

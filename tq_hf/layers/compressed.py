@@ -3,23 +3,126 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
+from tq_kernels.format import LARGEST_SCALE, NEAR, SMALLEST_SCALE
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
-from ..compat import attention_implementation, outside_inference_mode
+from ..codec.balance import key_gain
+from ..compat import attention_implementation, is_capturing, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..stores.base import LayerStore, check_room, check_states, widened
+from ..stores.base import Counts, LayerStore, check_room, check_states, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..tensors.blocks import ChannelScales, KeyValue
 from ..tensors.layer import StepView, StoreView
 from . import advice
-from .base import FullAttentionLayer, check_crop
+from .base import FileSizes, FullAttentionLayer, TensorSize, check_crop
 from .handle import Handle, placeholders
+
+logger = logging.get_logger(__name__)
+
+SAMPLED_TOKENS = 128
+"""So many of the newest tokens are looked at, if as many are dense."""
+SMALLEST_RMS, LARGEST_RMS = 1e-6, 65504.0
+"""A head whose vectors are outside has scales beyond fp16, or of so few bits that they count."""
+CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
+"""Tensors of a balanced layer in a file."""
+GREAT_SPREAD = 4.0
+"""`key_gain` of keys alone that argues for keys of 8 bits; models that were measured have less than half of it."""
+
+
+class FirstPrompt:
+    """The first prompt of a cache.
+
+    Args:
+        auto: Whether "auto" chose the preset: then it is said, too, how far keys are from balanced.
+    """
+
+    def __init__(self, auto: bool) -> None:
+        self.auto = auto
+        self.seen: set[int] = set()
+        """Layers that hold it."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is one, and the device may be waited for: not while a graph of its work is made."""
+        return bool(self.seen) and not (torch.compiler.is_compiling() or is_capturing())
+
+    def see(self, index: int, keys: torch.Tensor) -> None:
+        """A layer is given keys `[B, Hkv, S, D]`, which count if they are numbers."""
+        if not keys.is_meta:
+            self.seen.add(index)
+
+    def report(self, layers: Sequence[Any]) -> None:
+        """Say what is to be said of these layers, which hold the prompt. Waits for the device."""
+        seen = [(i, layers[i], sizes) for i in sorted(self.seen) if (sizes := _sizes(layers[i])) is not None]
+        lost = [found for index, layer, sizes in seen if (found := _lost(index, layer, sizes))]
+        if lost:
+            more = f" So it is in {len(lost) - 1} more layers." if lost[1:] else ""
+            logger.warning(lost[0] + more)
+        if self.auto and seen:
+            _report_balance(seen)
+
+
+def _sizes(layer: TurboQuantLayer) -> KeyValue | None:
+    """RMS of channels `[B, Hkv, D]` float32 of a layer's keys, about their mean, and of its values."""
+    parts = layer.store.view().dense_parts if layer.store is not None else []
+    if not parts or parts[-1][1][0].shape[2] == 0:
+        return None
+    k, v = (x[:, :, -SAMPLED_TOKENS:].float() for x in parts[-1][1])
+    return k.std(2, correction=0), v.square().mean(2).sqrt()
+
+
+def _lost(index: int, layer: TurboQuantLayer, sizes: KeyValue) -> str | None:
+    """What is wrong with a layer that scales in fp16 cannot hold."""
+    assert layer.store is not None
+    for what, size, factor in zip(("Keys", "Values"), sizes, layer.store.blocks.channel_scales, strict=True):
+        stored = (size.to(factor.device) * factor).square().mean(-1).sqrt()
+        least, most = torch.stack([torch.where(stored > 0, stored, 1).min(), stored.max()]).tolist()
+        if least < SMALLEST_RMS or most > LARGEST_RMS:
+            advice = f"Leave the layer out (`skip_layers=({index},)`)"
+            advice += "." if layer.config.balance else ", or balance it (`balance=True`)."
+            return (
+                f"{what} of layer {index} have an RMS of {least if least < SMALLEST_RMS else most:.1e} in some head, "
+                f"beyond what 16-bit scales hold ({SMALLEST_RMS:.0e} to {LARGEST_RMS:,.0f}): they are stored wrong. "
+                f"{advice}"
+            )
+    return None
+
+
+def _report_balance(seen: Sequence[tuple[int, TurboQuantLayer, KeyValue]]) -> None:
+    """Say how far keys are from balanced, by their channel scales or, where nobody showed queries, by themselves."""
+    if not all(layer.needs_queries and layer.config.balance for _, layer, _ in seen):
+        gain, index = max((key_gain(keys, torch.ones_like(keys)).max().item(), index) for index, _, (keys, _) in seen)
+        if gain > GREAT_SPREAD and seen[0][1].config.key_bits < 8:
+            logger.warning(
+                f"preset='auto': channels of keys are unlike in layer {index} ({gain:.0f} times the energy of equal "
+                "ones), and are not balanced, as nobody showed queries or `balance=False`. Consider preset='k8v4', or "
+                "balance and attn_implementation='turboquant', which shows them."
+            )
+        return
+    found, heads, far = [], 0, 0
+    for index, layer, _ in seen:
+        assert layer.store is not None
+        factor = layer.store.blocks.channel_scales.keys.float().cpu()
+        away = (factor / factor.median(-1, keepdim=True).values).log().abs().amax(-1).exp()  # [B, Hkv]
+        heads, far = heads + away.numel(), far + int((away > NEAR).sum())
+        found.append((away.max().item(), index, key_gain(1 / factor, factor).max().item()))
+    times, index, gain = max(found)
+    if far == 0:
+        logger.info(f"preset='auto': keys are balanced, within {NEAR:g} times in all heads.")
+        return
+    logger.warning(
+        f"preset='auto': keys of {far} of {heads} heads are not balanced, in layer {index} by {times:.0f} times (their "
+        f"error would be {gain**0.5:.1f} times that of balanced ones). Their channels have channel scales, so "
+        f"{seen[0][1].config.preset} serves as on other models; with `balance=False` take preset='k8v4'."
+    )
 
 
 class TurboQuantLayer(FullAttentionLayer):
@@ -173,10 +276,6 @@ class TurboQuantLayer(FullAttentionLayer):
         reader = None if self.reader is None else self.reader()
         return reader is not None and attention_implementation(reader) == "turboquant"
 
-    def read_like(self, other: TurboQuantLayer) -> None:
-        """Let the next step read this layer as it would read `other`."""
-        self.reader, self.is_untouched = other.reader, other.is_untouched
-
     def shown_length(self, view: StoreView | StepView) -> int:
         """Tokens that states for `view` must have."""
         return max(view.length, self.get_max_length()) if self.shows_room else view.length
@@ -200,6 +299,122 @@ class TurboQuantLayer(FullAttentionLayer):
             return {}
         kinds = self.store.by_kind()
         return kinds | {"metadata": [*kinds["metadata"], self._nan]}
+
+    state_fields = {"class": str, "counts": list, "reads_store": bool, "optional": list, "scales_are_fixed": bool}
+    """Of `state`: `optional` are names of tensors that only some layers have."""
+
+    def state(self, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What a file holds of this layer: JSON, and tensors by name, rows in the order of the tokens.
+
+        Raises:
+            ValueError: It holds no tokens.
+        """
+        if self.store is None:
+            raise ValueError(
+                f"Layer {index} holds no tokens although others do; save a cache the whole model has filled."
+            )
+        counts, tensors = self.store.export()
+        description = {
+            "class": type(self).__name__,
+            "counts": list(counts),
+            "reads_store": self.reader is not None,
+            "optional": [name for name in CHANNEL_SCALES if name in tensors],
+            "scales_are_fixed": self.store.scales_are_fixed,
+        }
+        return description, tensors
+
+    def _states_like(self, batch: int) -> KeyValue:
+        """Keys and values `[batch, Hkv, 0, D]` as the model makes them."""
+        assert self.store is not None
+        keys, values = (part[:1, :, :0].expand(batch, -1, -1, -1) for part in self.store.sinks)
+        return keys, values
+
+    def expected_state(
+        self, described: dict[str, Any], index: int, sizes: FileSizes, other: Any
+    ) -> tuple[dict[str, TensorSize], dict[torch.device, int]]:
+        """What a file must have of a layer of which this one, of the same model, holds a few tokens.
+
+        Args:
+            described: What the file says of it, its fields typed.
+            index: Number of the layer.
+            sizes: Of the whole file.
+            other: Not needed here.
+
+        Returns:
+            Tensors by name, and the bytes that the layer takes.
+
+        Raises:
+            ValueError: The description is of no possible layer.
+        """
+        config, batch, tokens, _, room = sizes
+        keys, values = self._states_like(batch)
+        numbers = described["counts"]
+        if len(numbers) != len(Counts._fields) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"Layer {index} holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
+        if described["optional"] != (list(CHANNEL_SCALES) if config.balance else []):
+            raise ValueError(f"Layer {index} has unknown tensors {str(described['optional'])[:64]}: damaged.")
+        if described["scales_are_fixed"] and not config.balance:
+            raise ValueError(f"Layer {index} has channel scales that are handed on, and is not balanced: damaged.")
+        counts = Counts(*numbers)
+        layout = config.layout(keys.shape[-1], values.shape[-1])
+        packed = counts.blocks + counts.pending
+        if (
+            counts.sinks + counts.blocks * layout.tokens + counts.residual != tokens
+            or counts.pending * layout.tokens > counts.residual
+            or counts.sinks > config.sink_tokens
+            or (counts.sinks < config.sink_tokens and (packed or counts.residual))
+            or (room is not None and packed > config.num_blocks(room))
+        ):
+            raise ValueError(f"Layer {index} holds {counts}, which is impossible for {tokens} tokens: damaged.")
+        try:
+            # Sizes from the store itself, without memory.
+            store = GrowingStore.allocate(config, keys.to("meta"), values.to("meta"), room)
+        except RuntimeError as error:
+            raise ValueError(f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged.") from None
+        shapes = {
+            name: (tensor.dtype, [*tensor.shape[:2], packed, tensor.shape[3]])
+            for name, tensor in store.blocks.tensors().items()
+        }
+        for part, rows in (("sink", counts.sinks), ("residual", counts.residual)):
+            for name, like in (("keys", keys), ("values", values)):
+                shapes[f"{part}_{name}"] = (like.dtype, [*like.shape[:2], rows, like.shape[3]])
+        if config.balance:
+            for name, like in zip(CHANNEL_SCALES, store.blocks.channel_scales, strict=True):
+                shapes[name] = (like.dtype, list(like.shape))
+        size = sum(tensor.nbytes for tensors in store.by_kind().values() for tensor in tensors)
+        size += sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+        expected = {name: TensorSize(dtype, shape, shape) for name, (dtype, shape) in shapes.items()}
+        return expected, {keys.device: size}
+
+    def load_state(
+        self, described: dict[str, Any], tensors: dict[str, torch.Tensor], sizes: FileSizes, probes: tuple[Any, Any]
+    ) -> TurboQuantLayer:
+        """Put what a file holds into this layer, which is empty. Returns it.
+
+        Args:
+            described: As of `expected_state`, which has passed it.
+            tensors: The file's, by name.
+            sizes: Of the whole file.
+            probes: Layers of the model that hold a few tokens; the first is one like this.
+
+        Raises:
+            ValueError: A channel has a scale that none can have.
+        """
+        for name in described["optional"]:
+            if not bool(((tensors[name] >= SMALLEST_SCALE) & (tensors[name] <= LARGEST_SCALE)).all()):
+                raise ValueError(
+                    f"Its `{name}` are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: the file is damaged."
+                )
+        if described["scales_are_fixed"]:
+            # The same for every sequence; the next prompt may have more.
+            self.channel_scales = ChannelScales(*(tensors[name][:1] for name in CHANNEL_SCALES))
+        self.lazy_initialization(*probes[0]._states_like(sizes.batch))
+        assert self.store is not None
+        self.store.restore(Counts(*described["counts"]), tensors)
+        # Known already, so that the next step need not dequantize everything to find out.
+        if described["reads_store"]:
+            self.reader, self.is_untouched = probes[0].reader, probes[0].is_untouched
+        return self
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .base import check_crop
-from .sliding import PreallocatedSlidingLayer
+from .dense import PreallocatedSlidingLayer
 
 
 def held_lengths(layers: Sequence[Any]) -> dict[int, int]:

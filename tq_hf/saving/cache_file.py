@@ -14,7 +14,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -22,13 +22,9 @@ from transformers import PreTrainedConfig
 
 from ..compat import outside_inference_mode
 from ..config import PRESETS, SETTLED, TurboQuantConfig
-from ..layers.compressed import TurboQuantLayer
 from ..layers.rollback import held_lengths
 from . import fingerprint, safetensors_file
-from .layers import Loader, describe
-
-if TYPE_CHECKING:
-    from ..cache import TurboQuantCache
+from .layers import Loader, answering
 
 FORMAT = "tq_hf.cache"
 VERSION = 4
@@ -48,7 +44,7 @@ STATE_FIELDS = {
 
 
 def save_cache(
-    cache: TurboQuantCache,
+    cache: Any,
     path: str | os.PathLike[str],
     model: Any,
     notes: Mapping[str, str] | None = None,
@@ -56,7 +52,7 @@ def save_cache(
     """Write `cache` to `path`; see `TurboQuantCache.save`.
 
     Args:
-        cache: A cache that holds tokens. It is not changed.
+        cache: A `TurboQuantCache` that holds tokens. It is not changed.
         path: File to write, by convention `*.safetensors`. An old one is replaced in one step.
         model: The model that filled the cache.
         notes: Strings to keep with the cache (`load_cache` returns them), e.g. the prompt.
@@ -92,17 +88,20 @@ def save_cache(
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        description, held = describe(layer, index)
+        description, held = answering(layer).state(index)
         layers.append(description)
         for name, tensor in held.items():
             # A copy: parts of one storage may not be written under two names.
             tensor = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             tensors[f"layers.{index}.{name}"] = tensor
+    batch = next((x.shape[0] for name, x in tensors.items() if name.endswith("keys")), None)
+    if batch is None:
+        raise ValueError("The cache has no layer with keys; there is nothing to save.")
     state = {
         "config": dataclasses.asdict(cache.config),
         "max_cache_len": cache.preallocated_for,
         "model": fingerprint.identify(model),
-        "batch": _batch_size(cache),
+        "batch": batch,
         "tokens": tokens,
         "layers": layers,
         "tensors": safetensors_file.digest(tensors),
@@ -121,12 +120,12 @@ def save_cache(
 
 @outside_inference_mode
 def load_cache(
-    kind: type[TurboQuantCache],
+    kind: Any,
     path: str | os.PathLike[str],
     model: Any,
     preset: str | TurboQuantConfig | None = None,
     max_cache_len: int | None | Literal["saved"] = "saved",
-) -> tuple[TurboQuantCache, dict[str, str]]:
+) -> tuple[Any, dict[str, str]]:
     """The cache, of class `kind`, and the notes saved at `path`; see `TurboQuantCache.load`.
 
     Raises:
@@ -155,16 +154,6 @@ def _check_model(model: Any, call: str) -> None:
     if not isinstance(model, torch.nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         came = "none was given" if model is None else f"this is a {type(model).__name__}"
         raise ValueError(f"The model is needed to tell whose keys and values these are, and {came}. Pass it: `{call}`.")
-
-
-def _batch_size(cache: TurboQuantCache) -> int:
-    for layer in cache.layers:
-        if isinstance(layer, TurboQuantLayer):
-            return layer.batch_size
-        keys = getattr(layer, "keys", None)
-        if keys is not None:
-            return keys.shape[0]
-    raise ValueError("The cache has no layer with keys; there is nothing to save.")
 
 
 def _read_state(metadata: dict[str, str]) -> dict[str, Any]:

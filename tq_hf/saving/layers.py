@@ -1,4 +1,4 @@
-"""The layers of a cache in a file: checked against a model, and made again.
+"""The layers of a file, checked against a model, and made again.
 
 A tiny forward pass of the model, on a cache of its own, tells what this model caches: the class of each layer, heads,
 dims, dtypes and devices. What it handed each layer is given again, at another batch and length, to the layers of a
@@ -8,33 +8,29 @@ before anything is allocated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 import transformers
 
 from ..config import TurboQuantConfig
-from ..layers.compressed import TurboQuantLayer
-from ..layers.recorded import record
-from . import compressed, hf_layers
-from .expected import Expected
+from ..layers.base import FileSizes, TensorSize
+from ..layers.dense import record
+from .recorded import PROBE_BATCH, PROBE_ROOM, PROBE_TOKENS, RecordedLayer
 from .safetensors_file import Header, check_fields
 
-if TYPE_CHECKING:
-    from ..cache import TurboQuantCache
 
-
-def describe(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A layer as JSON and tensors by name."""
-    return (compressed if isinstance(layer, TurboQuantLayer) else hf_layers).describe(layer, index)
+def answering(layer: Any) -> Any:
+    """What answers for a layer: itself, or a `RecordedLayer` around one of transformers."""
+    return layer if hasattr(layer, "load_state") else RecordedLayer(layer)
 
 
 class Loader:
     """Checks a file's description against a model, and makes the cache it describes.
 
     Args:
-        kind: `TurboQuantCache`, of which this module knows nothing else.
+        kind: `TurboQuantCache`.
         model: The model, which is run on a few tokens.
         config: What the file was compressed with.
         state: The file's description, its fields typed.
@@ -43,20 +39,21 @@ class Loader:
 
     def __init__(
         self,
-        kind: type[TurboQuantCache],
+        kind: Any,
         model: Any,
         config: TurboQuantConfig,
         state: dict[str, Any],
         room: int | None,
     ) -> None:
-        self.kind, self.config, self.state, self.room = kind, config, state, room
-        self.batch, self.tokens, self.saved_room = state["batch"], state["tokens"], state["max_cache_len"]
-        if self.saved_room is not None and self.saved_room < self.tokens:
-            raise ValueError(f"It holds {self.tokens} tokens in room for {self.saved_room}: the file is damaged.")
-        if room is not None and room < self.tokens:
-            raise ValueError(f"It holds {self.tokens} tokens, and `max_cache_len` is {room}. Give room for them.")
+        self.kind, self.state = kind, state
+        self.sizes = FileSizes(config, state["batch"], state["tokens"], state["max_cache_len"], room)
+        tokens, saved_room = self.sizes.tokens, self.sizes.saved_room
+        if saved_room is not None and saved_room < tokens:
+            raise ValueError(f"It holds {tokens} tokens in room for {saved_room}: the file is damaged.")
+        if room is not None and room < tokens:
+            raise ValueError(f"It holds {tokens} tokens, and `max_cache_len` is {room}. Give room for them.")
         self.cache = kind(model.config, config, max_cache_len=room)
-        self.saved_layers = kind(model.config, config, max_cache_len=self.saved_room).layers
+        self.saved_layers = kind(model.config, config, max_cache_len=saved_room).layers
         if [type(layer).__name__ for layer in self.saved_layers] != [
             layer.get("class") if isinstance(layer, dict) else None for layer in state["layers"]
         ]:
@@ -68,53 +65,48 @@ class Loader:
 
     def _probes(self, model: Any) -> list[tuple[Any, Any]]:
         """Of each layer two that hold a few tokens of this model; of compressed ones only the first is filled."""
-        config = TurboQuantConfig(skip_layers=self.config.skip_layers)
+        config = TurboQuantConfig(skip_layers=self.sizes.config.skip_layers)
         first, second = (
-            self.kind(model.config, config, max_cache_len=None if self.saved_room is None else room)
-            for room in hf_layers.PROBE_ROOM
+            self.kind(model.config, config, max_cache_len=None if self.sizes.saved_room is None else room)
+            for room in PROBE_ROOM
         )
         calls = record(first)
         # A model whose weights accelerate keeps elsewhere has no device, and moves its inputs itself.
         device = "cpu" if model.device.type == "meta" else model.device
-        ids = torch.zeros(hf_layers.PROBE_BATCH[0], hf_layers.PROBE_TOKENS[0], dtype=torch.long, device=device)
+        ids = torch.zeros(PROBE_BATCH[0], PROBE_TOKENS[0], dtype=torch.long, device=device)
         with torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=first, use_cache=True)
         for index, (layer, other) in enumerate(zip(first.layers, second.layers, strict=True)):
-            if not isinstance(layer, TurboQuantLayer):
+            if answering(layer) is not layer:
                 for call in calls[index]:
-                    call.replay(other, hf_layers.PROBE_BATCH[1], hf_layers.PROBE_TOKENS[1])
-            elif layer.store is None:
+                    call.replay(other, PROBE_BATCH[1], PROBE_TOKENS[1])
+            elif not layer.is_initialized:
                 raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
         return list(zip(first.layers, second.layers, strict=True))
 
     def check(self, header: Header) -> None:
         """Raise a `ValueError` unless the file has just the tensors such a cache has, and there is memory for them."""
-        expected: Expected = {}
+        expected: dict[str, TensorSize] = {}
         need: dict[torch.device, int] = {torch.device("cpu"): header.data_bytes}
         for index, (first, second) in enumerate(self.probes):
-            described = self.state["layers"][index]
-            if isinstance(first, TurboQuantLayer):
-                check_fields(described, compressed.FIELDS, f"Layer {index}")
-                like = compressed.states_like(first, self.batch)
-                found, size = compressed.expect(described, index, like, self.config, self.tokens, self.room)
-                need[like[0].device] = need.get(like[0].device, 0) + size
-            else:
-                check_fields(described, hf_layers.FIELDS, f"Layer {index}")
-                sizes = {hf_layers.PROBE_BATCH: self.batch, hf_layers.PROBE_TOKENS: self.tokens}
-                if self.saved_room is not None:
-                    sizes[hf_layers.PROBE_ROOM] = getattr(self.saved_layers[index], "max_cache_len", self.saved_room)
-                found = hf_layers.expect(described["values"], index, (first, second), sizes, self.tokens)
-            expected |= {f"layers.{index}.{name}": value for name, value in found.items()}
+            described, layer = self.state["layers"][index], answering(first)
+            check_fields(described, layer.state_fields, f"Layer {index}")
+            # A sliding layer has room for its window.
+            room = getattr(self.saved_layers[index], "max_cache_len", self.sizes.saved_room)
+            tensors, used = layer.expected_state(described, index, self.sizes._replace(saved_room=room), second)
+            expected |= {f"layers.{index}.{name}": value for name, value in tensors.items()}
+            for device, size in used.items():
+                need[device] = need.get(device, 0) + size
         if missing := sorted(expected.keys() - header.entries.keys()):
             raise ValueError(f"{len(missing)} tensors are missing, e.g. {missing[0]!r}: the file is damaged.")
         if extra := sorted(header.entries.keys() - expected.keys()):
             raise ValueError(f"There are {len(extra)} unknown tensors, e.g. {extra[0][:64]!r}: the file is damaged.")
-        for name, (dtype, fits, shape) in expected.items():
+        for name, size_of in expected.items():
             entry = header.entries[name]
-            if entry.dtype != dtype or not fits(entry.shape):
+            if not size_of.fits(entry.dtype, entry.shape):
                 raise ValueError(
-                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be {dtype} "
-                    f"{shape} in a cache of this model: the file is damaged."
+                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be "
+                    f"{size_of.dtype} {size_of.least} in a cache of this model: the file is damaged."
                 )
         for device, size in need.items():
             free = _free_memory(device)
@@ -124,17 +116,13 @@ class Loader:
                     "do not trust the file."
                 )
 
-    def fill(self, tensors: dict[str, torch.Tensor]) -> TurboQuantCache:
+    def fill(self, tensors: dict[str, torch.Tensor]) -> Any:
         """The cache, with these tensors, which `check` has passed."""
         for index, probes in enumerate(self.probes):
             prefix = f"layers.{index}."
-            held = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            described, layer = self.state["layers"][index], self.cache.layers[index]
-            if isinstance(layer, TurboQuantLayer):
-                compressed.fill(layer, probes[0], self.batch, described, held)
-            else:
-                filled = hf_layers.fill(probes, index, held, described["values"], self.tokens)
-                self.cache.layers[index] = hf_layers.converted(filled, layer, index)
+            own = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            layer = answering(self.cache.layers[index])
+            self.cache.layers[index] = layer.load_state(self.state["layers"][index], own, self.sizes, probes)
         return self.cache
 
 

@@ -18,10 +18,9 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..config import PRESETS, is_auto, preset_name
-from .chat import Chat
+from .chat import Chat, converse, print_error
 from .estimate import Estimator, estimate, parse_memory
 from .estimate_table import Report, as_json, print_table
-from .terminal import converse, print_error
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 """The folder with the shipped model; there in a checkout, not in an installed wheel."""

@@ -22,7 +22,7 @@ from ..cache import TurboQuantCache
 from ..compat import storage_id
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..layers.recorded import Call
+from ..layers.dense import Call
 from ..memory import MemoryFootprint, _tensors
 from ..stores.growing import GrowingStore
 from ..tensors.blocks import KeyValue

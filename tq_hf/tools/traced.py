@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ..cache import TurboQuantCache
-from ..layers.recorded import Call, record
+from ..layers.dense import Call, record
 
 META = torch.device("meta")
 TOKENS = 2

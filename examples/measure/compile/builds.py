@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from tq_kernels.codec.balance import WARPS, balance_constants, sum_squares, write_channel_scales
 from tq_kernels.codec.dequantize import dequantize_blocks
-from tq_kernels.codec.encode import encode_blocks
-from tq_kernels.codec.encode_paged import encode_completed
+from tq_kernels.codec.encode import encode_blocks, encode_completed
 from tq_kernels.codec.launch import dequantize_config, encode_config
 from tq_kernels.codec.quantize import LEVELS
 from tq_kernels.decode.append import append_and_encode, append_and_rotate, rotate_and_append, rotate_columns
@@ -24,14 +23,14 @@ from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import reduce_splits, reduce_splits_paged
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
-from tq_kernels.decode.split_paged import decode_split_paged
+from tq_kernels.decode.split import decode_split_paged
 from tq_kernels.format import padded_dim
 from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 from tq_kernels.prefix.windows import STAGES, window_attention
 from tq_kernels.turing.prefix import prefix_attention_fragments
-from tq_kernels.turing.split_paged import decode_split_paged_fragments
+from tq_kernels.turing.split import decode_split_paged_fragments
 
 from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
 from tq_hf import PRESETS, TurboQuantConfig

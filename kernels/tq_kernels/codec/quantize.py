@@ -84,14 +84,9 @@ def _gap(levels, index):
 
 @triton.jit
 def _quantize(
-    z,
-    square,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
+    z, square, BITS: tl.constexpr, LEVELS: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Indices and signs of the nearest levels of a plane whose true value is `UNIT * z`, and what to scale them with.
 
     Args:
@@ -241,12 +236,8 @@ def store_codes(
                 index, x, scale = _quantize(
                     even if plane == 0 else odd,
                     even_square if plane == 0 else odd_square,
-                    BITS,
-                    LEVELS,
-                    UNIT,
-                    DIM,
-                    TILE,
-                )
+                    BITS, LEVELS, UNIT, DIM, TILE,
+                )  # fmt: skip
                 if plane == 0:
                     even_index = index
                     even_x = x

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .compat import compiled_launch, current_device, current_raw_stream
+from .device import compiled_launch, current_device, current_raw_stream
 
 ALWAYS = {"enable_fp_fusion": True}
 """Options every kernel is compiled with. Triton 3.9 warns where nobody says this, and says that 3.10 will not fuse

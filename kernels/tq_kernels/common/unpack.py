@@ -327,21 +327,12 @@ def load_crumbs(
 
 @triton.jit
 def load_levels(
-    words,
-    row,
-    column,
-    mask,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-    SMALL: tl.constexpr,
-    ASM: tl.constexpr,
+    words, row, column, mask, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
+    IS_VALUE: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr,
     signs=None,
     crumbs=None,
     odd=None,
-):
+):  # fmt: skip
     """Levels of part CHUNK of a block's channels, cut into CHUNKS parts: four at 2 and 3 bits.
 
     Args:

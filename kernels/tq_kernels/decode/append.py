@@ -20,8 +20,7 @@ from triton.language.extra import cuda
 from ..codec.encode import HALF_TOKENS, EncodeShape, Output, block_rows, encode_block, resident_rotation
 from ..codec.launch import encode_config
 from ..codec.quantize import LEVELS
-from ..common.compat import current_device
-from ..common.device import matrix_type, target
+from ..common.device import current_device, matrix_type, target
 from ..common.launcher import Kernel
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import Packed
@@ -59,31 +58,10 @@ def rotate_and_append(
     residual_keys,  # [B, Hkv, capacity, DK], contiguous
     residual_values,  # [B, Hkv, capacity, DV]
     query,  # from here on as for rotate_query
-    rotation,
-    channel_scales,
-    scratch,
-    slot,
-    capacity,
-    keys_b,
-    keys_h,
-    values_b,
-    values_h,
-    rows,
-    queries,
-    kv_heads,
-    query_b,
-    query_h,
-    query_s,
-    plain_at,
-    scale_at,
-    DV: tl.constexpr,
-    TILE: tl.constexpr,
-    DK: tl.constexpr,
-    DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rotation, channel_scales, scratch, slot, capacity, keys_b, keys_h, values_b, values_h, rows, queries,
+    kv_heads, query_b, query_h, query_s, plain_at, scale_at, DV: tl.constexpr, TILE: tl.constexpr,
+    DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """`rotate_query`; the first program of each head also writes its new row to slot `slot` of the residual's ring.
 
     The kernel that attends waits for this one to end before it reads the residual.
@@ -97,24 +75,9 @@ def rotate_and_append(
         tl.store(residual_keys + row * DK + d, k, mask=d < DK)
         tl.store(residual_values + row * DV + d, v, mask=d < DV)
     rotate_query(
-        query,
-        rotation,
-        channel_scales,
-        scratch,
-        rows,
-        queries,
-        kv_heads,
-        query_b,
-        query_h,
-        query_s,
-        plain_at,
-        scale_at,
-        DK,
-        DKP,
-        BLOCK_D,
-        BLOCK_R,
-        PDL,
-    )
+        query, rotation, channel_scales, scratch, rows, queries, kv_heads, query_b, query_h, query_s, plain_at,
+        scale_at, DK, DKP, BLOCK_D, BLOCK_R, PDL,
+    )  # fmt: skip
 
 
 class NewStates(NamedTuple):
@@ -207,38 +170,14 @@ def append_and_encode(
     value_words,
     scales,
     key_means,  # anything without HAS_MEAN
-    key_rotation,
-    value_rotation,
-    value_channel_scales,
-    key_channel_scales,
-    keys_b,
-    keys_h,
-    values_b,
-    values_h,
-    max_sinks,
-    capacity,
-    residual,
-    max_cache_len,
+    key_rotation, value_rotation, value_channel_scales, key_channel_scales, keys_b, keys_h, values_b, values_h,
+    max_sinks, capacity, residual, max_cache_len,
     blocks_b,  # strides of the packed tensors, in blocks
-    blocks_h,
-    heads,
-    DK: tl.constexpr,
-    DKP: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    KEY_LEVELS: tl.constexpr,
-    KEY_STEP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_LEVELS: tl.constexpr,
-    VALUE_STEP: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    MATRIX: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    blocks_h, heads, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
+    KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
+    HAS_MEAN: tl.constexpr, MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Grid: (B * H, 2). A full store is left as it is, and the assertion fails."""
     sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
     blocks += pending
@@ -295,63 +234,17 @@ def append_and_encode(
 )
 def append_and_rotate(
     keys,  # as for `append_and_encode`
-    values,
-    state,
-    step_counts,
-    length,
-    sink_keys,
-    sink_values,
-    residual_keys,
-    residual_values,
-    key_words,
-    value_words,
-    scales,
-    key_means,
-    key_rotation,
-    value_rotation,
-    value_channel_scales,
+    values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values, key_words,
+    value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
     query,  # as for `rotate_query`
-    query_rotation,
-    key_channel_scales,
-    scratch,
-    keys_b,
-    keys_h,
-    values_b,
-    values_h,
-    max_sinks,
-    capacity,
-    residual,
-    max_cache_len,
-    blocks_b,
-    blocks_h,
-    rows,
-    queries,
-    heads,
-    query_b,
-    query_h,
-    query_s,
-    plain_at,
-    scale_at,
-    DK: tl.constexpr,
-    DKP: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    KEY_LEVELS: tl.constexpr,
-    KEY_STEP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_LEVELS: tl.constexpr,
-    VALUE_STEP: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    MATRIX: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query_rotation, key_channel_scales, scratch, keys_b, keys_h, values_b, values_h, max_sinks, capacity,
+    residual, max_cache_len, blocks_b, blocks_h, rows, queries, heads, query_b, query_h, query_s, plain_at,
+    scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
+    KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
+    HAS_MEAN: tl.constexpr, MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
 
     Grid: (B * H, 2 + rows / BLOCK_R * DKP / COLUMNS).
@@ -415,12 +308,8 @@ class Appender:
             *sinks,
             *residual,
             *words,
-            scales,
-            means,
-            key_rotation,
-            value_rotation,
-            packed.value_channel_scales,
-        )
+            scales, means, key_rotation, value_rotation, packed.value_channel_scales,
+        )  # fmt: skip
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
         self.key_channel_scales = packed.key_channel_scales

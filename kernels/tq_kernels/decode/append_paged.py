@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.sequences import lengths, ring_rows
+from ..common.schedule import lengths, ring_rows
 from ..format import TOKENS
 from .rotate import ROTATE_COLUMNS, Queries, rotate_rows
 
@@ -15,20 +15,9 @@ TAIL_ROWS = tl.constexpr(32)
 
 @triton.jit
 def _copy_rows(
-    key,
-    value,
-    token,
-    at,
-    valid,
-    kv_head,
-    key_t,
-    key_h,
-    value_t,
-    value_h,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    key, value, token, at, valid, kv_head, key_t, key_h, value_t, value_h, DIM: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Keys and values of tokens `token` [n] int64 to the rows that `at` [n] points to."""
     d = tl.arange(0, TILE)[None, :]
     inside = valid[:, None] & (d < DIM)
@@ -57,25 +46,12 @@ def rotate_and_append_single(
     count,  # B
     kv_heads,
     head_rows,  # G * B
-    query_t,
-    query_h,
-    key_t,
-    key_h,
-    value_t,
-    value_h,
+    query_t, query_h, key_t, key_h, value_t, value_h,
     width,  # W
-    page_blocks,
-    plain_at,
-    scale_at,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    page_blocks, plain_at, scale_at, DIM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """`rotate_query` for sequences with one new token: row g B + b of a head is query g of sequence b. Their rows go to
     the rings, unless they complete a block. Grid: (Hkv, G B / BLOCK_R, DKP / 32)."""
     if PDL:
@@ -102,23 +78,9 @@ def rotate_and_append_single(
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
 def append_tails(
     key,  # as for rotate_and_append_single
-    value,
-    rows,
-    block_table,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    count,
-    key_t,
-    key_h,
-    value_t,
-    value_h,
-    width,
-    page_blocks,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-):
+    value, rows, block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
+    page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
     """Write the rows after the last complete block of sequences with more than one new token to their rings.
 
     Grid: (B, Hkv, 128 / TAIL_ROWS).

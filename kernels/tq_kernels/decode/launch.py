@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..common.compat import current_device, current_raw_stream
-from ..common.device import target
+from ..common.device import current_device, current_raw_stream, target
 from ..common.launcher import Kernel, Launcher
 from ..common.softmax import LOG2E
 from ..turing.split import decode_split_fragments
@@ -174,17 +173,11 @@ class Step:
         )
         reduce = (
             (
-                scratch,
-                num_blocks,
-                num_residual,
-                num_sinks,
-                held.value_rotation,
-                held.value_channel_scales,
-                s_aux,
-                out,
+                scratch, num_blocks, num_residual, num_sinks, held.value_rotation, held.value_channel_scales,
+                s_aux, out,
             ),
             self.reduce_numbers,
-        )
+        )  # fmt: skip
         return rotate, split, reduce
 
 
@@ -339,15 +332,10 @@ class Decoder:
         aligned = bits & 15 == 0 and self.aligned
         if kept is None or not aligned:
             tensors = (
-                query,
-                scratch,
-                out,
-                num_blocks,
-                num_residual,
-                num_sinks,
+                query, scratch, out, num_blocks, num_residual, num_sinks,
                 scratch if mask is None else mask.view(torch.uint8),
                 scratch if s_aux is None else s_aux,
-            )
+            )  # fmt: skip
             written = row.appender.tensors if isinstance(row, NewToken) else self.tensors.dense[2:] if row else ()
             arguments = step.arguments(self.tensors, mask_strides, ((*new, *written), row_numbers), *tensors)
             first = step.first(row)
@@ -385,12 +373,7 @@ class Decoder:
         kv_heads, capacity = packed.key_words.shape[1:3]
         value_dim = residual_values.shape[3]
         plan = plan_decode(
-            batch,
-            query_heads,
-            kv_heads,
-            queries,
-            key_dim,
-            value_dim,
+            batch, query_heads, kv_heads, queries, key_dim, value_dim,
             *self.bits,
             packed.key_means is not None,
             capacity,
@@ -400,7 +383,7 @@ class Decoder:
             softcap is not None,
             s_aux is not None,
             target(self.device),
-        )
+        )  # fmt: skip
         at = plan.scratch
         rows = query_heads // kv_heads * queries
         (sink_b, sink_h), (residual_b, residual_h) = (

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 import triton
 
-from ..codec.encode_paged import encode_completed
+from ..codec.encode import encode_completed
 from ..codec.launch import encode_config
 from ..codec.quantize import LEVELS
 from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS
-from ..turing.split_paged import decode_split_paged_fragments
+from ..turing.split import decode_split_paged_fragments
 from ..types import Geometry, Pages, Tokens
 from .append_paged import TAIL_ROWS, append_tails, rotate_and_append_single
 from .plan import Plan, plan_decode
 from .reduce import reduce_splits_paged
-from .split_paged import decode_split_paged
+from .split import decode_split_paged
 
 ROTATE, REDUCE = Kernel(rotate_and_append_single), Kernel(reduce_splits_paged)
 SPLIT, SPLIT_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_fragments)
@@ -160,11 +160,7 @@ def encode_new_blocks(
     most = total // BLOCK_TOKENS + min(count, total)
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
     constants = (
-        dim,
-        padded,
-        tile,
-        pages.key_bits,
-        pages.value_bits,
+        dim, padded, tile, pages.key_bits, pages.value_bits,
         pages.key_means is not None,
         LEVELS[pages.key_bits],
         LEVELS[pages.value_bits],
@@ -176,7 +172,7 @@ def encode_new_blocks(
         pages.block_words,
         triton.next_power_of_2(count),
         on.asm,
-    )
+    )  # fmt: skip
     ENCODE(
         (min(most, programs), kv_heads, 2),
         (key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k, pages.key_words,

@@ -99,11 +99,8 @@ def _tile_constants(config: SplitConfig, dkp: int, dvp: int, value_dim: int, on:
         block_dv,
         # Asynchronous copies move at least 4 bytes a thread: a mean is loaded as a tile of so many elements.
         max(block_dk, 64 * config.warps),
-        config.block_rows,
-        on.small_levels,
-        on.asm,
-        on.dependent_launch,
-    )
+        config.block_rows, on.small_levels, on.asm, on.dependent_launch,
+    )  # fmt: skip
 
 
 def _blocks(dkp: int, dvp: int, value_dim: int) -> tuple[int, int]:
@@ -212,13 +209,7 @@ def plan_decode(
         rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),
         tile_constants=tile_constants,
         split_constants=(
-            key_dim,
-            value_dim,
-            dkp,
-            dvp,
-            key_bits,
-            value_bits,
-            has_mean,
+            key_dim, value_dim, dkp, dvp, key_bits, value_bits, has_mean,
             causal and queries > 1 and not mask_rows,
             mask_rows,
             has_softcap,
@@ -229,12 +220,9 @@ def plan_decode(
             dvp,
             block_dv,
             min(block_dv, block_columns),
-            config.block_rows,
-            reduce_slots,
-            REDUCE_DENSE,
-            reduce_rows,
+            config.block_rows, reduce_slots, REDUCE_DENSE, reduce_rows,
             1 if on.fragments else 8,
             has_aux,
             on.dependent_launch,
         ),
-    )
+    )  # fmt: skip

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.schedule import LINE, counted, dense_jobs, dense_jobs_of, dense_slots, holder, stream_items
-from ..common.sequences import lengths
+from ..common.schedule import LINE, counted, dense_jobs, dense_jobs_of, dense_slots, holder, lengths, stream_items
 from ..common.softmax import LOG2E, SoftmaxState, finite, merge, rescaled
 from ..format import TOKENS
 
@@ -176,31 +175,12 @@ def reduce_splits(
     channel_scales,  # [B * Hkv, DV] fp16
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous
-    rows,
-    queries,
-    kv_heads,
-    row_tiles,
-    streams,
-    tile_rows,
-    workers,
-    lse_at,
-    partial_at,
+    rows, queries, kv_heads, row_tiles, streams, tile_rows, workers, lse_at, partial_at,
     dense_splits,  # as in `decode_split`
-    out_b,
-    out_s,
-    out_h,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    TILE_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_DENSE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DOT_R: tl.constexpr,
-    HAS_AUX: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_b, out_s, out_h, DV: tl.constexpr, DVP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    TILE_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr, BLOCK_R: tl.constexpr,
+    DOT_R: tl.constexpr, HAS_AUX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (streams, tile_rows / BLOCK_R, DV / BLOCK_C).
 
     TILE_R is `decode_split`'s BLOCK_R; DOT_R = 8 pads the matrix product's rows, BLOCK_R is 1 or DOT_R; DOT_R = 1: no
@@ -255,26 +235,12 @@ def reduce_splits_paged(
     count,  # B
     kv_heads,
     groups,  # G
-    row_tiles,
-    tile_rows,
-    workers,
-    lse_at,
-    partial_at,
+    row_tiles, tile_rows, workers, lse_at, partial_at,
     FILL: tl.constexpr,  # no sequence has more than one token: write 0 for tokens of nobody
-    SINKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    TILE_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_DENSE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DOT_R: tl.constexpr,
-    HAS_AUX: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    SINKS: tl.constexpr, BLOCK_B: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr, TILE_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr,
+    BLOCK_R: tl.constexpr, DOT_R: tl.constexpr, HAS_AUX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid: (streams, tile_rows / BLOCK_R, DV / BLOCK_C); BLOCK_R and DOT_R as for `reduce_splits`."""
     stream = tl.program_id(0)
     heads = kv_heads * row_tiles

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.compat import current_device
-from ..common.device import target
+from ..common.device import current_device, target
 from ..common.launcher import Kernel
 
 TENSORS = 10
@@ -41,29 +40,13 @@ def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
 def reorder_sequences(
     sources,  # [B] int32 or int64, whose states sequence b gets
     tensor0,  # [B, ..] contiguous, aligned
-    tensor1,
-    tensor2,
-    tensor3,
-    tensor4,
-    tensor5,
-    tensor6,
-    tensor7,
-    tensor8,
-    tensor9,
+    tensor1, tensor2, tensor3, tensor4, tensor5, tensor6, tensor7, tensor8, tensor9,
     units0,  # 16 bytes each that a sequence has in a tensor
-    units1,
-    units2,
-    units3,
-    units4,
-    units5,
-    units6,
-    units7,
-    units8,
-    units9,
+    units1, units2, units3, units4, units5, units6, units7, units8, units9,
     count,  # B
     BLOCK_B: tl.constexpr,
     PIECE: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: (programs, 10)."""
     which = tl.program_id(1)
     at = tensor0.to(tl.pointer_type(tl.int32), bitcast=True)

@@ -41,18 +41,9 @@ class Queries(NamedTuple):
 
 @triton.jit
 def rotate_rows(
-    new,
-    scratch,
-    row_tile,
-    tile,
-    plain_at,
-    scale_at,
-    DK: tl.constexpr,
-    DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    new, scratch, row_tile, tile, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Channels `tile` * COLUMNS and on of rows `row_tile` * BLOCK_R and on of this program's head of `Queries`."""
     head = tl.program_id(0)
     r = row_tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -109,18 +100,9 @@ def rotate_query(
     scratch,
     rows,  # G * S
     queries,  # S
-    kv_heads,
-    query_b,
-    query_h,
-    query_s,
-    plain_at,
-    scale_at,
-    DK: tl.constexpr,
-    DKP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    kv_heads, query_b, query_h, query_s, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write `query_rotated`, `query_plain` and `query_scale`. Grid: (P, rows / BLOCK_R, DKP / 32)."""
     if PDL:
         cuda.gdc_launch_dependents()

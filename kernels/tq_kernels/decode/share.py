@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.schedule import LINE, ROTATED
-from ..common.sequences import without_sinks
+from ..common.schedule import LINE, ROTATED, without_sinks
 from ..common.softmax import log2_sum, rescaled, soft_capped
 from ..common.unpack import PROBABILITY_BITS
 from ..format import TOKENS
-from .dense import allowed_tile
 from .tiles import (
     ROWS32,
     add_chunks,
+    allowed_tile,
     key_scores,
     level_unit,
     load_bias,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.sequences import dense_rows, lengths, sinks_of, without_sinks
+from ..common.schedule import dense_rows, lengths, sinks_of, without_sinks
 from ..common.softmax import (
     LOG2E,
     SoftmaxState,
@@ -38,19 +38,22 @@ from ..common.softmax import (
 )
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
-from .rows import (
+from .tiles import (
     Dense,
     Mask,
     Scale,
+    channel_of,
+    key_tiles,
     logits,
     masked,
     normalised_rows,
     opaque,
+    reference_key,
     row_tile,
     spill,
     stored_rows,
+    value_tiles,
 )
-from .tiles import channel_of, key_tiles, reference_key, value_tiles
 
 TILE = tl.constexpr(64)
 
@@ -317,7 +320,7 @@ def prefix_attention(
 ):  # fmt: skip
     """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
 
-    With a table: many sequences, those with more than one new token, over the pages of `tq_kernels.common.sequences`.
+    With a table: many sequences, those with more than one new token, over the pages of `tq_kernels.common.schedule`.
     Tensors have one batch row, in which new tokens follow one another; `residual_keys` are the layer's first page,
     `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
     """

@@ -21,19 +21,15 @@ from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, normalize, soft_capped, update
 from .launch import mask_layout, merge, prefix_splits
-from .rows import Mask
+from .tiles import Mask
 
 
 @triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
 def mask_spans(
     mask,  # [B, 1, S, tokens] bool
     spans,  # [B, S, 2] int32
-    tokens,
-    mask_b,
-    mask_s,
-    mask_t,
-    BLOCK: tl.constexpr,
-):
+    tokens, mask_b, mask_s, mask_t, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The first token of each query, and the one after its last. Grid: (S, B)."""
     mask += tl.program_id(1).to(tl.int64) * mask_b + tl.program_id(0).to(tl.int64) * mask_s
     first = tl.full([BLOCK], 2**30, tl.int32)

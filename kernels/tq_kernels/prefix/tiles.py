@@ -5,9 +5,13 @@ smaller side: one packed multiply-add for two elements turns levels into rotated
 or values. A tile has 64 tokens, two planes of a block.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..common.schedule import lengths, located
+from ..common.softmax import LOG2E, SoftmaxState, empty_state, merge, normalize, soft_capped
 from ..common.unpack import load_levels
 
 
@@ -139,3 +143,165 @@ def channel_of(column, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.conste
     else:
         within = column % (BLOCK_D // 4)
         return column // (BLOCK_D // 4) * (DIM // 4) + within, within < DIM // 4
+
+
+class Mask(NamedTuple):
+    """A mask of a sequence: where its rows are, `rows` [BR] elements from `pointer`, and how far apart its tokens."""
+
+    pointer: Any
+    rows: Any
+    stride_t: Any
+
+
+class Scale(NamedTuple):
+    """What turns products into logits of base 2: rows' `factor` [BR] before the cap, `gain` [BR] after it."""
+
+    factor: Any
+    gain: Any
+    cap_log2: Any
+
+
+class Dense(NamedTuple):
+    """Dense tokens of a KV head: `sinks` rows, a ring up to token `history`, then new ones. With `pages`, those of the
+    sequence, sinks and ring are in them, from `residual_keys` on, and pages are `page_blocks` blocks apart."""
+
+    sink_keys: Any
+    sink_values: Any
+    residual_keys: Any
+    residual_values: Any
+    new_keys: Any
+    new_values: Any
+    new_t: Any
+    new_vt: Any
+    sinks: Any
+    history: Any
+    residual_start: Any
+    residual_capacity: Any
+    pages: Any
+    kv_head: Any
+    page_blocks: Any
+
+
+@triton.jit
+def normalised_rows(pointers, inside):
+    """Rows [BR, BD] as fp16 with elements below 1, and the power of two [BR] taken out."""
+    q = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) + 1
+    exponent = tl.minimum(tl.maximum(exponent, 64), 190)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (q * inverse[:, None]).to(tl.float16), scale
+
+
+@triton.jit
+def opaque(x, ASM: tl.constexpr):
+    """`x`, an int32 scalar: what is computed from the result is computed anew, not kept in registers until then."""
+    if ASM:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def spill(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
+    """`operand` [BR or 1, BDK] fp16 by way of memory.
+
+    Triton keeps operands that were loaded in shared memory, others in registers. And an address that depends on the
+    channel, used before the loop and in it, makes the compiler keep one register pair a channel through the loop.
+    """
+    tile = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tile_count + tl.program_id(0)
+    at = operand_rows + tile.to(tl.int64) * (BLOCK_R * BLOCK_DK)
+    at += tl.arange(0, operand.shape[0])[:, None] * BLOCK_DK + tl.arange(0, BLOCK_DK)[None, :]
+    tl.debug_barrier()
+    tl.store(at, operand)
+    tl.debug_barrier()
+    return tl.load(at)
+
+
+@triton.jit
+def masked(x, mask: Mask, t, valid, MASK: tl.constexpr):
+    """x [BR, TILE] with -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
+    at = t.to(tl.int64) * mask.stride_t
+    if MASK == 1:
+        allowed = tl.load(mask.pointer + at, mask=valid, other=False)[None, :]
+    else:
+        allowed = tl.load(mask.pointer + mask.rows[:, None] + at[None, :], mask=valid[None, :], other=False)
+    return tl.where(allowed, x, -float("inf"))
+
+
+@triton.jit
+def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
+    `common` [BR] and the rows' factor."""
+    x = tl.dot(rows, tl.trans(keys))
+    if SOFTCAP:
+        x = soft_capped(x * scale.factor[:, None] + (common * scale.factor)[:, None], scale.cap_log2)
+    if MASK > 0:
+        x = masked(x, mask, t, t >= 0, MASK)
+    return x
+
+
+@triton.jit
+def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Of the tiles of rows of all sequences with more than one new token, from the last on: whether there is an
+    `index`-th, its sequence and its first row."""
+    first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
+    tiles = tl.where(new > 1, (new * groups + BLOCK_R - 1) // BLOCK_R, 0)
+    tile = tl.sum(tiles, 0) - 1 - index
+    sequence, before = located(tiles, tile)
+    return tile >= 0, sequence, (tile - before) * BLOCK_R
+
+
+@triton.jit
+def stored_rows(dense: Dense, t, DK: tl.constexpr, DV: tl.constexpr):
+    """Pointers [64] to keys and to values of dense tokens `t`: sinks, residual, new."""
+    sink = t < dense.sinks
+    slot = dense.residual_start + t - dense.sinks  # the residual is a ring
+    slot = tl.where(slot >= dense.residual_capacity, slot - dense.residual_capacity, slot)
+    fresh = (t - dense.history).to(tl.int64)
+    k_row = tl.where(sink, dense.sink_keys + t * DK, dense.residual_keys + slot * DK)
+    k_row = tl.where(t < dense.history, k_row, dense.new_keys + fresh * dense.new_t)
+    v_row = tl.where(sink, dense.sink_values + t * DV, dense.residual_values + slot * DV)
+    return k_row, tl.where(t < dense.history, v_row, dense.new_values + fresh * dense.new_vt)
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "kv_heads", "count", "splits", "out_b", "out_s", "out_h"])
+def merge_splits(
+    partial,  # [splits, count, DV] float32, normalised
+    lse,  # [splits, count] float32, base 2
+    s_aux,  # [Hq], any float dtype
+    out,  # [B, S, Hq, DV], last dimension contiguous
+    tokens,  # [] int32 on the device: no more queries than so many are written; or None
+    rows,  # G * S
+    groups,  # G
+    kv_heads,
+    count,  # B * Hkv * rows
+    splits, out_b, out_s, out_h,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, HAS_AUX: tl.constexpr,
+):  # fmt: skip
+    """Weigh the splits of each row by their share of the softmax. Grid: (count / BLOCK_R,)."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    valid = row < count
+    dv = tl.arange(0, BLOCK_DV)
+    head, r = row // rows, row % rows
+    if tokens is not None:
+        valid = valid & (r // groups < tl.load(tokens))
+    head_q = head % kv_heads * groups + r % groups
+    inside = valid[:, None] & (dv < DV)[None, :]
+    state = empty_state(BLOCK_R, BLOCK_DV)
+    if HAS_AUX:
+        aux = tl.load(s_aux + head_q, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        state = SoftmaxState(aux, state.total + 1.0, state.output)
+    at = row.to(tl.int64)
+    for _ in tl.range(0, splits):
+        log = tl.load(lse + at, mask=valid, other=-float("inf"))
+        if tokens is None:
+            part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=inside, other=0.0)
+        else:
+            written = inside & (log > -float("inf"))[:, None]
+            part = tl.load(partial + at[:, None] * DV + dv[None, :], mask=written, other=0.0)
+        state = merge(state, log, part)
+        at += count
+    acc = normalize(state)
+    at = out + (head // kv_heads).to(tl.int64) * out_b + (r // groups).to(tl.int64) * out_s + head_q * out_h
+    tl.store(at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=inside)

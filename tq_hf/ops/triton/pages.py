@@ -26,7 +26,7 @@ if HAS_TRITON:
         single_scratch_bytes,
         takes_sinks,
     )
-    from tq_kernels.prefix.prompts import attend_many, takes_prompts
+    from tq_kernels.prefix.launch import attend_many, takes_prompts
     from tq_kernels.prefix.windows import Windows
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows

@@ -1,16 +1,162 @@
-"""Sliding-window layers: one that lets go of the prompt, and a preallocated one that can be rolled back."""
+"""A preallocated layer that is not compressed, beside compressed ones."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ..compat import outside_inference_mode
+from ..stores.base import check_room
 from ..tensors.blocks import KeyValue
-from .base import check_crop
+from .base import FullAttentionLayer, check_crop, like_held
+
+TOKEN_AXES = {"update": -2, "update_indexer": 1}
+"""Methods of a cache whose tensors have an axis of tokens, and which; the batch is axis 0 of all."""
+METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a cache's method for one layer, with shapes in place of tensors.
+
+    Args:
+        method: Its name.
+        likes: Shape, dtype and device of each tensor.
+        options: The other arguments, but for the number of the layer.
+    """
+
+    method: str
+    likes: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def tensors(self, batch: int, tokens: int) -> list[torch.Tensor]:
+        """Zeros in place of the call's tensors, for `batch` sequences of `tokens` tokens."""
+        made = []
+        for shape, dtype, device in self.likes:
+            sizes = [batch, *shape[1:]]
+            if self.method in TOKEN_AXES:
+                sizes[TOKEN_AXES[self.method]] = tokens
+            made.append(torch.zeros(sizes, dtype=dtype, device=device))
+        return made
+
+    def replay(self, layer: Any, batch: int, tokens: int) -> None:
+        """Make the call on `layer`, one of transformers' classes."""
+        tensors = self.tensors(batch, tokens)
+        if self.method == "update":
+            tensors = list(like_held(layer, *tensors))
+        getattr(layer, self.method)(*tensors, **dict(self.options))
+
+
+def record(cache: Cache) -> list[list[Call]]:
+    """Note from now on what each layer of `cache` is given. Returns the lists that fill, one a layer."""
+    calls: list[list[Call]] = [[] for _ in cache.layers]
+
+    def noting(method: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(real)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = dict(bound.arguments)
+            given.pop("args", None)
+            more, index = given.pop("kwargs", {}), given.pop("layer_idx")
+            tensors = [given.pop(name) for name in list(given) if isinstance(given[name], torch.Tensor)]
+            # What models pass on to `update` is for attention, not for the layer.
+            options = {} if method == "update" else given | more
+            likes = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
+            calls[index].append(Call(method, likes, tuple(sorted(options.items()))))
+            return real(*args, **kwargs)
+
+        return note
+
+    for method in METHODS:
+        if hasattr(cache, method):
+            setattr(cache, method, noting(method, getattr(cache, method)))
+    return calls
+
+
+class PreallocatedLayer(FullAttentionLayer, StaticLayer):
+    """transformers' own layer, except that it agrees with a `TurboQuantLayer` on what a call of several tokens sees.
+
+    `StaticLayer` shows all there is room for at every call. Beside a compressed layer it must show what that shows (see
+    `FullAttentionLayer`): the tokens held, and all there is room for only to a single token.
+    """
+
+    # Beside the layer's own variables, which are what a file holds of it.
+    __slots__ = ("num_held",)
+
+    @outside_inference_mode
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+        self.num_held: int | None = None
+        """Tokens held, if the host knows: it counts in eager calls, and a compiled one forgets."""
+
+    @outside_inference_mode
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
+        super().lazy_initialization(key_states, value_states)
+        if key_states.is_meta:  # see `PreallocatedStore.allocate`
+            self.cumulative_length = torch.tensor(0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that are held, or if S is 1 all
+        there is room for (always, if that is shown).
+
+        Raises:
+            ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
+                check of the index fails.)
+        """
+        tokens = key_states.shape[-2]
+        if tokens == 1 and torch.compiler.is_compiling():
+            self.num_held = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        held = int(self.get_seq_length()) if self.num_held is None else self.num_held
+        check_room(tokens, held, self.max_cache_len)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.num_held = held + tokens
+        if tokens == 1 or self.shows_room:
+            return keys, values
+        return keys[:, :, : held + tokens], values[:, :, : held + tokens]
+
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
+        """Tokens held, `[]` int64 on the device; 0 before the first update, and of a model on the meta device a
+        number."""
+        length = super().get_seq_length()
+        return int(length) if self.is_initialized and self.device.type == "meta" else length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive.
+        """
+        tokens_to_remove = check_crop(tokens_to_remove)
+        if self.is_initialized:
+            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+            self.num_held = None
+
+    def count_replayed(self, length: int) -> None:
+        """See `FullAttentionLayer.count_replayed`."""
+        self.num_held = length
+
+    def reset(self) -> None:
+        """Hold nothing; the tensors stay where they are."""
+        super().reset()
+        self.num_held = None
+
+    @outside_inference_mode
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = function(self.keys), function(self.values)
+            self.batch_size = self.keys.shape[0]
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
