@@ -78,7 +78,10 @@ def private_names(path: Path) -> tuple[set[str], set[str]]:
     defined |= {
         node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    reads = {node.attr for node in nodes if isinstance(node, ast.Attribute)} - {"_fields", "_replace"}  # of a named tuple
+    reads = {node.attr for node in nodes if isinstance(node, ast.Attribute)} - {
+        "_fields",
+        "_replace",
+    }  # of a named tuple
     return defined, {name for name in reads if name.startswith("_") and not name.startswith("__")}
 
 

@@ -20,7 +20,7 @@ import torch
 from ..compat import METADATA, as_plain_tensors
 from ..stores.base import LayerStore
 from ..tensors.blocks import KeyValue
-from ..tensors.layer import StepView, StoreView, dense_shapes
+from ..tensors.layer import StepView, StoreView
 
 
 class Owner(Protocol):
@@ -72,7 +72,7 @@ class Handle:
         """Shape of the keys (0) or values (1)."""
         if self._states is not None:
             return self._states[index].shape
-        return dense_shapes(self.view.tensors.row, self.layer.shown_length(self.view))[index]
+        return self.view.tensors.dense_shapes(self.layer.shown_length(self.view))[index]
 
     def states(self) -> KeyValue:
         """The keys and values, made at the first call. The model is said to have computed with them."""

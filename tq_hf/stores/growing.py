@@ -24,7 +24,7 @@ from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..tensors.blocks import BLOCK, KeyValue, PackedBlocks
-from ..tensors.layer import LayerTensors, StepView, StoreView
+from ..tensors.layer import LayerTensors, StoreView
 from ..tensors.residual import LateRow, Residual, ring_capacity
 from .base import NOTHING, Counts, LayerStore, check_fits, check_room, check_states
 
@@ -104,7 +104,6 @@ class GrowingStore(LayerStore):
         return self.num_sinks + self.num_blocks * BLOCK + self.residual.count + deferred
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
-        """See `LayerStore.append`."""
         row, residual = self.tensors.row, self.residual
         if (
             keys.shape == row.keys
@@ -188,11 +187,9 @@ class GrowingStore(LayerStore):
 
     @property
     def is_deferred(self) -> bool:
-        """See `LayerStore.is_deferred`."""
         return self._prompt is not None
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_deferred`."""
         if self._prompt is not None:
             self._encode_deferred(*self._prompt, queries, attended)
 
@@ -284,21 +281,15 @@ class GrowingStore(LayerStore):
         return StoreView(tensors, self.num_blocks, residual.count, past, residual.late)
 
     def view(self) -> StoreView:
-        """See `LayerStore.view`. The rows of pending blocks stay for a crop."""
+        """The rows of pending blocks stay for a crop."""
         self.encode_deferred()
         reader = copy(self)
         reader.residual = self.residual.snapshot()
         reader.drop_encoded_rows()
         return reader._view(self.length)
 
-    def dense(self, view: StoreView | StepView) -> KeyValue:
-        """See `LayerStore.dense`."""
-        assert isinstance(view, StoreView)
-        return dispatch.dense(view)
-
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
-        """See `LayerStore.crop`."""
         self.encode_deferred()
         length = max(0, self.length - tokens)
         if (rows := length - self.num_sinks - self.num_blocks * BLOCK) >= 0:
@@ -318,22 +309,20 @@ class GrowingStore(LayerStore):
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:
-        """See `LayerStore.map`."""
         self.encode_deferred()
         self.residual.write_late_row()
         return GrowingStore(self.tensors.map(function), self.counts, self.max_cache_len, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
-        """See `LayerStore.reorder`."""
         self.encode_deferred()
         self.residual.write_late_row()
         super().reorder(beam_idx)
 
     def reset(self) -> None:
-        """See `LayerStore.reset`: all memory is released."""
+        """All memory is released."""
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """See `LayerStore.by_kind`. A late row is held in the model's own tensors until it is written."""
+        """A late row is held in the model's own tensors until it is written."""
         self.encode_deferred()
         kinds = self.tensors.by_kind()
         late = self.residual.late
@@ -342,7 +331,6 @@ class GrowingStore(LayerStore):
         return kinds
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
-        """See `LayerStore.export`."""
         self.encode_deferred()
         held = self.blocks.slice(0, self.num_blocks + self.num_pending).tensors()
         if self.config.balance:
@@ -355,7 +343,6 @@ class GrowingStore(LayerStore):
 
     @outside_inference_mode
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:
-        """See `LayerStore.restore`."""
         device, packed = self.tensors.row.device, counts.blocks + counts.pending
         self._make_room(0, packed)
         for name, tensor in self.blocks.tensors().items():

@@ -27,7 +27,6 @@ import torch
 
 from ..compat import mark_static_address, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.blocks import KeyValue
 from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
@@ -52,12 +51,12 @@ class PreallocatedStore(LayerStore):
     ) -> None:
         super().__init__(tensors, scales_are_fixed)
         self._appending: GrowingStore | None = None
-        """What the last call was appended to, if it waits for its queries."""
+        """The store that the last call was appended to, if its encoding is deferred."""
         self._newest = NewestToken()
         self.counts = counts
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
-        """Tokens held, if the host knows."""
+        """Tokens held, if the host knows: a compiled step does not count."""
         self._entries = graph_ops.entries(counts.step_counts)
         self._config_text = graph_ops.config_text(tensors.config)
 
@@ -99,7 +98,6 @@ class PreallocatedStore(LayerStore):
         return graph_ops.tokens_held(self.counts)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
-        """See `LayerStore.append`."""
         if self._newest.states is not None or self._appending is not None:
             self.encode_deferred()
         row = self.tensors.row
@@ -150,11 +148,10 @@ class PreallocatedStore(LayerStore):
 
     @property
     def is_deferred(self) -> bool:
-        """See `LayerStore.is_deferred`."""
         return self._appending is not None
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_deferred`. Also appends the token of a decode step that waits for attention."""
+        """Also appends the token of a decode step that no attention has appended."""
         if self._newest.states is not None:
             graph_ops.append_newest(self._step_view())
         if (store := self._appending) is not None:
@@ -181,35 +178,33 @@ class PreallocatedStore(LayerStore):
         self.num_held = store.length
 
     def dense(self, view: StoreView | StepView) -> KeyValue:
-        """See `LayerStore.dense`. After one token, zeros follow the last."""
+        """After one token, zeros follow the last."""
         if isinstance(view, StepView):
             return graph_ops.dense_tokens(view)
-        return dispatch.dense(view)
+        return super().dense(view)
 
     def view(self) -> StoreView:
-        """See `LayerStore.view`. Waits for the device."""
+        """Waits for the device."""
         return self.as_growing().view()
 
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
-        """See `LayerStore.crop`."""
         store = self.as_growing()
         store.crop(tokens)
         self._take(store)
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PreallocatedStore:
-        """See `LayerStore.map`. The counts stay where they are."""
+        """The counts stay where they are."""
         self.encode_deferred()
         return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
-        """See `LayerStore.reorder`."""
         self.encode_deferred()
         super().reorder(beam_idx)
 
     def reset(self) -> PreallocatedStore:
-        """See `LayerStore.reset`: the tensors stay where they are."""
+        """The tensors stay where they are."""
         self._appending = self._newest.states = None
         if not self.scales_are_fixed:
             for factor in self.blocks.channel_scales:
@@ -220,18 +215,15 @@ class PreallocatedStore(LayerStore):
         return self
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """See `LayerStore.by_kind`."""
         self.encode_deferred()
         kinds = self.tensors.by_kind()
         return {**kinds, "metadata": [*kinds["metadata"], *self.counts]}
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
-        """See `LayerStore.export`."""
         return self.as_growing().export()
 
     @outside_inference_mode
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:
-        """See `LayerStore.restore`."""
         store = self.as_growing()
         store.restore(counts, held)
         self._take(store)
