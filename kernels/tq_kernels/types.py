@@ -16,7 +16,7 @@ class Packed(NamedTuple):
         key_words: `[B, Hkv, N, 128 * Dk padded * key bits / 32]` int32.
         value_words: `[B, Hkv, N, 128 * Dv padded * value bits / 32]` int32.
         scales: `[B, Hkv, N, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
-        key_means: `[B, Hkv, N, Dk padded]` fp16, or `None`.
+        key_means: `[B, Hkv, N, Dk padded]` fp16.
         key_channel_scales: `[B, Hkv, Dk]` fp16 contiguous, no more bits than bf16: what keys were multiplied by.
         value_channel_scales: `[B, Hkv, Dv]`, likewise.
     """
@@ -24,7 +24,7 @@ class Packed(NamedTuple):
     key_words: torch.Tensor
     value_words: torch.Tensor
     scales: torch.Tensor
-    key_means: torch.Tensor | None
+    key_means: torch.Tensor
     key_channel_scales: torch.Tensor
     value_channel_scales: torch.Tensor
 
@@ -58,7 +58,7 @@ class Pages(NamedTuple):
         key_words: `[pages, Hkv, 128 * D padded * key bits / 32]` int32.
         value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
         scales: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
-        key_means: `[pages, Hkv, D padded]` fp16, or `None`.
+        key_means: `[pages, Hkv, D padded]` fp16.
         rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
         key_channel_scales: `[Hkv, D]` fp16 contiguous.
         value_channel_scales: `[Hkv, D]`, likewise.
@@ -70,7 +70,7 @@ class Pages(NamedTuple):
     key_words: torch.Tensor
     value_words: torch.Tensor
     scales: torch.Tensor
-    key_means: torch.Tensor | None
+    key_means: torch.Tensor
     rows: torch.Tensor
     key_channel_scales: torch.Tensor
     value_channel_scales: torch.Tensor
@@ -97,11 +97,6 @@ class Pages(NamedTuple):
     def before_blocks(self) -> int:
         """Pages of a table before that of block 0."""
         return BLOCK_TOKENS // self.page_rows + min(1, self.sinks)
-
-    @property
-    def means(self) -> torch.Tensor:
-        """The key means, or what stands for them."""
-        return self.scales if self.key_means is None else self.key_means
 
 
 class Geometry(NamedTuple):

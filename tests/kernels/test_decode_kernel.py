@@ -55,7 +55,6 @@ OPTIONS = [
         residual=126,
         residual_capacity=256,
     ),  # fmt: skip
-    BASE.with_(key_mean=False),
     BASE.with_(mask="padding", B=3, preset="3bit_nc"),
     BASE.with_(mask="full", S=5),
     BASE.with_(mask="full", S=1, B=2, softcap=15.0),

@@ -37,7 +37,7 @@ CASES = [
     BASE.with_(preset="3.5bit_nc", Hq=12),
     BASE.with_(preset="3bit_nc", Dk=72, Dv=36, Hq=2),
     BASE.with_(Dk=136, Dv=64, Hq=9),
-    BASE.with_(key_mean=False, dtype=FP32),
+    BASE.with_(dtype=FP32),
     BASE.with_(mask="padding", B=2, preset="3bit_nc"),
     BASE.with_(mask="full", S=5, Hq=3),
     BASE.with_(softcap=15.0, S=2, s_aux=True, Hq=2),

@@ -41,7 +41,7 @@ DECODE = [BASE.with_(preset=preset) for preset in PRESETS] + [
     BASE.with_(Hq=24, mask="padding", B=3, preset="3bit_nc"),
     BASE.with_(mask="full", S=5, Dk=64, Dv=64),
     BASE.with_(softcap=30.0, s_aux=True, S=2, sinks=11, preset="k8v4", Dk=64, Dv=64),
-    BASE.with_(dtype=FP32, key_mean=False, blocks=0, residual=23, Dk=64, Dv=64),
+    BASE.with_(dtype=FP32, blocks=0, residual=23, Dk=64, Dv=64),
 ]
 PREFIX = [
     (BASE.with_(S=37, residual=53), True),

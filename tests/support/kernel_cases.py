@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantize, encode
 from tq_hf.codec.rotation import rotation_matrix
 from tq_hf.config import TurboQuantConfig
@@ -115,7 +114,6 @@ class Case:
     causal: bool = True
     softcap: float | None = None
     s_aux: bool = False
-    key_mean: bool = True
     key_offset: float = 2.0
     value_scale: float = 1.0
     balanced: bool = False
@@ -175,7 +173,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    config = Ablation.from_preset(case.preset, key_mean=case.key_mean)
+    config = TurboQuantConfig.from_preset(case.preset)
     layout = config.layout(case.Dk, case.Dv)
     packed = PackedBlocks.allocate(layout, case.B, case.Hkv, case.capacity, torch.device("cpu"))
     for tensor in packed.tensors().values():

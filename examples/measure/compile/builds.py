@@ -156,7 +156,7 @@ def build_preallocated_append(
     tile = tile_of(stored)
     config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     halves = [(dim, stored, tile, own, LEVELS[own], config.k_step) for own in bits]
-    constants = (*halves[0], *halves[1], True, MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
+    constants = (*halves[0], *halves[1], MATRIX[dtype], "tf32x3" if on.asm else "ieee", on.asm)
     states = [f"*{dtype}"]
     types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
     options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
@@ -183,7 +183,7 @@ def place(preset: str, dim: int) -> tuple[int, int]:
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
     bits = bits_of(preset)
-    return plan_decode(SEQUENCES, 32, 8, 1, dim, dim, *bits, True, 256, 128, False, 0, softcap, False, target_of(arch))
+    return plan_decode(SEQUENCES, 32, 8, 1, dim, dim, *bits, 256, 128, False, 0, softcap, False, target_of(arch))
 
 
 def build_paged_split(
@@ -191,7 +191,7 @@ def build_paged_split(
 ) -> tuple[Any, Plan]:
     p, bits = plan_for(arch, preset, dim, softcap), bits_of(preset)
     before = () if arch == 75 else (sinks,)
-    constants = (dim, dim, *bits, True, softcap, *before, *place(preset, dim), SEQUENCES, *p.tile_constants)
+    constants = (dim, dim, *bits, softcap, *before, *place(preset, dim), SEQUENCES, *p.tile_constants)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_paged_fragments if arch == 75 else decode_split_paged,
@@ -239,7 +239,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     on, bits, stored = target_of(arch), bits_of(preset), padded_dim(dim)
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
-        *(dim, stored, tile_of(stored), *bits, True, *[LEVELS[own] for own in bits]),
+        *(dim, stored, tile_of(stored), *bits, *[LEVELS[own] for own in bits]),
         *(MATRIX[dtype], config.k_step),
         *("tf32x3" if on.asm else "ieee", sinks, *place(preset, dim), SEQUENCES, on.asm),
     )

@@ -61,23 +61,9 @@ def plan(
     mask_rows: int = 0,
 ) -> Plan:
     return plan_decode(
-        1,
-        32,
-        8,
-        queries,
-        dim,
-        value_dim or dim,
-        key_bits,
-        value_bits,
-        True,
-        256,
-        260,
-        True,
-        mask_rows,
-        False,
-        False,
+        1, 32, 8, queries, dim, value_dim or dim, key_bits, value_bits, 256, 260, True, mask_rows, False, False,
         target_of(arch),
-    )
+    )  # fmt: skip
 
 
 def build(kernel: Any, types: list[str | None], constants: tuple[Any, ...], arch: int | str, **options: Any) -> Any:

@@ -376,7 +376,7 @@ def encode_completed(
     key_t, key_h, value_t, value_h,
     width,  # W
     page_blocks, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, HAS_MEAN: tl.constexpr, KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr,
     MATRIX: tl.constexpr, K_STEP: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -395,9 +395,7 @@ def encode_completed(
     )  # fmt: skip
     if tl.program_id(2) == 0:
         new_keys = NewStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)
-        _encode_all(
-            new_keys, pool, Output(key_words, scales, means if HAS_MEAN else None), amounts, total, SINKS, ROWS, KEYS
-        )
+        _encode_all(new_keys, pool, Output(key_words, scales, means), amounts, total, SINKS, ROWS, KEYS)
     else:
         new_values = NewStates(value, value_t * 8, value_h * 8, value_rotation, value_channel_scales)
         _encode_all(new_values, pool, Output(value_words, scales, None), amounts, total, SINKS, ROWS, VALUES)

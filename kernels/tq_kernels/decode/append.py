@@ -169,14 +169,14 @@ def append_and_encode(
     key_words,  # the packed tensors, as for `encode_blocks`
     value_words,
     scales,
-    key_means,  # anything without HAS_MEAN
+    key_means,
     key_rotation, value_rotation, value_channel_scales, key_channel_scales, keys_b, keys_h, values_b, values_h,
     max_sinks, capacity, residual, max_cache_len,
     blocks_b,  # strides of the packed tensors, in blocks
     blocks_h, heads, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    HAS_MEAN: tl.constexpr, MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H, 2). A full store is left as it is, and the assertion fails."""
     sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
@@ -217,7 +217,7 @@ def append_and_encode(
     )  # fmt: skip
     if tl.program_id(1) == 0:
         new_keys = NewStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
-        _append(new_keys, place, Output(key_words, scales, key_means if HAS_MEAN else None), KEYS)
+        _append(new_keys, place, Output(key_words, scales, key_means), KEYS)
     else:
         new_values = NewStates(
             values, values_b, values_h, sink_values, residual_values, value_rotation, value_channel_scales
@@ -242,7 +242,7 @@ def append_and_rotate(
     scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    HAS_MEAN: tl.constexpr, MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
@@ -258,7 +258,7 @@ def append_and_rotate(
             key_channel_scales, keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len,
             blocks_b, blocks_h, heads, DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
             DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP,
-            HAS_MEAN, MATRIX, PRECISION, ASM,
+            MATRIX, PRECISION, ASM,
         )  # fmt: skip
     else:
         TILES: tl.constexpr = (DKP + COLUMNS - 1) // COLUMNS
@@ -303,12 +303,11 @@ class Appender:
         ring = residual[0]
         self.device, on = ring.device, target(ring.device)
         words, scales = (packed.key_words, packed.value_words), packed.scales.view(torch.float16)
-        means = scales if packed.key_means is None else packed.key_means
         self.tensors = (
             *sinks,
             *residual,
             *words,
-            scales, means, key_rotation, value_rotation, packed.value_channel_scales,
+            scales, packed.key_means, key_rotation, value_rotation, packed.value_channel_scales,
         )  # fmt: skip
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
@@ -325,7 +324,7 @@ class Appender:
             warps = max(warps, config.warps)
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
         precision = "tf32x3" if on.asm else "ieee"
-        self.constants = (*constants, packed.key_means is not None, matrix_type(ring), precision, on.asm)
+        self.constants = (*constants, matrix_type(ring), precision, on.asm)
         self.columns = rotate_columns(max(16, triton.next_power_of_2(key_rotation.shape[0])), warps)
         """Channels of a program of `append_and_rotate` that rotates."""
         # `sanitize_overflow` is what `debug` turns on.

@@ -229,8 +229,7 @@ class Decoder:
     ) -> None:
         self.packed, self.bits = packed, (key_bits, value_bits)
         self.device = packed.key_words.device
-        # Without means, the kernel reads nothing at the last address.
-        words = (*packed[:3], packed.scales if packed.key_means is None else packed.key_means)
+        words = packed[:4]
         single = (key_rotation, value_rotation, packed.key_channel_scales, packed.value_channel_scales)
         self.tensors = Held(words, (*sinks, *residual), *single)
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
@@ -250,7 +249,7 @@ class Decoder:
             sinks[0].stride(),
             residual[0].stride(),
         )
-        blocks = (self.bits, packed.key_means is None, packed.key_words.shape[1:3], packed.block_strides)
+        blocks = (self.bits, packed.key_words.shape[1:3], packed.block_strides)
         self._steps = steps_of((self.device, dense, blocks))
 
     def __call__(
@@ -375,7 +374,6 @@ class Decoder:
         plan = plan_decode(
             batch, query_heads, kv_heads, queries, key_dim, value_dim,
             *self.bits,
-            packed.key_means is not None,
             capacity,
             sinks.shape[2] + residual.shape[2],
             causal,

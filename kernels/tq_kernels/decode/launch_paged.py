@@ -46,14 +46,14 @@ def _plan(
     query_heads: int,
     kv_heads: int,
     dim: int,
-    bits: tuple[int, int, bool],
+    bits: tuple[int, int],
     room: tuple[int, int],
     softcap: float | None,
     s_aux: torch.Tensor | None,
     on: Target,
 ) -> Plan:
-    """What a decode step of `count` sequences launches. `bits` are those of keys and of values, and whether blocks have
-    means; `room` is that for blocks and for dense rows of a sequence."""
+    """What a decode step of `count` sequences launches. `bits` are those of keys and of values; `room` is that for
+    blocks and for dense rows of a sequence."""
     options = (False, 0, softcap is not None, s_aux is not None)  # neither causal nor masked
     return plan_decode(count, query_heads, kv_heads, 1, dim, dim, *bits, *room, *options, on)
 
@@ -63,7 +63,7 @@ def single_scratch_bytes(
 ) -> int:
     """Bytes of scratch that `attend_single` takes for `count` sequences of any length."""
     room = (1 << 20, BLOCK_TOKENS + sinks)
-    return 4 * _plan(count, query_heads, kv_heads, dim, (*bits, True), room, None, None, target(device)).scratch.size
+    return 4 * _plan(count, query_heads, kv_heads, dim, bits, room, None, None, target(device)).scratch.size
 
 
 def attend_single(
@@ -91,7 +91,7 @@ def attend_single(
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], geometry.cu_seqlens_q.shape[0] - 1
     groups, width, device = query_heads // kv_heads, geometry.block_table.shape[1], query.device
     on = target(device)
-    bits = (pages.key_bits, pages.value_bits, pages.key_means is not None)
+    bits = (pages.key_bits, pages.value_bits)
     room = (max(width - pages.before_blocks, 0), BLOCK_TOKENS + pages.sinks)
     plan = _plan(count, query_heads, kv_heads, dim, bits, room, softcap, s_aux, on)
     at = plan.scratch
@@ -116,7 +116,7 @@ def attend_single(
     constants = (dim, rotations[0].shape[0], *bits, softcap is not None, *sinks, *place, block_b, *plan.tile_constants)
     (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
         (plan.workers, 1, 1),
-        (scratch, pages.key_words, pages.value_words, pages.scales, pages.means, pages.rows, key, value,
+        (scratch, pages.key_words, pages.value_words, pages.scales, pages.key_means, pages.rows, key, value,
          geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k),
         (count, kv_heads, groups, *_strides(key, value), width, pages.page_blocks, scaling * LOG2E.value,
          (softcap or 1.0) * LOG2E.value, plan.row_tiles, plan.tile_rows, at.plain, at.scale, at.lse, at.partial),
@@ -161,7 +161,6 @@ def encode_new_blocks(
     programs = max(1, config.programs_per_multiprocessor * on.multiprocessors // (2 * kv_heads))
     constants = (
         dim, padded, tile, pages.key_bits, pages.value_bits,
-        pages.key_means is not None,
         LEVELS[pages.key_bits],
         LEVELS[pages.value_bits],
         matrix_type(key),
@@ -176,11 +175,11 @@ def encode_new_blocks(
     ENCODE(
         (min(most, programs), kv_heads, 2),
         (key, value, pages.rows, geometry.block_table, geometry.cu_seqlens_q, geometry.cu_seqlens_k, pages.key_words,
-         pages.value_words, pages.scales.view(torch.float16), pages.means, *rotations, pages.key_channel_scales,
+         pages.value_words, pages.scales.view(torch.float16), pages.key_means, *rotations, pages.key_channel_scales,
          pages.value_channel_scales),
         (count, *_strides(key, value), geometry.block_table.shape[1], pages.page_blocks),
         constants,
-        (constants, key.dtype, pages.means.dtype, rotations[0].dtype, device.index),
+        (constants, key.dtype, pages.key_means.dtype, rotations[0].dtype, device.index),
         num_warps=config.warps,
     )  # fmt: skip
 

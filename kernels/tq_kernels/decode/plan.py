@@ -163,7 +163,6 @@ def plan_decode(
     value_dim: int,
     key_bits: int,
     value_bits: int,
-    has_mean: bool,
     capacity: int,
     dense_capacity: int,
     causal: bool,
@@ -209,7 +208,7 @@ def plan_decode(
         rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),
         tile_constants=tile_constants,
         split_constants=(
-            key_dim, value_dim, dkp, dvp, key_bits, value_bits, has_mean,
+            key_dim, value_dim, dkp, dvp, key_bits, value_bits,
             causal and queries > 1 and not mask_rows,
             mask_rows,
             has_softcap,

@@ -117,7 +117,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         q += (tl.load(rotated + chunk * KEY_WIDTH, mask=q_mask, other=0.0),)  # [BKC, BR]
     km = tl.arange(0, C.BLOCK_MEAN)
     q_mean = q[0]
-    if C.HAS_MEAN and (C.KEY_CHUNKS > 1 or C.BLOCK_MEAN != C.BLOCK_KC):
+    if C.KEY_CHUNKS > 1 or C.BLOCK_MEAN != C.BLOCK_KC:
         whole = queries_at + (rows.head + rows.r)[None, :] * C.DKP + km[:, None]
         q_mean = tl.load(whole, mask=(km < C.DKP)[:, None] & rows.inside[None, :], other=0.0)  # [BM, BR]
     acc = ()
@@ -156,9 +156,8 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         x = ()
         for plane in tl.static_range(4):
             x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
-        if C.HAS_MEAN:
-            shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C.DKP) * level_unit(C.KEY_BITS, C.SMALL)
-            x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
+        shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C.DKP) * level_unit(C.KEY_BITS, C.SMALL)
+        x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
         if C.SOFTCAP:
             capped = ()
             for plane in tl.static_range(4):

@@ -90,7 +90,7 @@ def decode_split(
     plain_at, scale_at, lse_at, partial_at,
     dense_splits,  # slots of a stream for dense jobs: as many as its sinks and residual have room for
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, HAS_MEAN: tl.constexpr, CAUSAL: tl.constexpr,
+    VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
     SOFTCAP: tl.constexpr, KEY_CHUNKS: tl.constexpr, VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr,
     BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr,
@@ -102,7 +102,7 @@ def decode_split(
     workers = tl.num_programs(0)
     DM: tl.constexpr = DV if DV > DVP else DVP
     C: tl.constexpr = Shape(
-        DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, HAS_MEAN, CAUSAL, MASK, SOFTCAP, KEY_CHUNKS, VALUE_CHUNKS,
+        DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, CAUSAL, MASK, SOFTCAP, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, 0, 0,
     )  # fmt: skip
     if PDL == 2:
@@ -230,7 +230,7 @@ def decode_split_paged(
     row_tiles,
     tile_rows,  # min(G, BLOCK_R)
     plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, HAS_MEAN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, KEY_CHUNKS: tl.constexpr,
     VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr, BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
@@ -242,7 +242,7 @@ def decode_split_paged(
     DM: tl.constexpr = DIM if DIM > DIMP else DIMP
     FIRST_BLOCK: tl.constexpr = TOKENS // ROWS + (1 if SINKS else 0)
     C: tl.constexpr = Shape(
-        DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, HAS_MEAN, False, 0, SOFTCAP, KEY_CHUNKS, VALUE_CHUNKS,
+        DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, False, 0, SOFTCAP, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS, SINKS,
     )  # fmt: skip
     if PDL:

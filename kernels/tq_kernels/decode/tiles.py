@@ -23,7 +23,6 @@ class Shape(NamedTuple):
         DKP, DVP: The same, padded, as they are packed.
         DM: max(DV, DVP), the stride of partial results.
         KEY_BITS, VALUE_BITS: Bits of a code.
-        HAS_MEAN: Whether blocks have key means.
         CAUSAL: Whether query s does not see the last S - 1 - s tokens.
         MASK: 0: none, 1: one row for all queries, 2: a row for each.
         SOFTCAP: Whether logits are capped.
@@ -45,7 +44,6 @@ class Shape(NamedTuple):
     DM: Any
     KEY_BITS: Any
     VALUE_BITS: Any
-    HAS_MEAN: Any
     CAUSAL: Any
     MASK: Any
     SOFTCAP: Any

@@ -339,7 +339,7 @@ def attend_many(
     ATTEND(
         (row_tiles, kv_heads, splits),
         (
-            *(query, pages.key_words, pages.value_words, pages.scales, pages.means, *rotations),
+            *(query, pages.key_words, pages.value_words, pages.scales, pages.key_means, *rotations),
             *(pages.key_channel_scales, pages.value_channel_scales, *[pages.rows] * 4, key, value, query, aux),
             *(out, partial, lse, operand_rows.view(torch.float16), *geometry),
         ),

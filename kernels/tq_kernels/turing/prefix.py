@@ -154,7 +154,7 @@ def prefix_attention_fragments(
     SPLIT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, B * Hkv, splits), of one warp each."""
-    C: tl.constexpr = PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, True, MASK > 0, SOFTCAP, TILES)
+    C: tl.constexpr = PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, SOFTCAP, TILES)
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)

@@ -132,7 +132,7 @@ def decode_split_fragments(
     residual_b, residual_h, residual_capacity, mask_b, mask_s, mask_t, scaling_log2, cap_log2, row_tiles,
     streams, tile_rows, plain_at, scale_at, lse_at, partial_at, dense_splits, DK: tl.constexpr,
     DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    HAS_MEAN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
@@ -189,9 +189,9 @@ def decode_split_fragments(
                     key_words + at * (4 * DKP * KEY_BITS) + half * (8 * KEY_WIDTH),
                     value_words + at * (4 * DVP * VALUE_BITS) + half * 8,
                     scales + at * TOKENS + half * 16,
-                    key_means + at * DKP if HAS_MEAN else key_means,
+                    key_means + at * DKP,
                 ),
-                allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, HAS_MEAN, MASK > 0, SOFTCAP, TILES),
+                allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, SOFTCAP, TILES),
             )  # fmt: skip
         store_partial(
             Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
@@ -276,7 +276,7 @@ def decode_split_paged_fragments(
     key_words, value_words, scales, key_means, rows, key, value, block_table, cu_seqlens_q, cu_seqlens_k, count,
     kv_heads, groups, key_t, key_h, value_t, value_h, width, page_blocks, scaling_log2, cap_log2, row_tiles,
     tile_rows, plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, HAS_MEAN: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
@@ -362,9 +362,9 @@ def decode_split_paged_fragments(
                         key_words + block * BLOCK_WORDS + half * (8 * KEY_WIDTH),
                         value_words + block * BLOCK_WORDS + half * 8,
                         scales + block * BLOCK_WORDS + half * 16,
-                        key_means + block * (2 * BLOCK_WORDS) if HAS_MEAN else key_means,
+                        key_means + block * (2 * BLOCK_WORDS),
                     ),
-                    (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, HAS_MEAN, False, SOFTCAP, TILES),
+                    (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, False, SOFTCAP, TILES),
                 )  # fmt: skip
             store_partial(
                 Slots(lse, partial, tile_rows, g, t), worker + stream, packed, packed_sums, packed_maximum, packed_gain,

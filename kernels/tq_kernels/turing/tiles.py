@@ -235,7 +235,6 @@ class PackedShape(NamedTuple):
     DVP: tl.constexpr
     KEY_BITS: tl.constexpr
     VALUE_BITS: tl.constexpr
-    HAS_MEAN: tl.constexpr
     MASKED: tl.constexpr
     SOFTCAP: tl.constexpr
     TILES: tl.constexpr
@@ -256,9 +255,8 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
     KEY_WIDTH: tl.constexpr = C.DKP // KEY_QUARTERS
     VALUE_TILES: tl.constexpr = value_tiles(C.DVP, C.VALUE_BITS)
     s = packed_scores(half.key_words, q, g, t, C.DKP, C.KEY_BITS, C.TILES)
-    if C.HAS_MEAN:
-        means = load_rows(half.mean + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
-        shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), C.TILES)
+    means = load_rows(half.mean + tl.zeros([LANES], tl.int32), t, t >= 0, KEY_WIDTH, KEY_QUARTERS)
+    shared = mean_scores(means, q, 2 * KEY_QUARTERS * ((KEY_WIDTH + 15) // 16), C.TILES)
     x, value_scale = (), ()
     for plane in tl.static_range(4):
         key_scale = ()
@@ -271,8 +269,7 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
             quad = ()
             for i in tl.static_range(4):
                 logit = s[plane * C.TILES + tile][i] * key_scale[i // 2]
-                if C.HAS_MEAN:
-                    logit += shared[tile][i] * small_unit(C.KEY_BITS)
+                logit += shared[tile][i] * small_unit(C.KEY_BITS)
                 if C.SOFTCAP:
                     logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
                 if C.MASKED:
