@@ -1,7 +1,8 @@
-"""The rooms of the two packages: imports go down, never up; no file has more than 600 lines."""
+"""The rooms of the two packages: imports go down, never up; what a file and a function may have."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,39 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 def test_no_file_has_more_than_600_lines(folder: Path) -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
     assert [name for name, lines in lengths.items() if lines > 600] == []
+
+
+def test_no_function_has_more_than_ten_parameters() -> None:
+    """Of the package; a kernel's launch may have more."""
+    counts = {}
+    for path in FOLDERS["tq_hf"].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                parameters = [node for node in ast.walk(node.args) if isinstance(node, ast.arg)]
+                counts[f"{path.name} {getattr(node, 'name', 'lambda')}"] = len(parameters)
+    assert counts and {name: count for name, count in counts.items() if count > 10} == {}
+
+
+def private_names(path: Path) -> tuple[set[str], set[str]]:
+    """Names with one leading underscore that a file defines, and those that it reads from an object."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    defined |= {
+        node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    reads = {node.attr for node in nodes if isinstance(node, ast.Attribute)} - {
+        "_fields",
+        "_replace",
+    }  # of a named tuple
+    return defined, {name for name in reads if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_names_of_torch_and_transformers_stand_in_compat() -> None:
+    """But for batching and tools, which subclass what is transformers' (`tests/batching/test_upstream.py`)."""
+    folder = FOLDERS["tq_hf"]
+    names = {path.relative_to(folder): private_names(path) for path in folder.rglob("*.py")}
+    ours = set().union(*(defined for defined, _ in names.values()))
+    foreign = {path: reads - ours for path, (_, reads) in names.items() if path.parts[0] not in ("batching", "tools")}
+    assert foreign.pop(Path("compat.py"))
+    assert {str(path): reads for path, reads in foreign.items() if reads} == {}

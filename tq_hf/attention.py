@@ -10,13 +10,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions
-from .layers.handle import LazyStates, observe_queries, resolve
+from .layers.handle import LazyStates, resolve
 from .ops import dispatch
 from .ops.triton import blocks as triton_blocks
 from .stores import graph_ops
 from .stores.base import check_room
 from .tensors.attention import AttentionOptions
-from .tensors.layer import StepView, is_first
+from .tensors.layer import StepView
 
 NAME = "turboquant"
 
@@ -30,12 +30,6 @@ def turboquant_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    block_indices: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a transformers module, on the compressed cache where there is one and like sdpa elsewhere.
@@ -49,13 +43,10 @@ def turboquant_attention(
         dropout: Only supported on plain states.
         scaling: Factor of the logits, by default `Dk ** -0.5`.
         is_causal: Overrides the module's.
-        softcap: Tanh cap of the logits (Gemma 2).
-        s_aux: Learned sink logits `[Hq]` (gpt-oss).
-        position_bias: Added to the logits.
-        indices: `[B, S, K]` tokens that each query may attend to, of those the mask allows (DeepSeek V3.2). Negative
-            ones are none.
-        block_indices: The same in blocks, as MiniMax M3's indexer chooses them.
-        sinks: Not supported: sink logits by query (Inkling 2).
+        **kwargs: What some models pass. `softcap`, `s_aux` and `position_bias` are described in `AttentionOptions`.
+            `indices` are `[B, S, K]` tokens that each query may attend to, of those the mask allows; negative ones are
+            none (DeepSeek V3.2). `block_indices` are the same in blocks, as MiniMax M3's indexer chooses them. `sinks`,
+            sink logits by query (Inkling 2), are not supported.
 
     Returns:
         `[B, S, Hq, Dv]`, contiguous, in the query's dtype, or in that of `torch.autocast`, as of sdpa; and `None`
@@ -65,39 +56,40 @@ def turboquant_attention(
         ValueError: The arguments ask for what there is no way to compute.
     """
     if isinstance(key, LazyStates) and torch.compiler.is_compiling():
-        arguments = (attention_mask, dropout, scaling, is_causal, softcap, s_aux, position_bias, indices, block_indices)
-        return _attend_outside_of_graphs(module, query, key, value, *arguments, sinks, **kwargs)
-    observe_queries(key, query, attention_mask)
-    if sinks is not None:
+        return _attend_outside_of_graphs(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+    if kwargs.pop("sinks", None) is not None:
         raise ValueError(
             f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
             'with `attn_implementation="eager"`; the cache works with it.'
         )
-    held, key, value = resolve(key, value, module)
+    view, key, value = resolve(key, value, module, query, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if block_indices is not None:
+    if (block_indices := kwargs.pop("block_indices", None)) is not None:
         # Made by the model itself for "eager" and "sdpa", by name; other functions are left to it.
         indexer: Any = module.indexer
         attention_mask = indexer.build_block_mask(
             block_indices, attention_mask, key.shape[2], query.dtype, query.device, kwargs.get("position_ids")
         )
-    if indices is not None:
+    if (indices := kwargs.pop("indices", None)) is not None:
         attention_mask = _among(indices, attention_mask, key.shape[2], causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scaling, causal, softcap, s_aux, position_bias)
-    if held is not None and not is_first(held):
+    bias = kwargs.pop("position_bias", None)
+    options = AttentionOptions(scaling, causal, kwargs.pop("softcap", None), kwargs.pop("s_aux", None), bias)
+    if isinstance(view, StepView) or (view is not None and view.past_length > 0):
         if dropout:
             raise ValueError(
                 f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
             )
-        attend: Any = _attend_step if isinstance(held, StepView) else dispatch.attend
+        attend: Any = _attend_step if isinstance(view, StepView) else dispatch.attend
         if (lower := autocast_dtype(query)) is None:
-            return attend(query, held, attention_mask, options), None
+            return attend(query, view, attention_mask, options), None
         with outside_autocast(query):
-            return attend(query.to(held.tensors.row.dtype), held, attention_mask, options).to(lower), None
+            return attend(query.to(view.tensors.row.dtype), view, attention_mask, options).to(lower), None
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
-    if softcap is None and s_aux is None:
+    if options.softcap is None and options.s_aux is None:
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
             # sdpa's own causal mask is top-left aligned.
             attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
@@ -111,7 +103,7 @@ def turboquant_attention(
             dropout=dropout,
             scaling=scaling,
             is_causal=causal,
-            position_bias=position_bias,
+            position_bias=bias,
             **kwargs,
         )
     if dropout:
@@ -155,13 +147,13 @@ def _attend_step(
     # empty room.
     keys, values = graph_ops.dense_tokens(view)
     sinks, blocks, rows = view.entries
-    held = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
+    is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
     if mask is None:
-        mask = held[None, None, None]
+        mask = is_token[None, None, None]
     elif mask.dtype == torch.bool:
-        mask = mask[..., : view.length] & held
+        mask = mask[..., : view.length] & is_token
     else:
-        mask = mask[..., : view.length].masked_fill(~held, -torch.inf)
+        mask = mask[..., : view.length].masked_fill(~is_token, -torch.inf)
     return dispatch.attend_dense(query, keys, values, mask, options)
 
 

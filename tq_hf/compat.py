@@ -1,6 +1,5 @@
-"""What depends on versions and modes of torch and transformers: private API, each with the versions it was read in,
-inference mode, autocast, versions that were tested. `tq_kernels.common.device` has what the kernels' host side uses.
-"""
+"""The border to torch and transformers: their private names, each with the versions it was read in, the versions this
+package was run with, inference mode and autocast. `tq_kernels.common.device` has what the kernels' host side uses."""
 
 from __future__ import annotations
 
@@ -15,37 +14,97 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.utils import logging
-from transformers.utils.import_utils import is_tracing
-
-__all__ = [
-    "TESTED",
-    "as_plain_tensors",
-    "asked_by_prefill",
-    "attention_implementation",
-    "attention_of_parts",
-    "autocast_dtype",
-    "cached_table",
-    "current_raw_stream",
-    "give_attention_back",
-    "has_attention_heads",
-    "is_capturing",
-    "is_tracing",
-    "mark_static_address",
-    "outside_autocast",
-    "outside_inference_mode",
-    "report_untested",
-    "storage_id",
-    "takes_attention_functions",
-    "untested",
-]
+from transformers.utils.import_utils import is_tracing as is_tracing
 
 logger = logging.get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
 Number = tuple[int, int]
+
+TESTED: dict[str, tuple[Number, Number]] = {
+    "torch": ((2, 9), (2, 15)),
+    "transformers": ((5, 17), (5, 23)),
+    "triton": ((3, 5), (3, 9)),
+}
+"""The oldest and the newest of each that tests have run with. What `pyproject.toml` allows is wider: each torch asks
+for a Triton of its own, and a newer one may well work."""
+
+
+def untested(installed: dict[str, str]) -> list[str]:
+    """A clause for each of these versions, by package, that lies outside of what was tested."""
+    clauses = []
+    for name, (oldest, newest) in TESTED.items():
+        number = re.match(r"(\d+)\.(\d+)", installed.get(name, ""))
+        if number is not None and not oldest <= (int(number[1]), int(number[2])) <= newest:
+            tested = " to ".join(".".join(map(str, bound)) for bound in (oldest, newest))
+            clauses.append(f"{name} {installed[name]} (tested: {tested})")
+    return clauses
+
+
+def report_untested() -> None:
+    """Log one sentence if a package is older or newer than what was tested."""
+    installed = {}
+    for name in TESTED:
+        try:
+            # An imported module says its own version: several installations may be on the path.
+            installed[name] = getattr(sys.modules.get(name), "__version__", None) or version(name)
+        except PackageNotFoundError:
+            continue
+    if clauses := untested(installed):
+        logger.warning(
+            f"tq_hf has not been run with {' and '.join(clauses)}. Compare an answer with that of transformers' own "
+            "cache before you rely on it."
+        )
+
+
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` outside of inference mode and without gradients, whatever the caller is in.
+
+    Under `torch.inference_mode` every new tensor is an inference tensor, which may never be written to in place outside
+    of it. A cache that was filled there must still serve a plain `generate()`, so what it keeps is made outside.
+    """
+    # In this order: leaving inference mode turns gradients on.
+    return torch.inference_mode(False)(torch.no_grad()(function))
+
+
+def cached_table(make: Callable[P, R]) -> Callable[P, R]:
+    """Make the table for these arguments, which must be hashable, once. To `torch.compile` it is a constant: Dynamo
+    warns of `lru_cache` itself, looks through it and makes the table anew in each graph."""
+    cached = lru_cache(outside_inference_mode(make))
+
+    @torch.compiler.assume_constant_result
+    @wraps(make)
+    def table(*args: P.args, **kwargs: P.kwargs) -> R:
+        return cached(*args, **kwargs)  # type: ignore[arg-type]
+
+    return table
+
+
+def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
+    """The dtype that sdpa computes in and returns on the device of these states, or `None` outside of autocast.
+
+    A float32 model computes its matrix products in 16 bits there. Keys leave the rotary embedding in float32 all the
+    same, and values do not. `DynamicCache` holds both in float32, and so does a cache of this package; sdpa then reads
+    them, and the queries, in 16 bits. What this package computes itself, it computes in the dtypes that it names.
+    """
+    device = states.device.type
+    # torch raises for the meta device.
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def outside_autocast(states: torch.Tensor) -> AbstractContextManager[object]:
+    """A context in which operations on these states' device have the dtypes of their arguments."""
+    return nullcontext() if autocast_dtype(states) is None else torch.autocast(states.device.type, enabled=False)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: the host can read nothing then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def current_raw_stream(device: int) -> int:
@@ -63,25 +122,31 @@ def as_plain_tensors() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def asked_by_prefill() -> bool:
-    """Whether `generate()` asks if it should compile the chunks of a prompt, by the names of its functions.
-
-    `_prefill` asks `_valid_auto_compile_criteria`, as the loop over steps does (transformers 5.17 to 5.23).
-    """
-    if torch.compiler.is_compiling():
-        return False
-    names: list[str] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and len(names) < 2:
-        if frame.f_code.co_name != "is_compileable":  # of an encoder-decoder's cache
-            names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return names == ["_valid_auto_compile_criteria", "_prefill"]
-
-
 def storage_id(tensor: torch.Tensor) -> int:
     """The same for tensors that share their memory, whatever part of it they see (torch 2.9 to 2.15)."""
     return tensor.untyped_storage()._cdata
+
+
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of a tensor that are tensors of its elements."""
+METADATA: set[Any] = {
+    getattr(torch.Tensor, name)
+    for name in (
+        "dim",
+        "is_floating_point",
+        "is_conj",
+        "is_neg",
+        "stride",
+        "storage_offset",
+        "untyped_storage",
+        "_is_view",
+    )
+} | {
+    attribute.__get__
+    for name, attribute in vars(torch._C.TensorBase).items()
+    if hasattr(attribute, "__set__") and name not in _VIEWS
+}
+"""Methods and attributes of a tensor that need no elements (torch 2.9 to 2.15)."""
 
 
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
@@ -91,9 +156,9 @@ def attention_implementation(config: PreTrainedConfig | None) -> str | None:
     every layer. Outside of compilation this reads what is stored beneath the property.
     """
     if not torch.compiler.is_compiling() and config is not None:
-        kept: dict[str, Any] = object.__getattribute__(config, "__dict__")
-        if "_attn_implementation_internal" in kept:
-            return kept["_attn_implementation_internal"]
+        attributes: dict[str, Any] = object.__getattribute__(config, "__dict__")
+        if "_attn_implementation_internal" in attributes:
+            return attributes["_attn_implementation_internal"]
     return getattr(config, "_attn_implementation", None)
 
 
@@ -112,11 +177,6 @@ def give_attention_back(parts: list[tuple[PreTrainedConfig, str | None]]) -> Non
     whole would be that of all parts, and a dict could not name parts of parts (transformers 5.17 to 5.23)."""
     for config, attention in parts:
         config._attn_implementation_internal = attention
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: the host can read nothing then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 _known: WeakKeyDictionary[type[PreTrainedConfig], bool] = WeakKeyDictionary()
@@ -162,77 +222,45 @@ def _models() -> Iterator[type[PreTrainedModel]]:
             yield model
 
 
-def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` outside of inference mode and without gradients, whatever the caller is in.
+def asked_by_prefill() -> bool:
+    """Whether `generate()` asks if it should compile the chunks of a prompt, by the names of its functions.
 
-    Tensors made in inference mode may never be written to in place outside of it, and a cache that was filled there
-    must still serve a plain `generate()`.
+    `_prefill` asks `_valid_auto_compile_criteria`, as the loop over steps does (transformers 5.17 to 5.23).
     """
-    # In this order: leaving inference mode turns gradients on.
-    return torch.inference_mode(False)(torch.no_grad()(function))
+    if torch.compiler.is_compiling():
+        return False
+    names: list[str] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(names) < 2:
+        if frame.f_code.co_name != "is_compileable":  # of an encoder-decoder's cache
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names == ["_valid_auto_compile_criteria", "_prefill"]
 
 
-def cached_table(make: Callable[P, R]) -> Callable[P, R]:
-    """Keep the table that `make` returns for these arguments, which must be hashable. To `torch.compile` it is a
-    constant: Dynamo warns of `lru_cache` itself, looks through it and makes the table anew in each graph."""
-    kept = lru_cache(outside_inference_mode(make))
-
-    @torch.compiler.assume_constant_result
-    @wraps(make)
-    def table(*args: P.args, **kwargs: P.kwargs) -> R:
-        return kept(*args, **kwargs)  # type: ignore[arg-type]
-
-    return table
+def arguments_of_generate() -> dict[str, Any]:
+    """The local variables of `generate()`, for a loop that it calls: it does not pass on `streamer`, `assistant_model`
+    and `synced_gpus` (transformers 5.17 to 5.23)."""
+    return sys._getframe(2).f_locals
 
 
-def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
-    """What sdpa computes in and returns where these states are, or `None` outside of `torch.autocast`.
-
-    A float32 model computes its matrix products in 16 bits there. Keys leave the rotary embedding in float32 all the
-    same, and values do not. `DynamicCache` holds both in float32, as a cache of this package does; sdpa then reads
-    them, and the queries, in 16 bits. What this package computes itself, it computes in the dtypes that it names.
-    """
-    device = states.device.type
-    # torch answers for devices that compute.
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+def prefill(model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    """Run the prompt as `generate()` does, in chunks if asked. Returns the model's outputs and the inputs of the first
+    step (transformers 5.17 to 5.23)."""
+    outputs = model._prefill(ids, config, inputs)
+    return outputs, model._update_model_kwargs_for_generation(outputs, inputs)
 
 
-def outside_autocast(states: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which operations on these states' device have the dtypes of their arguments."""
-    return nullcontext() if autocast_dtype(states) is None else torch.autocast(states.device.type, enabled=False)
+def compiles_steps(model: Any, cache: Cache, config: GenerationConfig) -> bool:
+    """Whether `generate()` would compile its steps over this cache (transformers 5.17 to 5.23)."""
+    return model._valid_auto_compile_criteria({"past_key_values": cache}, config)
 
 
-TESTED: dict[str, tuple[Number, Number]] = {
-    "torch": ((2, 9), (2, 15)),
-    "transformers": ((5, 17), (5, 23)),
-    "triton": ((3, 5), (3, 9)),
-}
-"""The oldest and the newest of each that tests have run with. What `pyproject.toml` allows is wider: each torch asks
-for a Triton of its own, and a newer one may well work."""
+def optimized_for_decode(model: Any) -> AbstractContextManager[None]:
+    """What `generate()` does to a model for the time of its steps (transformers 5.17 to 5.23)."""
+    return model._optimize_model_for_decode()
 
 
-def untested(installed: dict[str, str]) -> list[str]:
-    """Of these versions by package, a clause for each that lies outside of what was tested."""
-    clauses = []
-    for name, (oldest, newest) in TESTED.items():
-        number = re.match(r"(\d+)\.(\d+)", installed.get(name, ""))
-        if number is not None and not oldest <= (int(number[1]), int(number[2])) <= newest:
-            tested = " to ".join(".".join(map(str, bound)) for bound in (oldest, newest))
-            clauses.append(f"{name} {installed[name]} (tested: {tested})")
-    return clauses
-
-
-def report_untested() -> None:
-    """Log one sentence if a package is older or newer than what was tested."""
-    installed = {}
-    for name in TESTED:
-        try:
-            # Of a module that is there already, what it says itself: several installations may be on the path.
-            installed[name] = getattr(sys.modules.get(name), "__version__", None) or version(name)
-        except PackageNotFoundError:
-            continue
-    if clauses := untested(installed):
-        logger.warning(
-            f"tq_hf has not been run with {' and '.join(clauses)}. Compare an answer with that of transformers' own "
-            "cache before you rely on it."
-        )
+def pad_token(config: Any) -> torch.Tensor:
+    """The padding token as `generate()` has prepared it (transformers 5.17 to 5.23)."""
+    return config._pad_token_tensor

@@ -14,6 +14,7 @@ from tests.support.helpers import assert_same, llama_config, packed_tensors, rel
 from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
+from tq_hf.graph_decoding.loop import latest_steps
 
 CALLS = (60, 1, 1, 9, 1)
 """A prompt, decode steps, a second turn and a step: all dense, so that nothing is lost to quantization."""
@@ -173,7 +174,7 @@ def test_graph_decoding_keeps_a_step_for_its_autocast(device):
         # In 16 bits the best two tokens may tie; what follows another token is another text.
         alike = (found.argmax(-1) == right.argmax(-1)).all(1).int().cumprod(0).sum().item() + 1
         assert alike > 4 and relative_error(found[:alike], right[:alike]) < 0.05
-        keys.append(graph_decoding.__globals__["_kept"][cache].key)
+        keys.append(latest_steps[cache].key)
     assert keys[0] == keys[1] != keys[2]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from transformers import (
@@ -16,8 +14,7 @@ from transformers import (
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
-
-module = sys.modules[graph_decoding.__module__]
+from tq_hf.graph_decoding import loop as graph_loop
 
 # Of a tiny model compiled by transformers alone.
 pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -216,17 +213,17 @@ def test_another_adapter_makes_another_step(model, monkeypatch) -> None:
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     steps = []
     for active in ("one", "one", "other"):
-        monkeypatch.setattr(module, "adapters", lambda model, active=active: {"active": [active]})
+        monkeypatch.setattr(graph_loop, "adapters", lambda model, active=active: {"active": [active]})
         model.generate(**prompt(model, tokens=20), past_key_values=cache, **GREEDY, custom_generate=graph_decoding)
-        steps.append(module._kept[cache])
+        steps.append(graph_loop.latest_steps[cache])
         cache.reset()
     assert steps[0] is steps[1] is not steps[2]
 
 
 def keys(model, monkeypatch, *calls: dict) -> list:
     """What the step of each of these calls depends on, all on one cache."""
-    found, real = [], module._Loop._key
-    monkeypatch.setattr(module._Loop, "_key", lambda self, *args: found.append(real(self, *args)) or found[-1])
+    found, real = [], graph_loop._Loop._key
+    monkeypatch.setattr(graph_loop._Loop, "_key", lambda self, *args: found.append(real(self, *args)) or found[-1])
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     options = dict(max_new_tokens=3, past_key_values=cache, custom_generate=graph_decoding)
     for call in calls:
@@ -257,13 +254,13 @@ def test_a_step_that_is_compiled_is_another_than_one_that_is_not(model, monkeypa
 
 
 def test_a_step_under_autocast_is_another(model, monkeypatch) -> None:
-    real, enabled = module._Loop._key, iter([False, True])
+    real, enabled = graph_loop._Loop._key, iter([False, True])
 
     def key(self, *args):
         with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=next(enabled)):
             return real(self, *args)
 
-    monkeypatch.setattr(module._Loop, "_key", key)
+    monkeypatch.setattr(graph_loop._Loop, "_key", key)
     plain, lower = keys(model, monkeypatch, dict(do_sample=False), dict(do_sample=False))
     assert plain != lower
 

@@ -5,8 +5,6 @@ Without a GPU its operations are recorded and done again, see `recorded_graph`.
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from transformers import Llama4TextConfig
@@ -14,8 +12,7 @@ from transformers import Llama4TextConfig
 from tests.support.recorded_graph import record_graphs
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
-
-module = sys.modules[graph_decoding.__module__]
+from tq_hf.graph_decoding import loop as graph_loop
 
 # Of a tiny model compiled by transformers alone.
 pytestmark = [
@@ -62,7 +59,7 @@ def compare(model, *args, **options) -> torch.Tensor:
             # Kernels compute products of fp16, and the two ways are compiled apart: roundings differ on a GPU.
             close = 5e-3 if mine.keys.is_cuda else 1e-4
             torch.testing.assert_close(mine.keys[:, :, rows], theirs.keys[:, :, rows], atol=close, rtol=close)
-    assert module._kept[cache].graph is not None
+    assert graph_loop.latest_steps[cache].graph is not None
     return tokens
 
 

@@ -99,6 +99,37 @@ def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocat
     assert len(modules) <= 8, way.functions
 
 
+@pytest.mark.parametrize(
+    ("preallocated", "dispatched", "most"), [(None, 20, 28), (300, 24, 31)], ids=["growing", "preallocated"]
+)
+def test_a_layer_of_a_step_runs_few_functions(preallocated, dispatched, most, kernels):
+    """From `TurboQuantCache.update` to the backend at most `dispatched` of this package, and `most` in all."""
+    model = build("llama", num_hidden_layers=2)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=preallocated)
+    ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    functions: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("tq_hf."):
+            functions.append(f"{module} {frame.f_code.co_qualname}")
+
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for _ in range(2):  # the first step compiles
+            model(ids[:, :1], past_key_values=cache)
+        sys.setprofile(note)
+        try:
+            model(ids[:, :1], past_key_values=cache)
+        finally:
+            sys.setprofile(None)
+    start, end = (i for i, name in enumerate(functions) if name == "tq_hf.cache TurboQuantCache.update")
+    layer = functions[start:end]
+    backend = "tq_hf.ops.triton.blocks " + ("attend" if preallocated is None else "attend_token")
+    assert layer.index(backend) < dispatched and len(layer) <= most, layer
+
+
 @pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 3)], ids=["growing", "preallocated"])
 def test_a_step_launches_few_kernels_a_layer(room, launches, kernels):
     model = build("llama", num_hidden_layers=2)

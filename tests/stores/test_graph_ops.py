@@ -31,9 +31,9 @@ def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
     query = states(1, 2, 2 * HEADS, 1, DIM)[0]
     mask = torch.ones(2, 1, 1, store.max_cache_len, dtype=torch.bool) if masked else None
     counts, after = list(store.counts), (mask, None, DIM**-0.5, None, text, store.max_cache_len)
-    torch.library.opcheck(graph_ops._attend_token, (query, *rows(pair, 131), tensors, counts, *after))
+    torch.library.opcheck(graph_ops._attend_token, (query, list(rows(pair, 131)), tensors, counts, *after))
     graph_ops.append_newest(view)
-    torch.library.opcheck(graph_ops._attend_token, (query, None, None, tensors, counts, *after))
+    torch.library.opcheck(graph_ops._attend_token, (query, [], tensors, counts, *after))
     torch.library.opcheck(graph_ops._dense_tokens, (tensors, view.counts.step_counts, text, store.max_cache_len))
 
 

@@ -30,8 +30,7 @@ from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
-from tq_hf.stores.growing import Fixed, GrowingStore
-from tq_hf.tensors.residual import Residual
+from tq_hf.stores.growing import GrowingStore
 
 
 class Expected:
@@ -149,10 +148,10 @@ def check_any_sequence_of_calls(bits, residual, sinks, key_mean, prompt, calls):
 
 
 def test_any_sequence_of_calls_holds_and_shows_what_it_should():
-    append_late = Residual.append_late
-    with mock.patch.object(Residual, "append_late", autospec=True, side_effect=append_late) as late:
+    append_token = GrowingStore._append_token
+    with mock.patch.object(GrowingStore, "_append_token", autospec=True, side_effect=append_token) as token:
         check_any_sequence_of_calls()
-    assert late.call_count > 100, "the path of decoding is hardly taken"
+    assert token.call_count > 100, "the path of decoding is hardly taken"
 
 
 @settings(max_examples=40)
@@ -398,7 +397,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(message, calls):
 
 @pytest.mark.parametrize("held, more", [(0, 301), (300, 1), (290, 11), (100, 300)])
 def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held, more):
-    store = GrowingStore.allocate(all_packed(), *states(22), Fixed(300))
+    store = GrowingStore.allocate(all_packed(), *states(22), 300)
     if held:
         store.append(*states(23, tokens=held))
     before = snapshot(store)
@@ -407,3 +406,16 @@ def test_exceeding_what_was_preallocated_is_refused_before_anything_changes(held
     assert_unchanged(store, before)
     store.append(*states(25, tokens=300 - held))
     assert store.length == 300
+
+
+def test_a_call_that_fails_after_a_deferred_prompt_leaves_the_prompt(monkeypatch):
+    """Which is encoded by then: the residual is another one."""
+    config, prompt = all_packed(), states(1, tokens=300)
+    expected, store = filled(config, prompt), GrowingStore.allocate(config, *prompt)
+    store.append(*prompt, defer=True)
+    assert store.is_deferred
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(store, "_append_tokens", mock.Mock(side_effect=RuntimeError("no memory")))
+        store.append(*states(2, tokens=5))
+    assert store.length == 300 and store.counts == expected.counts
+    assert_same(dispatch.dense(store.view()), dispatch.dense(expected.view()))

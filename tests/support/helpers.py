@@ -12,7 +12,7 @@ from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantize, encode
 from tq_hf.config import SETTLED
-from tq_hf.stores.growing import GROW, GrowingStore, Growth
+from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
 from tq_hf.tensors.blocks import ChannelScales, KeyValue, PackedBlocks
 
@@ -74,10 +74,10 @@ def dequantized(config: TurboQuantConfig, blocks: PackedBlocks, like: KeyValue |
 
 
 def filled(
-    config: TurboQuantConfig, pair: KeyValue, calls: list[int] | None = None, growth: Growth = GROW
+    config: TurboQuantConfig, pair: KeyValue, calls: list[int] | None = None, max_cache_len: int | None = None
 ) -> GrowingStore:
     """A store that was given `pair` in calls of these many tokens (by default in one call)."""
-    store = GrowingStore.allocate(config, *pair, growth)
+    store = GrowingStore.allocate(config, *pair, max_cache_len)
     start = 0
     for size in [pair[0].shape[2]] if calls is None else calls:
         store.append(*rows(pair, start, start + size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tq_hf import graph_decoding
+from tq_hf.graph_decoding import loop as graph_loop
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -55,14 +54,13 @@ def _capturing(graph: RecordedGraph) -> Iterator[None]:
 
 def record_graphs(patch: pytest.MonkeyPatch) -> None:
     """Let `graph_decoding` capture and replay on the CPU, and read its flags a step late, as on a GPU."""
-    module = sys.modules[graph_decoding.__module__]
-    init = module._Loop.__init__
+    init = graph_loop._Loop.__init__
 
     def captures(self: Any, *args: Any) -> None:
         init(self, *args)
         self.captures = True
         self.flags.lag = 1
 
-    patch.setattr(module._Loop, "__init__", captures)
+    patch.setattr(graph_loop._Loop, "__init__", captures)
     patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     patch.setattr(torch.cuda, "graph", _capturing)

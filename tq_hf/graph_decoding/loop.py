@@ -3,18 +3,17 @@
 A compiled step of `generate()` still takes the host 2 to 4 ms: guards on the model's modules, masks, processors, a read
 of the stop flag. Here the whole step (the compiled forward, processors, the choice of a token, the check for an end) is
 captured once and replayed; the host reads whether all sequences have ended one step late, so the GPU never waits for
-it. The step that ran too many is taken back.
+it. The one step too many is cropped from the cache.
 
-`generate()` prepares everything as for its own loop (prompt, masks, processors, stopping criteria, the cache) and hands
-it over, so left-padded batches, later turns, chunked prefill and `return_dict_in_generate` are as they were. Processors
-that read only scores run inside the graph; all others, and stopping criteria other than the end-of-sequence token and
-the length, run after each replay. Sliding windows fill and slide by counts on the device. Without a GPU, or with
-`disable_compile`, the same loop runs step by step.
+`generate()` prepares everything as for its own loop (prompt, masks, processors, stopping criteria, the cache), so
+left-padded batches, later turns, chunked prefill and `return_dict_in_generate` work as without it. Processors that read
+only scores run inside the graph; all others, and stopping criteria other than the end-of-sequence token and the length,
+run after each replay. Sliding windows fill and slide by counts on the device. Without a GPU, or with `disable_compile`,
+the same loop runs step by step.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,7 +27,16 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
-from ..compat import autocast_dtype, outside_inference_mode
+from ..compat import (
+    arguments_of_generate,
+    attention_implementation,
+    autocast_dtype,
+    compiles_steps,
+    optimized_for_decode,
+    outside_inference_mode,
+    pad_token,
+    prefill,
+)
 from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
@@ -88,16 +96,14 @@ def graph_decoding(
             asks for another way of decoding than greedy search and sampling (beams, an assistant, contrastive search),
             for `synced_gpus`, attentions or hidden states.
     """
-    # What transformers does not hand on to a loop of one's own.
-    cache = _check(model, generation_config, model_kwargs, sys._getframe(1).f_locals)
+    cache = _check(model, generation_config, model_kwargs, arguments_of_generate())
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    outputs, model_kwargs = prefill(model, input_ids, generation_config, model_kwargs)
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
     del outputs
     loop = _Loop(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, token_streamer)
-    with model._optimize_model_for_decode():
+    with optimized_for_decode(model):
         return loop.run(logits, model_kwargs)
 
 
@@ -157,7 +163,7 @@ class _Loop:
         self.model, self.cache, self.prompt = model, cache, prompt
         self.layers: list[Any] = list(cache.layers)
         self.windows = {layer.max_cache_len for layer in self.layers if isinstance(layer, PreallocatedSlidingLayer)}
-        self.held = int(cache.get_seq_length())
+        self.cached = int(cache.get_seq_length())
         self.processors, self.sample = logits_processor, config.do_sample
         self.selects_in_graph = all(type(processor) in READ_SCORES_ONLY for processor in logits_processor)
         self.ends = [c.eos_token_id.to(prompt.device) for c in stopping_criteria if type(c) is EosTokenCriteria]
@@ -165,10 +171,9 @@ class _Loop:
             c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
         )
         has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        pad: Any = config._pad_token_tensor
-        self.pad: torch.Tensor | None = pad.to(prompt.device) if has_end else None
+        self.pad = pad_token(config).to(prompt.device) if has_end else None
         self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
-        self.compiles = model._valid_auto_compile_criteria({"past_key_values": cache}, config)
+        self.compiles = compiles_steps(model, cache, config)
         self.captures = self.compiles and prompt.is_cuda
         self.forward = self._compiled(config) if self.compiles else model.__call__
         self.returns_dict = config.return_dict_in_generate
@@ -196,12 +201,11 @@ class _Loop:
         if not self.returns_dict:
             return tokens
         steps = self.length - self.prompt.shape[1]
-        kept: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: None if every is None else tuple(every[:steps])
             for name, every in (("logits", self.logits), ("scores", self.scores))
         }
-        kept |= dict(sequences=tokens, past_key_values=self.cache)
-        return GenerateDecoderOnlyOutput(**kept)
+        return GenerateDecoderOnlyOutput(**fields, sequences=tokens, past_key_values=self.cache)  # type: ignore[arg-type]
 
     def _autocast(self) -> AbstractContextManager[object]:
         """The caller's `torch.autocast`, but without its copies of weights: they are freed as it ends, and a graph that
@@ -221,8 +225,8 @@ class _Loop:
         else:
             step.graph.replay()
             for layer in self.layers:
-                layer.count_replayed(self.held + 1)
-        self.held += 1
+                layer.count_replayed(self.cached + 1)
+        self.cached += 1
         if not self.selects_in_graph:
             assert step.logits is not None
             self._select(step, step.logits)
@@ -259,9 +263,9 @@ class _Loop:
         self._choose(step, logits, step.history[:, : self.length])
         step.logits = logits
 
-    def _choose(self, step: StepTensors, logits: torch.Tensor, seen: torch.Tensor) -> None:
-        """Choose the next tokens from logits `[B, vocabulary]` after tokens `seen` `[B, T]`, and write them."""
-        step.scores = self.processors(seen, logits)
+    def _choose(self, step: StepTensors, logits: torch.Tensor, history: torch.Tensor) -> None:
+        """Choose the next tokens from logits `[B, vocabulary]` after tokens `history` `[B, T]`, and write them."""
+        step.scores = self.processors(history, logits)
         if self.sample:
             token = torch.multinomial(torch.softmax(step.scores, dim=-1), num_samples=1).squeeze(1)
         else:
@@ -275,7 +279,7 @@ class _Loop:
             step.unfinished.logical_and_(~torch.isin(token, end))
 
     def _ends(self, step: StepTensors) -> bool:
-        """Take in the step that has run. Whether all sequences are known to have ended."""
+        """Record the step that has run. Whether all sequences are known to have ended."""
         self.length += 1
         for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
             if every is not None and tensor is not None:
@@ -286,7 +290,7 @@ class _Loop:
         return self.flags.record(step.unfinished, step.token[:, 0])
 
     def _step(self, inputs: dict[str, Any]) -> StepTensors:
-        """The tensors of a step, set for the first one; those of the last call where they serve again."""
+        """The tensors of a step, set for the first one. Those of the last call are reused if they fit."""
         # The token is not chosen yet; only its place counts.
         longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
         first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
@@ -305,27 +309,27 @@ class _Loop:
             )
         assert self.cache.preallocated_for is not None
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
-        step = _kept.get(self.cache)
+        step = latest_steps.get(self.cache)
         key = self._key(first, positions, masks, width)
         if step is None or step.key != key:
-            _kept.pop(self.cache, None)
-            step = _kept[self.cache] = self._made(key, positions, masks, first, width)
+            latest_steps.pop(self.cache, None)
+            step = latest_steps[self.cache] = self._new_step(key, positions, masks, first, width)
         else:
             if positions is not None and step.positions is not None:
                 step.positions.copy_(positions)
-            for kept, now in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
-                kept.copy_(now)
-        step.column.fill_(self.held)
+            for mask, first_mask in zip(mask_tensors(step.masks), mask_tensors(masks), strict=True):
+                mask.copy_(first_mask)
+        step.column.fill_(self.cached)
         step.history[:, : self.length] = self.prompt
         step.at.fill_(self.length)
         step.unfinished.fill_(True)
         return step
 
     @outside_inference_mode
-    def _made(
+    def _new_step(
         self, key: tuple[Any, ...], positions: torch.Tensor | None, masks: Masks, constants: dict[str, Any], width: int
     ) -> StepTensors:
-        """Tensors of a step of `width` tokens, which later calls write to in another mode perhaps."""
+        """Tensors for steps of up to `width` tokens. Later calls may write to them outside of inference mode."""
         batch, device = self.prompt.shape[0], self.prompt.device
         return StepTensors(
             key=key,
@@ -342,7 +346,7 @@ class _Loop:
     def _key(
         self, constants: dict[str, Any], positions: torch.Tensor | None, masks: Masks, width: int
     ) -> tuple[Any, ...]:
-        """Whatever a captured step depends on: another key, another graph."""
+        """Everything that a captured step depends on: another key needs another graph."""
         # All others choose outside of the graph.
         processors = self.processors if self.selects_in_graph else []
         chooses = [(type(p).__name__, *((name, _exact(value)) for name, value in vars(p).items())) for p in processors]
@@ -351,10 +355,10 @@ class _Loop:
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         shapes = [None if x is None else x.shape for x in (positions, *mask_tensors(masks))]
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += [tensor for layer in self.cache.layers for tensor in _held(layer)]
+        tensors += [tensor for layer in self.cache.layers for tensor in _tensors_of(layer)]
         return (
             id(self.model),
-            self.model.config._attn_implementation,
+            attention_implementation(self.model.config),
             str(autocast_dtype(self.prompt)),
             str(adapters(self.model)),
             [(name, _exact(value)) for name, value in constants.items()],
@@ -367,16 +371,16 @@ class _Loop:
 
 
 def _exact(value: Any) -> Any:
-    """What tells this value from others: a tensor that is printed is rounded."""
+    """A value as part of a key. A tensor's `repr` is rounded, so its elements are taken."""
     return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _held(layer: Any) -> list[torch.Tensor]:
+def _tensors_of(layer: Any) -> list[torch.Tensor]:
     """Every tensor a layer holds."""
     if isinstance(layer, TurboQuantLayer):
         return [tensor for kind in layer.by_kind().values() for tensor in kind]
     return [layer.keys, layer.values, layer.cumulative_length] if layer.is_initialized else []
 
 
-_kept: WeakKeyDictionary[TurboQuantCache, StepTensors] = WeakKeyDictionary()
-"""The step of each cache's last call. It holds tensors and a graph, not the cache, and goes with it."""
+latest_steps: WeakKeyDictionary[TurboQuantCache, StepTensors] = WeakKeyDictionary()
+"""The step of each cache's last call. It holds tensors and a graph, not the cache, and is dropped with the cache."""

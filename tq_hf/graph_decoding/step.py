@@ -1,4 +1,4 @@
-"""What a captured decode step works on, and what the host reads of it."""
+"""A decode step that is captured once: its tensors, which stay where they are, and what the host reads of it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 @dataclass
 class StepTensors:
-    """The tensors of a step, which stay where they are from one step to the next, and the graph that works on them.
+    """The tensors of a step, and the graph that works on them.
 
     Args:
-        key: What the graph is for; another model, batch or way to choose tokens makes another one.
+        key: What the graph depends on (model, batch, how tokens are chosen); another key needs another graph.
         token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
         positions: Position ids `[..., B, 1]` of `token`, or `None` where the model counts itself.
         masks: What the model is given, `[B, 1, 1, max_cache_len]` each, of sliding layers as wide as their window;
@@ -99,7 +99,7 @@ class LateFlags:
         self._steps = 0
 
     def record(self, unfinished: torch.Tensor, token: torch.Tensor) -> bool:
-        """Take in a step's `[B]` flags and tokens. Whether all had ended `lag` steps ago."""
+        """Copy a step's `[B]` flags and tokens to the host. Whether all had ended `lag` steps ago."""
         flag, tokens = self._slots[self._steps % 2]
         flag.copy_(~unfinished.any(), non_blocking=True)
         if self.streamer is not None:
@@ -118,7 +118,7 @@ class LateFlags:
         return bool(flag)
 
     def finish(self, ended: bool) -> None:
-        """Hand on what is still held back, but not the token of a step that ran after the end."""
+        """Stream the last token, unless its step ran after the end."""
         if self.lag and not ended:
             self._read(self._steps - 1)
         if self.streamer is not None:

@@ -18,7 +18,7 @@ from ..stores.base import Counts, LayerStore, check_room, check_states, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..tensors.blocks import ChannelScales, KeyValue, PackedBlocks
-from ..tensors.layer import StepView, StoreView, is_first
+from ..tensors.layer import StepView, StoreView
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
 from .handle import Handle, placeholders
@@ -138,7 +138,8 @@ class TurboQuantLayer(FullAttentionLayer):
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
         view = self.store.append(key_states, value_states, defer=self.needs_queries)
-        if is_first(view):
+        # Never of a `StepView`: even a prompt of one token is read from a preallocated store.
+        if isinstance(view, StoreView) and view.past_length == 0:
             return self._first_states(view, self._shown((key_states, value_states)))
         if torch.compiler.is_compiling():
             return self._compiled_states(view)

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..compat import as_plain_tensors
+from ..compat import METADATA, as_plain_tensors
 from ..stores.base import LayerStore
 from ..tensors.blocks import KeyValue
-from ..tensors.layer import StepView, StoreView, dense_shapes, is_first
+from ..tensors.layer import StepView, StoreView
 
 
 class Owner(Protocol):
@@ -72,7 +72,7 @@ class Handle:
         """Shape of the keys (0) or values (1)."""
         if self._states is not None:
             return self._states[index].shape
-        return dense_shapes(self.view.tensors.row, self.layer.shown_length(self.view))[index]
+        return self.view.tensors.dense_shapes(self.layer.shown_length(self.view))[index]
 
     def states(self) -> KeyValue:
         """The keys and values, made at the first call. The model is said to have computed with them."""
@@ -84,15 +84,6 @@ class Handle:
 
 
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes of a tensor that are tensors of its elements."""
-_NEED_NO_ELEMENTS = "dim is_floating_point is_conj is_neg stride storage_offset untyped_storage _is_view".split()
-_METADATA: set[Any] = {getattr(torch.Tensor, name) for name in _NEED_NO_ELEMENTS} | {
-    attribute.__get__
-    for name, attribute in vars(torch._C.TensorBase).items()
-    if hasattr(attribute, "__set__") and name not in _VIEWS
-}
-"""What is asked of a lazy tensor (by compilers, too) and needs no elements: its base answers."""
 
 
 class LazyStates(torch.Tensor):
@@ -111,7 +102,8 @@ class LazyStates(torch.Tensor):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             return shape if dim is None else shape[dim]
         with as_plain_tensors():
-            if func not in _METADATA:
+            # Compilers, too, ask for metadata: the base answers.
+            if func not in METADATA:
                 args, kwargs = _real(args), _real(kwargs)
             return func(*args, **kwargs)
 
@@ -147,18 +139,6 @@ def for_graphs(states: KeyValue) -> KeyValue:
     return keys.detach(), values.detach()
 
 
-def _handle_of(tensor: torch.Tensor) -> Handle | None:
-    return getattr(tensor, "_handle", None)
-
-
-def observe_queries(keys: torch.Tensor, query: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Give the queries `[B, Hq, S, Dk]` of a call to the store behind `keys`, if it deferred the encoding of a prompt
-    until it has them. `mask` tells which tokens are padding."""
-    handle = _handle_of(keys)
-    if handle is not None and (store := handle.layer.store) is not None and store.is_deferred:
-        store.encode_deferred(query, _attended(mask, handle.view.length, query.shape[2]))
-
-
 def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tensor | None:
     """Which of the newest `tokens` of `length` the last query attends to, `[B or 1, tokens]` bool; `None` for all."""
     if mask is None:
@@ -168,15 +148,34 @@ def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tens
 
 
 def resolve(
-    keys: torch.Tensor, values: torch.Tensor, module: torch.nn.Module
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    module: torch.nn.Module,
+    query: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[StoreView | StepView | None, torch.Tensor, torch.Tensor]:
     """What the attention of `module` reads for these keys and values: the view behind them if both have one handle, and
     the tensors, which are the states where there is no view or the view is of a first call.
 
     Keys with other values than their own (DiffLlama) have no view.
+
+    Args:
+        keys: What `update` returned, or any keys.
+        values: Likewise.
+        module: Its config names the attention function that the model uses now.
+        query: `[B, Hq, S, Dk]` of the call. A store that deferred the encoding of a prompt until it has them gets them.
+        mask: Of the call: it tells which tokens are padding.
     """
-    handle = _handle_of(keys)
-    if handle is None or _handle_of(values) is not handle:
+    handle: Handle | None = getattr(keys, "_handle", None)
+    if handle is None:
+        return None, _real(keys), _real(values)
+    view = handle.view
+    if query is not None and isinstance(view, StoreView) and view.new is not None:
+        store = handle.layer.store
+        if store is not None and store.is_deferred:
+            store.encode_deferred(query, _attended(mask, view.length, query.shape[2]))
+    have_one_handle = getattr(values, "_handle", None) is handle
+    if not have_one_handle:
         return None, _real(keys), _real(values)
     if not torch.compiler.is_compiling():
         layer, config = handle.layer, getattr(module, "config", None)
@@ -184,7 +183,7 @@ def resolve(
             layer.reader = weakref.ref(config)
         if handle.is_lazy:
             layer.is_untouched = not handle.touched
-    if is_first(handle.view):
+    if isinstance(view, StoreView) and view.past_length == 0:
         states = handle._states
-        return (handle.view, *(handle.layer.dense(handle.view) if states is None else states))
-    return handle.view, keys, values
+        return (view, *(handle.layer.dense(view) if states is None else states))
+    return view, keys, values

@@ -1,4 +1,4 @@
-"""The protocol of a layer's store: what `TurboQuantLayer` asks of it, whoever keeps count."""
+"""The protocol of a layer's store, whether it counts tokens on the host or on the device; and what stores refuse."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerStore(ABC):
 
     Args:
         tensors: The tensors.
-        scales_are_fixed: Whether the channel scales came from elsewhere, and stay.
+        scales_are_fixed: Whether the channel scales were set, so that no prompt changes them.
     """
 
     def __init__(self, tensors: LayerTensors, scales_are_fixed: bool = False) -> None:
@@ -64,7 +64,7 @@ class LayerStore(ABC):
     def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
         """Store new tokens and return what their queries attend to.
 
-        A row may be copied by that attention only, so these tensors must not change before.
+        A single token may be copied by that attention only, so its tensors must not change before.
 
         Args:
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
@@ -96,13 +96,14 @@ class LayerStore(ABC):
             ValueError: They are of heads of another number or size.
         """
         self.blocks.channel_scales.check(channel_scales)
-        for held, given in zip(self.blocks.channel_scales, channel_scales, strict=True):
-            held.copy_(given)
+        for own, scales in zip(self.blocks.channel_scales, channel_scales, strict=True):
+            own.copy_(scales)
         self.scales_are_fixed = True
 
-    @abstractmethod
     def dense(self, view: StoreView | StepView) -> KeyValue:
         """The keys and values `[B, Hkv, view.length, D]` of a view that `append` returned, dequantized."""
+        assert isinstance(view, StoreView)
+        return dispatch.dense(view)
 
     @abstractmethod
     def view(self) -> StoreView:
@@ -172,7 +173,7 @@ def widened(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype) -> KeyV
 
 
 def check_same(what: str, held: object, came: object) -> None:
-    """Raise a `ValueError` unless keys that came are in this like those a cache holds."""
+    """Raise a `ValueError` unless new keys have the property `what` of those a cache holds."""
     if held != came:
         raise ValueError(
             f"This cache holds states with {what} {held}, but was given keys with {what} {came}. Use a new "

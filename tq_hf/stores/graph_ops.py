@@ -24,9 +24,9 @@ from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import KeyValue
-from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
+from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
 from .base import Counts, check_room
-from .growing import Fixed, GrowingStore
+from .growing import GrowingStore
 
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -88,7 +88,7 @@ def append_row(
         triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
         return
     check_host_reads(tensors)
-    store = GrowingStore(tensors, Counts(*counts.state.tolist()), Fixed(max_cache_len))
+    store = GrowingStore(tensors, Counts(*counts.state.tolist()), max_cache_len)
     view = store.append(keys, values)
     slot = view.residual.first % view.residual.capacity
     attended = (view.sinks[0].shape[2], view.num_blocks, view.num_residual, slot, store.num_pending, 0)
@@ -124,10 +124,10 @@ def _append_token(
     config: str,
     max_cache_len: int,
 ) -> None:
-    held = DeviceCounts(*counts)
+    device_counts = DeviceCounts(*counts)
     if keys.is_cpu:
-        check_room(1, int(held.length), max_cache_len)
-    append_row(LayerTensors.from_arguments(config_from(config), tensors), held, keys, values, max_cache_len)
+        check_room(1, int(device_counts.length), max_cache_len)
+    append_row(LayerTensors.from_arguments(config_from(config), tensors), device_counts, keys, values, max_cache_len)
 
 
 def append_newest(view: StepView) -> None:
@@ -142,21 +142,13 @@ def append_newest(view: StepView) -> None:
     newest.states = None
 
 
-def _attend(
-    tensors: LayerTensors,
-    counts: DeviceCounts,
-    sizes: Entries,
-    query: torch.Tensor,
-    row: KeyValue | None,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
-    max_cache_len: int,
-) -> torch.Tensor:
-    """Append `row`, if there is one, and attend."""
+def _attend(view: StepView, query: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+    """Append the newest token, unless it is appended, and attend."""
+    tensors, counts, sizes, _, max_cache_len, _, newest = view
     if triton_blocks.supports_encode(query, tensors.config, tensors.layout):
-        return triton_blocks.attend_token(tensors, counts, sizes, query, row, mask, options, max_cache_len)
-    if row is not None:
-        append_row(tensors, counts, *row, max_cache_len)
+        return triton_blocks.attend_token(tensors, counts, sizes, query, newest.states, mask, options, max_cache_len)
+    if newest.states is not None:
+        append_row(tensors, counts, *newest.states, max_cache_len)
     return dispatch.attend(query, _on_host(tensors, counts.step_counts), mask, options)
 
 
@@ -171,8 +163,7 @@ def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
 @torch.library.custom_op("tq_hf::attend_token", mutates_args=("tensors", "counts"))
 def _attend_token(
     query: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor | None,
+    row: list[torch.Tensor],
     tensors: list[torch.Tensor],
     counts: list[torch.Tensor],
     mask: torch.Tensor | None,
@@ -182,27 +173,18 @@ def _attend_token(
     config: str,
     max_cache_len: int,
 ) -> torch.Tensor:
-    held = DeviceCounts(*counts)
-    row = None if keys is None or values is None else (keys, values)
-    if query.is_cpu and row is not None:
-        check_room(1, int(held.length), max_cache_len)
-    return _attend(
-        LayerTensors.from_arguments(config_from(config), tensors),
-        held,
-        entries(held.step_counts),
-        query,
-        row,
-        mask,
-        AttentionOptions(scaling, softcap=softcap, s_aux=s_aux),
-        max_cache_len,
-    )
+    device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config_from(config), tensors)
+    if query.is_cpu and row:
+        check_room(1, int(device_counts.length), max_cache_len)
+    newest = NewestToken((row[0], row[1]) if row else None)
+    view = StepView(layer, device_counts, entries(device_counts.step_counts), config, max_cache_len, None, newest)
+    return _attend(view, query, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
 
 
 @_attend_token.register_fake
 def _attend_token_shape(
     query: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor | None,
+    row: list[torch.Tensor],
     tensors: list[torch.Tensor],
     counts: list[torch.Tensor],
     mask: torch.Tensor | None,
@@ -212,9 +194,9 @@ def _attend_token_shape(
     config: str,
     max_cache_len: int,
 ) -> torch.Tensor:
-    held = LayerTensors.from_arguments(config_from(config), tensors)
+    layer = LayerTensors.from_arguments(config_from(config), tensors)
     batch, heads, rows, _ = query.shape
-    return query.new_empty(batch, rows, heads, held.layout.value_dim)
+    return query.new_empty(batch, rows, heads, layer.layout.value_dim)
 
 
 def attend_token(
@@ -228,23 +210,22 @@ def attend_token(
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    tensors, counts, sizes, config, max_cache_len, num_held, newest = view
+    tensors, counts, _, config, max_cache_len, num_held, newest = view
     if mask is not None:
         dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
     if torch.compiler.is_compiling():
-        keys, values = (None, None) if newest.states is None else newest.states
+        row = [] if newest.states is None else list(newest.states)
         scaling, _, softcap, s_aux, _ = options
         out = _attend_token(
-            query, keys, values, tensors.arguments(), list(counts), mask, s_aux, scaling, softcap, config, max_cache_len
+            query, row, tensors.arguments(), list(counts), mask, s_aux, scaling, softcap, config, max_cache_len
         )
         newest.states = None
         return out
-    row = newest.states
     try:
-        out = _attend(tensors, counts, sizes, query, row, mask, options, max_cache_len)
+        out = _attend(view, query, mask, options)
     except BaseException:
-        # What failed may have come after the append.
-        if row is not None and not is_capturing() and int(counts.length) == num_held:
+        # The kernel that failed may have come after the append.
+        if newest.states is not None and not is_capturing() and int(counts.length) == num_held:
             newest.states = None
         raise
     newest.states = None
@@ -285,8 +266,8 @@ def _dense_tokens(
 def _dense_tokens_shape(
     tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    held = LayerTensors.from_arguments(config_from(config), tensors)
-    keys, values = (part.new_empty(*part.shape[:2], length, part.shape[3]) for part in held.ring)
+    layer = LayerTensors.from_arguments(config_from(config), tensors)
+    keys, values = (ring.new_empty(shape) for ring, shape in zip(layer.ring, layer.dense_shapes(length), strict=True))
     return keys, values
 
 

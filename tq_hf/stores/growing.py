@@ -16,88 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
-from ..layout import BlockLayout
 from ..ops import dispatch
-from ..tensors.blocks import KeyValue, PackedBlocks
-from ..tensors.layer import LayerTensors, StepView, StoreView
-from ..tensors.residual import Residual, ring_capacity
+from ..tensors.blocks import BLOCK, KeyValue, PackedBlocks
+from ..tensors.layer import LayerTensors, StoreView
+from ..tensors.residual import LateRow, Residual, ring_capacity
 from .base import NOTHING, Counts, LayerStore, check_fits, check_room, check_states
 
 GROWTH = 1.125
 """Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
-
-
-class Growth(Protocol):
-    """What a store asks before it makes room."""
-
-    in_place: bool
-    """Whether every row must be in its tensor when `append` returns."""
-
-    def check(self, tokens: int, held: int) -> None:
-        """Raise a `ValueError` unless so many more tokens may be held."""
-
-    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
-        """Rows to make room for in a residual that holds `rows`."""
-
-    def blocks(self, config: TurboQuantConfig, held: int, needed: int) -> int:
-        """Blocks to make room for where `held` are and `needed` will be."""
-
-
-@dataclass(frozen=True)
-class Grow:
-    """Grow geometrically, without bound."""
-
-    in_place = False
-
-    def check(self, tokens: int, held: int) -> None:
-        """Anything goes."""
-
-    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
-        """What decoding will need, at once where that is little."""
-        most = config.residual_length + BlockLayout.tokens
-        return ring_capacity(max(rows, min(most, int(rows * GROWTH) + BlockLayout.tokens)))
-
-    def blocks(self, config: TurboQuantConfig, held: int, needed: int) -> int:
-        """An exact fit for a prompt; room to spare once the cache is growing."""
-        return needed if held == 0 else max(needed, int(held * GROWTH) + 1)
-
-
-GROW = Grow()
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Hold `max_cache_len` tokens, never more, in tensors that a preallocated store made.
-
-    Args:
-        max_cache_len: Tokens there is room for.
-    """
-
-    max_cache_len: int
-    in_place = True
-
-    def check(self, tokens: int, held: int) -> None:
-        """Raise a `ValueError` for more than there is room for."""
-        check_room(tokens, held, self.max_cache_len)
-
-    def residual_rows(self, config: TurboQuantConfig, rows: int) -> int:
-        """All that decoding will need. (A chunk may need more for as long as it is appended.)"""
-        return ring_capacity(max(rows, min(config.residual_length + BlockLayout.tokens, self.max_cache_len)))
-
-    def blocks(self, config: TurboQuantConfig, held: int, needed: int) -> int:
-        """All there will ever be."""
-        return max(needed, config.num_blocks(self.max_cache_len))
-
-
 SHORT_CALL = 128
 """Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
+
+
+def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None) -> int:
+    """Rows of a residual that holds `rows`: what decoding will need, of a growing one at once where that is little."""
+    room = int(rows * GROWTH) + BLOCK if max_cache_len is None else max_cache_len
+    return ring_capacity(max(rows, min(config.residual_length + BLOCK, room)))
 
 
 class GrowingStore(LayerStore):
@@ -106,18 +46,23 @@ class GrowingStore(LayerStore):
     Args:
         tensors: The tensors, which the store writes to.
         counts: What they hold.
-        growth: How much room the store makes.
+        max_cache_len: Tokens that are held at most, in tensors that a preallocated store made; `None` to grow
+            geometrically, without bound.
         scales_are_fixed: See `LayerStore`.
     """
 
     def __init__(
-        self, tensors: LayerTensors, counts: Counts = NOTHING, growth: Growth = GROW, scales_are_fixed: bool = False
+        self,
+        tensors: LayerTensors,
+        counts: Counts = NOTHING,
+        max_cache_len: int | None = None,
+        scales_are_fixed: bool = False,
     ) -> None:
         super().__init__(tensors, scales_are_fixed)
-        self.growth = growth
+        self.max_cache_len = max_cache_len
         self.num_sinks, self.num_blocks, rows, self.num_pending = counts
-        self.residual = Residual(tensors.ring, self.num_blocks * self.layout.tokens, rows)
-        self._rows_of_due = self.layout.tokens + self.config.residual_length
+        self.residual = Residual(tensors.ring, self.num_blocks * BLOCK, rows)
+        self._rows_of_due = BLOCK + self.config.residual_length
         """Rows the residual has at least if one of its blocks is due."""
         # States of a call that waits for its queries, of which the first rows, as many as the number, are sinks.
         self._prompt: tuple[KeyValue, int] | None = None
@@ -125,12 +70,12 @@ class GrowingStore(LayerStore):
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_deferred()
         self.residual.write_late_row()
-        return type(self), (self.tensors, self.counts, self.growth, self.scales_are_fixed)
+        return type(self), (self.tensors, self.counts, self.max_cache_len, self.scales_are_fixed)
 
     @classmethod
     @outside_inference_mode
     def allocate(
-        cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, growth: Growth = GROW
+        cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int | None = None
     ) -> GrowingStore:
         """An empty store for states like keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`.
 
@@ -140,10 +85,11 @@ class GrowingStore(LayerStore):
         check_states(keys, values)
         layout = config.layout(keys.shape[-1], values.shape[-1])
         batch, heads = keys.shape[:2]
-        blocks = PackedBlocks.allocate(layout, batch, heads, growth.blocks(config, 0, 0), keys.device)
+        num_blocks = 0 if max_cache_len is None else config.num_blocks(max_cache_len)
+        blocks = PackedBlocks.allocate(layout, batch, heads, num_blocks, keys.device)
         sinks = Residual.allocate((keys, values), config.sink_tokens).ring
-        ring = Residual.allocate((keys, values), growth.residual_rows(config, 0)).ring
-        return cls(LayerTensors(config, blocks, sinks, ring), growth=growth)
+        ring = Residual.allocate((keys, values), residual_capacity(config, 0, max_cache_len)).ring
+        return cls(LayerTensors(config, blocks, sinks, ring), max_cache_len=max_cache_len)
 
     @property
     def counts(self) -> Counts:
@@ -155,75 +101,95 @@ class GrowingStore(LayerStore):
     def length(self) -> int:
         """Tokens held."""
         deferred = 0 if self._prompt is None else self._prompt[0][0].shape[2] - self._prompt[1]
-        return self.num_sinks + self.num_blocks * self.layout.tokens + self.residual.count + deferred
+        return self.num_sinks + self.num_blocks * BLOCK + self.residual.count + deferred
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
-        """See `LayerStore.append`."""
-        tensors, residual = self.tensors, self.residual
-        row = tensors.row
-        # Nearly every decode step: one token that only has to be written to the residual, which attention does.
+        row, residual = self.tensors.row, self.residual
         if (
             keys.shape == row.keys
             and values.shape == row.values
             and keys.dtype == values.dtype == row.dtype
             and keys.device == values.device == row.device
             and self.num_sinks == self.config.sink_tokens
-            and 0 < residual.count - self.num_pending * self.layout.tokens < residual.capacity
-            and not self.growth.in_place
+            and 0 < residual.count - self.num_pending * BLOCK < residual.capacity
+            and self.max_cache_len is None
             and self._prompt is None
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
         ):
-            self.drop_encoded_rows()
-            past = self.length
-            residual.append_late(keys, values)
-            try:
-                return self._encode_residual(past)
-            except BaseException:
-                residual.count -= 1
-                self.num_pending = 0
-                raise
+            return self._append_token(keys, values)
         check_fits(keys, values, row)
-        self.growth.check(keys.shape[2], self.length)
+        if self.max_cache_len is not None:
+            check_room(keys.shape[2], self.length, self.max_cache_len)
         self.encode_deferred()
         self.drop_encoded_rows()
-        # What is written where nothing is held yet does not count: a kernel that fails leaves the store as it was.
-        before = vars(self) | {"residual": residual.snapshot()}
+        # A kernel that fails leaves the store as it was: what it has written beyond the counts does not matter.
+        before = vars(self) | {"residual": self.residual.snapshot()}
         try:
-            return self._append(keys, values, defer)
+            if keys.shape[2] <= 1 or (keys.shape[2] <= SHORT_CALL and self.length > 0):
+                return self._append_tokens(keys, values)
+            return self._append_prompt(keys, values, defer)
         except BaseException:
             vars(self).update(before)
             raise
 
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
+        """Nearly every decode step: one token for the residual, in which there is room. Attention writes it there."""
+        if self.num_pending:
+            self.drop_encoded_rows()
+        residual = self.residual
+        if residual.late is not None and residual.late.states is not None:
+            residual.late.write(residual.ring)
+        past = self.num_sinks + self.num_blocks * BLOCK + residual.count
+        residual.late = LateRow((keys, values), (residual.first + residual.count) % residual.capacity)
+        residual.count += 1
+        view = StoreView(self.tensors, self.num_blocks, residual.count, past, residual.late)
+        if residual.count >= self._rows_of_due:
+            try:
+                self._encode_due()
+            except BaseException:
+                residual.count -= 1
+                self.num_pending = 0
+                raise
+        return view
+
     @outside_inference_mode
-    def _append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
-        past, new_tokens, sinks_before = self.length, keys.shape[2], self.num_sinks
-        to_sinks = min(new_tokens, self.config.sink_tokens - sinks_before) if past == sinks_before else 0
-        for buffer, states in zip(self.sinks, (keys, values), strict=True):
-            buffer[:, :, sinks_before : sinks_before + to_sinks] = states[:, :, :to_sinks]
-        self.num_sinks += to_sinks
-        rest = (keys[:, :, to_sinks:], values[:, :, to_sinks:])
-        if new_tokens <= 1 or (new_tokens <= SHORT_CALL and past > 0):
-            rows = self.residual.count + rest[0].shape[2]
-            if rows > self.residual.capacity:
-                self._replace_residual(self.residual.copied(self.growth.residual_rows(self.config, rows)))
-            self.residual.append(*rest)
-            return self._encode_residual(past)
-        # The residual does not have these rows yet, and the sinks that they filled are theirs.
-        shown = self.tensors.with_sinks(sinks_before)
-        view = StoreView(shown, self.num_blocks, self.residual.count, past, self.residual.late, (keys, values))
-        self._prompt = ((keys, values), to_sinks)
+    def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
+        """Several tokens after others, or a first one: they are copied to the sinks and to the residual."""
+        past, to_sinks = self.length, self._fill_sinks(keys, values)
+        rows = self.residual.count + keys.shape[2] - to_sinks
+        if rows > self.residual.capacity:
+            self._replace_residual(self.residual.copied(residual_capacity(self.config, rows, self.max_cache_len)))
+        self.residual.append(keys[:, :, to_sinks:], values[:, :, to_sinks:])
+        view = self._view(past)
+        if rows >= self._rows_of_due:
+            self._encode_due()
+        return view
+
+    @outside_inference_mode
+    def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
+        """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
+        tensors, past = self.tensors.with_sinks(self.num_sinks), self.length
+        view = StoreView(tensors, self.num_blocks, self.residual.count, past, self.residual.late, (keys, values))
+        self._prompt = ((keys, values), self._fill_sinks(keys, values))
         if not defer or not self.config.balance or self.scales_are_fixed or self.num_blocks:
             self.encode_deferred()
         return view
 
+    def _fill_sinks(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Copy the first tokens of a call to the sinks that are empty. Returns how many."""
+        first = self.num_sinks
+        count = min(keys.shape[2], self.config.sink_tokens - first) if self.length == first else 0
+        for buffer, states in zip(self.sinks, (keys, values), strict=True):
+            buffer[:, :, first : first + count] = states[:, :, :count]
+        self.num_sinks += count
+        return count
+
     @property
     def is_deferred(self) -> bool:
-        """See `LayerStore.is_deferred`."""
         return self._prompt is not None
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_deferred`."""
         if self._prompt is not None:
             self._encode_deferred(*self._prompt, queries, attended)
 
@@ -242,17 +208,12 @@ class GrowingStore(LayerStore):
             vars(self).update(before)
             raise
 
-    def _encode_residual(self, past: int) -> StoreView:
-        """Encode the blocks that became due by rows the residual has now. Returns a view of all rows."""
-        view = self._view(past)
-        if self.residual.count < self._rows_of_due:
-            self.num_pending = 0
-            return view
+    def _encode_due(self) -> None:
+        """Encode the blocks of the residual that are due. Their rows stay until the next call."""
         self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
         if self.num_pending:
-            for skipped, part in self.residual.parts(0, self.num_pending * self.layout.tokens):
-                self._encode(part, self.num_blocks + skipped // self.layout.tokens)
-        return view
+            for skipped, part in self.residual.parts(0, self.num_pending * BLOCK):
+                self._encode(part, self.num_blocks + skipped // BLOCK)
 
     def _append_long(self, rest: KeyValue) -> None:
         """Append the tokens of a long call, and encode what they make due without copying it.
@@ -265,32 +226,31 @@ class GrowingStore(LayerStore):
         from there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
         residual. The old ring stays as it is, because the view of this call reads it.
         """
-        tokens = self.layout.tokens
         rows, held = rest[0].shape[2], self.residual.count
         due = max(0, self.config.num_blocks(self.length + rows) - self.num_blocks)
-        lead = min(rows, -held % tokens)
-        whole = max(0, due - (held + lead) // tokens)
+        lead = min(rows, -held % BLOCK)
+        whole = max(0, due - (held + lead) // BLOCK)
         begun = due - whole  # blocks due that have rows in the old residual
         completed = self.residual  # of no rows: nothing to complete
         if held:
             completed = completed.copied(ring_capacity(held + lead))
             completed.append(*(x[:, :, :lead] for x in rest))
-        for skipped, part in completed.parts(0, begun * tokens):
-            self._encode(part, self.num_blocks + skipped // tokens)
-        end = lead + whole * tokens
+        for skipped, part in completed.parts(0, begun * BLOCK):
+            self._encode(part, self.num_blocks + skipped // BLOCK)
+        end = lead + whole * BLOCK
         keys, values = (x[:, :, lead:end] for x in rest)
         self._encode((keys, values), self.num_blocks + begun)
-        capacity = self.growth.residual_rows(self.config, held + rows - due * tokens)
-        kept = completed.copied(capacity, begun * tokens)
-        kept.first += whole * tokens
-        kept.append(*(x[:, :, end:] for x in rest))
-        self._replace_residual(kept)
+        capacity = residual_capacity(self.config, held + rows - due * BLOCK, self.max_cache_len)
+        residual = completed.copied(capacity, begun * BLOCK)
+        residual.first += whole * BLOCK
+        residual.append(*(x[:, :, end:] for x in rest))
+        self._replace_residual(residual)
         self.num_blocks += due
 
     @outside_inference_mode
     def _encode(self, states: KeyValue, start: int) -> None:
         """Encode the whole blocks of `states` into blocks `start` and on."""
-        blocks = states[0].shape[2] // self.layout.tokens
+        blocks = states[0].shape[2] // BLOCK
         if blocks:
             self._make_room(start, start + blocks)
             dispatch.encode(self.config, *states, self.blocks, start)
@@ -298,7 +258,8 @@ class GrowingStore(LayerStore):
     def _make_room(self, held: int, needed: int) -> None:
         """Room for `needed` blocks of which `held` are encoded."""
         if needed > self.blocks.capacity:
-            capacity = self.growth.blocks(self.config, held, needed)
+            # An exact fit for a prompt; room to spare once the cache is growing.
+            capacity = needed if held == 0 else max(needed, int(held * GROWTH) + 1)
             self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
 
     def _replace_residual(self, residual: Residual) -> None:
@@ -309,7 +270,7 @@ class GrowingStore(LayerStore):
     def drop_encoded_rows(self) -> None:
         """Drop the dense rows of pending blocks: they are only packed from now on."""
         if self.num_pending:
-            self.residual.drop(self.num_pending * self.layout.tokens)
+            self.residual.drop(self.num_pending * BLOCK)
             self.num_blocks += self.num_pending
             self.num_pending = 0
 
@@ -320,59 +281,48 @@ class GrowingStore(LayerStore):
         return StoreView(tensors, self.num_blocks, residual.count, past, residual.late)
 
     def view(self) -> StoreView:
-        """See `LayerStore.view`. The rows of pending blocks stay for a crop."""
+        """The rows of pending blocks stay for a crop."""
         self.encode_deferred()
         reader = copy(self)
         reader.residual = self.residual.snapshot()
         reader.drop_encoded_rows()
         return reader._view(self.length)
 
-    def dense(self, view: StoreView | StepView) -> KeyValue:
-        """See `LayerStore.dense`."""
-        assert isinstance(view, StoreView)
-        return dispatch.dense(view)
-
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
-        """See `LayerStore.crop`."""
         self.encode_deferred()
         length = max(0, self.length - tokens)
-        block = self.layout.tokens
-        if (kept := length - self.num_sinks - self.num_blocks * block) >= 0:
-            self.residual.count = kept
+        if (rows := length - self.num_sinks - self.num_blocks * BLOCK) >= 0:
+            self.residual.count = rows
             # Rows of pending blocks are still here: keep packed what a cache of this length would have packed.
             self.num_pending = min(self.num_pending, max(0, self.config.num_blocks(length) - self.num_blocks))
             return
         self.residual.write_late_row()
         self.num_pending = 0
-        self.num_blocks, rows = divmod(max(0, length - self.num_sinks), block)
+        self.num_blocks, rows = divmod(max(0, length - self.num_sinks), BLOCK)
         self.num_sinks = min(self.num_sinks, length)
-        self.residual = Residual(self.tensors.ring, self.num_blocks * block, rows)
+        self.residual = Residual(self.tensors.ring, self.num_blocks * BLOCK, rows)
         if rows:
             cut = self.blocks.slice(self.num_blocks, self.num_blocks + 1)
-            slots = slice(
-                self.residual.first % self.residual.capacity, self.residual.first % self.residual.capacity + block
-            )
-            dispatch.dequantize(self.config, cut, *(part[:, :, slots] for part in self.tensors.ring))
+            slot = self.residual.first % self.residual.capacity
+            dispatch.dequantize(self.config, cut, *(part[:, :, slot : slot + BLOCK] for part in self.tensors.ring))
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:
-        """See `LayerStore.map`."""
         self.encode_deferred()
         self.residual.write_late_row()
-        return GrowingStore(self.tensors.map(function), self.counts, self.growth, self.scales_are_fixed)
+        return GrowingStore(self.tensors.map(function), self.counts, self.max_cache_len, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
-        """See `LayerStore.reorder`."""
         self.encode_deferred()
         self.residual.write_late_row()
         super().reorder(beam_idx)
 
     def reset(self) -> None:
-        """See `LayerStore.reset`: all memory is released."""
+        """All memory is released."""
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """See `LayerStore.by_kind`. A late row is held in the model's own tensors until it is written."""
+        """A late row is held in the model's own tensors until it is written."""
         self.encode_deferred()
         kinds = self.tensors.by_kind()
         late = self.residual.late
@@ -381,7 +331,6 @@ class GrowingStore(LayerStore):
         return kinds
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
-        """See `LayerStore.export`."""
         self.encode_deferred()
         held = self.blocks.slice(0, self.num_blocks + self.num_pending).tensors()
         if self.config.balance:
@@ -394,7 +343,6 @@ class GrowingStore(LayerStore):
 
     @outside_inference_mode
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:
-        """See `LayerStore.restore`."""
         device, packed = self.tensors.row.device, counts.blocks + counts.pending
         self._make_room(0, packed)
         for name, tensor in self.blocks.tensors().items():
@@ -404,8 +352,8 @@ class GrowingStore(LayerStore):
             self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
         for buffer, name in zip(self.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
-        capacity = self.growth.residual_rows(self.config, counts.residual)
-        residual = Residual.allocate(self.tensors.ring, capacity, counts.blocks * self.layout.tokens)
+        capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
+        residual = Residual.allocate(self.tensors.ring, capacity, counts.blocks * BLOCK)
         residual.append(held["residual_keys"].to(device), held["residual_values"].to(device))
         self._replace_residual(residual)
         self.num_sinks, self.num_blocks, _, self.num_pending = counts

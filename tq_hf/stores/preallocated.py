@@ -27,14 +27,13 @@ import torch
 
 from ..compat import mark_static_address, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.blocks import KeyValue
 from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
 from ..tensors.residual import Residual
 from . import graph_ops
 from .base import Counts, LayerStore, check_fits, check_room
-from .growing import Fixed, GrowingStore
+from .growing import GrowingStore
 
 
 class PreallocatedStore(LayerStore):
@@ -52,12 +51,12 @@ class PreallocatedStore(LayerStore):
     ) -> None:
         super().__init__(tensors, scales_are_fixed)
         self._appending: GrowingStore | None = None
-        """What the last call was appended to, if it waits for its queries."""
+        """The store that the last call was appended to, if its encoding is deferred."""
         self._newest = NewestToken()
         self.counts = counts
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
-        """Tokens held, if the host knows."""
+        """Tokens held, if the host knows: a compiled step does not count."""
         self._entries = graph_ops.entries(counts.step_counts)
         self._config_text = graph_ops.config_text(tensors.config)
 
@@ -71,7 +70,7 @@ class PreallocatedStore(LayerStore):
         cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
     ) -> PreallocatedStore:
         """Room for `max_cache_len` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`."""
-        tensors = GrowingStore.allocate(config, keys, values, Fixed(max_cache_len)).tensors
+        tensors = GrowingStore.allocate(config, keys, values, max_cache_len).tensors
         # A model on the meta device has its counts on the CPU, where they are numbers.
         device = torch.device("cpu") if keys.is_meta else keys.device
         counts = DeviceCounts(
@@ -99,24 +98,27 @@ class PreallocatedStore(LayerStore):
         return graph_ops.tokens_held(self.counts)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
-        """See `LayerStore.append`. One token waits for attention, which appends it without lengths on the host, so that
-        it compiles."""
-        self.encode_deferred()
+        if self._newest.states is not None or self._appending is not None:
+            self.encode_deferred()
         row = self.tensors.row
         if (
-            keys.shape != row.keys
-            or values.shape != row.values
-            or not keys.dtype == values.dtype == row.dtype
-            or not keys.device == values.device == row.device
+            keys.shape == row.keys
+            and values.shape == row.values
+            and keys.dtype == values.dtype == row.dtype
+            and keys.device == values.device == row.device
         ):
-            check_fits(keys, values, row)
-            return self._append_many(keys, values, defer)
+            return self._append_token(keys, values)
+        check_fits(keys, values, row)
+        return self._append_tokens(keys, values, defer)
+
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> StepView:
+        """A decode step. Attention appends the token, without lengths on the host, so that the step compiles."""
         if torch.compiler.is_compiling():
             self.num_held = None
         else:
-            held = int(self.length) if self.num_held is None else self.num_held
-            check_room(1, held, self.max_cache_len)
-            self.num_held = held + 1
+            tokens = int(self.length) if self.num_held is None else self.num_held
+            check_room(1, tokens, self.max_cache_len)
+            self.num_held = tokens + 1
         self._newest.states = keys, values
         return self._step_view()
 
@@ -132,7 +134,8 @@ class PreallocatedStore(LayerStore):
         )
 
     @outside_inference_mode
-    def _append_many(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
+    def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
+        """A prompt or several tokens, with counts on the host: by the methods of a `GrowingStore`."""
         store = self.as_growing()
         # Of its own: what is returned reads the old rows, and outlives the writing back.
         store.residual = store.residual.copied(store.residual.capacity)
@@ -145,11 +148,10 @@ class PreallocatedStore(LayerStore):
 
     @property
     def is_deferred(self) -> bool:
-        """See `LayerStore.is_deferred`."""
         return self._appending is not None
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        """See `LayerStore.encode_deferred`. Also appends the token of a decode step that waits for attention."""
+        """Also appends the token of a decode step that no attention has appended."""
         if self._newest.states is not None:
             graph_ops.append_newest(self._step_view())
         if (store := self._appending) is not None:
@@ -163,7 +165,7 @@ class PreallocatedStore(LayerStore):
         """A store over the same tensors, with counts on the host. Waits for the device."""
         self.encode_deferred()
         counts = Counts(*self.state.tolist())
-        return GrowingStore(self.tensors, counts, Fixed(self.max_cache_len), self.scales_are_fixed)
+        return GrowingStore(self.tensors, counts, self.max_cache_len, self.scales_are_fixed)
 
     @outside_inference_mode
     def _take(self, store: GrowingStore) -> None:
@@ -176,35 +178,33 @@ class PreallocatedStore(LayerStore):
         self.num_held = store.length
 
     def dense(self, view: StoreView | StepView) -> KeyValue:
-        """See `LayerStore.dense`. After one token, zeros follow the last."""
+        """After one token, zeros follow the last."""
         if isinstance(view, StepView):
             return graph_ops.dense_tokens(view)
-        return dispatch.dense(view)
+        return super().dense(view)
 
     def view(self) -> StoreView:
-        """See `LayerStore.view`. Waits for the device."""
+        """Waits for the device."""
         return self.as_growing().view()
 
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
-        """See `LayerStore.crop`."""
         store = self.as_growing()
         store.crop(tokens)
         self._take(store)
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PreallocatedStore:
-        """See `LayerStore.map`. The counts stay where they are."""
+        """The counts stay where they are."""
         self.encode_deferred()
         return PreallocatedStore(self.tensors.map(function), self.counts, self.max_cache_len, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
-        """See `LayerStore.reorder`."""
         self.encode_deferred()
         super().reorder(beam_idx)
 
     def reset(self) -> PreallocatedStore:
-        """See `LayerStore.reset`: the tensors stay where they are."""
+        """The tensors stay where they are."""
         self._appending = self._newest.states = None
         if not self.scales_are_fixed:
             for factor in self.blocks.channel_scales:
@@ -215,18 +215,15 @@ class PreallocatedStore(LayerStore):
         return self
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """See `LayerStore.by_kind`."""
         self.encode_deferred()
         kinds = self.tensors.by_kind()
         return {**kinds, "metadata": [*kinds["metadata"], *self.counts]}
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
-        """See `LayerStore.export`."""
         return self.as_growing().export()
 
     @outside_inference_mode
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:
-        """See `LayerStore.restore`."""
         store = self.as_growing()
         store.restore(counts, held)
         self._take(store)

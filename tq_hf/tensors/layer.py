@@ -1,4 +1,4 @@
-"""All tensors of one compressed layer, and what attention reads of them in one call: a snapshot of its counts."""
+"""All tensors of one compressed layer, and the views of them that attention reads: tensors with counts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ from .residual import LateRow, Residual
 
 
 class RowKind(NamedTuple):
-    """What one token's keys and values are like: shapes `[B, Hkv, 1, Dk]` and `[B, Hkv, 1, Dv]`, dtype and device."""
+    """The shapes `[B, Hkv, 1, Dk]` and `[B, Hkv, 1, Dv]` of a token's keys and values, their dtype and device."""
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-
-def dense_shapes(row: RowKind, tokens: int) -> tuple[torch.Size, torch.Size]:
-    """The shapes `[B, Hkv, tokens, Dk]` and `[B, Hkv, tokens, Dv]`."""
-    (batch, heads, _, key_dim), value_dim = row.keys, row.values[3]
-    return torch.Size((batch, heads, tokens, key_dim)), torch.Size((batch, heads, tokens, value_dim))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,25 +40,23 @@ class LayerTensors:
     sinks: KeyValue
     ring: KeyValue
     row: RowKind = field(init=False, repr=False)
-    """What one token's keys and values are like."""
+    """Shapes, dtype and device of one token."""
+    layout: BlockLayout = field(init=False, repr=False)
+    """Sizes of a block."""
     launches: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
-    """What a backend has made for these tensors. It knows their addresses, so it dies with this object and no copy has
-    it. (A weak dictionary in the backend would do, but Dynamo compiles anew whenever its length changes.)"""
+    """A backend's launches for these tensors. They hold addresses, so they die with this object and no copy has them.
+    (A weak dictionary in the backend would do, but Dynamo compiles anew whenever its length changes.)"""
 
     def __post_init__(self) -> None:
         keys, values = self.ring
         (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
         row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
         object.__setattr__(self, "row", row)
+        object.__setattr__(self, "layout", self.blocks.layout)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without launches, which know the addresses of these tensors, not of their copies.
+        # Without launches, which hold the addresses of these tensors.
         return LayerTensors, (self.config, self.blocks, self.sinks, self.ring)
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Sizes of a block."""
-        return self.blocks.layout
 
     @property
     def batch_size(self) -> int:
@@ -87,8 +79,9 @@ class LayerTensors:
         return LayerTensors(self.config, self.blocks, self.sinks, ring)
 
     def dense_shapes(self, tokens: int) -> tuple[torch.Size, torch.Size]:
-        """The shapes of so many keys and values, `[B, Hkv, tokens, D]`."""
-        return dense_shapes(self.row, tokens)
+        """The shapes of so many keys and values, `[B, Hkv, tokens, Dk]` and `[B, Hkv, tokens, Dv]`."""
+        (batch, heads, _, key_dim), value_dim = self.row.keys, self.row.values[3]
+        return torch.Size((batch, heads, tokens, key_dim)), torch.Size((batch, heads, tokens, value_dim))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerTensors:
         """The results of `function` on every tensor."""
@@ -129,7 +122,7 @@ class StoreView(NamedTuple):
         num_blocks: Number of packed blocks read, the first ones.
         num_residual: Number of residual rows read, those that follow the blocks; they end with the new tokens unless
             `new` holds those.
-        past_length: Tokens cached before this call.
+        past_length: Tokens cached before this call. Of a first call, 0, its own states are all there is to read.
         late: The newest residual row, if it may not be in its ring yet.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
             made them.
@@ -183,7 +176,7 @@ class StoreView(NamedTuple):
 
 
 class DeviceCounts(NamedTuple):
-    """The counts of a preallocated store; see `tq_hf.stores.preallocated`."""
+    """The counts of a preallocated store; `tq_hf.stores.preallocated` describes them."""
 
     state: torch.Tensor
     step_counts: torch.Tensor
@@ -202,7 +195,7 @@ class NewestToken:
 
 
 class StepView(NamedTuple):
-    """The same for a decode step of a preallocated store: the snapshot is on the device.
+    """The tokens a decode step of a preallocated store attends to: their counts are on the device.
 
     Args:
         tensors: The tensors read, which the store never replaces.
@@ -221,10 +214,3 @@ class StepView(NamedTuple):
     length: int
     num_held: int | None
     newest: NewestToken
-
-
-def is_first(view: StoreView | StepView) -> bool:
-    """Whether nothing was cached before this call: its own states are all there is to read. Never of a `StepView`: even
-    a prompt of one token is read from the store."""
-    # Not a property: of a named tuple, Dynamo of torch 2.9 traces none.
-    return isinstance(view, StoreView) and view.past_length == 0

@@ -81,13 +81,6 @@ class Residual:
         self.late = None
         return self.ring
 
-    def append_late(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold one more row, keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, and write it later. There must be
-        room, and nobody may change the tensors before it is written."""
-        self.write_late_row()
-        self.late = LateRow((keys, values), (self.first + self.count) % self.capacity)
-        self.count += 1
-
     def _slots(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         """The slots of rows `first` to `first + count`, with the rows (from 0) that are in them: one range, or two at
         the wrap."""

@@ -47,7 +47,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def supports_layout(layout: BlockLayout) -> bool:
     """Whether kernels read blocks of this layout: with rotated values and key means, which an `Ablation` may leave out,
     and heads that fit."""
-    fits = max(layout.key_dim_padded, layout.value_dim_padded) <= MAX_HEAD_DIM
+    fits = max(layout.key_dim, layout.value_dim) <= MAX_HEAD_DIM  # a multiple of what they are padded to
     return fits and layout.rotated_values and layout.key_mean
 
 
@@ -114,7 +114,7 @@ def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | N
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
     stored = few and view.new is None and supports_mask(mask, options)
-    return stored and supports_encode(query, view.config, view.tensors.layout)
+    return stored and supports_encode(query, view.tensors.config, view.tensors.layout)
 
 
 def supports_attend_many(
