@@ -19,6 +19,8 @@ one after the other, are shared out in contiguous equal parts. Sequences that do
 items.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -71,20 +73,31 @@ def without_sinks(x, block, token, SINKS: tl.constexpr):
     return tl.where((block == 0) & (token < SINKS), -float("inf"), x)
 
 
+class NewTokens(NamedTuple):
+    """Pointers to the keys and values of all new tokens of a step, and their strides in elements: token, head."""
+
+    key: Any
+    value: Any
+    key_t: Any
+    key_h: Any
+    value_t: Any
+    value_h: Any
+
+
 @triton.jit
 def dense_rows(
-    rows, pages, key, value, t, sinks, held, length, first, kv_head, page_blocks, key_t, key_h, value_t,
-    value_h, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    rows, pages, new: NewTokens, t, sinks, held, length, first, kv_head, page_blocks, DIM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Pointers [n] to keys and to values of a sequence's dense tokens `t` [n]: `sinks` rows of its sink page, `held`
-    rows of its ring, then the new tokens from `first` on in `key` and `value`. Those from `length` on do not exist."""
+    rows of its ring, then the new tokens from `first` on. Those from `length` on do not exist."""
     # The sink page comes after the ring's, as if its rows went on.
     row = tl.where(t < sinks, TOKENS + t, t - sinks)
     old = t < sinks + held
     in_page = ring_rows(rows, pages, row, old, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
     token = (first + tl.minimum(t, length - 1) - sinks - held).to(tl.int64)
-    k_row = tl.where(old, in_page, key + token * key_t + kv_head * key_h)
-    v_row = tl.where(old, in_page + ROWS * DIM, value + token * value_t + kv_head * value_h)
+    k_row = tl.where(old, in_page, new.key + token * new.key_t + kv_head * new.key_h)
+    v_row = tl.where(old, in_page + ROWS * DIM, new.value + token * new.value_t + kv_head * new.value_h)
     return k_row, v_row
 
 

@@ -24,6 +24,7 @@ from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
     START,
+    NewTokens,
     claim,
     counted,
     dense_jobs,
@@ -288,8 +289,8 @@ def decode_split_paged(
             sinks, held = sinks_of(past, SINKS), past % TOKENS
             length = sinks + held + 1
             k_row, v_row = dense_rows(
-                rows, pages, key, value, t, sinks, held, length, token, kv_head, page_blocks,
-                key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, ROWS, BLOCK_WORDS,
+                rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
+                sinks, held, length, token, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS,
             )  # fmt: skip
             inside = t < length
             k, v = dense_states(k_row, v_row, inside, C)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.schedule import dense_rows, lengths, sinks_of, without_sinks
+from ..common.schedule import NewTokens, dense_rows, lengths, sinks_of, without_sinks
 from ..common.softmax import (
     LOG2E,
     SoftmaxState,
@@ -244,8 +244,9 @@ def _attend_dense(
             k_row, v_row = stored_rows(dense, t, C.DK, C.DV)
         else:
             k_row, v_row = dense_rows(
-                dense.residual_keys, dense.pages, dense.new_keys, dense.new_values, t, dense.sinks,
-                dense.history - dense.sinks, high, 0, dense.kv_head, dense.page_blocks, dense.new_t, 0, dense.new_vt, 0,
+                dense.residual_keys, dense.pages,
+                NewTokens(dense.new_keys, dense.new_values, dense.new_t, 0, dense.new_vt, 0),
+                t, dense.sinks, dense.history - dense.sinks, high, 0, dense.kv_head, dense.page_blocks,
                 C.DK, C.ROWS, C.BLOCK_WORDS,
             )  # fmt: skip
         k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0)

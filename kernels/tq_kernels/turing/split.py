@@ -19,6 +19,7 @@ from ..common.schedule import (
     LINE,
     ROTATED,
     START,
+    NewTokens,
     claim,
     counted,
     dense_jobs,
@@ -323,8 +324,8 @@ def decode_split_paged_fragments(
                 for half in tl.static_range(2):
                     j = job * DENSE_TOKENS + 16 * group + 8 * half + g
                     k_row, v_row = dense_rows(
-                        rows, pages, key, value, j, 0, held, held + 1, token, kv_head, page_blocks,
-                        key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, ROWS, BLOCK_WORDS,
+                        rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
+                        0, held, held + 1, token, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS,
                     )  # fmt: skip
                     key_rows += (k_row,)
                     value_rows += (v_row,)
