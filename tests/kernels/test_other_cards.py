@@ -101,9 +101,9 @@ else:
     def test_prefix(case: Case, beside: bool) -> None:
         prefix.check(case, beside, DEVICE)
 
-    def test_late_rows() -> None:
+    def test_pending_tokens() -> None:
         with torch.no_grad():
-            decode.check_late_rows(DEVICE)
+            decode.check_pending_tokens(DEVICE)
 
     @pytest.mark.parametrize("preset", PRESETS)
     def test_encode(preset: str) -> None:

@@ -5,7 +5,7 @@ on the device (see `tq_hf/stores/preallocated.py`), and every length is read the
 calls; `step_counts` is what this step attends to, the slot of the first residual row, and the blocks that become due,
 in entries 16 bytes apart. One program a head appends the keys, another the values: it writes the row and, if a block is
 due, encodes it. All work out the counts from `state`; the last program to have read it writes them. Queries are rotated
-by programs of their own, which wait for nobody. `Appender` launches the same without queries.
+by programs of their own, which wait for nobody. `AppendLaunch` launches the same without queries.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def rotate_columns(tile: int, warps: int) -> int:
     return max(32, min(tile, 16 * warps))
 
 
-class Appender:
+class AppendLaunch:
     """Appends one token a sequence to tensors that stay, for any number of calls.
 
     Args:
@@ -345,7 +345,7 @@ class Appender:
     ) -> None:
         """Write one token's rows to the sinks or the ring, encode the block that becomes due, and write the counts.
 
-        A decode step does so by `Decoder`, in the launch that rotates its queries; this is for other readers.
+        A decode step does so by `DecodeLaunch`, in the launch that rotates its queries; this is for other readers.
 
         Args:
             keys: `[B, Hkv, 1, Dk]` in the residual's dtype, last dimension contiguous.

@@ -79,7 +79,7 @@ def reorder_sequences(
 REORDER = Kernel(reorder_sequences)
 
 
-class Reorderer:
+class ReorderLaunch:
     """Puts the sequences of tensors that stay in another order, for any number of calls.
 
     Args:
