@@ -8,16 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.support.kernel_cases import (
-    INTERPRETED,
-    Case,
-    child,
-    gpu,
-    make_inputs,
-    oracle,
-    relative_rms,
-    run_decode,
-)
+from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, make_inputs, oracle, relative_rms, run_decode
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference
 from tq_hf.stores.growing import GrowingStore

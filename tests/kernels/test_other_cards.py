@@ -23,10 +23,7 @@ from tests.support.kernel_cases import INTERPRETED, Case
 from tests.support.target_override import OTHER_CARDS, VARIABLE, wanted_card
 from tq_hf.config import PRESETS
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")]
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ROOT / "tests/cache/test_generate_cuda.py"

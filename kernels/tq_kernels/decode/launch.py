@@ -149,16 +149,10 @@ class Step:
         )
         split = (
             (
-                scratch,
-                *held.packed,
-                num_blocks,
-                *held.dense,
-                num_residual,
-                num_sinks,
-                mask,
+                scratch, *held.packed, num_blocks, *held.dense, num_residual, num_sinks, mask,
             ),
             (*self.split_before_mask, *mask_strides, *self.split_after_mask),
-        )
+        )  # fmt: skip
         reduce = (
             (
                 scratch, num_blocks, num_residual, num_sinks, held.value_rotation, held.value_channel_scales,

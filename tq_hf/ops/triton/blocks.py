@@ -304,11 +304,7 @@ def _append_launch(tensors: LayerTensors) -> AppendLaunch:
 
 
 def supports_attend_dense(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
     makes kernels of its own."""
@@ -320,11 +316,7 @@ def supports_attend_dense(
 
 @explains_failures
 def attend_dense(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend_dense` on the GPU, for calls that `supports_attend_dense`."""
     return attend_dense_states(
