@@ -1,48 +1,86 @@
-"""Run generation tasks of lm-evaluation-harness with compressed caches, next to a plain one.
+"""Run tasks of lm-evaluation-harness with compressed caches, next to a plain one.
 
     pip install -e ".[lm-eval]"    # in a clone
-    python examples/lm_eval_turboquant.py --model examples/needle --include-path examples/tasks --tasks needle_recall
-    python examples/lm_eval_turboquant.py --model Qwen/Qwen3-4B --tasks gsm8k --limit 200
-    python examples/lm_eval_turboquant.py --model Qwen/Qwen3-4B --tasks gsm8k --caches plain 4bit_nc auto --batch 16
+    python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B
+    python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B --tasks gsm8k --limit 200 --caches plain 4bit_nc auto
+    python -m examples.lm_eval_turboquant --model examples/needle --include-path examples/tasks \
+        --tasks needle_recall needle_text --chunk 256
 
-Only tasks that generate are accepted: the score of a given continuation is computed in one pass over the text, and such
-a pass never reads a cache. A prompt attends to itself exactly, too; with `--chunk` it is read in pieces that attend to
-the compressed pieces before them.
+Without `--tasks` it measures what a model is judged by: perplexity of Wikipedia articles of up to 8k tokens, GSM8K,
+three tasks of RULER at 8k tokens, and a needle at 32k: hours on a GPU. `--output` is written after each task, and a run
+that was stopped goes on from it. A table is printed at the end.
+
+A prompt attends to itself exactly. With `--chunk` it is read in pieces that attend to the compressed pieces before
+them; a task that scores a given text reads no cache otherwise, and is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lm_eval
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from provenance import provenance
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from examples.provenance import provenance
 from tq_hf import PRESETS, TurboQuantCache
 
 PLAIN = "plain"
 CACHES = (PLAIN, *PRESETS, "auto")
+BOOTSTRAPS = 1000
+
+
+class Task(NamedTuple):
+    """A task of the harness.
+
+    Args:
+        name: Its name there.
+        limit: Questions to ask at most, or `None` for all.
+        chunk: Tokens of a prompt to read at a time, or `None` for all at once.
+        tokens: Tokens of a text to score, or of a prompt to make, if the task can be told.
+    """
+
+    name: str
+    limit: int | None = None
+    chunk: int | None = None
+    tokens: int | None = None
+
+    @property
+    def title(self) -> str:
+        """Its name in results."""
+        return self.name if self.tokens is None else f"{self.name}, {self.tokens}"
+
+
+EVIDENCE = (
+    Task("wikitext", chunk=512, tokens=8192),
+    Task("gsm8k", limit=400),
+    Task("niah_multikey_1", limit=100, chunk=2048, tokens=8192),
+    Task("niah_multivalue", limit=100, chunk=2048, tokens=8192),
+    Task("ruler_vt", limit=100, chunk=2048, tokens=8192),
+    Task("niah_single_2", limit=100, chunk=2048, tokens=32768),
+)
 
 
 class CachedLM(HFLM):
-    """The harness's model of transformers, with a cache of ours for each batch it generates.
+    """The harness's model of transformers, with a cache of ours for each batch.
 
     Args:
         cache: One of `CACHES`.
-        chunk: Tokens of a prompt to read at a time, or `None` for all at once.
         **options: Those of `HFLM`.
     """
 
-    def __init__(self, cache: str, chunk: int | None, **options: Any) -> None:
+    def __init__(self, cache: str, **options: Any) -> None:
         super().__init__(**options)
-        self.cache, self.chunk = cache, chunk
+        self.cache = cache
+        self.chunk: int | None = None
         self.model.set_attn_implementation("sdpa" if cache == PLAIN else "turboquant")
 
     def _empty_cache(self) -> Cache:
@@ -55,61 +93,127 @@ class CachedLM(HFLM):
             options["prefill_chunk_size"] = self.chunk
         return super()._model_generate(context, *args, past_key_values=self._empty_cache(), **options)
 
-    def loglikelihood(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
+    @torch.no_grad()
+    def _model_call(self, inps: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Logits `[B, T, V]` of texts `[B, T]`, read in chunks through one cache."""
+        if self.chunk is None:
+            raise ValueError(
+                "A task scores given text, which one pass computes without reading a cache: every preset would get "
+                "the score of the plain cache. Pass `--chunk`, or choose a task that generates (`output_type: "
+                "generate_until`), e.g. gsm8k."
+            )
+        cache = self._empty_cache()
+        return torch.cat([self.model(ids, past_key_values=cache).logits for ids in inps.split(self.chunk, 1)], 1)
 
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "A task asks for the likelihood of given text, which one pass computes without reading a cache: every "
-            "preset would get the score of the plain cache. Choose a task that generates (`output_type: "
-            "generate_until`), e.g. gsm8k."
-        )
 
-    loglikelihood_rolling = loglikelihood
+def error_of(samples: list[dict[str, Any]], metric: str, value: float) -> float | None:
+    """The standard error of a metric for which the harness has none: of a share of right answers by its variance, of a
+    perplexity by drawing texts again, or `None`."""
+    scores = [sample[metric] for sample in samples if metric in sample]
+    if scores and all(isinstance(score, tuple | list) and len(score) == 2 for score in scores):
+        draw, drawn = random.Random(0), []
+        for _ in range(BOOTSTRAPS):
+            picked = draw.choices(scores, k=len(scores))
+            drawn.append(math.exp(-sum(x for x, _ in picked) / sum(n for _, n in picked)))
+        mean = sum(drawn) / BOOTSTRAPS
+        return math.sqrt(sum((x - mean) ** 2 for x in drawn) / (BOOTSTRAPS - 1))
+    return math.sqrt(value * (1 - value) / len(samples)) if 0 <= value <= 1 and samples else None
+
+
+def measure(model: CachedLM, task: Task, include_path: str | None, name: str) -> dict[str, dict[str, float | None]]:
+    """Value and standard error of each metric of a task."""
+    model.chunk, model._max_length = task.chunk, task.tokens
+    length = {} if task.tokens is None else {"max_seq_lengths": [task.tokens]}
+    if task.tokens is not None and task.name != "wikitext":
+        model._max_length = None  # prompts have that length already
+    results = lm_eval.simple_evaluate(
+        model,
+        tasks=[task.name],
+        task_manager=TaskManager(include_path=include_path, metadata={"tokenizer": name, **length}),
+        limit=task.limit,
+        bootstrap_iters=BOOTSTRAPS,
+    )
+    metrics: dict[str, dict[str, float | None]] = {}
+    for key, value in results["results"][task.name].items():
+        metric, _, how = key.partition(",")
+        # RULER's metrics are lengths; those that were not asked for are -1.
+        if not isinstance(value, float | int) or not how or metric.endswith("_stderr") or value == -1:
+            continue
+        error = results["results"][task.name].get(f"{metric}_stderr,{how}")
+        if not isinstance(error, float):
+            error = error_of(results["samples"][task.name], metric, value)
+        metrics[metric if how == "none" else key] = {"value": float(value), "error": error}
+    return metrics
+
+
+def table(record: dict[str, Any]) -> str:
+    """The metrics as Markdown: a row a metric, a column a cache."""
+    caches = list(record["metrics"])
+    lines = [f"| {record['model']} | {' | '.join(caches)} |", "| --- |" + " ---: |" * len(caches)]
+    rows = {(task, metric) for found in record["metrics"].values() for task in found for metric in found[task]}
+    for task, metric in sorted(rows):
+        cells = []
+        for cache in caches:
+            found = record["metrics"][cache].get(task, {}).get(metric)
+            error = "" if found is None or found["error"] is None else f" ± {found['error']:.4f}"
+            cells.append("" if found is None else f"{found['value']:.4f}{error}")
+        lines.append(f"| {task}: {metric} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def resumed(path: Path | None, record: dict[str, Any]) -> dict[str, Any]:
+    """`record` with what a stopped run of the same kind has measured.
+
+    Raises:
+        ValueError: The file is of another model or of other tasks.
+    """
+    if path is None or not path.exists():
+        return record
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("model", "tasks", "lm_eval", "versions", "device", "dtype"):
+        if before.get(name) != record[name]:
+            raise ValueError(
+                f"{path} has {name} {before.get(name)!r}, and this run {record[name]!r}. Give another `--output`."
+            )
+    return record | {"metrics": before["metrics"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="name or folder of a model")
-    parser.add_argument("--tasks", nargs="+", required=True, help="tasks that generate, e.g. gsm8k")
+    parser.add_argument("--tasks", nargs="+", help="other tasks, e.g. gsm8k")
     parser.add_argument("--include-path", help="a folder with tasks of your own")
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=[PLAIN, "k8v4", "4bit_nc", "3bit_nc"])
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=[PLAIN, "k8v4", "4bit_nc", "3bit_nc", "2bit_nc"])
     parser.add_argument("--limit", type=int, help="ask at most so many questions of each task")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--chunk", type=int, help="read prompts in chunks of so many tokens")
+    parser.add_argument("--chunk", type=int, help="read texts of --tasks in chunks of so many tokens")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="write the harness's metrics here, as JSON")
+    parser.add_argument("--output", type=Path, help="write metrics here, as JSON, and go on from what is there")
     arguments = parser.parse_args()
 
-    device = torch.device(arguments.device)
-    metrics = {}
-    for cache in arguments.caches:
-        model = CachedLM(
-            cache,
-            arguments.chunk,
-            pretrained=arguments.model,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            batch_size=arguments.batch,
-        )
-        results = lm_eval.simple_evaluate(
-            model,
-            tasks=arguments.tasks,
-            task_manager=TaskManager(include_path=arguments.include_path),
-            limit=arguments.limit,
-            bootstrap_iters=0,
-        )
-        metrics[cache] = results["results"]
-        for task, found in results["results"].items():
-            scores = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float))
-            print(f"{cache:10} {task}: {scores}", flush=True)
-        if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            record = provenance(device, arguments.model) | {"lm_eval": lm_eval.__version__, "metrics": metrics}
-            arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    tasks = [Task(name, arguments.limit, arguments.chunk) for name in arguments.tasks or ()]
+    tasks = tasks or [task._replace(limit=arguments.limit or task.limit) for task in EVIDENCE]
+    record = resumed(
+        arguments.output,
+        provenance(torch.device(arguments.device), arguments.model)
+        | {"lm_eval": lm_eval.__version__, "dtype": arguments.dtype, "tasks": [list(task) for task in tasks]}
+        | {"metrics": {}},
+    )
+    for number, cache in enumerate(arguments.caches, 1):
+        found = record["metrics"].setdefault(cache, {})
+        if not (missing := [task for task in tasks if task.title not in found]):
+            continue
+        options = {"dtype": arguments.dtype, "device": arguments.device, "batch_size": arguments.batch}
+        model = CachedLM(cache, pretrained=arguments.model, **options)
+        for task in missing:
+            found[task.title] = measure(model, task, arguments.include_path, arguments.model)
+            print(f"{cache} ({number} of {len(arguments.caches)}), {task.title}: {found[task.title]}", flush=True)
+            if arguments.output:
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        del model
+    print(table(record))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def provenance(device: torch.device, model: str) -> dict[str, Any]:
     """Command, date, device, versions and model (or what else was measured) of this run."""
     script = Path(sys.argv[0]).resolve()
     place = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
-    shown = ["-m", ".".join(place.with_suffix("").parts)] if "measure" in place.parts else [str(place)]
+    is_module = "measure" in place.parts or place.stem == "lm_eval_turboquant"  # others are scripts that one copies
+    shown = ["-m", ".".join(place.with_suffix("").parts)] if is_module else [str(place)]
     versions = {module.__name__: module.__version__ for module in (tq_hf, torch, transformers)}
     if find_spec("triton") is not None:
         versions["triton"] = import_module("triton").__version__

@@ -1,4 +1,4 @@
-"""The questions of `needle_recall.yaml`."""
+"""The questions of `needle_recall.yaml` and the texts of `needle_text.yaml`."""
 
 from __future__ import annotations
 
@@ -20,4 +20,10 @@ def documents(**metadata: Any) -> dict[str, datasets.Dataset]:
     for seed in range(PROMPTS):
         text, asked = needle.recall_prompt(TOKENS, FACTS, seed)
         found += [{"prompt": text + question, "answer": answer + needle.TERMINATOR} for question, answer in asked]
+    return {"test": datasets.Dataset.from_list(found)}
+
+
+def texts(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """Texts with eight facts each, their questions and answers at the end; `metadata` changes nothing."""
+    found = [{"text": needle.answered(*needle.recall_prompt(TOKENS, FACTS, seed))[0]} for seed in range(PROMPTS)]
     return {"test": datasets.Dataset.from_list(found)}

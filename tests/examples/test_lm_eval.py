@@ -20,11 +20,47 @@ TASKS = ROOT / "examples" / "tasks"
 
 def run(home: Path, tasks: Path, task: str, *options: str) -> subprocess.CompletedProcess[str]:
     """The example on three questions of a task in the folder `tasks`."""
-    script = ROOT / "examples" / "lm_eval_turboquant.py"
-    command = [sys.executable, str(script), "--model", str(SHIPPED_MODEL), "--include-path", str(tasks)]
-    command += ["--tasks", task, "--limit", "3", "--device", "cpu", "--dtype", "float32", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.lm_eval_turboquant",
+        "--model",
+        str(SHIPPED_MODEL),
+        "--include-path",
+        str(tasks),
+    ]
+    command += ["--tasks", *task.split(), "--limit", "3", "--device", "cpu", "--dtype", "float32", *options]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_table_of_a_model_is_made_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    """All that is done for a model with weights, on the one that is shipped: scores, errors, a table."""
+    output, tasks, presets = (
+        tmp_path / "metrics.json",
+        "needle_recall needle_text",
+        ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"],
+    )
+    options = ["--chunk", "128", "--output", str(output)]
+    done = run(tmp_path, TASKS, tasks, "--caches", "plain", "4bit_nc", *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first = json.loads(output.read_text(encoding="utf-8"))["metrics"]
+    done = run(tmp_path, TASKS, tasks, "--caches", "plain", *presets, *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    metrics = json.loads(output.read_text(encoding="utf-8"))["metrics"]
+    assert list(metrics) == ["plain", "4bit_nc", "k8v4", "3bit_nc", "2bit_nc"]
+    assert {cache: metrics[cache] for cache in first} == first
+    assert "plain (1 of 5)" not in done.stdout and "k8v4 (2 of 5), needle_text" in done.stdout
+    for scores in metrics.values():
+        assert scores["needle_recall"]["exact_match"] == {"value": 1.0, "error": 0.0}
+        assert 0 < scores["needle_text"]["word_perplexity"]["error"] < scores["needle_text"]["word_perplexity"]["value"]
+    texts = {cache: scores["needle_text"]["byte_perplexity"]["value"] for cache, scores in metrics.items()}
+    assert texts["plain"] < texts["2bit_nc"] and abs(texts["k8v4"] - texts["plain"]) < abs(
+        texts["2bit_nc"] - texts["plain"]
+    )
+    assert done.stdout.count("| needle_text: word_perplexity |") == 1
+    refused = run(tmp_path, TASKS, "needle_recall", "--caches", "plain", *options)
+    assert refused.returncode != 0 and "Give another `--output`" in refused.stderr
 
 
 def test_facts_are_recalled_with_each_cache(tmp_path: Path) -> None:
@@ -33,7 +69,7 @@ def test_facts_are_recalled_with_each_cache(tmp_path: Path) -> None:
     done = run(tmp_path, TASKS, "needle_recall", "--caches", *caches, "--chunk", "128", "--output", str(output))
     assert done.returncode == 0, done.stderr[-2000:]
     metrics = json.loads(output.read_text(encoding="utf-8"))["metrics"]
-    found = {cache: scores["needle_recall"]["exact_match,none"] for cache, scores in metrics.items()}
+    found = {cache: scores["needle_recall"]["exact_match"]["value"] for cache, scores in metrics.items()}
     assert found == dict.fromkeys(caches, 1)
 
 
