@@ -88,13 +88,7 @@ def make_prompt(tokenizer: Any, tokens: int, depth: float, seed: int) -> tuple[t
 
 
 def run(
-    model: Any,
-    tokenizer: Any,
-    ids: torch.Tensor,
-    answer: str,
-    name: str,
-    new_tokens: int,
-    progress: Progress,
+    model: Any, tokenizer: Any, ids: torch.Tensor, answer: str, name: str, new_tokens: int, progress: Progress
 ) -> Row:
     """Generate from `ids` `[1, T]` with the cache called `name`: a preset, or the baseline."""
     attention = "sdpa" if name == BASELINE else "turboquant"

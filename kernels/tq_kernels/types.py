@@ -99,6 +99,17 @@ class Pages(NamedTuple):
         return BLOCK_TOKENS // self.page_rows + min(1, self.sinks)
 
 
+class PendingToken:
+    """A token that attention has still to write.
+
+    Its `states` are keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, or `None` once they are written; `slot` is the
+    row of the residual's ring that is theirs, 0 where counts on the device say.
+    """
+
+    states: tuple[torch.Tensor, torch.Tensor] | None = None
+    slot = 0
+
+
 class Geometry(NamedTuple):
     """Whose the new tokens are, and where their sequences' pages: B sequences of any lengths.
 

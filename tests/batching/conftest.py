@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching import (
-    continuous_api,
-    input_outputs,
-    model_runner,
-    offloading_manager,
-)
+from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner, offloading_manager
 
 from tests.support.batching_cases import Stream
 
@@ -59,8 +54,6 @@ def offloaded(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     found: list[set[str]] = []
     real = offloading_manager.OffloadingManager._offload_to_cpu
     monkeypatch.setattr(
-        offloading_manager.OffloadingManager,
-        "_offload_to_cpu",
-        lambda *args: found.append(real(*args)) or found[-1],
+        offloading_manager.OffloadingManager, "_offload_to_cpu", lambda *args: found.append(real(*args)) or found[-1]
     )
     return found

@@ -86,11 +86,7 @@ def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() 
     """
     inputs = prompts([100] * 6, seed=3)
     with Session(
-        model_of(),
-        num_blocks=44,
-        max_batch_tokens=700,
-        safety_margin=0.0,
-        allow_block_sharing=False,
+        model_of(), num_blocks=44, max_batch_tokens=700, safety_margin=0.0, allow_block_sharing=False
     ) as session:
         session.run(inputs[:1], greedy(1))
         resets: list[str] = []

@@ -77,18 +77,12 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
     },
     ContinuousBatchingManager: {
         "_create_batch_processor": ("cc0fca82818d", "copied: batching/manager.py"),
-        "switch_to_cb_friendly_attn": (
-            "dbb1a528a718",
-            "replaced: batching/manager.py",
-        ),
+        "switch_to_cb_friendly_attn": ("dbb1a528a718", "replaced: batching/manager.py"),
         "_generation_loop_body": ("b138833254b2", "wrapped: batching/manager.py"),
     },
     ContinuousBatchProcessor: {
         "_handle_request_error": ("61bcda761e41", "extended: batching/manager.py"),
-        "update_batch": (
-            "cbad955852af",
-            "relied upon: batching/manager.py, allocators.py",
-        ),
+        "update_batch": ("cbad955852af", "relied upon: batching/manager.py, allocators.py"),
     },
     ContinuousMixin: {"init_continuous_batching": ("864a244a2534", "replaced: batching/entry.py")},
     ContinuousBatchingIOs: {

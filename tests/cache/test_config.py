@@ -86,8 +86,7 @@ def test_centroid_counts_are_the_sizes_of_the_codebooks(name):
 
 
 @pytest.mark.parametrize(
-    "name, ratio",
-    [("k8v4", 2.59), ("4bit_nc", 3.82), ("k3v4_nc", 4.34), ("3bit_nc", 5.02), ("2bit_nc", 7.31)],
+    "name, ratio", [("k8v4", 2.59), ("4bit_nc", 3.82), ("k3v4_nc", 4.34), ("3bit_nc", 5.02), ("2bit_nc", 7.31)]
 )
 def test_compression_ratio_counts_scales_and_means(name, ratio):
     assert PRESETS[name].layout(128).compression_ratio == pytest.approx(ratio, abs=0.006)
@@ -247,8 +246,7 @@ def test_config_is_frozen_and_hashable():
 
 
 @pytest.mark.parametrize(
-    "length, blocks",
-    [(0, 0), (131, 0), (132 + 127, 0), (132 + 128, 1), (132 + 255, 1), (132 + 256, 2), (4096, 30)],
+    "length, blocks", [(0, 0), (131, 0), (132 + 127, 0), (132 + 128, 1), (132 + 255, 1), (132 + 256, 2), (4096, 30)]
 )
 def test_blocks_are_packed_once_complete_and_wholly_older_than_the_residual_window(length, blocks):
     assert TurboQuantConfig(residual_length=128, sink_tokens=4).num_blocks(length) == blocks

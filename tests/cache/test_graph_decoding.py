@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    CompileConfig,
-    DynamicCache,
-    LogitsProcessor,
-    StoppingCriteria,
-    WatermarkingConfig,
-)
+from transformers import CompileConfig, DynamicCache, LogitsProcessor, StoppingCriteria, WatermarkingConfig
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tq_kernels.common.launcher import Kernel
 from tq_kernels.decode import append, launch
+from tq_kernels.types import PendingToken
 
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.tiny_models import VOCAB, build
@@ -71,6 +72,8 @@ class Way:
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
         if self.keys is None and code.co_qualname == "TurboQuantCache.update":
             self.keys = frame.f_locals["key_states"]
+        # A pending token among the arguments is seen by its states; one within a view goes along unseen.
+        arguments += [x.states for x in arguments if isinstance(x, PendingToken)]
         if self.keys is not None and any(map(self._has_keys, arguments)):
             self.functions.append((module, code.co_qualname))
 

@@ -19,12 +19,7 @@ LATENT, ROTARY = 512, 64
 VOCAB = 128
 LAYERS = 2
 FEW = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=LAYERS,
-    q_lora_rank=64,
-    pad_token_id=None,
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, q_lora_rank=64, pad_token_id=None
 )
 """What makes a model small and is no concern of what it caches."""
 CONFIGS = {

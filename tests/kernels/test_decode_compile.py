@@ -54,8 +54,7 @@ def test_instructions_per_element_on_turing(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "preset"),
-    [*cards(SHARED, "4bit_nc"), *cards(SHARED, "3bit_nc"), *cards([80, 90], "k8v4")],
+    ("arch", "preset"), [*cards(SHARED, "4bit_nc"), *cards(SHARED, "3bit_nc"), *cards([80, 90], "k8v4")]
 )
 def test_compiles_for(arch: int | str, preset: str) -> None:
     key_bits, value_bits = BITS[preset]

@@ -8,16 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.support.kernel_cases import (
-    INTERPRETED,
-    Case,
-    child,
-    gpu,
-    make_inputs,
-    oracle,
-    relative_rms,
-    run_decode,
-)
+from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, make_inputs, oracle, relative_rms, run_decode
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import dispatch, reference
 from tq_hf.stores.growing import GrowingStore
@@ -128,7 +119,7 @@ if INTERPRETED:
         assert torch.equal(run_decode(inputs), expected)
 
 
-def check_late_rows(device: torch.device) -> None:
+def check_pending_tokens(device: torch.device) -> None:
     """Steps that write the newest row in passing agree with a store that wrote it before."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (
@@ -145,7 +136,7 @@ def check_late_rows(device: torch.device) -> None:
         expected = reference.attend(query, views[1], None, AttentionOptions(0.1))
         out = dispatch.attend(query, views[0], None, AttentionOptions(0.1))
         assert relative_rms(out, expected.cpu().double()) <= 1e-3
-        assert views[0].late is not None and views[0].late.states is None  # the kernel has written it
+        assert views[0].pending is not None and views[0].pending.states is None  # the kernel has written it
         assert torch.equal(dispatch.attend(query, views[0], None, AttentionOptions(0.1)), out)
     for ring, expected in zip(late.residual.ring, early.residual.ring, strict=True):
         assert torch.equal(ring, expected)
@@ -154,14 +145,14 @@ def check_late_rows(device: torch.device) -> None:
 if INTERPRETED:
 
     @torch.no_grad()
-    def test_late_rows() -> None:
-        check_late_rows(torch.device("cpu"))
+    def test_pending_tokens() -> None:
+        check_pending_tokens(torch.device("cpu"))
 
 
 @gpu
 @torch.no_grad()
-def test_late_rows_on_a_gpu() -> None:
-    check_late_rows(torch.device("cuda", 0))
+def test_pending_tokens_on_a_gpu() -> None:
+    check_pending_tokens(torch.device("cuda", 0))
 
 
 @gpu

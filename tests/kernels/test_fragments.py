@@ -9,19 +9,9 @@ import pytest
 import torch
 from tq_kernels.decode import launch as decode_launch
 from tq_kernels.decode import launch_paged as paged_launch
-from tq_kernels.prefix import (
-    launch,
-)
+from tq_kernels.prefix import launch
 
-from tests.support.kernel_cases import (
-    INTERPRETED,
-    Case,
-    child,
-    make_inputs,
-    oracle,
-    relative_rms,
-    run_decode,
-)
+from tests.support.kernel_cases import INTERPRETED, Case, child, make_inputs, oracle, relative_rms, run_decode
 from tests.support.paged_cases import Step, make
 from tests.support.prefix_cases import make_prefix_inputs, run_prefix
 from tests.support.ptx import run_inline_asm

@@ -67,10 +67,10 @@ def test_a_settled_launch_passes_what_the_first_one_did(store, log, options, lat
     options = dict(options)
     view = store.append(*token(2))
     mask = torch.ones(1, 1, 1, view.length, dtype=torch.bool) if options.pop("mask", False) else None
-    states, q = view.late.states, query()
+    states, q = view.pending.states, query()
     outs = []  # kept alive, and so apart
     for _ in range(3):
-        view.late.states = states if late else None
+        view.pending.states = states if late else None
         outs.append(dispatch.attend(q, view, mask, AttentionOptions(0.3, causal=True, **options)))
     names = ["ROTATE_AND_APPEND" if late else "ROTATE", "SPLIT", "REDUCE"]
     assert [entry[0] for entry in log] == 3 * names
@@ -102,7 +102,7 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         assert [entry[:3] for entry in log] == [
             (name, "launched", True) for name in ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")
         ] or seed == 2
-        assert view.newest.states is None and kept.shape == (1, 1, 4, 32)
+        assert view.pending.states is None and kept.shape == (1, 1, 4, 32)
         first = log[0][3][1]
         given = (*new, *store.counts, *store.sinks, *store.tensors.ring)
         assert first[: len(given)] == tuple(tensor.data_ptr() for tensor in given)
@@ -134,7 +134,7 @@ def test_a_step_is_three_launches_and_writes_the_row_in_the_first(store, log):
         slot = (store.residual.first + store.residual.count) % store.residual.capacity
         view = store.append(*new)
         dispatch.attend(query(), view, None, AttentionOptions(0.3))
-        assert view.late.states is None  # written, and the model's tensors are let go
+        assert view.pending.states is None  # written, and the model's tensors are let go
         assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
         keys_at, values_at, *ring_at = log[0][3][1][:4]
         assert (keys_at, values_at) == (new[0].data_ptr(), new[1].data_ptr())
@@ -268,13 +268,13 @@ def test_a_copied_view_is_read_where_the_copy_is(store, log):
 def test_what_was_worked_out_is_kept_between_steps(store):
     views = [store.append(*token(seed)) for seed in (2, 3)]
     assert views[0].tensors is views[1].tensors
-    assert triton_blocks.decoder_of(views[0].tensors) is triton_blocks.decoder_of(views[1].tensors)
+    assert triton_blocks.decode_launch(views[0].tensors) is triton_blocks.decode_launch(views[1].tensors)
 
 
 def test_a_launch_dies_with_the_tensors_it_was_made_for(store):
     tensors = store.view().tensors.map(torch.clone)
-    decoder = weakref.ref(triton_blocks.decoder_of(tensors))
-    assert decoder() is triton_blocks.decoder_of(tensors)
+    decoder = weakref.ref(triton_blocks.decode_launch(tensors))
+    assert decoder() is triton_blocks.decode_launch(tensors)
     del tensors
     assert decoder() is None
 
@@ -300,25 +300,25 @@ def test_what_launches_of_a_layer_need_is_not_compiled_anew_for_each_layer(store
         lambda store, view: dispatch.dense(deepcopy(store).view()),
         lambda store, view: dispatch.dense(store.map(torch.clone).view()),
         lambda store, view: dispatch.dense(GrowingStore(
-            store.tensors.with_ring(store.residual.write_late_row()), store.counts
+            store.tensors.with_ring(store.residual.write_pending_token()), store.counts
         ).view()),
     ],
     ids=["view", "store", "copied", "mapped", "saved"],
 )  # fmt: skip
 @torch.no_grad()
-def test_whoever_reads_a_late_row_finds_it(read):
+def test_whoever_reads_a_pending_token_finds_it(read):
     pair = states(0, tokens=30)
     store = filled(all_packed(), pair)
     for seed in (1, 2):
         new = states(seed, tokens=1)
         view = store.append(*new)
-        assert view.late is not None and view.late.states is not None
+        assert view.pending is not None and view.pending.states is not None
         pair = concatenated(pair, new)
         assert_same(read(store, view), pair)
 
 
 @torch.no_grad()
-def test_a_late_row_that_was_cropped_does_not_come_back():
+def test_a_pending_token_that_was_cropped_does_not_come_back():
     pair = states(0, tokens=30)
     store = filled(all_packed(), pair)
     store.append(*states(1, tokens=1))

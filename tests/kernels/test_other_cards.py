@@ -23,10 +23,7 @@ from tests.support.kernel_cases import INTERPRETED, Case
 from tests.support.target_override import OTHER_CARDS, VARIABLE, wanted_card
 from tq_hf.config import PRESETS
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")]
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ROOT / "tests/cache/test_generate_cuda.py"
@@ -101,9 +98,9 @@ else:
     def test_prefix(case: Case, beside: bool) -> None:
         prefix.check(case, beside, DEVICE)
 
-    def test_late_rows() -> None:
+    def test_pending_tokens() -> None:
         with torch.no_grad():
-            decode.check_late_rows(DEVICE)
+            decode.check_pending_tokens(DEVICE)
 
     @pytest.mark.parametrize("preset", PRESETS)
     def test_encode(preset: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tq_kernels.codec.encode import encode_completed
-from tq_kernels.decode.append_paged import append_tails, rotate_and_append_single
+from tq_kernels.decode.append import append_tails, rotate_and_append_single
 from tq_kernels.decode.reduce import reduce_splits_paged
 from tq_kernels.decode.split import decode_split_paged
 from tq_kernels.prefix.windows import window_attention

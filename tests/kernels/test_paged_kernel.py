@@ -50,7 +50,7 @@ PREFILLING = [
     Step(past=(20, 700), new=(1, 3), softcap=15.0, s_aux=True, sinks=4),
 ]
 TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
-"""Relative RMS; 1.1e-3 is what `Decoder` has on the same tokens. The reference rounds to the dtype too."""
+"""Relative RMS; 1.1e-3 is what `DecodeLaunch` has on the same tokens. The reference rounds to the dtype too."""
 
 
 def run(inputs: Inputs) -> torch.Tensor:

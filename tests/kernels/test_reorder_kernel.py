@@ -27,13 +27,13 @@ def tensors_of(batch: int, device: torch.device, longest: int) -> list[torch.Ten
 
 
 def check(order: list[int], device: torch.device, longest: int = 300) -> None:
-    from tq_kernels.decode.reorder import Reorderer
+    from tq_kernels.decode.reorder import ReorderLaunch
 
     tensors = tensors_of(len(order), device, longest)
     for dtype in (torch.int64, torch.int32):
         sources = torch.tensor(order, device=device, dtype=dtype)
         expected, places = [x[sources.long()] for x in tensors], [x.data_ptr() for x in tensors]
-        reorderer = Reorderer(tensors)
+        reorderer = ReorderLaunch(tensors)
         assert reorderer.takes
         reorderer(sources)
         assert [x.data_ptr() for x in tensors] == places
@@ -53,11 +53,11 @@ if INTERPRETED:
     @pytest.mark.parametrize("order", [[0, 2], [-1, 1]], ids=str)
     def test_a_sequence_that_does_not_exist_is_not_read(order: list[int]) -> None:
         """On a GPU the launch also fails, which the interpreter does not show."""
-        from tq_kernels.decode.reorder import Reorderer
+        from tq_kernels.decode.reorder import ReorderLaunch
 
         tensors = tensors_of(2, CPU, 10)
         before = [tensor.clone() for tensor in tensors]
-        Reorderer(tensors)(torch.tensor(order))
+        ReorderLaunch(tensors)(torch.tensor(order))
         assert all(map(torch.equal, tensors, before))
 
 
@@ -81,9 +81,9 @@ def test_sequences_are_where_they_were_asked_to_be_on_a_gpu(order: list[int]) ->
     ids=["half a unit", "not contiguous", "many sequences", "many tensors", "not aligned"],
 )
 def test_tensors_that_torch_reorders(tensors: list[torch.Tensor]) -> None:
-    from tq_kernels.decode.reorder import Reorderer
+    from tq_kernels.decode.reorder import ReorderLaunch
 
-    assert not Reorderer(tensors).takes
+    assert not ReorderLaunch(tensors).takes
 
 
 def check_store(preallocated: bool, dims: tuple[int, int], device: torch.device) -> LayerTensors:

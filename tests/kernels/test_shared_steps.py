@@ -37,13 +37,13 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many decoders, and steps of decoders, are made from now on."""
     made = {"decoders": 0, "steps": 0}
     for name, counted in (("__init__", "decoders"), ("_step", "steps")):
-        function = getattr(launch.Decoder, name)
+        function = getattr(launch.DecodeLaunch, name)
 
         def count(self, *arguments, function=function, counted=counted, **options):
             made[counted] += 1
             return function(self, *arguments, **options)
 
-        monkeypatch.setattr(launch.Decoder, name, count)
+        monkeypatch.setattr(launch.DecodeLaunch, name, count)
     return made
 
 

@@ -183,10 +183,7 @@ def test_dense_attention_is_the_same_function(queries):
     options = dict(scaling=0.2, softcap=6.0, s_aux=random(21, 4))
     actual = attend_dense(query, *pair, None, AttentionOptions(**options))
     torch.testing.assert_close(
-        actual.double(),
-        reference.attend(query, pair, None, AttentionOptions(**options)),
-        atol=3e-6,
-        rtol=1e-5,
+        actual.double(), reference.attend(query, pair, None, AttentionOptions(**options)), atol=3e-6, rtol=1e-5
     )
 
 

@@ -14,14 +14,7 @@ import torch
 from tests.support.helpers import CPU, filled, states
 from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch, workspace
-from tq_hf.ops.workspace import (
-    Scratch,
-    Workspace,
-    allocator,
-    current_workspace,
-    release_workspaces,
-    workspace_bytes,
-)
+from tq_hf.ops.workspace import Scratch, Workspace, allocator, current_workspace, release_workspaces, workspace_bytes
 from tq_hf.tensors.attention import AttentionOptions
 
 

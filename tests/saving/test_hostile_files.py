@@ -243,10 +243,7 @@ HOSTILE = {
     ),
     "other format": (lambda content: edited(content, lambda h: h["__metadata__"].update(format="pt")), "not one of a"),
     "no metadata": (lambda content: edited(content, lambda h: h.pop("__metadata__")), "not one of a cache"),
-    "huge sinks": (
-        lambda content: forged(content, lambda s: s["config"].update(sink_tokens=10**15)),
-        "impossible",
-    ),
+    "huge sinks": (lambda content: forged(content, lambda s: s["config"].update(sink_tokens=10**15)), "impossible"),
     "huge room": (lambda content: forged(content, lambda s: s.update(max_cache_len=10**12)), "layers are not those"),
     "huge skip": (lambda content: forged(content, lambda s: s["config"].update(skip_layers=[9])), "names layer 9"),
     "empty": (lambda content: b"", "too small"),

@@ -32,7 +32,7 @@ def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
     mask = torch.ones(2, 1, 1, store.max_cache_len, dtype=torch.bool) if masked else None
     counts, after = list(store.counts), (mask, None, DIM**-0.5, None, text, store.max_cache_len)
     torch.library.opcheck(graph_ops._attend_token, (query, list(rows(pair, 131)), tensors, counts, *after))
-    graph_ops.append_newest(view)
+    graph_ops.append_pending_token(view)
     torch.library.opcheck(graph_ops._attend_token, (query, [], tensors, counts, *after))
     torch.library.opcheck(graph_ops._dense_tokens, (tensors, view.counts.step_counts, text, store.max_cache_len))
 
@@ -86,7 +86,7 @@ def test_a_step_is_dense_without_a_read_of_the_host(config, room, before, monkey
         if start < stop:
             store.append(*rows(pair, start, stop))
     view = store.append(*rows(pair, before))
-    graph_ops.append_newest(view)  # without a GPU it reads the counts
+    graph_ops.append_pending_token(view)  # without a GPU it reads the counts
     expected = dispatch.dense(graph_ops._on_host(view.tensors, view.counts.step_counts))
 
     def read(*_: object) -> None:
@@ -121,7 +121,7 @@ def test_a_capture_without_a_kernel_is_refused_in_a_sentence(appends, monkeypatc
     store.append(*rows(pair, 0, 19))
     view = store.append(*rows(pair, 19))
     if not appends:
-        graph_ops.append_newest(view)
+        graph_ops.append_pending_token(view)
     before = [count.clone() for count in store.counts]
     with monkeypatch.context() as captured:
         captured.setattr(torch.cuda, "is_available", lambda: True)

@@ -75,11 +75,7 @@ class Oracle:
         self.model.set_attn_implementation("turboquant")
         ids = torch.tensor([prompt], device=self.model.device)
         out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=self.cache(),
-            max_new_tokens=new,
-            do_sample=False,
+            ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache(), max_new_tokens=new, do_sample=False
         )
         self.model.set_attn_implementation(before)
         return out[0, len(prompt) :].tolist()

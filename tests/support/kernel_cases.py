@@ -89,7 +89,7 @@ def child(file: str) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a `Decoder`.
+    """One call of a `DecodeLaunch`.
 
     `blocks` of the store's `capacity` blocks and `residual` of its residual's rows are in use. `mask` is `None`,
     "padding" (`[B, 1, 1, T]`, left padding of a different length per batch row) or "full" (`[B, 1, S, T]`, random).
@@ -294,11 +294,11 @@ def run_decode(
     num_residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention on `inputs`, with scratch and output poisoned."""
-    from tq_kernels.decode.launch import Decoder, device_int
+    from tq_kernels.decode.launch import DecodeLaunch, device_int
 
     case, packed = inputs.case, inputs.packed
     layout, device = packed.layout, inputs.query.device
-    decoder = Decoder(
+    decoder = DecodeLaunch(
         packed_of(packed),
         inputs.sinks,
         inputs.residual,

@@ -54,13 +54,7 @@ class Terminal:
         command = [sys.executable, "-c", CHAT, "chat", *arguments]
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1"}
         self.child = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=begin,
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, preexec_fn=begin
         )
         os.close(slave)
         self.shown = ""

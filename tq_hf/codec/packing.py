@@ -138,8 +138,7 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
         words = words.reshape(*lead, 2, rows, columns // 2)
         planes = [
             torch.stack(
-                [(words >> (16 * e + 15 - v) & 1) << 7 | words >> (16 * e + 7 - 7 * v) & 0x7F for e in range(2)],
-                -1,
+                [(words >> (16 * e + 15 - v) & 1) << 7 | words >> (16 * e + 7 - 7 * v) & 0x7F for e in range(2)], -1
             )
             for v in range(2)
         ]

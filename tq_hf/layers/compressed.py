@@ -218,7 +218,6 @@ class TurboQuantLayer(FullAttentionLayer):
         return {"counts": list(counts), "scales_are_fixed": self.store.scales_are_fixed}, tensors
 
     def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
-        """See `tq_hf.layers.base`."""
         (keys, values), config, numbers = probe.states, self.config, description["counts"]
         if len(numbers) != len(Counts._fields) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError(f"holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
@@ -242,7 +241,6 @@ class TurboQuantLayer(FullAttentionLayer):
         return tensors | rows_like(probe.states, counts.residual, "residual_")
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
-        """See `tq_hf.layers.base`."""
         for name in CHANNEL_SCALES if self.config.balance else ():
             if not bool(((tensors[name] >= SMALLEST_SCALE) & (tensors[name] <= LARGEST_SCALE)).all()):
                 raise ValueError(f"has `{name}` that are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: damaged.")
@@ -280,7 +278,6 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store.crop(-tokens_to_remove)
 
     def count_replayed(self, length: int) -> None:
-        """See `BatchedLayer.count_replayed`."""
         assert isinstance(self.store, PreallocatedStore)
         self.store.num_held = length
 

@@ -24,16 +24,13 @@ class _FullState:
     state_fields: ClassVar[dict[str, type]] = {}
 
     def state(self: Any) -> State:
-        """See `tq_hf.layers.base`."""
         tokens = int(self.get_seq_length())
         return {}, {"keys": self.keys[:, :, :tokens], "values": self.values[:, :, :tokens]}
 
     def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
-        """See `tq_hf.layers.base`."""
         return rows_like(probe.states, probe.tokens)
 
     def load_state(self: Any, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
-        """See `tq_hf.layers.base`."""
         self.update(*(tensors[name].to(probe.states[0].device) for name in ("keys", "values")))
 
 
@@ -101,7 +98,6 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
             self.num_tokens = None
 
     def count_replayed(self, length: int) -> None:
-        """See `BatchedLayer.count_replayed`."""
         self.num_tokens = length
 
     def reset(self) -> None:
@@ -123,12 +119,10 @@ class _WindowState:
         return empty
 
     def state(self: Any) -> State:
-        """See `tq_hf.layers.base`."""
         keys, values = self._rows_to_save()
         return {"rows": keys.shape[2], "record_past": self.record_past}, {"keys": keys, "values": values}
 
     def check_state(self: Any, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
-        """See `tq_hf.layers.base`."""
         tokens, rows, window = probe.tokens, description["rows"], self.get_max_length()
         # Of a full window the first row is not read by the next token's query, and may be missing.
         most = tokens if description["record_past"] else min(tokens, window)
@@ -164,7 +158,6 @@ class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
         return self.keys[:, :, first:], self.values[:, :, first:]
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
-        """See `tq_hf.layers.base`."""
         self.record_past = description["record_past"]
         keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
         self.update(keys, values)
@@ -231,7 +224,6 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         return self.keys, self.values
 
     def count_replayed(self, length: int) -> None:
-        """See `BatchedLayer.count_replayed`."""
         self.cumulative_length_int = length
 
     @outside_inference_mode
@@ -258,7 +250,6 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         return past[0][:, :, first:], past[1][:, :, first:]
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
-        """See `tq_hf.layers.base`."""
         keys, values = (tensors[name].to(probe.states[0].device) for name in ("keys", "values"))
         missing = max(0, min(probe.tokens, self.max_cache_len) - keys.shape[2])
         self.update(*(torch.nn.functional.pad(part, (0, 0, missing, 0)) for part in (keys, values)))

@@ -140,11 +140,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
 
 
 def attend_dense(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend_dense`, contiguous, by a kernel where one takes the call."""
     if triton_blocks.supports_attend_dense(query, keys, values, mask, options):

@@ -116,7 +116,6 @@ class RecordedLayer:
         return {"values": values, "rows": _rows(values, tensors)}, tensors
 
     def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
-        """See `tq_hf.layers.base`."""
         values, rows, window = description["values"], description["rows"], getattr(probe.layer, "sliding_window", None)
         sizes, seconds = dict(self.sizes), _leaves(self.second)
         if window is not None:

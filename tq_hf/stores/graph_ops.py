@@ -1,7 +1,7 @@
 """A decode step of a preallocated store: functions, each also an operator opaque to `torch.compile`.
 
-`attend_token` appends the newest token and attends. Where attention reads states instead, `append_newest` appends it
-and `dense_tokens` dequantizes.
+`attend_token` appends the newest token and attends. Where attention reads states instead, `append_pending_token`
+appends it and `dense_tokens` dequantizes.
 
 Outside of compilation the functions are called as they are. A compiled graph holds the operators, which take tensors,
 numbers and the configuration as text, read lengths on the device (on a GPU) and write in place: a captured graph
@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import lru_cache
 
 import torch
+from tq_kernels.types import PendingToken
 
 from ..codec.ablation import Ablation
 from ..compat import is_capturing
@@ -24,7 +25,7 @@ from ..ops import dispatch
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.attention import AttentionOptions
 from ..tensors.blocks import KeyValue
-from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
+from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from .base import Counts, check_room
 from .growing import GrowingStore
 
@@ -130,25 +131,27 @@ def _append_token(
     append_row(LayerTensors.from_arguments(config_from(config), tensors), device_counts, keys, values, max_cache_len)
 
 
-def append_newest(view: StepView) -> None:
+def append_pending_token(view: StepView) -> None:
     """Append the newest token of the store, unless it is appended."""
-    tensors, counts, _, config, max_cache_len, _, newest = view
-    if newest.states is None:
+    tensors, counts, _, config, max_cache_len, _, pending = view
+    if pending.states is None:
         return
     if torch.compiler.is_compiling():
-        _append_token(*newest.states, tensors.arguments(), list(counts), config, max_cache_len)
+        _append_token(*pending.states, tensors.arguments(), list(counts), config, max_cache_len)
     else:
-        append_row(tensors, counts, *newest.states, max_cache_len)
-    newest.states = None
+        keys, values = pending.states
+        append_row(tensors, counts, keys, values, max_cache_len)
+    pending.states = None
 
 
 def _attend(view: StepView, query: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Append the newest token, unless it is appended, and attend."""
-    tensors, counts, sizes, _, max_cache_len, _, newest = view
+    tensors, counts, sizes, _, max_cache_len, _, pending = view
     if triton_blocks.supports_encode(query, tensors.config, tensors.layout):
-        return triton_blocks.attend_token(tensors, counts, sizes, query, newest.states, mask, options, max_cache_len)
-    if newest.states is not None:
-        append_row(tensors, counts, *newest.states, max_cache_len)
+        return triton_blocks.attend_token(tensors, counts, sizes, query, pending.states, mask, options, max_cache_len)
+    if pending.states is not None:
+        keys, values = pending.states
+        append_row(tensors, counts, keys, values, max_cache_len)
     return dispatch.attend(query, _on_host(tensors, counts.step_counts), mask, options)
 
 
@@ -176,8 +179,10 @@ def _attend_token(
     device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config_from(config), tensors)
     if query.is_cpu and row:
         check_room(1, int(device_counts.length), max_cache_len)
-    newest = NewestToken((row[0], row[1]) if row else None)
-    view = StepView(layer, device_counts, entries(device_counts.step_counts), config, max_cache_len, None, newest)
+    pending = PendingToken()
+    if row:
+        pending.states = row[0], row[1]
+    view = StepView(layer, device_counts, entries(device_counts.step_counts), config, max_cache_len, None, pending)
     return _attend(view, query, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
 
 
@@ -210,25 +215,25 @@ def attend_token(
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    tensors, counts, _, config, max_cache_len, num_held, newest = view
+    tensors, counts, _, config, max_cache_len, num_held, pending = view
     if mask is not None:
         dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
     if torch.compiler.is_compiling():
-        row = [] if newest.states is None else list(newest.states)
+        row = [] if pending.states is None else list(pending.states)
         scaling, _, softcap, s_aux, _ = options
         out = _attend_token(
             query, row, tensors.arguments(), list(counts), mask, s_aux, scaling, softcap, config, max_cache_len
         )
-        newest.states = None
+        pending.states = None
         return out
     try:
         out = _attend(view, query, mask, options)
     except BaseException:
         # The kernel that failed may have come after the append.
-        if newest.states is not None and not is_capturing() and int(counts.length) == num_held:
-            newest.states = None
+        if pending.states is not None and not is_capturing() and int(counts.length) == num_held:
+            pending.states = None
         raise
-    newest.states = None
+    pending.states = None
     return out
 
 
@@ -275,7 +280,7 @@ def dense_tokens(view: StepView) -> KeyValue:
     """All tokens of the store densely, `[B, Hkv, view.length, D]`, zeros after the last. The newest is appended first.
 
     Nothing is read on the host. The time follows `view.length`, the room, as for transformers' static cache."""
-    append_newest(view)
+    append_pending_token(view)
     tensors, counts, _, config, length, *_ = view
     if torch.compiler.is_compiling():
         return _dense_tokens(tensors.arguments(), counts.step_counts, config, length)

@@ -19,13 +19,14 @@ from copy import copy
 from typing import Any
 
 import torch
+from tq_kernels.types import PendingToken
 
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..tensors.blocks import BLOCK, KeyValue, PackedBlocks
 from ..tensors.layer import LayerTensors, StoreView
-from ..tensors.residual import LateRow, Residual, ring_capacity
+from ..tensors.residual import Residual, ring_capacity, write
 from .base import NOTHING, Counts, LayerStore, check_fits, check_room, check_states
 
 GROWTH = 1.125
@@ -69,7 +70,7 @@ class GrowingStore(LayerStore):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_deferred()
-        self.residual.write_late_row()
+        self.residual.write_pending_token()
         return type(self), (self.tensors, self.counts, self.max_cache_len, self.scales_are_fixed)
 
     @classmethod
@@ -138,12 +139,13 @@ class GrowingStore(LayerStore):
         if self.num_pending:
             self.drop_encoded_rows()
         residual = self.residual
-        if residual.late is not None and residual.late.states is not None:
-            residual.late.write(residual.ring)
+        if residual.pending is not None and residual.pending.states is not None:
+            write(residual.pending, residual.ring)
         past = self.num_sinks + self.num_blocks * BLOCK + residual.count
-        residual.late = LateRow((keys, values), (residual.first + residual.count) % residual.capacity)
+        residual.pending = pending = PendingToken()
+        pending.states, pending.slot = (keys, values), (residual.first + residual.count) % residual.capacity
         residual.count += 1
-        view = StoreView(self.tensors, self.num_blocks, residual.count, past, residual.late)
+        view = StoreView(self.tensors, self.num_blocks, residual.count, past, residual.pending)
         if residual.count >= self._rows_of_due:
             try:
                 self._encode_due()
@@ -170,7 +172,7 @@ class GrowingStore(LayerStore):
     def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
         tensors, past = self.tensors.with_sinks(self.num_sinks), self.length
-        view = StoreView(tensors, self.num_blocks, self.residual.count, past, self.residual.late, (keys, values))
+        view = StoreView(tensors, self.num_blocks, self.residual.count, past, self.residual.pending, (keys, values))
         self._prompt = ((keys, values), self._fill_sinks(keys, values))
         if not defer or not self.config.balance or self.scales_are_fixed or self.num_blocks:
             self.encode_deferred()
@@ -278,7 +280,7 @@ class GrowingStore(LayerStore):
         tensors, residual = self.tensors, self.residual
         if self.num_sinks != self.config.sink_tokens:
             tensors = tensors.with_sinks(self.num_sinks)
-        return StoreView(tensors, self.num_blocks, residual.count, past, residual.late)
+        return StoreView(tensors, self.num_blocks, residual.count, past, residual.pending)
 
     def view(self) -> StoreView:
         """The rows of pending blocks stay for a crop."""
@@ -297,7 +299,7 @@ class GrowingStore(LayerStore):
             # Rows of pending blocks are still here: keep packed what a cache of this length would have packed.
             self.num_pending = min(self.num_pending, max(0, self.config.num_blocks(length) - self.num_blocks))
             return
-        self.residual.write_late_row()
+        self.residual.write_pending_token()
         self.num_pending = 0
         self.num_blocks, rows = divmod(max(0, length - self.num_sinks), BLOCK)
         self.num_sinks = min(self.num_sinks, length)
@@ -310,24 +312,24 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:
         self.encode_deferred()
-        self.residual.write_late_row()
+        self.residual.write_pending_token()
         return GrowingStore(self.tensors.map(function), self.counts, self.max_cache_len, self.scales_are_fixed)
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         self.encode_deferred()
-        self.residual.write_late_row()
+        self.residual.write_pending_token()
         super().reorder(beam_idx)
 
     def reset(self) -> None:
         """All memory is released."""
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """A late row is held in the model's own tensors until it is written."""
+        """A pending token is held in the model's own tensors until it is written."""
         self.encode_deferred()
         kinds = self.tensors.by_kind()
-        late = self.residual.late
-        if late is not None and late.states is not None:
-            kinds["window"] += late.states
+        pending = self.residual.pending
+        if pending is not None and pending.states is not None:
+            kinds["window"] += pending.states
         return kinds
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:

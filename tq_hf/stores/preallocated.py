@@ -24,12 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tq_kernels.types import PendingToken
 
 from ..compat import mark_static_address, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.blocks import KeyValue
-from ..tensors.layer import DeviceCounts, LayerTensors, NewestToken, StepView, StoreView
+from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from ..tensors.residual import Residual
 from . import graph_ops
 from .base import Counts, LayerStore, check_fits, check_room
@@ -52,7 +53,7 @@ class PreallocatedStore(LayerStore):
         super().__init__(tensors, scales_are_fixed)
         self._appending: GrowingStore | None = None
         """The store that the last call was appended to, if its encoding is deferred."""
-        self._newest = NewestToken()
+        self._pending = PendingToken()
         self.counts = counts
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
@@ -98,7 +99,7 @@ class PreallocatedStore(LayerStore):
         return graph_ops.tokens_held(self.counts)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
-        if self._newest.states is not None or self._appending is not None:
+        if self._pending.states is not None or self._appending is not None:
             self.encode_deferred()
         row = self.tensors.row
         if (
@@ -119,7 +120,7 @@ class PreallocatedStore(LayerStore):
             tokens = int(self.length) if self.num_held is None else self.num_held
             check_room(1, tokens, self.max_cache_len)
             self.num_held = tokens + 1
-        self._newest.states = keys, values
+        self._pending.states = keys, values
         return self._step_view()
 
     def _step_view(self) -> StepView:
@@ -130,7 +131,7 @@ class PreallocatedStore(LayerStore):
             self._config_text,
             self.max_cache_len,
             self.num_held,
-            self._newest,
+            self._pending,
         )
 
     @outside_inference_mode
@@ -152,8 +153,8 @@ class PreallocatedStore(LayerStore):
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
         """Also appends the token of a decode step that no attention has appended."""
-        if self._newest.states is not None:
-            graph_ops.append_newest(self._step_view())
+        if self._pending.states is not None:
+            graph_ops.append_pending_token(self._step_view())
         if (store := self._appending) is not None:
             store.encode_deferred(queries, attended)
             self._appending = None
@@ -205,7 +206,7 @@ class PreallocatedStore(LayerStore):
 
     def reset(self) -> PreallocatedStore:
         """The tensors stay where they are."""
-        self._appending = self._newest.states = None
+        self._appending = self._pending.states = None
         if not self.scales_are_fixed:
             for factor in self.blocks.channel_scales:
                 factor.fill_(1)

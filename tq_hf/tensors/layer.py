@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from tq_kernels.types import PendingToken
 
 from ..config import TurboQuantConfig
 from ..layout import BlockLayout
 from .blocks import BLOCK, ChannelScales, KeyValue, PackedBlocks
-from .residual import LateRow, Residual
+from .residual import Residual
 
 
 class RowKind(NamedTuple):
@@ -123,7 +124,7 @@ class StoreView(NamedTuple):
         num_residual: Number of residual rows read, those that follow the blocks; they end with the new tokens unless
             `new` holds those.
         past_length: Tokens cached before this call. Of a first call, 0, its own states are all there is to read.
-        late: The newest residual row, if it may not be in its ring yet.
+        pending: The newest token, if it may not be in the residual's ring yet.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
             made them.
     """
@@ -132,7 +133,7 @@ class StoreView(NamedTuple):
     num_blocks: int
     num_residual: int
     past_length: int
-    late: LateRow | None = None
+    pending: PendingToken | None = None
     new: KeyValue | None = None
 
     @property
@@ -154,7 +155,7 @@ class StoreView(NamedTuple):
     def residual(self) -> Residual:
         """The dense rows after the blocks."""
         first = self.num_blocks * self.tensors.layout.tokens
-        return Residual(self.tensors.ring, first, self.num_residual, self.late)
+        return Residual(self.tensors.ring, first, self.num_residual, self.pending)
 
     @property
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
@@ -183,17 +184,6 @@ class DeviceCounts(NamedTuple):
     length: torch.Tensor
 
 
-@dataclass
-class NewestToken:
-    """Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` that a preallocated store has not appended yet, or `None`.
-
-    A store has one such object. The decode step that reads the token appends it in passing; whoever else wants to know
-    what the store holds appends it first (`tq_hf.stores.graph_ops.append_newest`).
-    """
-
-    states: KeyValue | None = None
-
-
 class StepView(NamedTuple):
     """The tokens a decode step of a preallocated store attends to: their counts are on the device.
 
@@ -204,7 +194,8 @@ class StepView(NamedTuple):
         config_text: The configuration as an operator of a graph takes it.
         length: Tokens there is room for: the length of the dense states that stand for this view.
         num_held: Tokens it covers, if the host knows.
-        newest: The store's newest token, unless it is appended.
+        pending: The newest token, if it is not appended yet: the step that reads it appends it in passing, and whoever
+            else wants to know what the store holds appends it first (`tq_hf.stores.graph_ops.append_pending_token`).
     """
 
     tensors: LayerTensors
@@ -213,4 +204,4 @@ class StepView(NamedTuple):
     config_text: str
     length: int
     num_held: int | None
-    newest: NewestToken
+    pending: PendingToken

@@ -4,9 +4,9 @@ Rows are numbered by their token's position after the sinks; row p lives in slot
 multiple of the block size, so a block's rows are always contiguous: dropping a block that has been encoded moves
 nothing.
 
-The newest row may be *late*: held apart from the ring. The next decode kernel writes it in passing, because a launch
+The newest token may be *pending*: apart from the ring. The next decode kernel writes it in passing, because a launch
 for one row would cost the host as much as the kernel's. Whoever else wants to read or write rows of the ring calls
-`write_late_row` first.
+`write_pending_token` first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from tq_kernels.types import PendingToken
 
 from ..compat import outside_inference_mode
 from .blocks import BLOCK, KeyValue
@@ -24,43 +25,33 @@ def ring_capacity(rows: int) -> int:
     return max(1, -(-rows // BLOCK)) * BLOCK
 
 
-class LateRow:
-    """Keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` that belong in slot `slot` of a ring, or `None` once they are
-    there."""
-
-    __slots__ = ("slot", "states")
-
-    def __init__(self, states: KeyValue, slot: int) -> None:
-        self.states: KeyValue | None = states
-        self.slot = slot
-
-    @outside_inference_mode
-    def write(self, ring: KeyValue) -> None:
-        """Write the row, unless it is there."""
-        if self.states is not None:
-            for rows, row in zip(ring, self.states, strict=True):
-                rows[:, :, self.slot : self.slot + 1] = row
-            self.states = None
+@outside_inference_mode
+def write(token: PendingToken, ring: KeyValue) -> None:
+    """Write a token to its slot of a ring, unless it is there."""
+    if token.states is not None:
+        for rows, row in zip(ring, token.states, strict=True):
+            rows[:, :, token.slot : token.slot + 1] = row
+        token.states = None
 
 
 class Residual:
     """Rows `first` to `first + count` in a ring of keys `[B, Hkv, capacity, Dk]` and values `[B, Hkv, capacity, Dv]`.
 
     Args:
-        ring: The buffers, possibly without the late row.
+        ring: The buffers, possibly without the pending token.
         first: Position of the first row held.
-        count: Rows held, the late one included.
-        late: The newest row, if it may not be in the ring yet.
+        count: Rows held, the pending one included.
+        pending: The newest token, if it may not be in the ring yet.
     """
 
-    def __init__(self, ring: KeyValue, first: int = 0, count: int = 0, late: LateRow | None = None) -> None:
+    def __init__(self, ring: KeyValue, first: int = 0, count: int = 0, pending: PendingToken | None = None) -> None:
         self.ring = ring
-        """The buffers as they are, possibly without the late row."""
+        """The buffers as they are, possibly without the pending token."""
         self.capacity = ring[0].shape[2]
         """Rows there is room for."""
         self.first = first
         self.count = count
-        self.late = late
+        self.pending = pending
 
     @classmethod
     def allocate(cls, like: KeyValue, capacity: int, first: int = 0) -> Residual:
@@ -74,11 +65,11 @@ class Residual:
         keys, values = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in like)
         return cls((keys, values), first)
 
-    def write_late_row(self) -> KeyValue:
-        """Write the late row, if there is one. Returns the ring, which then has every row."""
-        if self.late is not None and self.late.states is not None:
-            self.late.write(self.ring)
-        self.late = None
+    def write_pending_token(self) -> KeyValue:
+        """Write the pending token, if there is one. Returns the ring, which then has every row."""
+        if self.pending is not None and self.pending.states is not None:
+            write(self.pending, self.ring)
+        self.pending = None
         return self.ring
 
     def _slots(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
@@ -94,7 +85,7 @@ class Residual:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold these rows, `[B, Hkv, n, D]`, after those held. There must be room."""
         assert self.count + keys.shape[2] <= self.capacity
-        key_ring, value_ring = self.write_late_row()
+        key_ring, value_ring = self.write_pending_token()
         for slots, rows in self._slots(self.first + self.count, keys.shape[2]):
             key_ring[:, :, slots] = keys[:, :, rows]
             value_ring[:, :, slots] = values[:, :, rows]
@@ -102,7 +93,7 @@ class Residual:
 
     def snapshot(self) -> Residual:
         """The rows held now, in the same buffers."""
-        return Residual(self.ring, self.first, self.count, self.late)
+        return Residual(self.ring, self.first, self.count, self.pending)
 
     def drop(self, count: int) -> None:
         """Forget the oldest `count` rows."""
@@ -110,9 +101,9 @@ class Residual:
         self.count -= count
 
     def parts(self, skip: int = 0, count: int | None = None) -> Iterator[tuple[int, KeyValue]]:
-        """Views of the rows held from the `skip`-th on, oldest first, each with the number of rows before it. The late
-        row is written first."""
-        keys, values = self.write_late_row()
+        """Views of the rows held from the `skip`-th on, oldest first, each with the number of rows before it. The
+        pending row is written first."""
+        keys, values = self.write_pending_token()
         count = self.count - skip if count is None else count
         for slots, rows in self._slots(self.first + skip, count):
             yield skip + rows.start, (keys[:, :, slots], values[:, :, slots])

@@ -226,7 +226,7 @@ def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
         layer.store = _Sizes.allocate(layer.config, keys, values)
         layer.store.scales_are_fixed = True  # a prompt without values has no statistics
     layer.store.append(keys, values)
-    layer.store.residual.write_late_row()  # as attention does
+    layer.store.residual.write_pending_token()  # as attention does
 
 
 def _largest(fits: Callable[[int], bool]) -> int | None:

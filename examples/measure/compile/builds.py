@@ -17,8 +17,14 @@ from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks, encode_completed
 from tq_kernels.codec.launch import dequantize_config, encode_config
 from tq_kernels.codec.quantize import LEVELS
-from tq_kernels.decode.append import append_and_encode, append_and_rotate, rotate_and_append, rotate_columns
-from tq_kernels.decode.append_paged import append_tails, rotate_and_append_single
+from tq_kernels.decode.append import (
+    append_and_encode,
+    append_and_rotate,
+    append_tails,
+    rotate_and_append,
+    rotate_and_append_single,
+    rotate_columns,
+)
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import reduce_splits, reduce_splits_paged
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences

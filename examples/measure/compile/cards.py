@@ -106,13 +106,7 @@ def pipe_us(card: Card, counts: dict[str, float], elements: float) -> float:
 
 
 def predicted_us(
-    card: Card,
-    fit: Fit,
-    counts: dict[str, float],
-    batch: int,
-    length: int,
-    heads: tuple[int, int, int],
-    preset: str,
+    card: Card, fit: Fit, counts: dict[str, float], batch: int, length: int, heads: tuple[int, int, int], preset: str
 ) -> float:
     """Microseconds of a decode call of one layer.
 

@@ -284,10 +284,6 @@ def continued(model: Any, prompts: torch.Tensor, cache: Cache, attention: str, t
     model.set_attn_implementation(attention)
     model.generation_config.eos_token_id = None
     output = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=False,
+        prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, max_new_tokens=tokens, do_sample=False
     )
     return output[:, prompts.shape[1] :]

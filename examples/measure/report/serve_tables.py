@@ -36,10 +36,7 @@ def trace_row(row: dict[str, Any]) -> list[str]:
     if row.get("unfinished"):
         speed += f" ({row['unfinished']} unfinished)"
     flight = f"{row['in_flight_most']} / {row['in_flight_mean']:.0f}" if "in_flight_most" in row else "–"
-    times = [
-        milliseconds(row, "first_token_s", 1, ".2f") + " s",
-        milliseconds(row, "per_token_s", 1e3, ".1f") + " ms",
-    ]
+    times = [milliseconds(row, "first_token_s", 1, ".2f") + " s", milliseconds(row, "per_token_s", 1e3, ".1f") + " ms"]
     memory = f"{row['cache_bytes'] / GIB:.2f} GiB"
     if "peak_bytes_beyond_weights" in row:
         memory += f" of {row['peak_bytes_beyond_weights'] / GIB:.2f}"

@@ -291,10 +291,7 @@ def multi_gpu(record: dict[str, Any]) -> str:
         row(f"eager, {cache_name(name)}", (one["ms_eager"], name), (spread and spread["ms_eager"], name), (None, ""))
         for name in one.get("ms_eager", {})
     ]
-    ways = {
-        f"compiled, {preset}": "ms_compiled",
-        "without guards on modules, local shards": "ms_compiled_unguarded",
-    }
+    ways = {f"compiled, {preset}": "ms_compiled", "without guards on modules, local shards": "ms_compiled_unguarded"}
     lines += [row(label, (one, key), (None, ""), (split, key)) for label, key in ways.items() if key in split]
     held = [[one["bytes_held"]], list(spread["bytes_by_device"].values()) if spread else [], split["bytes_held"]]
     shown = [" + ".join(f"{size / GIB:.2f}" for size in sizes) + " GiB" if sizes else "–" for sizes in held]

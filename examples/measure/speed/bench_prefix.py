@@ -250,10 +250,7 @@ def million(tokens: int, chunk: int, device: torch.device) -> list[dict[str, Any
 
 
 def run_prefill(
-    layers: int = 32,
-    prompts: Sequence[int] = (128, 512, 2048, 8192, 32768),
-    tokens: int = 1 << 20,
-    chunk: int = 8192,
+    layers: int = 32, prompts: Sequence[int] = (128, 512, 2048, 8192, 32768), tokens: int = 1 << 20, chunk: int = 8192
 ) -> dict[str, Any]:
     """Time to the first token, and the long prefill; prints lines and returns the record."""
     device = torch.device("cuda", 0)

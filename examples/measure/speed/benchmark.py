@@ -125,7 +125,7 @@ def prepared(
     query = torch.randn(batch, query_heads, 1, layout.key_dim, device=device, dtype=dtype)
     allocate = functools.cache(functools.partial(torch.empty, device=device))
     out = torch.empty(batch, 1, query_heads, layout.value_dim, device=device, dtype=dtype)
-    decoder = triton_blocks.decoder_of(LayerTensors(config, packed, sinks, window))
+    decoder = triton_blocks.decode_launch(LayerTensors(config, packed, sinks, window))
     counts = [device_int(count, device) for count in (blocks, window_rows, SINKS)]
 
     def step() -> torch.Tensor:

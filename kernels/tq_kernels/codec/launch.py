@@ -67,13 +67,7 @@ def encode_config(
     return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
 
 
-def encode(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    packed: Packed,
-    start: int,
-    recipe: Recipe,
-) -> None:
+def encode(keys: torch.Tensor, values: torch.Tensor, packed: Packed, start: int, recipe: Recipe) -> None:
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of the packed tensors, in two
     launches.
 
@@ -169,14 +163,7 @@ def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> Dequa
     return DequantizeConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
 
 
-def dequantize(
-    packed: Packed,
-    start: int,
-    stop: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    recipe: Recipe,
-) -> None:
+def dequantize(packed: Packed, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor, recipe: Recipe) -> None:
     """Write blocks `start` to `stop` to dense keys and values, as attention reads them.
 
     Args:
@@ -222,10 +209,7 @@ def dequantize(
         tiles = triton.cdiv(dim, columns)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads * tiles)
         strides = states.stride()[:3]
-        constants = (
-            *(states.shape[-1], dim, tile, bits, is_value, config.chunks),
-            *(columns, config.resident, on.asm),
-        )
+        constants = (*(states.shape[-1], dim, tile, bits, is_value, config.chunks), *(columns, config.resident, on.asm))
         DEQUANTISE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
             (words, packed.scales.view(torch.float16), means, rotation, channel_scales, states),

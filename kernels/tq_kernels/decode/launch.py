@@ -1,7 +1,7 @@
 """Launch decode attention, cheaply: three kernels, the first of which may also append the newest token.
 
-`Decoder` is for tensors that stay from step to step: what does not change is worked out once, and a step only fills in
-addresses and what belongs to the query.
+`DecodeLaunch` is for tensors that stay from step to step: what does not change is worked out once, and a step only
+fills in addresses and what belongs to the query.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..common.device import current_device, current_raw_stream, target
 from ..common.launcher import Kernel, Launcher
 from ..common.softmax import LOG2E
 from ..turing.split import decode_split_fragments
-from ..types import Packed
-from .append import Appender, append_and_rotate, rotate_and_append
+from ..types import Packed, PendingToken
+from .append import AppendLaunch, append_and_rotate, rotate_and_append
 from .plan import Plan, plan_decode
 from .reduce import reduce_splits
 from .rotate import rotate_query
@@ -40,28 +40,16 @@ def device_int(value: int, device: torch.device) -> torch.Tensor:
     return _integers(max(4096, 1 << value.bit_length()), device)[4 * value]
 
 
-class NewRow(NamedTuple):
-    """One token's keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]` in the residual's dtype, last dimension
-    contiguous, that belong in row `slot` of the residual and are not there yet."""
+class Append(NamedTuple):
+    """What appends a pending token to tensors whose counts are on the device; see `AppendLaunch.__call__`."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    slot: int
-
-
-class NewToken(NamedTuple):
-    """One token's keys and values, as of a `NewRow`, that `appender` has still to append to tensors whose counts are on
-    the device; see `Appender.__call__`."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
     counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     max_cache_len: int
-    appender: Appender
+    launch: AppendLaunch
 
 
 class Held(NamedTuple):
-    """The tensors of a `Decoder` that stay from step to step: themselves, or their addresses."""
+    """The tensors of a `DecodeLaunch` that stay from step to step: themselves, or their addresses."""
 
     packed: tuple[Any, Any, Any, Any]
     dense: tuple[Any, Any, Any, Any]
@@ -118,23 +106,23 @@ class Step:
         self.split_grid = (plan.workers, 1, 1)
         self.row_constants = row_constants
         self.capacity = capacity
-        # By what is written first: nothing, a row, or a token by an appender of these constants. `Decoder` fills it
-        # when a call with aligned tensors has compiled all kernels.
-        self.launches: dict[type | tuple[Any, ...], tuple[First, Launches]] = {}
+        # By what is written first: nothing (False), a row (True), or a token by a launch of these constants.
+        # `DecodeLaunch` fills it when a call with aligned tensors has compiled all kernels.
+        self.launches: dict[bool | tuple[Any, ...], tuple[First, Launches]] = {}
 
-    def first(self, row: NewRow | NewToken | None) -> First:
-        """The first kernel of a step that writes `row`."""
+    def first(self, token: PendingToken | None, append: Append | None) -> First:
+        """The first kernel of a step that writes `token`."""
         plan = self.plan
-        if not isinstance(row, NewToken):
-            constants = (*(() if row is None else self.row_constants), *plan.rotate_constants)
+        if append is None:
+            constants = (*(() if token is None else self.row_constants), *plan.rotate_constants)
             return First(plan.rotate_grid, constants, plan.split_constants)
         heads, row_tiles, _ = plan.rotate_grid
         _, stored_dim, _, rows, overlaps = plan.rotate_constants
-        columns = row.appender.columns
+        columns = append.launch.columns
         programs = 2 + row_tiles * -(-stored_dim // columns)
         # The split may not read the counts before they are written.
         split = (*plan.split_constants[:-1], 2) if overlaps else plan.split_constants
-        return First((heads, programs, 1), (*row.appender.constants, columns, rows, overlaps), split)
+        return First((heads, programs, 1), (*append.launch.constants, columns, rows, overlaps), split)
 
     def arguments(
         self,
@@ -161,16 +149,10 @@ class Step:
         )
         split = (
             (
-                scratch,
-                *held.packed,
-                num_blocks,
-                *held.dense,
-                num_residual,
-                num_sinks,
-                mask,
+                scratch, *held.packed, num_blocks, *held.dense, num_residual, num_sinks, mask,
             ),
             (*self.split_before_mask, *mask_strides, *self.split_after_mask),
-        )
+        )  # fmt: skip
         reduce = (
             (
                 scratch, num_blocks, num_residual, num_sinks, held.value_rotation, held.value_channel_scales,
@@ -187,14 +169,18 @@ ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (
 SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragments), Kernel(reduce_splits)
 
 
-def new_states(row: NewRow | NewToken | None, capacity: int) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+def new_states(
+    token: PendingToken | None, append: Append | None, capacity: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """The tensors of a call, and the numbers, that the first kernel takes before those that rotate."""
-    if row is None:
+    if token is None or token.states is None:
         return (), ()
-    keys, values = row[:2]
-    if isinstance(row, NewToken):
-        return (keys, values, *row.counts), row.appender.numbers(keys.stride(), values.stride(), row.max_cache_len)
-    return (keys, values), (row.slot, capacity, *keys.stride()[:2], *values.stride()[:2])
+    keys, values = token.states
+    if append is not None:
+        return (keys, values, *append.counts), append.launch.numbers(
+            keys.stride(), values.stride(), append.max_cache_len
+        )
+    return (keys, values), (token.slot, capacity, *keys.stride()[:2], *values.stride()[:2])
 
 
 @lru_cache(maxsize=256)
@@ -204,7 +190,7 @@ def steps_of(geometry: tuple[Any, ...]) -> dict[tuple[Any, ...], Step]:
     return {}
 
 
-class Decoder:
+class DecodeLaunch:
     """Decode attention over sinks, packed blocks and residual: tensors that stay, for any number of calls.
 
     Args:
@@ -266,7 +252,8 @@ class Decoder:
         causal: bool = True,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
-        row: NewRow | NewToken | None = None,
+        token: PendingToken | None = None,
+        append: Append | None = None,
     ) -> torch.Tensor:
         """Attention of S queries, in three launches.
 
@@ -285,7 +272,8 @@ class Decoder:
                 the sinks are older than all queries).
             softcap: cap of cap * tanh(logit / cap).
             s_aux: `[Hq]` logits of sinks that take weight but have no value.
-            row: A row to write to the residual first, or a token to append.
+            token: A token to write to the residual first, in the residual's dtype, last dimension contiguous.
+            append: What appends it instead.
 
         Returns:
             `out`. Rows that attend to nothing are 0.
@@ -296,7 +284,7 @@ class Decoder:
             with torch.cuda.device(self.device):
                 return self(
                     query, num_blocks, num_residual, num_sinks, scaling=scaling, allocate=allocate, out=out, mask=mask,
-                    causal=causal, softcap=softcap, s_aux=s_aux, row=row,
+                    causal=causal, softcap=softcap, s_aux=s_aux, token=token, append=append,
                 )  # fmt: skip
         if mask is None:
             mask_rows, mask_strides = 0, (0, 0, 0)
@@ -316,7 +304,7 @@ class Decoder:
         if step is None:
             step = self._steps[key] = self._step(query, out, scaling, mask_rows, causal, softcap, s_aux)
         scratch = allocate(step.plan.scratch.size)
-        kind = row.appender.constants if isinstance(row, NewToken) else type(row)
+        kind = token is not None if append is None else append.launch.constants
         kept = step.launches.get(kind)
         # The common case, with nothing left to look up: all is compiled, for tensors that are aligned like these.
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
@@ -324,7 +312,7 @@ class Decoder:
         mask_at = scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
         bits = query_at | scratch_at | out_at | blocks_at | rows_at | sinks_at | mask_at | aux_at
-        new, row_numbers = new_states(row, step.capacity)
+        new, row_numbers = new_states(token, append, step.capacity)
         new_at = tuple([tensor.data_ptr() for tensor in new])
         for address in new_at:
             bits |= address
@@ -335,16 +323,16 @@ class Decoder:
                 scratch if mask is None else mask.view(torch.uint8),
                 scratch if s_aux is None else s_aux,
             )  # fmt: skip
-            written = row.appender.tensors if isinstance(row, NewToken) else self.tensors.dense[2:] if row else ()
+            written = append.launch.tensors if append else self.tensors.dense[2:] if token else ()
             arguments = step.arguments(self.tensors, mask_strides, ((*new, *written), row_numbers), *tensors)
-            first = step.first(row)
-            launched = self._launch(step, first, arguments, row)
+            first = step.first(token, append)
+            launched = self._launch(step, first, arguments, token is not None, append)
             if aligned and launched is not None:
                 step.launches[kind] = first, launched
             return out
         stream = current_raw_stream(index)
         at = self.addresses
-        written_at = row.appender.addresses if isinstance(row, NewToken) else at.dense[2:] if row else ()
+        written_at = append.launch.addresses if append else at.dense[2:] if token else ()
         (first_at, first_numbers), (split_at, split_numbers), (reduce_at, reduce_numbers) = step.arguments(
             at, mask_strides, ((*new_at, *written_at), row_numbers),
             query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at,
@@ -401,7 +389,9 @@ class Decoder:
             capacity=residual.shape[2],
         )
 
-    def _launch(self, step: Step, first: First, arguments: Arguments, row: NewRow | NewToken | None) -> Launches | None:
+    def _launch(
+        self, step: Step, first: First, arguments: Arguments, writes: bool, append: Append | None
+    ) -> Launches | None:
         """The same by kernels that find or compile the variant for these tensors."""
         plan, device = step.plan, self.device.index
         options = {"launch_pdl": True} if target(self.device).dependent_launch else {}
@@ -410,10 +400,10 @@ class Decoder:
         first_arguments, split_arguments, reduce_arguments = arguments
         query, out, s_aux = first_arguments[0][-4], reduce_arguments[0][-1], reduce_arguments[0][-2]
         dense = self.tensors.dense[0].dtype
-        if isinstance(row, NewToken):
-            kernel, first_options = APPEND_AND_ROTATE, row.appender.options
+        if append is not None:
+            kernel, first_options = APPEND_AND_ROTATE, append.launch.options
         else:
-            kernel, first_options = ROTATE if row is None else ROTATE_AND_APPEND, {"num_warps": 2}
+            kernel, first_options = ROTATE_AND_APPEND if writes else ROTATE, {"num_warps": 2}
         launch = kernel(
             first.grid,
             *first_arguments,

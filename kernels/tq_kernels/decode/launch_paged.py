@@ -21,7 +21,7 @@ from ..common.softmax import LOG2E
 from ..format import BLOCK_TOKENS
 from ..turing.split import decode_split_paged_fragments
 from ..types import Geometry, Pages, Tokens
-from .append_paged import TAIL_ROWS, append_tails, rotate_and_append_single
+from .append import TAIL_ROWS, append_tails, rotate_and_append_single
 from .plan import Plan, plan_decode
 from .reduce import reduce_splits_paged
 from .split import decode_split_paged
@@ -141,10 +141,7 @@ def attend_single(
 
 
 def encode_new_blocks(
-    tokens: Tokens,
-    pages: Pages,
-    geometry: Geometry,
-    rotations: tuple[torch.Tensor, torch.Tensor],
+    tokens: Tokens, pages: Pages, geometry: Geometry, rotations: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     """Encode the blocks that new tokens complete, from the rings and the new tokens.
 

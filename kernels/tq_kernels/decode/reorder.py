@@ -34,8 +34,7 @@ def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
 
 
 @triton.jit(  # without `debug` the assertion would not be compiled
-    debug=True,
-    do_not_specialize="units0 units1 units2 units3 units4 units5 units6 units7 units8 units9 count".split(),
+    debug=True, do_not_specialize="units0 units1 units2 units3 units4 units5 units6 units7 units8 units9 count".split()
 )
 def reorder_sequences(
     sources,  # [B] int32 or int64, whose states sequence b gets
@@ -79,7 +78,7 @@ def reorder_sequences(
 REORDER = Kernel(reorder_sequences)
 
 
-class Reorderer:
+class ReorderLaunch:
     """Puts the sequences of tensors that stay in another order, for any number of calls.
 
     Args:

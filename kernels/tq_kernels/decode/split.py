@@ -192,9 +192,7 @@ def decode_split(
         )  # fmt: skip
         slot = workers + streams + stream * dense_splits + part
         tl.store(
-            scratch + LINE * lse_at + slot * tile_rows + local,
-            log2_sum(dense_maximum, dense_total),
-            mask=store_rows,
+            scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(dense_maximum, dense_total), mask=store_rows
         )
         d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
         at = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]

@@ -25,17 +25,7 @@ import triton
 import triton.language as tl
 
 from ..common.schedule import NewTokens, dense_rows, lengths, sinks_of, without_sinks
-from ..common.softmax import (
-    LOG2E,
-    SoftmaxState,
-    empty_state,
-    finite,
-    log2_sum,
-    rescaled,
-    soft_capped,
-    update,
-    weights,
-)
+from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, rescaled, soft_capped, update, weights
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
 from .tiles import (

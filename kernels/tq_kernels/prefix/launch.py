@@ -230,11 +230,7 @@ def attend_prefix(
             *(out, partial, lse, operand_rows.view(torch.float16), *no_table),
         ),
         (
-            *query_strides,
-            *packed.block_strides,
-            *dense_strides,
-            *fresh_strides,
-            *out_strides,
+            *query_strides, *packed.block_strides, *dense_strides, *fresh_strides, *out_strides,
             rows, groups, kv_heads, num_blocks,
             sinks[0].shape[2],
             num_residual,

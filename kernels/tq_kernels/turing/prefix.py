@@ -29,15 +29,7 @@ from .fragments import (
     value_tiles,
     zero_quads,
 )
-from .tiles import (
-    Half,
-    PackedShape,
-    add_dense_values,
-    attend_dense,
-    attend_packed,
-    dense_scores,
-    load_elements,
-)
+from .tiles import Half, PackedShape, add_dense_values, attend_dense, attend_packed, dense_scores, load_elements
 
 
 @triton.jit

@@ -64,11 +64,9 @@ class DenseTile:
         return self.states[0].shape[2]
 
     def scores(self, part: slice) -> torch.Tensor:
-        """See `Tile`."""
         return self.query[:, :, part].flatten(1, 2) @ self.states[0].flatten(0, 1).float().transpose(1, 2)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
-        """See `Tile`."""
         values = self.states[1].flatten(0, 1)
         products = _products(values) if weights.shape[1] > FEW_QUERIES else torch.float32
         return (weights.to(products) @ values.to(products)).float()
@@ -278,11 +276,7 @@ def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def attend_buffer(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of the newest S tokens over dense states by sdpa.
 

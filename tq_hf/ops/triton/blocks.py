@@ -25,13 +25,13 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
-    from tq_kernels.decode.append import Appender
-    from tq_kernels.decode.launch import Decoder, NewRow, NewToken, device_int
-    from tq_kernels.decode.reorder import Reorderer
+    from tq_kernels.decode.append import AppendLaunch
+    from tq_kernels.decode.launch import Append, DecodeLaunch, device_int
+    from tq_kernels.decode.reorder import ReorderLaunch
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
-    from tq_kernels.types import Packed, Recipe
+    from tq_kernels.types import Packed, PendingToken, Recipe
 
 R = TypeVar("R")
 
@@ -200,10 +200,10 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 
 @once_per_layer
-def decoder_of(tensors: LayerTensors) -> Decoder:
+def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
     """The decode kernels on these tensors, made once."""
     layout = tensors.layout
-    return Decoder(
+    return DecodeLaunch(
         _packed(tensors.blocks),
         tensors.sinks,
         tensors.ring,
@@ -214,35 +214,36 @@ def decoder_of(tensors: LayerTensors) -> Decoder:
 
 
 def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's late row."""
-    tensors, num_blocks, num_residual, _, late, _ = view
-    decoder, device = decoder_of(tensors), query.device
+    """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's pending token."""
+    tensors, num_blocks, num_residual, _, pending, _ = view
+    launch, device = decode_launch(tensors), query.device
     if mask is not None and mask.shape[0] != query.shape[0]:
         mask = mask.expand(query.shape[0], -1, -1, -1)
-    row = None
-    if late is not None and late.states is not None:
-        row = NewRow(_rows(late.states[0]), _rows(late.states[1]), late.slot)
+    token = None
+    if pending is not None and pending.states is not None:
+        token = PendingToken()
+        token.states, token.slot = (_rows(pending.states[0]), _rows(pending.states[1])), pending.slot
     try:
-        out = decoder(
+        out = launch(
             _rows(query),
             device_int(num_blocks, device),
             device_int(num_residual, device),
-            device_int(decoder.sinks, device),
+            device_int(launch.sinks, device),
             scaling=options.scaling,
             allocate=allocator(current_workspace(device), "decode attention", device),
             mask=mask,
             causal=options.causal,
             softcap=options.softcap,
             s_aux=options.s_aux,
-            row=row,
+            token=token,
         )
     except Exception as error:
         better = backend.explained(error, device)
         if better is error:
             raise
         raise better from error
-    if late is not None:
-        late.states = None
+    if pending is not None:
+        pending.states = None
     return out
 
 
@@ -257,7 +258,7 @@ def attend_many(
         _packed(blocks),
         view.num_blocks,
         view.sinks,
-        view.residual.write_late_row(),
+        view.residual.write_pending_token(),
         view.num_residual,
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
         recipe_of(view.config, layout, query.device, torch.float16),
@@ -272,27 +273,27 @@ def attend_many(
 
 
 @once_per_layer
-def _reorderer_of(tensors: LayerTensors) -> Reorderer:
+def _reorder_launch(tensors: LayerTensors) -> ReorderLaunch:
     """The kernel that reorders sequences, on these tensors, made once."""
-    return Reorderer(tensors.arguments())
+    return ReorderLaunch(tensors.arguments())
 
 
 def supports_reorder(tensors: LayerTensors) -> bool:
     """Whether the kernel puts the sequences of these tensors in another order."""
-    return supports_states(tensors.ring[0]) and _reorderer_of(tensors).takes
+    return supports_states(tensors.ring[0]) and _reorder_launch(tensors).takes
 
 
 @explains_failures
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `supports_reorder`."""
-    _reorderer_of(tensors)(sources.contiguous())
+    _reorder_launch(tensors)(sources.contiguous())
 
 
 @once_per_layer
-def _appender_of(tensors: LayerTensors) -> Appender:
+def _append_launch(tensors: LayerTensors) -> AppendLaunch:
     """The append kernel on these tensors, made once."""
     config, layout = tensors.config, tensors.layout
-    return Appender(
+    return AppendLaunch(
         _packed(tensors.blocks),
         tensors.sinks,
         tensors.ring,
@@ -303,11 +304,7 @@ def _appender_of(tensors: LayerTensors) -> Appender:
 
 
 def supports_attend_dense(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
     """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
     makes kernels of its own."""
@@ -319,11 +316,7 @@ def supports_attend_dense(
 
 @explains_failures
 def attend_dense(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend_dense` on the GPU, for calls that `supports_attend_dense`."""
     return attend_dense_states(
@@ -344,8 +337,7 @@ def append_token(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
     """`tq_hf.stores.graph_ops.append_row` on the GPU."""
-    append = _appender_of(tensors)
-    append(_rows(keys), _rows(values), counts, max_cache_len)
+    _append_launch(tensors)(_rows(keys), _rows(values), counts, max_cache_len)
 
 
 @explains_failures
@@ -365,18 +357,19 @@ def attend_token(
     the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
     num_sinks, num_blocks, num_residual = sizes
-    token = None
+    token = append = None
     if row is not None:
-        keys, values = row
-        token = NewToken(_rows(keys), _rows(values), counts, max_cache_len, _appender_of(tensors))
-    return decoder_of(tensors)(
+        token, append = PendingToken(), Append(counts, max_cache_len, _append_launch(tensors))
+        token.states = _rows(row[0]), _rows(row[1])
+    return decode_launch(tensors)(
         _rows(query),
         num_blocks,
         num_residual,
         num_sinks,
         allocate=allocator(None, "decode attention", query.device),
         mask=None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
-        row=token,
+        token=token,
+        append=append,
         scaling=options.scaling,
         softcap=options.softcap,
         s_aux=options.s_aux,

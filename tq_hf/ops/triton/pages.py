@@ -106,16 +106,7 @@ def paged_step(
     with blocks.launching_on(device):
         if not single:
             attend_many(tokens, held, geometry, rotation_fp16, **asked, allocate=scratch, out=out)
-        attend_single(
-            tokens,
-            held,
-            geometry,
-            rotation_fp16,
-            **asked,
-            allocate=scratch,
-            out=out,
-            fill=fill,
-        )
+        attend_single(tokens, held, geometry, rotation_fp16, **asked, allocate=scratch, out=out, fill=fill)
         encode_new_blocks(tokens, held, geometry, blocks.rotations(config, layout, device, torch.float32))
         if not single:
             append_new_rows(tokens, held, geometry)

@@ -31,7 +31,7 @@ def store_of(tokens: int) -> PreallocatedStore:
 def step(store: PreallocatedStore, seed: int = 1) -> StepView:
     view = store.append(*states(seed, tokens=1))
     assert isinstance(view, StepView)
-    assert view.newest.states is not None and store.counts.length == view.num_held - 1
+    assert view.pending.states is not None and store.counts.length == view.num_held - 1
     return view
 
 
@@ -58,7 +58,7 @@ def test_whoever_asks_first_finds_it(ask) -> None:
     store = store_of(30)
     view = step(store)
     ask(store)
-    assert view.newest.states is None and store.counts.length == 31
+    assert view.pending.states is None and store.counts.length == 31
     assert_same(dispatch.dense(store.view()), concatenated(PAIR, states(1, tokens=1)))
     attend(view)
     assert store.length == 31, "attention that comes later does not append it again"
