@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
@@ -199,10 +199,14 @@ def takes_attention_functions(kind: type[PreTrainedConfig]) -> bool:
 
 
 def has_attention_heads(config: PreTrainedConfig) -> bool:
-    """Whether any layer of a decoder's config has attention heads. Where layers differ in their number (Dots 3), the
-    config as a whole raises when it is asked for it."""
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    return any(getattr(layer, "num_attention_heads", None) for layer in layers)
+    """Whether any layer of a decoder's config has attention heads."""
+    return any(getattr(layer, "num_attention_heads", None) for layer in layer_configs(config))
+
+
+def layer_configs(config: PreTrainedConfig) -> Iterable[PreTrainedConfig]:
+    """The configs of a decoder's layers where they differ (Gemma 4, Dots 3), else its own. One whose layers differ
+    raises when it is asked for what they differ in."""
+    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def _takes(model: type[PreTrainedModel]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     ContinuousBatchingConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 import tq_hf
+from examples.measure.quality.family_configs import tiny_model
 from tests.support.batching_cases import Session, greedy, model_of, options, prompts
 from tests.support.tiny_models import CONFIGS, build
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
@@ -41,8 +43,37 @@ def test_models_with_other_layers_are_refused(family: str, words: str) -> None:
         TurboQuantBatching(build(family))
 
 
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("bart", "takes no positions"),
+        ("hrm_text", "2 layers of attention for 16 layers of a cache"),
+        ("dots3_note_text", "latent attention"),  # of other ranks in other layers
+    ],
+)
+def test_models_that_batches_would_answer_wrongly_are_refused_at_the_start(family: str, words: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip("transformers does not have it yet")
+    with pytest.raises(ValueError, match=f"{words}.*TurboQuantCache"):
+        TurboQuantBatching(tiny_model(family))
+
+
+def test_a_layer_that_attends_twice_fails_its_requests() -> None:
+    """DiffLlama attends to the halves of its values, of which pages would keep the last."""
+    batching = TurboQuantBatching(tiny_model("diffllama"), balance=False)
+    results = batching.generate_batch(prompts([20, 40]), greedy(2), options())
+    assert all("Layer 1 attends twice in a step" in result.error for result in results.values())
+
+
+def test_heads_of_one_width_are_served_though_a_config_has_two_fields() -> None:
+    with Session(gemma4(global_head_dim=16).eval()) as session:
+        inputs = [[token % 60 + 3 for token in prompt] for prompt in prompts([20, 150])]
+        assert session.run(inputs, greedy(4)) == [session.oracle.generate(prompt, 4) for prompt in inputs]
+
+
 def gemma4(**sizes: Any) -> Gemma4ForCausalLM:
     """Two layers, as Gemma 4 mixes them: heads of full attention are wider than those of sliding windows."""
+    torch.manual_seed(1)
     shape = dict(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )

@@ -10,6 +10,7 @@ import transformers
 from examples.measure.quality import published_sizes
 from examples.provenance import RESULTS
 
+pytest.importorskip("triton")
 SAID = published_sizes.read()
 
 
@@ -23,5 +24,28 @@ def test_a_family_is_served_as_the_page_says(model_type: str) -> None:
 def test_the_page_has_the_section_of_the_last_run() -> None:
     page = (RESULTS / "families.md").read_text(encoding="utf-8")
     lines = published_sizes.section(SAID)[4:]
-    assert SAID["gemma4_text"].torch == ["512"] and any(line.startswith("| gemma4_text | 512 |") for line in lines)
+    assert SAID["gemma4_text"].torch == {"512": ["steps", "prompts"]}
+    assert any(line.startswith("| 512 | steps, prompts | ") and "gemma4_text" in line for line in lines)
     assert page.endswith("\n".join(lines[1:]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("widths", "falls"),
+    [
+        ((128, 128), []),
+        ((256, 256), ["prompts (8.x)", "prompts in batches (8.x)"]),
+        ((42, 42), ["steps in batches", "prompts in batches"]),
+        ((512, 512), ["steps", "prompts", "steps in batches", "prompts in batches"]),
+    ],
+    ids=lambda value: str(value[0]) if value and isinstance(value[0], int) else "",
+)
+def test_what_falls_to_torch_is_asked_of_each_card(widths: tuple[int, int], falls: list[str]) -> None:
+    assert published_sizes.in_torch(*widths, batches=True) == falls
+
+
+def test_a_card_that_was_asked_about_is_forgotten() -> None:
+    from tq_kernels.common.device import target
+
+    with published_sizes.card((8, 0)) as states:
+        assert target(states.device).capability == (8, 0)
+    assert target.cache_info().currsize == 0

@@ -13,7 +13,7 @@ class Lora(torch.nn.Module):
 
     def __init__(self, base_layer: torch.nn.Linear) -> None:
         super().__init__()
-        self.base_layer, self.out_features = base_layer, base_layer.out_features
+        self.base_layer = base_layer
         generator = torch.Generator().manual_seed(1)
         self.lora_A = torch.nn.ParameterDict()
         for name in ("first", "second"):

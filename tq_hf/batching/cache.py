@@ -145,6 +145,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_tokens_read = BLOCK * allocator.num_blocks
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
+        self._latest_layer = 0
 
     def _sectors_of(self, length: int) -> int:
         """Sectors of `length` tokens of a single request."""
@@ -190,8 +191,14 @@ class TurboQuantPagedCache(PagedAttentionCache):
         """Store a layer's new tokens and attend, with the shapes of `turboquant_paged_attention`.
 
         Raises:
-            ValueError: The states do not have the heads, channels or dtype of the pages.
+            ValueError: The states do not have the heads, channels or dtype of the pages, or a layer attends twice.
         """
+        if layer_idx == self._latest_layer != 0:
+            raise ValueError(
+                f"Layer {layer_idx} attends twice in a step, and pages hold one kind of values of a layer. Use "
+                "`generate()` with a `TurboQuantCache`."
+            )
+        self._latest_layer = layer_idx
         own = self.allocator if layer_idx in self.allocator.pages else self.windows
         assert own is not None
         expected = (own.num_key_value_heads, own.head_dim)

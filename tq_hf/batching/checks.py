@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from inspect import signature
 from typing import Any
 
 from tq_kernels.format import MOST_SINKS
@@ -11,7 +12,7 @@ from transformers.generation.continuous_batching.cache import group_layers_by_at
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 
 from ..cache import TurboQuantCache
-from ..compat import takes_attention_functions
+from ..compat import layer_configs, takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import SlidingLayer
@@ -60,7 +61,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
     name, decoder = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
-    if getattr(decoder, "kv_lora_rank", None):
+    if any(getattr(layer, "kv_lora_rank", None) for layer in layer_configs(decoder)):
         raise ValueError(f"{name} has latent attention (MLA), which pages cannot hold yet. {INSTEAD}")
     kinds = sorted(set(getattr(decoder, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
     if kinds:
@@ -80,6 +81,10 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
         raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
+    if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
+        raise ValueError(
+            f"{name} takes no positions (`position_ids`), so it reads the requests of a batch as one text. {INSTEAD}"
+        )
     _check_heads(model, name)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
@@ -92,8 +97,15 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
 def _check_heads(model: Any, name: str) -> None:
     """Raise a `ValueError` if heads differ in width or number between layers, or are wider than the kernels' pages."""
     attention = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "head_dim")]
+    count, layers = model.config.get_text_config().num_hidden_layers, {module.layer_idx for module in attention}
+    if attention and layers != set(range(count)):
+        raise ValueError(
+            f"{name} has {len(layers)} layers of attention for {count} layers of a cache, and pages hold one of each. "
+            f"{INSTEAD}"
+        )
     widths = sorted({module.head_dim for module in attention})
-    rows = {module.k_proj.out_features for module in attention if hasattr(module, "k_proj")}
+    # Adapters around a projection need not say its width.
+    rows = {getattr(m.k_proj, "out_features", None) for m in attention if hasattr(m, "k_proj")} - {None}
     if len(widths) > 1 or len(rows) > 1:
         differ = " and ".join(map(str, widths)) + " channels" if len(widths) > 1 else "another number of KV heads"
         raise ValueError(f"{name} has heads of {differ} in different layers, and pages hold one size. {INSTEAD}")

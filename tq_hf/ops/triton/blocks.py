@@ -117,17 +117,17 @@ def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | N
     return stored and supports_encode(query, view.tensors.config, view.tensors.layout)
 
 
+def supports_prefix(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
+    """Whether the fused kernel of continuation prefill reads blocks of this layout: wide heads not on every GPU."""
+    return supports_encode(tensor, config, layout) and prefix_takes(layout.key_dim, layout.value_dim, tensor.device)
+
+
 def supports_attend_many(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
     """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
     all heads."""
-    layout = view.blocks.layout
-    return (
-        supports_encode(query, view.config, layout)
-        and prefix_takes(layout.key_dim, layout.value_dim, query.device)
-        and supports_mask(mask, options)
-    )
+    return supports_prefix(query, view.config, view.blocks.layout) and supports_mask(mask, options)
 
 
 @lru_cache

@@ -35,12 +35,8 @@ if HAS_TRITON:
 
 def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
     """Whether kernels compute this step: its heads, dtypes and device, and rows of whole 16 bytes."""
-    return (
-        supports_paged_decode(query, pages.config, pages.layout)
-        and blocks.supports_states(key)
-        and key.dtype == pages.rows.dtype
-        and (sequences.max_q == 1 or takes_prompts(pages.layout.key_dim, query.device))
-    )
+    supports = supports_paged_decode if sequences.max_q == 1 else supports_paged_prompts
+    return supports(query, pages.config, pages.layout) and blocks.supports_states(key) and key.dtype == pages.rows.dtype
 
 
 def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
@@ -51,6 +47,11 @@ def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout
         and layout.key_dim % 8 == 0
         and (not config.sink_tokens or takes_sinks(states.device))
     )
+
+
+def supports_paged_prompts(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
+    """Whether kernels compute the steps with prompts of a model with such states."""
+    return supports_paged_decode(states, config, layout) and takes_prompts(layout.key_dim, states.device)
 
 
 def decode_scratch_bytes(
