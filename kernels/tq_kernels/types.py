@@ -106,8 +106,9 @@ class PendingToken:
     row of the residual's ring that is theirs, 0 where counts on the device say.
     """
 
-    states: tuple[torch.Tensor, torch.Tensor] | None = None
-    slot = 0
+    def __init__(self) -> None:
+        self.states: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.slot = 0
 
 
 class Geometry(NamedTuple):

@@ -73,7 +73,7 @@ class Way:
         if self.keys is None and code.co_qualname == "TurboQuantCache.update":
             self.keys = frame.f_locals["key_states"]
         # A pending token among the arguments is seen by its states; one within a view goes along unseen.
-        arguments += [x.states for x in arguments if isinstance(x, PendingToken)]
+        arguments += [getattr(x, "states", None) for x in arguments if isinstance(x, PendingToken)]
         if self.keys is not None and any(map(self._has_keys, arguments)):
             self.functions.append((module, code.co_qualname))
 
