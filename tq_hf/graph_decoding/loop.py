@@ -15,7 +15,6 @@ the same loop runs step by step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -190,9 +189,8 @@ class _Loop:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
         step = self._step(inputs)
         self._select(step, logits)
-        with self._autocast():
-            while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
-                self._advance(step)
+        while not (ended := self._ends(step)) and (self.max_length is None or self.length < self.max_length):
+            self._advance(step)
         self.flags.finish(ended)
         if ended and self.flags.lag:
             self.length -= self.flags.lag
@@ -206,14 +204,6 @@ class _Loop:
             for name, every in (("logits", self.logits), ("scores", self.scores))
         }
         return GenerateDecoderOnlyOutput(**fields, sequences=tokens, past_key_values=self.cache)  # type: ignore[arg-type]
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        """The caller's `torch.autocast`, but without its copies of weights: they are freed as it ends, and a graph that
-        has captured them would read what is there then."""
-        device = self.prompt.device.type
-        if not self.captures or not torch.is_autocast_enabled(device):
-            return nullcontext()
-        return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
     def _advance(self, step: StepTensors) -> None:
         """One token more a sequence."""
@@ -311,7 +301,9 @@ class _Loop:
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
         step = latest_steps.get(self.cache)
         key = self._key(first, positions, masks, width)
-        if step is None or step.key != key:
+        # Under autocast a graph has captured copies of weights, which are freed as autocast ends: it serves one call.
+        stale = self.captures and torch.is_autocast_enabled(self.prompt.device.type)
+        if step is None or step.key != key or stale:
             latest_steps.pop(self.cache, None)
             step = latest_steps[self.cache] = self._new_step(key, positions, masks, first, width)
         else:
