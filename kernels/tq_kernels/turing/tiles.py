@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.softmax import soft_capped
+from ..common.softmax import bounded
 from ..common.unpack import PROBABILITY_BITS, small_unit, unpack_scales
 from .fragments import (
     LANES,
@@ -236,7 +236,7 @@ class PackedShape(NamedTuple):
     KEY_BITS: tl.constexpr
     VALUE_BITS: tl.constexpr
     MASKED: tl.constexpr
-    SOFTCAP: tl.constexpr
+    BOUNDS: tl.constexpr
     TILES: tl.constexpr
 
 
@@ -270,13 +270,13 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
             for i in tl.static_range(4):
                 logit = s[plane * C.TILES + tile][i] * key_scale[i // 2]
                 logit += shared[tile][i] * small_unit(C.KEY_BITS)
-                if C.SOFTCAP:
-                    logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
+                if C.BOUNDS:
+                    logit = bounded(logit * factor[2 * tile + i % 2], cap_log2, C.BOUNDS)
                 if C.MASKED:
                     logit = tl.where(allowed[4 * (plane * C.TILES + tile) + i], logit, -float("inf"))
                 quad += (logit,)
             x += (quad,)
-    gain = ones(C.TILES) if C.SOFTCAP else factor
+    gain = ones(C.TILES) if C.BOUNDS else factor
     p, maximum, decay = weights(x, maximum, gain, PROBABILITY_BITS, 4, C.TILES, C.MASKED)
     acc, sums = decayed(acc, sums, decay, p, VALUE_TILES, 4, C.TILES)
     b = ()
@@ -293,7 +293,7 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
 @triton.jit
 def attend_dense(
     acc, sums, maximum, q, factor, cap_log2, key_rows, value_rows, inside, allowed, t,
-    DK: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, TILES: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BOUNDS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Take in 32 dense tokens, g of each eight a lane's.
 
@@ -312,11 +312,11 @@ def attend_dense(
             quad = ()
             for i in tl.static_range(4):
                 logit = s[tile][i]
-                if SOFTCAP:
-                    logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
+                if BOUNDS:
+                    logit = bounded(logit * factor[2 * tile + i % 2], cap_log2, BOUNDS)
                 quad += (tl.where(allowed[4 * (group * TILES + tile) + i], logit, -float("inf")),)
             x += (quad,)
-    gain = ones(TILES) if SOFTCAP else factor
+    gain = ones(TILES) if BOUNDS else factor
     p, maximum, decay = weights(x, maximum, gain, 0.0, 2, TILES, True)
     acc, sums = decayed(acc, sums, decay, p, (DV + 15) // 16, 2, TILES)
     for i in tl.static_range(4):
