@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common import unpack
 from ..common.softmax import bounded
 from ..common.unpack import PROBABILITY_BITS, small_unit, unpack_scales
 from .fragments import (
     LANES,
     decayed,
-    levels2,
-    levels3,
-    levels4,
-    levels8,
     load32,
     load_element,
     load_pair,
@@ -43,16 +40,28 @@ def load_tile(words, mask, BITS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.cons
 
 
 @triton.jit
+def _levels8(word):
+    """An FP8 word of tile u -> planes 2u and 2u + 1, pairs of levels."""
+    return tl.inline_asm_elementwise(unpack._ASM8, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+
+
+@triton.jit
 def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
-    """Word STEP of each pair of `load_tile` -> four planes of one quarter (of all channels at 4 and 8 bits)."""
-    if BITS == 4:
-        return levels4(tile[0][STEP])
-    elif BITS == 8:
-        return levels8(tile[0][STEP]) + levels8(tile[1][STEP])
+    """Word STEP of each pair of `load_tile` -> four planes of one quarter (of all channels at 4 and 8 bits), pairs of
+    levels, at 3 and 4 bits small ones."""
+    if BITS == 8:
+        return _levels8(tile[0][STEP]) + _levels8(tile[1][STEP])
     elif BITS == 3:
-        return levels3(tile[QUARTER // 2][STEP], tile[2][STEP], QUARTER)
+        return tl.inline_asm_elementwise(
+            unpack._ASM3_SMALL[QUARTER], "=r,=r,=r,=r,r,r", [tile[QUARTER // 2][STEP], tile[2][STEP]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        return levels2(tile[QUARTER // 2][STEP], QUARTER)
+        return tl.inline_asm_elementwise(
+            unpack._ASM4_SMALL if BITS == 4 else unpack._ASM2[QUARTER % 2], "=r,=r,=r,=r,r",
+            [tile[0 if BITS == 4 else QUARTER // 2][STEP]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
