@@ -43,7 +43,7 @@ def turboquant_attention(
         dropout: Only supported on plain states.
         scaling: Factor of the logits, by default `Dk ** -0.5`.
         is_causal: Overrides the module's.
-        **kwargs: What some models pass. `softcap`, `s_aux` and `position_bias` are described in `AttentionOptions`.
+        **kwargs: What some models pass, the fields of `AttentionOptions` among it.
             `indices` are `[B, S, K]` tokens that each query may attend to, of those the mask allows; negative ones are
             none (DeepSeek V3.2). `block_indices` are the same in blocks, as MiniMax M3's indexer chooses them. `sinks`,
             sink logits by query (Inkling 2), are not supported.
@@ -75,8 +75,7 @@ def turboquant_attention(
     if (indices := kwargs.pop("indices", None)) is not None:
         attention_mask = _among(indices, attention_mask, key.shape[2], causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    bias = kwargs.pop("position_bias", None)
-    options = AttentionOptions(scaling, causal, kwargs.pop("softcap", None), kwargs.pop("s_aux", None), bias)
+    options = AttentionOptions.of_call(scaling, causal, kwargs)
     if isinstance(view, StepView) or (view is not None and view.past_length > 0):
         if getattr(module, "masked_key_indices", None) is not None:
             raise ValueError(
@@ -95,7 +94,7 @@ def turboquant_attention(
             return attend(query.to(view.tensors.row.dtype), view, attention_mask, options).to(lower), None
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
-    if options.softcap is None and options.s_aux is None:
+    if options.only_scales():
         if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
             # sdpa's own causal mask is top-left aligned.
             attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
@@ -109,7 +108,7 @@ def turboquant_attention(
             dropout=dropout,
             scaling=scaling,
             is_causal=causal,
-            position_bias=bias,
+            position_bias=options.position_bias,
             **kwargs,
         )
     if dropout:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .format import BLOCK_TOKENS, padded_dim
+from .format import BLOCK_TOKENS, POSITIVE_CENTROIDS, padded_dim
 
-SUPPORTED_BITS = (2, 3, 4, 8)
+SUPPORTED_BITS = (*POSITIVE_CENTROIDS, 8)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 
 class AttentionOptions(NamedTuple):
     """What a model asks of attention beside its states and its mask: one value from the attention function to kernels.
+    Numbers come first, then tensors.
 
     Args:
         scaling: Factor of the logits.
@@ -33,14 +34,23 @@ class AttentionOptions(NamedTuple):
     s_aux: torch.Tensor | None = None
     position_bias: torch.Tensor | None = None
 
+    @classmethod
+    def of_call(cls, scaling: float, causal: bool, kwargs: dict[str, Any]) -> AttentionOptions:
+        """The options of a model's call, the rest of which are taken out of its keyword arguments."""
+        return cls(scaling, causal, *[kwargs.pop(name, None) for name in cls._fields[2:]])
+
+    def only_scales(self) -> bool:
+        """Whether sdpa does all that is done to logits."""
+        return self.softcap is None and self.s_aux is None
+
     @property
     def log2_factors(self) -> tuple[float, float]:
         """Scaling and softcap of logits in base 2."""
         return self.scaling * math.log2(math.e), (self.softcap or 1.0) * math.log2(math.e)
 
     @property
-    def flags(self) -> tuple[bool, bool]:
-        """Whether there is a softcap, and whether there are logits of sinks: constants of kernels."""
+    def flags(self) -> tuple[Any, bool]:
+        """How logits are bounded (false: they are not), and whether there are logits of sinks: constants of kernels."""
         return self.softcap is not None, self.s_aux is not None
 
 

@@ -69,7 +69,7 @@ def test_every_preset_compiles_for(arch: int | str, preset: str) -> None:
         dict(split=True),
         dict(mask=1),
         dict(mask=2, causal=False),
-        dict(has_softcap=True, has_aux=True),
+        dict(bounds=True, has_aux=True),
     ],
     ids=str,
 )

@@ -25,8 +25,6 @@ def turboquant_paged_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of the new tokens of many requests over their pages and themselves.
@@ -37,9 +35,8 @@ def turboquant_paged_attention(
         key, value: `[1, Hkv, T, D]`.
         attention_mask, dropout: Not supported; the lengths of requests are the mask.
         scaling: Factor of the logits, by default `D ** -0.5`.
-        softcap: Tanh cap of the logits.
-        s_aux: Learned sink logits `[Hq]`.
-        **kwargs: The engine's, with the `TurboQuantPagedCache` as `cache`.
+        **kwargs: The engine's, with the `TurboQuantPagedCache` as `cache`, and the model's fields of `AttentionOptions`
+            (but no `position_bias`).
 
     Returns:
         `[1, T, Hq, D]` and `None`.
@@ -61,7 +58,7 @@ def turboquant_paged_attention(
             f"{type(module).__name__} attends with {what}, which continuous batching on packed pages does not compute. "
             "Use `generate()` with a `TurboQuantCache`."
         )
-    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap, s_aux=s_aux)
+    options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
     layer: Any = module.layer_idx
     return cache.attend(layer, query, key, value, kwargs, options), None
 

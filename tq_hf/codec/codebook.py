@@ -12,10 +12,7 @@ from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, POSITIVE_CENTROIDS
 
 from ..compat import cached_table
 
-__all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "GAUSSIAN_MSE", "POSITIVE_CENTROIDS", "boundaries", "levels"]
-
-GAUSSIAN_MSE = {2: 0.117588, 3: 0.0345627, 4: 0.00950624}
-"""Mean squared error of each codebook on N(0, 1)."""
+__all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "POSITIVE_CENTROIDS", "boundaries", "levels"]
 
 
 @cached_table

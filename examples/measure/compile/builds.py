@@ -103,7 +103,7 @@ def build_prefix(
     """The kernel of many queries over packed blocks; `options` as `prefix_constants` takes them."""
     on, dims = target_of(arch), (dim, value_dim or dim)
     config = prefix_config(*dims, *bits, on)
-    flags = dict(causal=True, mask=0, has_softcap=False, has_aux=False, split=False) | options
+    flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
     constants = prefix_constants(*dims, *bits, config=config, on=on, **flags)
     kernel = prefix_attention_fragments if on.fragments else prefix_attention
     own = f"*{dtype}"

@@ -74,7 +74,7 @@ def compilers() -> dict[str, Callable[[Any, str, int], Any]]:
             arch, bits_of(preset), dim=dim, rotates=False
         ),
         "prefix, masked": lambda arch, preset, dim: builds.build_prefix(
-            arch, bits_of(preset), dim=dim, mask=2, has_softcap=True, has_aux=True, split=True
+            arch, bits_of(preset), dim=dim, mask=2, bounds=True, has_aux=True, split=True
         ),
         "dense": lambda arch, preset, dim: builds.build_dense(arch, dim=dim, mask=2, softcap=True, split=True),
         "balance": lambda arch, preset, dim: builds.build_balance(arch, dim=dim),

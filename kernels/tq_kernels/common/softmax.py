@@ -42,11 +42,12 @@ def log2_sum(shift, total):
 
 
 @triton.jit
-def soft_capped(logit, cap_log2):
-    """cap tanh(logit / cap), all in base-2 units."""
-    # tanh(x) = 1 - 2 / (1 + e^2x); e^2x overflowing to inf gives 1.
-    doubled = tl.exp2(logit * (2.0 * LOG2E) / cap_log2)
-    return cap_log2 * (1.0 - 2.0 / (1.0 + doubled))
+def bounded(logit, cap_log2, BOUNDS: tl.constexpr):
+    """The logit, or with BOUNDS (`AttentionOptions.flags`) cap tanh(logit / cap), all in base-2 units."""
+    if BOUNDS:
+        # tanh(x) = 1 - 2 / (1 + e^2x); e^2x overflowing to inf gives 1.
+        logit = cap_log2 * (1.0 - 2.0 / (1.0 + tl.exp2(logit * (2.0 * LOG2E) / cap_log2)))
+    return logit
 
 
 @triton.jit

@@ -232,7 +232,7 @@ class DecodeLaunch:
         if out is None:
             batch, query_heads, queries, _ = query.shape
             out = query.new_empty(batch, queries, query_heads, self.value_dim)
-        key = (query.shape, query.stride(), kinds, mask_rows, options[:3])
+        key = (query.shape, query.stride(), kinds, mask_rows, options[:-2])
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = self._step(query, out, mask_rows, options)

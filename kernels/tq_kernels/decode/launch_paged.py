@@ -47,7 +47,7 @@ def _plan(
     dim: int,
     bits: tuple[int, int],
     room: tuple[int, int],
-    flags: tuple[bool, bool],
+    flags: tuple[Any, bool],
     on: Target,
 ) -> Plan:
     """What a decode step of `count` sequences launches. `bits` are those of keys and of values; `room` is that for
@@ -108,16 +108,8 @@ def attend_single(
         num_warps=2,
     )  # fmt: skip
     sinks = () if on.fragments else (pages.sinks,)
-    constants = (
-        dim,
-        rotations[0].shape[0],
-        *bits,
-        options.softcap is not None,
-        *sinks,
-        *place,
-        block_b,
-        *plan.tile_constants,
-    )
+    bounds, _ = options.flags
+    constants = (dim, rotations[0].shape[0], *bits, bounds, *sinks, *place, block_b, *plan.tile_constants)
     (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
         (plan.workers, 1, 1),
         (scratch, pages.key_words, pages.value_words, pages.scales, pages.key_means, pages.rows, key, value,

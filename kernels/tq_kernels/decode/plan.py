@@ -167,7 +167,7 @@ def plan_decode(
     dense_capacity: int,
     causal: bool,
     mask_rows: int,
-    has_softcap: bool,
+    bounds: Any,
     has_aux: bool,
     on: Target,
 ) -> Plan:
@@ -211,7 +211,7 @@ def plan_decode(
             key_dim, value_dim, dkp, dvp, key_bits, value_bits,
             causal and queries > 1 and not mask_rows,
             mask_rows,
-            has_softcap,
+            bounds,
             *tile_constants,
         ),
         reduce_constants=(

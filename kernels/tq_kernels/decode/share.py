@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.schedule import LINE, ROTATED, without_sinks
-from ..common.softmax import log2_sum, rescaled, soft_capped
+from ..common.softmax import bounded, log2_sum, rescaled
 from ..common.unpack import PROBABILITY_BITS
 from ..format import TOKENS
 from .tiles import (
@@ -158,10 +158,10 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
         shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C.DKP) * level_unit(C.KEY_BITS, C.SMALL)
         x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
-        if C.SOFTCAP:
+        if C.BOUNDS:
             capped = ()
             for plane in tl.static_range(4):
-                capped += (soft_capped(x[plane] * factor[None, :], cap_log2),)
+                capped += (bounded(x[plane] * factor[None, :], cap_log2, C.BOUNDS),)
             x = capped
         if C.SINKS:
             x = (without_sinks(x[0], block, n[:, None], C.SINKS), x[1], x[2], x[3])
@@ -178,7 +178,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             x = seen
         # The maximum is kept in the units of these products; the factor to base-2 logits enters the
         # exponent's FMA.
-        gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.SOFTCAP else factor
+        gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
         largest = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), 0)  # [BR]
         maximum, shift, alpha = rescaled(maximum, largest, gain, C.MASK)
         offset = shift * gain - PROBABILITY_BITS
@@ -209,7 +209,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             page = tl.load(blocks.block_table + block + 2, mask=block + 2 < last, other=0)
 
     total = tl.sum(sums, 0)  # [BR]
-    gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.SOFTCAP else factor
+    gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
     tl.store(
         scratch.start + LINE * scratch.lse + slot * scratch.tile_rows + rows.local,
         log2_sum(maximum * gain - PROBABILITY_BITS, total),

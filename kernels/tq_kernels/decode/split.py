@@ -93,7 +93,7 @@ def decode_split(
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
-    SOFTCAP: tl.constexpr, KEY_CHUNKS: tl.constexpr, VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr,
+    BOUNDS: tl.constexpr, KEY_CHUNKS: tl.constexpr, VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr,
     BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr,
     BLOCK_R: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,  # the kernel in front: 0: has ended, 1: may still run, 2: may still run and writes the counts
@@ -103,7 +103,7 @@ def decode_split(
     workers = tl.num_programs(0)
     DM: tl.constexpr = DV if DV > DVP else DVP
     C: tl.constexpr = Shape(
-        DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, CAUSAL, MASK, SOFTCAP, KEY_CHUNKS, VALUE_CHUNKS,
+        DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, 0, 0,
     )  # fmt: skip
     if PDL == 2:
@@ -229,7 +229,7 @@ def decode_split_paged(
     row_tiles,
     tile_rows,  # min(G, BLOCK_R)
     plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, BOUNDS: tl.constexpr, SINKS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, KEY_CHUNKS: tl.constexpr,
     VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr, BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
@@ -241,7 +241,7 @@ def decode_split_paged(
     DM: tl.constexpr = DIM if DIM > DIMP else DIMP
     FIRST_BLOCK: tl.constexpr = TOKENS // ROWS + (1 if SINKS else 0)
     C: tl.constexpr = Shape(
-        DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, False, 0, SOFTCAP, KEY_CHUNKS, VALUE_CHUNKS,
+        DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, False, 0, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS, SINKS,
     )  # fmt: skip
     if PDL:
@@ -296,7 +296,7 @@ def decode_split_paged(
             plain = scratch_fp16 + (2 * LINE) * plain_at + (head_row + r)[None, :] * DIM + dk[:, None]
             q = tl.load(plain, mask=(dk < DIM)[:, None] & row_mask[None, :], other=0.0)  # [BDK, BR]
             factor = tl.load(scratch + LINE * scale_at + head_row + r, mask=row_mask, other=1.0) * scaling_log2  # [BR]
-            x = dense_logits(k, q, factor, cap_log2, SOFTCAP)
+            x = dense_logits(k, q, factor, cap_log2, BOUNDS)
             x = tl.where(inside[:, None] & row_mask[None, :], x, -float("inf"))
             out, total, maximum = dense_sums(x, v)
             slot = workers + heads * count + stream * dense_slots(SINKS) + job

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.schedule import DENSE_TOKENS
-from ..common.softmax import finite, soft_capped
+from ..common.softmax import bounded, finite
 from ..common.unpack import load_levels, load_signs, small_unit, unpack_scales
 
 ROWS32 = tl.constexpr(32)
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
         KEY_BITS, VALUE_BITS: Bits of a code.
         CAUSAL: Whether query s does not see the last S - 1 - s tokens.
         MASK: 0: none, 1: one row for all queries, 2: a row for each.
-        SOFTCAP: Whether logits are capped.
+        BOUNDS: How logits are bounded (see `bounded`).
         KEY_CHUNKS, VALUE_CHUNKS: Parts of the channels that are computed one after the other, 1 or 4.
         BLOCK_KC, BLOCK_VC: Channels of such a part, padded to a power of two.
         BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
     VALUE_BITS: Any
     CAUSAL: Any
     MASK: Any
-    SOFTCAP: Any
+    BOUNDS: Any
     KEY_CHUNKS: Any
     VALUE_CHUNKS: Any
     BLOCK_KC: Any
@@ -242,12 +242,9 @@ def dense_states(k_row, v_row, inside, C: tl.constexpr):
 
 
 @triton.jit
-def dense_logits(k, q, factor, cap_log2, SOFTCAP: tl.constexpr):
+def dense_logits(k, q, factor, cap_log2, BOUNDS: tl.constexpr):
     """Logits [32, BR] of keys [32, BDK] and queries [BDK, BR]."""
-    x = tl.dot(k, q) * factor[None, :]
-    if SOFTCAP:
-        x = soft_capped(x, cap_log2)
-    return x
+    return bounded(tl.dot(k, q) * factor[None, :], cap_log2, BOUNDS)
 
 
 @triton.jit
@@ -301,7 +298,7 @@ def dense_job(
     d = tl.arange(0, C.BLOCK_DK)
     q = tl.load(query[None, :] + d[:, None], mask=(d < C.DK)[:, None] & (r < rows)[None, :], other=0.0)  # [BDK, BR]
     factor = tl.load(scale, mask=r < rows, other=1.0) * scaling_log2  # [BR]
-    x = dense_logits(k, q, factor, cap_log2, C.SOFTCAP)
+    x = dense_logits(k, q, factor, cap_log2, C.BOUNDS)
     allowed = inside[:, None] & (r < rows)[None, :]
     if C.CAUSAL:
         allowed = allowed & ((t - dense.sink_count)[:, None] <= (dense.residual_count - queries + r % queries)[None, :])

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from ..common.schedule import NewTokens, dense_rows, lengths, sinks_of, without_sinks
-from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, rescaled, soft_capped, update, weights
+from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, rescaled, update, weights
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
 from .tiles import (
@@ -93,7 +93,7 @@ class Shape(NamedTuple):
     VALUE_BITS: tl.constexpr
     CAUSAL: tl.constexpr
     MASK: tl.constexpr
-    SOFTCAP: tl.constexpr
+    BOUNDS: tl.constexpr
     BLOCK_R: tl.constexpr
     STEP: tl.constexpr
     STAGES: tl.constexpr
@@ -168,7 +168,7 @@ def _attend_blocks(
     scale0, _ = unpack_scales(tl.load(blocks.scales + first_at * SCALES_SIZE))
     reference = reference_key(blocks.key_means + first_at * MEAN_SIZE + key_channel, scale0, dk, key_exists)  # [BDK]
     common = tl.sum(rotated * reference[None, :], 1)
-    if not C.SOFTCAP:
+    if not C.BOUNDS:
         # Kept in memory: for sm_80 there are no registers left.
         tl.store(scratch.lse + _row_of(scratch, r), common, mask=r < rows)
     reference = spill(reference[None, :], scratch.operand_rows, scratch.tile_count, C.BLOCK_R, C.BLOCK_DK)
@@ -192,12 +192,12 @@ def _attend_blocks(
         keys = key_tiles(blocks.key_words + at * KEY_SIZE, key_scales, mean, C.DKP, C.BLOCK_DK, C.KEY_BITS, C.ASM)
         values = value_tiles(blocks.value_words + at * VALUE_SIZE, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
         t = sinks + block * TOKENS + tl.arange(0, TILE)
-        x0 = logits(rotated, keys[0], common, scale, mask, t, C.MASK, C.SOFTCAP)
+        x0 = logits(rotated, keys[0], common, scale, mask, t, C.MASK, C.BOUNDS)
         if C.SINKS:
             x0 = without_sinks(x0, block, tl.arange(0, TILE)[None, :], C.SINKS)
         if C.STEP == 64:
             state = update(state, x0, tl.trans(values[0]), scale.gain, C.MASK > 0)
-        x1 = logits(rotated, keys[1], common, scale, mask, t + TILE, C.MASK, C.SOFTCAP)
+        x1 = logits(rotated, keys[1], common, scale, mask, t + TILE, C.MASK, C.BOUNDS)
         if C.STEP == 64:
             state = update(state, x1, tl.trans(values[1]), scale.gain, C.MASK > 0)
         else:
@@ -211,7 +211,7 @@ def _attend_blocks(
             output = tl.dot(p1.to(tl.float16), tl.trans(values[1]), output)
             state = SoftmaxState(maximum, total, output)
     maximum = state.maximum
-    if not C.SOFTCAP:
+    if not C.BOUNDS:
         r = opaque(first_row, C.ASM) + tl.arange(0, C.BLOCK_R)
         row = _row_of(scratch, r)
         tl.debug_barrier()
@@ -242,8 +242,8 @@ def _attend_dense(
         k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0)
         v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < C.DV)[None, :], other=0.0)
         x = tl.dot(plain, tl.trans(k.to(tl.float16)))  # [BR, 64]
-        if C.SOFTCAP:
-            x = soft_capped(x * scale.factor[:, None], scale.cap_log2)
+        if C.BOUNDS:
+            x = bounded(x * scale.factor[:, None], scale.cap_log2, C.BOUNDS)
         if C.CAUSAL:
             x = tl.where(inside[None, :] & (t[None, :] <= newest[:, None]), x, -float("inf"))
         else:
@@ -304,7 +304,7 @@ def prefix_attention(
     width,  # W
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr,
+    MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr,  # this and the rest: 0 without a table
     BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, SINKS: tl.constexpr,
@@ -316,7 +316,7 @@ def prefix_attention(
     `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
     """
     C: tl.constexpr = Shape(
-        DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, SOFTCAP, BLOCK_R, STEP, STAGES, ASM,
+        DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, BLOCK_R, STEP, STAGES, ASM,
         ROWS, BLOCK_WORDS, SINKS,
     )  # fmt: skip
     head = tl.program_id(1)
@@ -371,7 +371,7 @@ def prefix_attention(
 
     plain, largest = normalised_rows(query_at[:, None] + dk[None, :], query_inside)  # [BR, BDK], [BR]
     factor = largest * scaling_log2
-    scale = Scale(factor, tl.full([BLOCK_R], 1.0, tl.float32) if SOFTCAP else factor, cap_log2)
+    scale = Scale(factor, tl.full([BLOCK_R], 1.0, tl.float32) if BOUNDS else factor, cap_log2)
     state = empty_state(BLOCK_R, BLOCK_DV)
     if MASK > 0:
         mask += batch * mask_b

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel, on_its_device, specialised
-from ..common.softmax import LOG2E, SoftmaxState, empty_state, finite, log2_sum, normalize, soft_capped, update
+from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
 from .launch import mask_layout, merge, prefix_splits
 from .tiles import Mask
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
     BLOCK_DV: tl.constexpr
     CAUSAL: tl.constexpr
     MASK: tl.constexpr
-    SOFTCAP: tl.constexpr
+    BOUNDS: tl.constexpr
     MATRIX: tl.constexpr
     BLOCK_T: tl.constexpr
     STAGES: tl.constexpr
@@ -99,8 +99,7 @@ def _add_tokens(
             k = tl.load(key_at) if C.BLOCK_DK == C.DK else tl.load(key_at, mask=(dk < C.DK)[None, :], other=0.0)
             v = tl.load(value_at) if C.BLOCK_DV == C.DV else tl.load(value_at, mask=(dv < C.DV)[None, :], other=0.0)
         x = tl.dot(rows, tl.trans(k.to(C.MATRIX))) * scaling_log2  # [BR, BT]
-        if C.SOFTCAP:
-            x = soft_capped(x, cap_log2)
+        x = bounded(x, cap_log2, C.BOUNDS)
         if EDGE:
             seen = (t < high)[None, :]
             if C.CAUSAL:
@@ -141,7 +140,7 @@ def dense_attention(
     cap_log2,  # softcap * log2(e)
     tile_count,  # tiles of rows
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, MATRIX: tl.constexpr,
+    MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, MATRIX: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, B * Hkv, splits). CAUSAL: query s does not see the last S - 1 - s tokens. MASK 1: a mask for
@@ -181,7 +180,7 @@ def dense_attention(
     if MASK == 0:
         oldest = tl.min(tl.where(valid, newest, tokens), 0)
         edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_T * BLOCK_T
-    C: tl.constexpr = Shape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, SOFTCAP, MATRIX, BLOCK_T, STAGES)
+    C: tl.constexpr = Shape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, BOUNDS, MATRIX, BLOCK_T, STAGES)
     state = empty_state(BLOCK_R, BLOCK_DV)
     states = States(keys, values, key_t, value_t)
     allowed = Mask(mask, mask_rows, mask_t)

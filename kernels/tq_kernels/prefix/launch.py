@@ -111,7 +111,7 @@ def prefix_constants(
     value_bits: int,
     causal: bool,
     mask: int,
-    has_softcap: bool,
+    bounds: Any,
     has_aux: bool,
     split: bool,
     config: PrefixConfig,
@@ -121,7 +121,7 @@ def prefix_constants(
     """The constexpr arguments of the attention kernel on this target, in order; `pages` are those that only a table of
     pages needs."""
     dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
-    flags = (key_bits, value_bits, causal, mask, has_softcap, has_aux, split)
+    flags = (key_bits, value_bits, causal, mask, bounds, has_aux, split)
     if on.fragments:
         return (*dims, *flags, config.block_rows // 8)
     tiles = (config.block_rows, config.step, config.stages, on.asm)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.schedule import lengths, located
-from ..common.softmax import LOG2E, SoftmaxState, empty_state, merge, normalize, soft_capped
+from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, merge, normalize
 from ..common.unpack import load_levels
 
 
@@ -230,12 +230,12 @@ def masked(x, mask: Mask, t, valid, MASK: tl.constexpr):
 
 
 @triton.jit
-def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
+def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, BOUNDS: tl.constexpr):
     """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
     `common` [BR] and the rows' factor."""
     x = tl.dot(rows, tl.trans(keys))
-    if SOFTCAP:
-        x = soft_capped(x * scale.factor[:, None] + (common * scale.factor)[:, None], scale.cap_log2)
+    if BOUNDS:
+        x = bounded(x * scale.factor[:, None] + (common * scale.factor)[:, None], scale.cap_log2, BOUNDS)
     if MASK > 0:
         x = masked(x, mask, t, t >= 0, MASK)
     return x

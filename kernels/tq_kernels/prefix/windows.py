@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
-from ..common.softmax import LOG2E, empty_state, finite, log2_sum, normalize, soft_capped, update
+from ..common.softmax import LOG2E, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
 from .dense import MAX_DIM, SPLIT_TOKENS, dense_config
 from .launch import merge, prefix_splits
@@ -48,7 +48,7 @@ def window_attention(
     window, row_tiles,
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr,
     SPLIT: tl.constexpr, MATRIX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (N, Hkv * tiles of query rows, splits)."""
@@ -92,8 +92,7 @@ def window_attention(
         k = tl.load(k_row[:, None] + d[None, :], mask=read, other=0.0).to(MATRIX)
         v = tl.load(v_row[:, None] + d[None, :], mask=read, other=0.0).to(MATRIX)
         x = tl.dot(q, tl.trans(k)) * scaling_log2  # [BR, BT]
-        if SOFTCAP:
-            x = soft_capped(x, cap_log2)
+        x = bounded(x, cap_log2, BOUNDS)
         x = tl.where(inside[None, :], x, -float("inf"))
         # Every tile has a token: the maximum is finite.
         state = update(state, x, v, None, False)

@@ -16,8 +16,6 @@ The order of what is summed over is free as long as both operands share it, so a
 import triton
 import triton.language as tl
 
-from ..common import unpack
-
 LANES = tl.constexpr(32)
 _MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
@@ -188,51 +186,6 @@ def load_pair(words, valid, WIDE: tl.constexpr):
         )
     else:
         return load32(words, valid), load32(words + 1, valid)
-
-
-@triton.jit
-def levels4(word):
-    """A 4-bit word -> four planes, pairs of small levels."""
-    return tl.inline_asm_elementwise(
-        unpack._ASM4_SMALL,
-        "=r,=r,=r,=r,r",
-        [word],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def levels3(word, signs, QUARTER: tl.constexpr):
-    """A crumb word and a word of signs -> four planes of a quarter, pairs of small levels."""
-    return tl.inline_asm_elementwise(
-        unpack._ASM3_SMALL[QUARTER],
-        "=r,=r,=r,=r,r,r",
-        [word, signs],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def levels2(word, QUARTER: tl.constexpr):
-    """A crumb word -> four planes of a quarter, pairs of levels."""
-    return tl.inline_asm_elementwise(
-        unpack._ASM2[QUARTER % 2],
-        "=r,=r,=r,=r,r",
-        [word],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def levels8(word):
-    """An FP8 word of tile u -> planes 2u and 2u + 1, pairs of levels."""
-    return tl.inline_asm_elementwise(unpack._ASM8, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
 
 
 @triton.jit

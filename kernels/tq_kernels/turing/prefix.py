@@ -142,11 +142,11 @@ def prefix_attention_fragments(
     blocks, sink_count, residual_count, residual_start, residual_capacity, new_count, queries, mask_b, mask_s, mask_t,
     scaling_log2, cap_log2, tile_count,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AUX: tl.constexpr,
+    VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr,
     SPLIT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, B * Hkv, splits), of one warp each."""
-    C: tl.constexpr = PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, SOFTCAP, TILES)
+    C: tl.constexpr = PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, BOUNDS, TILES)
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
@@ -222,7 +222,7 @@ def prefix_attention_fragments(
         # Dense tokens are neither in the units of packed ones nor in their probabilities'.
         in_units, in_sums, in_acc = (), (), ()
         for i in tl.static_range(2 * TILES):
-            in_units += (maximum[i] if SOFTCAP else maximum[i] / small_unit(KEY_BITS),)
+            in_units += (maximum[i] if BOUNDS else maximum[i] / small_unit(KEY_BITS),)
             in_sums += (sums[i] * (2.0**-4),)
         for i in tl.static_range(((DV + 15) // 16) * TILES):
             channel = 16 * (i // TILES) + 4 * (g // 2) + g % 2
@@ -282,7 +282,7 @@ def prefix_attention_fragments(
                             seen = load_flag(mask + position, seen & (s < queries))
                         allowed += (seen,)
             acc, sums, maximum = attend_dense(
-                acc, sums, maximum, plain, factor, cap_log2, key_rows, value_rows, inside, allowed, t, DK, DV, SOFTCAP,
+                acc, sums, maximum, plain, factor, cap_log2, key_rows, value_rows, inside, allowed, t, DK, DV, BOUNDS,
                 TILES,
             )  # fmt: skip
 
@@ -292,7 +292,7 @@ def prefix_attention_fragments(
             total = column_sum(sums[2 * tile + e])
             shift = maximum[2 * tile + e]
             shift = tl.where(shift == -float("inf"), 0.0, shift)
-            if not SOFTCAP:
+            if not BOUNDS:
                 shift *= factor[2 * tile + e]
             weight = tl.where(total > 0, total, 1.0)
             head_q = kv_head * groups + r % groups

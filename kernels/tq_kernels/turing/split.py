@@ -133,7 +133,7 @@ def decode_split_fragments(
     residual_b, residual_h, residual_capacity, mask_b, mask_s, mask_t, scaling_log2, cap_log2, row_tiles,
     streams, tile_rows, plain_at, scale_at, lse_at, partial_at, dense_splits, DK: tl.constexpr,
     DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, BOUNDS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
@@ -164,7 +164,7 @@ def decode_split_fragments(
         kv_head = head % kv_heads
         first_row = (stream % row_tiles) * (8 * TILES)
         factor = logit_factors(scale, head * rows, 1, first_row, rows, t, scaling_log2 / small_unit(KEY_BITS), TILES)
-        gain = ones(TILES) if SOFTCAP else factor
+        gain = ones(TILES) if BOUNDS else factor
         q = operands(scratch_fp16 + ROTATED, head * rows, 1, first_row, rows, g, t, DKP, KEY_WIDTH, KEY_QUARTERS, TILES)
         sums, maximum = initial(TILES)
         acc = zero_quads(value_tiles(DVP, VALUE_BITS) * TILES)
@@ -192,7 +192,7 @@ def decode_split_fragments(
                     scales + at * TOKENS + half * 16,
                     key_means + at * DKP,
                 ),
-                allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, SOFTCAP, TILES),
+                allowed, g, t, PackedShape(DKP, DVP, KEY_BITS, VALUE_BITS, MASK > 0, BOUNDS, TILES),
             )  # fmt: skip
         store_partial(
             Slots(lse, partial, tile_rows, g, t), worker + stream, acc, sums, maximum, gain, PROBABILITY_BITS,
@@ -256,9 +256,9 @@ def decode_split_fragments(
         sums, maximum = initial(TILES)
         acc, sums, maximum = attend_dense(
             zero_quads(((DV + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
-            key_rows, value_rows, inside, allowed, t, DK, DV, SOFTCAP, TILES,
+            key_rows, value_rows, inside, allowed, t, DK, DV, BOUNDS, TILES,
         )  # fmt: skip
-        if SOFTCAP:
+        if BOUNDS:
             gain = ones(TILES)
         slot = workers + streams + stream * dense_splits + part
         slots = Slots(lse, partial, tile_rows, g, t)
@@ -277,7 +277,7 @@ def decode_split_paged_fragments(
     key_words, value_words, scales, key_means, rows, key, value, block_table, cu_seqlens_q, cu_seqlens_k, count,
     kv_heads, groups, key_t, key_h, value_t, value_h, width, page_blocks, scaling_log2, cap_log2, row_tiles,
     tile_rows, plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, BOUNDS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
@@ -337,9 +337,9 @@ def decode_split_paged_fragments(
             sums, maximum = initial(TILES)
             acc, sums, maximum = attend_dense(
                 zero_quads(((DIM + 15) // 16) * TILES), sums, maximum, q, gain, cap_log2,
-                key_rows, value_rows, inside, allowed, t, DIM, DIM, SOFTCAP, TILES,
+                key_rows, value_rows, inside, allowed, t, DIM, DIM, BOUNDS, TILES,
             )  # fmt: skip
-            if SOFTCAP:
+            if BOUNDS:
                 gain = ones(TILES)
             slot = workers + heads * count + stream * dense_slots(0) + job
             slots = Slots(lse, partial, tile_rows, g, t)
@@ -347,7 +347,7 @@ def decode_split_paged_fragments(
 
         if first < blocks:
             factor = logit_factors(scale, row0, count, first_row, groups, t, scaling_log2 / small_unit(KEY_BITS), TILES)
-            packed_gain = ones(TILES) if SOFTCAP else factor
+            packed_gain = ones(TILES) if BOUNDS else factor
             rotated = operands(
                 scratch_fp16 + ROTATED, row0, count, first_row, groups, g, t, DIMP, KEY_WIDTH, KEY_QUARTERS, TILES
             )
@@ -365,7 +365,7 @@ def decode_split_paged_fragments(
                         scales + block * BLOCK_WORDS + half * 16,
                         key_means + block * (2 * BLOCK_WORDS),
                     ),
-                    (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, False, SOFTCAP, TILES),
+                    (), g, t, PackedShape(DIMP, DIMP, KEY_BITS, VALUE_BITS, False, BOUNDS, TILES),
                 )  # fmt: skip
             store_partial(
                 Slots(lse, partial, tile_rows, g, t), worker + stream, packed, packed_sums, packed_maximum, packed_gain,

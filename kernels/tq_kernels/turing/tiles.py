@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.softmax import soft_capped
+from ..common import unpack
+from ..common.softmax import bounded
 from ..common.unpack import PROBABILITY_BITS, small_unit, unpack_scales
 from .fragments import (
     LANES,
     decayed,
-    levels2,
-    levels3,
-    levels4,
-    levels8,
     load32,
     load_element,
     load_pair,
@@ -43,16 +40,28 @@ def load_tile(words, mask, BITS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.cons
 
 
 @triton.jit
+def _levels8(word):
+    """An FP8 word of tile u -> planes 2u and 2u + 1, pairs of levels."""
+    return tl.inline_asm_elementwise(unpack._ASM8, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+
+
+@triton.jit
 def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
-    """Word STEP of each pair of `load_tile` -> four planes of one quarter (of all channels at 4 and 8 bits)."""
-    if BITS == 4:
-        return levels4(tile[0][STEP])
-    elif BITS == 8:
-        return levels8(tile[0][STEP]) + levels8(tile[1][STEP])
+    """Word STEP of each pair of `load_tile` -> four planes of one quarter (of all channels at 4 and 8 bits), pairs of
+    levels, at 3 and 4 bits small ones."""
+    if BITS == 8:
+        return _levels8(tile[0][STEP]) + _levels8(tile[1][STEP])
     elif BITS == 3:
-        return levels3(tile[QUARTER // 2][STEP], tile[2][STEP], QUARTER)
+        return tl.inline_asm_elementwise(
+            unpack._ASM3_SMALL[QUARTER], "=r,=r,=r,=r,r,r", [tile[QUARTER // 2][STEP], tile[2][STEP]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        return levels2(tile[QUARTER // 2][STEP], QUARTER)
+        return tl.inline_asm_elementwise(
+            unpack._ASM4_SMALL if BITS == 4 else unpack._ASM2[QUARTER % 2], "=r,=r,=r,=r,r",
+            [tile[0 if BITS == 4 else QUARTER // 2][STEP]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -236,7 +245,7 @@ class PackedShape(NamedTuple):
     KEY_BITS: tl.constexpr
     VALUE_BITS: tl.constexpr
     MASKED: tl.constexpr
-    SOFTCAP: tl.constexpr
+    BOUNDS: tl.constexpr
     TILES: tl.constexpr
 
 
@@ -270,13 +279,13 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
             for i in tl.static_range(4):
                 logit = s[plane * C.TILES + tile][i] * key_scale[i // 2]
                 logit += shared[tile][i] * small_unit(C.KEY_BITS)
-                if C.SOFTCAP:
-                    logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
+                if C.BOUNDS:
+                    logit = bounded(logit * factor[2 * tile + i % 2], cap_log2, C.BOUNDS)
                 if C.MASKED:
                     logit = tl.where(allowed[4 * (plane * C.TILES + tile) + i], logit, -float("inf"))
                 quad += (logit,)
             x += (quad,)
-    gain = ones(C.TILES) if C.SOFTCAP else factor
+    gain = ones(C.TILES) if C.BOUNDS else factor
     p, maximum, decay = weights(x, maximum, gain, PROBABILITY_BITS, 4, C.TILES, C.MASKED)
     acc, sums = decayed(acc, sums, decay, p, VALUE_TILES, 4, C.TILES)
     b = ()
@@ -293,7 +302,7 @@ def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, 
 @triton.jit
 def attend_dense(
     acc, sums, maximum, q, factor, cap_log2, key_rows, value_rows, inside, allowed, t,
-    DK: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, TILES: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BOUNDS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Take in 32 dense tokens, g of each eight a lane's.
 
@@ -312,11 +321,11 @@ def attend_dense(
             quad = ()
             for i in tl.static_range(4):
                 logit = s[tile][i]
-                if SOFTCAP:
-                    logit = soft_capped(logit * factor[2 * tile + i % 2], cap_log2)
+                if BOUNDS:
+                    logit = bounded(logit * factor[2 * tile + i % 2], cap_log2, BOUNDS)
                 quad += (tl.where(allowed[4 * (group * TILES + tile) + i], logit, -float("inf")),)
             x += (quad,)
-    gain = ones(TILES) if SOFTCAP else factor
+    gain = ones(TILES) if BOUNDS else factor
     p, maximum, decay = weights(x, maximum, gain, 0.0, 2, TILES, True)
     acc, sums = decayed(acc, sums, decay, p, (DV + 15) // 16, 2, TILES)
     for i in tl.static_range(4):

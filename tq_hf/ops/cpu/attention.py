@@ -109,7 +109,7 @@ class OnlineSoftmax:
 
 def supports_sdpa(options: AttentionOptions) -> bool:
     """Whether torch's sdpa computes attention with these options."""
-    return options.softcap is None and options.s_aux is None and options.position_bias is None
+    return options.only_scales() and options.position_bias is None
 
 
 def _dense_tiles(first: int, states: KeyValue, query: torch.Tensor) -> Iterator[DenseTile]:
@@ -289,7 +289,7 @@ def attend_buffer(
         keys: `[B, Hkv, T, Dk]`.
         values: `[B, Hkv, T, Dv]`.
         mask: `[B or 1, 1 or Hq, S or 1, >= T]`, bool or additive, or `None` (see `options.causal`).
-        options: What sdpa has: no softcap, sinks or biases.
+        options: Those that `supports_sdpa`.
 
     Returns:
         `[B, S, Hq, Dv]`. Rows that may attend to nothing are 0.
