@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .format import BLOCK_TOKENS
 from .layout import BlockLayout
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
@@ -184,8 +183,9 @@ class Pages(NamedTuple):
         key_channel_scales: `[Hkv, D]` fp16 contiguous.
         value_channel_scales: `[Hkv, D]`, likewise.
         key_bits, value_bits: 2, 3, 4 or 8.
-        sinks: First tokens of a sequence that lie as rows in a page of their own, before that of block 0; 0 for none,
-            and no such page.
+        sinks: First tokens of a sequence, which stay rows, in a page of their own; 0 for none, and no such page.
+        ring_pages: Pages of a sequence's ring, which has the rows of its newest tokens: that of token t is
+            `(t - sinks) % ring_rows`.
     """
 
     key_words: torch.Tensor
@@ -198,6 +198,7 @@ class Pages(NamedTuple):
     key_bits: int
     value_bits: int
     sinks: int
+    ring_pages: int
 
     @property
     def block_words(self) -> int:
@@ -215,9 +216,14 @@ class Pages(NamedTuple):
         return self.rows.shape[3]
 
     @property
-    def before_blocks(self) -> int:
-        """Pages of a table before that of block 0."""
-        return BLOCK_TOKENS // self.page_rows + min(1, self.sinks)
+    def ring_rows(self) -> int:
+        """Rows of a ring."""
+        return self.ring_pages * self.page_rows
+
+    @property
+    def first_block_column(self) -> int:
+        """Column of a table that has the page of block 0."""
+        return self.ring_pages + min(1, self.sinks) + 1
 
 
 class PendingToken:
@@ -242,15 +248,18 @@ class Sequences(NamedTuple):
     Args:
         cu_seqlens_q: `[B + 1]` int32.
         cu_seqlens_k: `[B + 1]` int32.
-        block_table: `[B, W]` int32: a sequence's ring pages, then the sink page if there is one, then its blocks, those
-            that this step completes included; -1 where it has none. Of a ring whose sequence has fewer than 128 tokens,
-            pages beyond the last token's may be left out.
+        block_table: `[B, W]` int32: a sequence's ring pages, then the sink page if there is one, then a column that
+            kernels do not read, then its blocks, those that this step completes included; -1 where it has none. Ring
+            pages that no token has reached may be left out.
+        packed: `[B]` int32: blocks that are read packed. Tokens after them are in the ring, up to `ring_rows` with the
+            new one; `None` for sliding windows, which have no blocks.
         max_q: At least the most new tokens that a sequence has; 1 if and only if all have one at most.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     block_table: torch.Tensor
+    packed: torch.Tensor | None
     max_q: int
 
 

@@ -56,7 +56,7 @@ def test_an_unchanged_model_goes_on_with_its_pages(monkeypatch: pytest.MonkeyPat
         set_adapters(model, active_adapters=["second"])
         set_adapters(model, active_adapters=["first"])
         session.run([prompt], greedy(2))
-        assert session.manager is manager and steps.seen[0][1] == [256]
+        assert session.manager is manager and steps.seen[0][1] == [260]
 
 
 def test_a_manager_is_not_started_again_over_a_changed_model() -> None:

@@ -40,10 +40,11 @@ def test_without_block_tables_answers_are_the_same(monkeypatch: pytest.MonkeyPat
 
 def test_a_request_that_outgrows_its_block_table_goes_on_with_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,), steps = prompts([120]), Steps(monkeypatch)
-    # A ring of float32 rows at head_dim 32 is 8 pages: one block more, so tables serve 128 tokens.
-    with Session(model_of(), max_blocks_per_request=9) as session:
-        assert session.run([prompt], greedy(10)) == [session.oracle.generate(prompt, 10)]
-    assert [kind for kind, _, _ in steps.seen] == ["lists"] + ["table"] * 8 + ["lists"]
+    # A ring of float32 rows at head_dim 32 is 16 pages. With that of the sinks and the count, but without a column for
+    # block 0, tables serve 131 tokens.
+    with Session(model_of(), max_blocks_per_request=18) as session:
+        assert session.run([prompt], greedy(15)) == [session.oracle.generate(prompt, 15)]
+    assert [kind for kind, _, _ in steps.seen] == ["lists"] + ["table"] * 11 + ["lists"] * 3
 
 
 @pytest.mark.parametrize("length", [100, 129, 257, 300])
@@ -54,14 +55,14 @@ def test_a_prompt_in_chunks_reads_as_one_that_generate_is_given_in_chunks(length
 
 
 def test_a_shared_prefix_is_read_from_the_pages_of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that shares blocks reads them packed, as one that read its prompt in two chunks."""
-    first, *tails = prompts([300, 1, 60, 200])
-    shared = [first[:256] + tail for tail in tails]
+    """A request that shares blocks reads them packed, the newest, too."""
+    first, *tails = prompts([300, 1, 60, 110])
+    shared = [first[:260] + tail for tail in tails]
     with Session(model_of()) as session:
         assert session.run([first], greedy(6)) == [session.oracle.generate(first, 6)]
         steps = Steps(monkeypatch)
-        assert session.run(shared, greedy(6)) == [session.oracle.chunked(prompt, 6, [256]) for prompt in shared]
-        assert all(past >= 256 for _, held, _ in steps.seen for past in held)
+        assert session.run(shared, greedy(6)) == [session.oracle.after_prefix(prompt, 6, 260) for prompt in shared]
+        assert all(past >= 260 for _, held, _ in steps.seen for past in held)
         assert session.pages_in_use() == 0
     with Session(model_of(), allow_block_sharing=False) as session:
         session.run([first], greedy(2))
@@ -82,11 +83,11 @@ def test_forks_go_on_where_their_parent_was(length: int, sharing: bool) -> None:
 def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() -> None:
     """A soft reset reads generated tokens again, as prompt and so exactly; what was not reset is undisturbed.
 
-    Of 44 pages five requests take 40 for their rings, and five blocks are complete when they have 128 tokens.
+    Of 88 pages five requests take 85 for rings and sinks, and five blocks are complete when they have 132 tokens.
     """
     inputs = prompts([100] * 6, seed=3)
     with Session(
-        model_of(), num_blocks=44, max_batch_tokens=700, safety_margin=0.0, allow_block_sharing=False
+        model_of(), num_blocks=88, max_batch_tokens=700, safety_margin=0.0, allow_block_sharing=False
     ) as session:
         session.run(inputs[:1], greedy(1))
         resets: list[str] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
 
 from tests.support.helpers import BLOCK, all_packed, dequantized, encoded, states
@@ -15,7 +15,7 @@ from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.tensors.pages import LayerPages
 
-HEADS, QUERY_HEADS, PAGES, LAYERS = 2, 6, 96, 3
+HEADS, QUERY_HEADS, PAGES, LAYERS = 2, 6, 160, 3
 
 
 def layer_pages(
@@ -45,8 +45,8 @@ class Requests:
         self.queries = [states(90 + i, 1, QUERY_HEADS, n, dim, dtype=dtype)[0] for i, n in enumerate(totals)]
         self.done = [0] * len(totals)
         free = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3)).int()
-        before = self.pages.ring_pages + self.pages.sink_pages
-        needed = [before + n // BLOCK for n in totals]
+        self.prefix = [0] * len(totals)
+        needed = [self.pages.tensors.first_block_column + due_blocks(n, config.sink_tokens, 0) for n in totals]
         self.block_table = torch.full((len(totals), max(needed)), -1, dtype=torch.int32)
         for row, own in zip(self.block_table, free[: sum(needed)].split(needed), strict=True):
             row[: len(own)] = own
@@ -55,29 +55,34 @@ class Requests:
     def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Outputs of the next tokens of each request, next to those over dequantized states, `[n, Hq, D]`."""
         spans = [slice(done, done + n) for done, n in zip(self.done, new, strict=True)]
-        packed = [
+        inputs = [
             torch.cat([x[0, :, span].transpose(0, 1) for x, span in zip(tensors, spans, strict=True)])
             for tensors in (self.queries, [k for k, _ in self.tokens], [v for _, v in self.tokens])
         ]
-        packed = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]) for x in packed]
+        inputs = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(padding, -1, -1)]) for x in inputs]
         lengths = [done + n if n else 0 for done, n in zip(self.done, new, strict=True)]
-        sequences = Sequences(cumulative(new), cumulative(lengths), self.block_table, max(new))
-        out = paged_step(*packed, self.pages, sequences, AttentionOptions(0.2, **options))
+        packed = [self.packed(i) for i in range(len(new))]
+        sequences = Sequences(cumulative(new), cumulative(lengths), self.block_table, torch.tensor(packed), max(new))
+        out = paged_step(*inputs, self.pages, sequences, AttentionOptions(0.2, **options))
         assert (out[sum(new) :] == 0).all()
         expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]
         self.done = [done + n for done, n in zip(self.done, new, strict=True)]
         return [pair for pair in zip(out[: sum(new)].split(new), expected, strict=True) if pair[1] is not None]
 
+    def packed(self, i: int) -> int:
+        """Blocks that request i reads packed in its next step."""
+        return max(self.prefix[i], self.config.num_blocks(self.done[i]))
+
     def expected(self, i: int, span: slice, **options) -> torch.Tensor | None:
         if span.start == span.stop:
             return None
         keys, values = (x[:, :, : span.stop].clone() for x in self.tokens[i])
-        whole = span.start // BLOCK * BLOCK
-        old = keys[:, :, :whole], values[:, :, :whole]
+        start = self.config.sink_tokens
+        stop = start + self.packed(i) * BLOCK
+        old = keys[:, :, start:stop], values[:, :, start:stop]
         blocks = encoded(self.config, *old, self.pages.channel_scales)
         for states_, read in zip((keys, values), dequantized(self.config, blocks, old), strict=True):
-            sinks = self.config.sink_tokens if whole else 0
-            states_[:, :, sinks:whole] = read[:, :, sinks:]
+            states_[:, :, start:stop] = read
         return attend_dense(self.queries[i][:, :, span], keys, values, None, AttentionOptions(0.2, **options))[0]
 
 
@@ -95,17 +100,32 @@ def test_a_step_attends_to_packed_blocks_ring_rows_and_new_tokens(dim: int, bits
             torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("sinks", [1, 4, 8])
+@pytest.mark.parametrize("residual", [0, 40, 128, 200])
+@pytest.mark.parametrize("sinks", [0, 1, 4, 8])
 @pytest.mark.parametrize("capped", [False, True])
-def test_sinks_are_read_from_a_page_of_their_own(sinks: int, capped: bool) -> None:
-    """As soon as block 0 is complete: until then they are in the ring."""
+def test_sinks_and_the_newest_tokens_are_read_as_rows(sinks: int, residual: int, capped: bool) -> None:
     options = {"softcap": 2.0, "s_aux": torch.linspace(-1, 1, QUERY_HEADS)} if capped else {}
-    for chunks in (CHUNKS, [[1, 100, 3, 127], [126, 100, 126, 1], *[[1, 1, 1, 1]] * 3]):
+    grow = [[1, 100, 3, 127], [2, 100, 126, 1], [126, 2, 5, 7], *[[1, 1, 1, 1]] * 3, [1, 300, 260, 2], [1, 1, 9, 1]]
+    for chunks in (CHUNKS, grow):
         totals = [sum(column) for column in zip(*chunks, strict=True)]
-        requests = Requests(replace(all_packed(), sink_tokens=sinks), 16, totals)
+        requests = Requests(all_packed(sink_tokens=sinks, residual_length=residual), 16, totals)
         for new in chunks:
             for out, expected in requests.step(new, padding=3, **options):
                 torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
+
+
+def test_a_request_that_began_with_blocks_reads_them_packed() -> None:
+    """Its ring has no rows of them: noise is there."""
+    config = all_packed(sink_tokens=4, residual_length=128)
+    owner, guest = (Requests(config, 16, [4 + 2 * BLOCK + 300]) for _ in range(2))
+    owner.step([4 + 2 * BLOCK])
+    ring = owner.pages.tensors.ring_pages
+    shared = [pages.block_table[0, ring:][:4].long() for pages in (owner, guest)]
+    guest.pool[shared[1]] = owner.pool[shared[0]]
+    guest.done, guest.prefix = [4 + 2 * BLOCK], [2]
+    for n in (1, 100, 27, 1, 1, 126, 44):
+        for out, expected in guest.step([n]):
+            torch.testing.assert_close(out, expected, atol=3e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -127,17 +147,22 @@ def test_softcap_and_sink_logits_reach_every_request() -> None:
 
 def test_pages_of_a_request_do_not_depend_on_its_company_or_chunks() -> None:
     """Blocks are shared by what they are the blocks of."""
-    together, alone = Requests(all_packed(), 16, TOTALS), Requests(all_packed(), 16, TOTALS)
+    config = all_packed(sink_tokens=4, residual_length=128)
+    together, alone = Requests(config, 16, TOTALS), Requests(config, 16, TOTALS)
     for new in CHUNKS:
         together.step(new)
     for i, total in enumerate(TOTALS):
         alone.step([total if i == j else 0 for j in range(len(TOTALS))])
     for i, total in enumerate(TOTALS):
-        own = together.block_table[i, together.pages.ring_pages :][: total // BLOCK].long()
+        first, ring = together.pages.tensors.first_block_column, together.pages.tensors.ring_pages
+        own = together.block_table[i, first:][: due_blocks(total, 4, 0)].long()
         assert torch.equal(together.pool[own, 1], alone.pool[own, 1])
-        ring = together.block_table[i, : together.pages.ring_pages].long()
-        for a, b in zip(together.pages.ring(ring), alone.pages.ring(ring), strict=True):
-            assert torch.equal(a[:, :, : total % BLOCK], b[:, :, : total % BLOCK])
+        pages, sinks = (together.block_table[i, columns].long() for columns in (slice(ring), slice(ring, ring + 1)))
+        rows = min(total - 4, together.pages.tensors.ring_rows)
+        for a, b in zip(together.pages.ring(pages), alone.pages.ring(pages), strict=True):
+            assert torch.equal(a[:, :, :rows], b[:, :, :rows])
+        for a, b in zip(together.pages.sinks(sinks, 4), alone.pages.sinks(sinks, 4), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
@@ -153,7 +178,7 @@ def test_a_step_writes_to_no_page_of_others_and_no_other_layer() -> None:
 def test_the_fields_of_a_page_share_their_strides_in_bytes() -> None:
     pages, pool = layer_pages(all_packed(), 128, torch.bfloat16)
     assert pages.layout.block_bytes == 17152 and pages.tensors.rows.shape == (PAGES, HEADS, 2, 32, 128)
-    assert pages.ring_pages == 4
+    assert pages.tensors.ring_pages == 4
     strides = {tuple(n * x.itemsize for n in x.stride()[:2]) for x in (*pages.tensors[:4], pages.tensors.rows)}
     assert strides == {(pool.stride(0), pool.stride(2))}
     starts = [x.data_ptr() for x in pages.tensors[:4]]
@@ -165,5 +190,5 @@ def test_the_fields_of_a_page_share_their_strides_in_bytes() -> None:
 def test_blocks_are_aligned_to_128_bytes_and_rings_are_whole_pages(dim: int, bits: tuple[int, int]) -> None:
     pages, _ = layer_pages(all_packed(key_bits=bits[0], value_bits=bits[1]), dim, torch.float16)
     assert pages.layout.block_bytes % 128 == 0
-    assert pages.ring_pages * pages.tensors.page_rows == BLOCK
+    assert pages.tensors.ring_rows == BLOCK
     assert 2 * pages.tensors.page_rows * dim * 2 <= pages.layout.block_bytes

@@ -32,7 +32,7 @@ def test_a_preempted_request_answers_as_an_undisturbed_one_read_in_the_same_step
     fixed: dict[str, Any] = dict(safety_margin=0.0, allow_block_sharing=False, return_logprobs=True)
 
     def served(blocks: int, requests: list[list[int]]) -> dict[str, Any]:
-        overrides = {"balance": False, "sink_tokens": sinks}
+        overrides = {"balance": False, "sink_tokens": sinks, "residual_length": 0}
         with Session(model, overrides=overrides, num_blocks=blocks, max_batch_tokens=4096, **fixed) as session:
             found = session.batching.generate_batch(requests, greedy(NEW), session.options)
         answers(found)

@@ -142,11 +142,11 @@ def test_what_is_no_model_is_refused() -> None:
         (dict(preset="5bit"), "Unknown preset"),
         (dict(skip_layers=(0,)), "`skip_layers` is \\(0,\\)"),
         (dict(preset=TurboQuantConfig(skip_layers=(0,))), "`skip_layers` is \\(0,\\)"),
-        (dict(layers={0: "k8v4"}), "`layers` is {0: 'k8v4'}: pages hold all layers of a model alike"),
+        (dict(layers={0: "k8v4"}), "`layers` is \\(\\(0, 'k8v4'\\),\\): pages hold all layers of a model alike"),
         (dict(preset=TurboQuantConfig(layers={0: "k8v4"})), "`layers` is \\(\\(0, 'k8v4'\\),\\)"),
         (dict(sink_tokens=9), "`sink_tokens` is 9"),
         (dict(sink_tokens=-1), "`sink_tokens` is -1"),
-        (dict(residual_length=128), "`residual_length` is 128"),
+        (dict(residual_length=-1), "`residual_length` is -1"),
         (dict(preset=TurboQuantConfig(), seed=3), "TurboQuantConfig and also seed"),
         (dict(balance="yes"), "`balance` is 'yes'"),
         (dict(preset=TurboQuantConfig(balance=False), balance=Balance({})), "leave out either"),
@@ -158,10 +158,10 @@ def test_options_that_pages_do_not_have_are_refused(arguments: dict[str, Any], w
         TurboQuantBatching(model_of(), **arguments)
 
 
-def test_a_config_keeps_what_pages_have() -> None:
-    config = TurboQuantBatching(model_of(), TurboQuantConfig(key_bits=3, value_bits=2, seed=7, balance=False)).config
-    assert config == TurboQuantConfig(key_bits=3, value_bits=2, seed=7, balance=False, sink_tokens=0, residual_length=0)
-    assert TurboQuantBatching(model_of(), "k8v4").config.preset == "k8v4"
+def test_pages_have_the_configuration_of_a_cache() -> None:
+    given = TurboQuantConfig(key_bits=3, value_bits=2, seed=7, balance=False, sink_tokens=1, residual_length=30)
+    assert TurboQuantBatching(model_of(), given).config == given
+    assert TurboQuantBatching(model_of(), "k8v4").config == TurboQuantConfig.from_preset("k8v4")
 
 
 def test_beams_are_refused(batching: TurboQuantBatching) -> None:
@@ -200,11 +200,11 @@ def test_an_ordinary_call_of_a_held_model_is_refused(batching: TurboQuantBatchin
 
 @pytest.mark.parametrize("children", [1, 3])
 def test_a_request_longer_than_the_pool_is_refused_at_once(children: int) -> None:
-    longest, short = prompts([620, 20])
-    # 8 of 12 pages are a ring: with 4 blocks there is room for 639 tokens. The last answered is not stored.
-    with Session(model_of(), num_blocks=12, max_batch_tokens=256) as session:
+    longest, short = prompts([624, 20])
+    # 17 of 21 pages are a ring and sinks: with 4 blocks there is room for 643 tokens. The last answered is not stored.
+    with Session(model_of(), num_blocks=21, max_batch_tokens=256) as session:
         assert [len(out) for out in session.run([longest], greedy(20))] == [20]
-        assert session.cache.max_request_tokens == 639
+        assert session.cache.max_request_tokens == 643
         generation = greedy(21)
         generation.num_return_sequences = children
         results = session.batching.generate_batch(
@@ -213,20 +213,20 @@ def test_a_request_longer_than_the_pool_is_refused_at_once(children: int) -> Non
         refused, served = list(results.values())[:children], list(results.values())[children:]
         assert len(served) == children
         for result in refused:
-            assert "620 tokens and up to 21 new ones is longer than the cache, which has room for 639" in result.error
+            assert "624 tokens and up to 21 new ones is longer than the cache, which has room for 643" in result.error
         assert [len(result.generated_tokens) for result in served] == [21] * children
 
 
 def test_a_request_without_a_limit_that_outgrows_the_pool_fails_and_others_go_on() -> None:
     growing, short = prompts([600, 20])
-    with Session(model_of(), num_blocks=12, max_batch_tokens=256) as session:
+    with Session(model_of(), num_blocks=21, max_batch_tokens=256) as session:
         expected = session.run([short], greedy(5))
         session.manager.generation_config.max_new_tokens = None
         session.manager.start()
         first, second = session.manager.add_request(growing), session.manager.add_request(short, max_new_tokens=5)
         found = finished(session, 2)
         assert "No requests can be scheduled" in found[first].error
-        assert len(found[first].generated_tokens) == 40
+        assert len(found[first].generated_tokens) == 44
         assert [found[second].generated_tokens] == expected
         assert session.pages_in_use() == 0
         session.manager.stop(keep_for_next_session=True)

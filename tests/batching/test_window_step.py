@@ -64,7 +64,7 @@ class NoReading(TorchDispatchMode):
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "sinks"])
 def test_a_step_of_single_tokens_reads_nothing_from_the_device(options: dict) -> None:
     windows = LayerWindows(torch.zeros(PAGES, 2, 36, HEADS, DIM), 96, trash=1)
-    sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), 1)
+    sequences = Sequences(cumulative([1, 0, 1, 0]), cumulative([97, 0, 5, 0]), torch.full((4, 3), 7).int(), None, 1)
     query, key, value = (torch.ones(3, heads, DIM) for heads in (QUERY_HEADS, HEADS, HEADS))
     with NoReading():
         out = windowed_step(

@@ -49,11 +49,11 @@ def test_without_block_tables_answers_are_the_same(monkeypatch: pytest.MonkeyPat
 
 def test_tables_have_room_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with long windows they are more pages than those of the longest request that tables serve."""
-    (prompt,), steps = prompts([900]), Steps(monkeypatch)
-    model = mixed("gemma3", sliding_window=700)
-    with Session(model, max_blocks_per_request=16) as session:
+    (prompt,), steps = prompts([1200]), Steps(monkeypatch)
+    model = mixed("gemma3", sliding_window=1100)
+    with Session(model, max_blocks_per_request=28) as session:
         assert session.run([prompt], greedy(6)) == [session.oracle.generate(prompt, 6)]
-        assert session.cache.windows.pages_of(700) > 16
+        assert session.cache.windows.pages_of(1100) > 28
     assert steps.kinds() == {"table", "lists"}
 
 
@@ -93,12 +93,12 @@ def test_a_prompt_that_was_answered_before_is_read_again_whole() -> None:
 
 
 PREEMPTED = prompts([60] * 6, seed=3)
-"""Six requests of a ring of 8 packed pages and two pages of windows, which want a third when they have 73 tokens."""
+"""Six requests of 17 pages for rings and sinks and two for windows, which want a third when they have 73 tokens."""
 
 
 def small_pool(**changes: Any) -> Session:
     """Room for all of `PREEMPTED` with 72 tokens, and for five with more."""
-    return Session(mixed("gemma3"), num_blocks=9, max_batch_tokens=700, safety_margin=0.0, **changes)
+    return Session(mixed("gemma3"), num_blocks=16, max_batch_tokens=700, safety_margin=0.0, **changes)
 
 
 def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() -> None:

@@ -12,7 +12,7 @@ from tq_kernels.types import Sequences
 
 from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
 from tests.support.paged_cases import Inputs, Step, cumulative, make, sequences_of
-from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.config import PRESETS
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.ops.triton import pages as triton_pages
 
@@ -31,8 +31,11 @@ DECODING = [
     Step(past=(140, 0, 12, 0, 0), new=(1, 0, 1, 0, 0), nobody=3),
     Step(past=(140, 0, 12), new=(1, 0, 1), nobody=4),
     Step(past=(0, 0), new=(0, 0), nobody=2),
-    # Sinks: of blocks that are not complete, that this step completes, and that were; with eight, a fifth dense job.
-    Step(past=(0, 5, 127, 128, 300), new=(1,) * 5, sinks=4),
+    # Sinks: not all of them, this step's among them, and with a residual, which blocks of others come into.
+    Step(past=(0, 3, 4, 5, 131, 300), new=(1,) * 6, sinks=4),
+    Step(past=(1, 40, 131, 132, 259, 260, 387, 700), new=(1,) * 8, sinks=4, residual=128),
+    Step(past=(1, 131, 260, 387, 700), new=(1,) * 5, sinks=4, residual=128, prefix=2),
+    Step(past=(300, 131, 168), new=(1,) * 3, sinks=4, residual=37, preset="k8v4", D=128, Hq=8, dtype=BF16),
     Step(past=(255, 383, 126), new=(1, 1, 1), sinks=8, Hq=20, dtype=BF16, softcap=15.0, s_aux=True),
     *[Step(past=(254,), new=(1,), preset=preset, sinks=1) for preset in ("k8v4", "3bit_nc", "2bit_nc")],
     Step(past=(200, 0, 12, 0), new=(1, 0, 1, 0), D=80, Hq=6, Hkv=2, sinks=4, nobody=3),
@@ -44,8 +47,11 @@ PREFILLING = [
     Step(past=(64, 500), new=(64, 3), preset="2bit_nc", softcap=15.0, s_aux=True),
     # So few rows that several programs share the tokens of one tile.
     Step(past=(20, 700), new=(1, 3), s_aux=True, nobody=2),
-    # Sinks: none yet, of a block that was complete, of one that this step completes from its ring and new tokens.
+    # Sinks: none yet, some, all; with a residual, shorter and longer than what is new.
     Step(past=(0, 100, 127, 0, 257), new=(30, 1, 130, 0, 9), sinks=4, nobody=2),
+    Step(past=(0, 2, 0, 3), new=(3, 3, 4, 140), sinks=4, residual=128),
+    Step(past=(0, 300, 131, 260, 700), new=(600, 2, 130, 300, 129), sinks=4, residual=128),
+    Step(past=(300, 131, 520), new=(2, 130, 30), sinks=4, residual=128, prefix=3, preset="3bit_nc", dtype=BF16),
     Step(past=(0, 2), new=(300, 150), preset="3bit_nc", Hq=8, Hkv=2, dtype=BF16, sinks=8),
     Step(past=(20, 700), new=(1, 3), softcap=15.0, s_aux=True, sinks=4),
 ]
@@ -93,14 +99,13 @@ def check_chunks(device: torch.device) -> None:
     done = 0
     for n in (100, 27, 1, 22):
         tokens = tuple(x[done : done + n] for x in parts.tokens)
-        paged_step(*tokens, parts.pages, sequences_of((done,), (n,), block_table), parts.options)
+        paged_step(*tokens, parts.pages, sequences_of(parts.step, (done,), (n,), block_table), parts.options)
         done += n
-    for pages in (block_table[0, : whole.pages.ring_pages], whole.encoded()):
-        kept = 22 if len(pages) > 1 else None
-        mine, other = (x.pages.tensors.rows[pages.long()] if kept else x.pool[pages.long(), 1] for x in (whole, parts))
-        if kept:  # rows after the last block; older ones stand where the tokens of a chunk were
-            mine, other = mine[0, :, :, :kept], other[0, :, :, :kept]
+    pages = block_table[0, : whole.pages.tensors.ring_pages].long()
+    for mine, other in zip(whole.pages.ring(pages), parts.pages.ring(pages), strict=True):
         assert torch.equal(mine, other)
+    mine, other = (x.pool[whole.encoded(), 1] for x in (whole, parts))
+    assert torch.equal(mine, other)
 
 
 if INTERPRETED:
@@ -130,16 +135,11 @@ if INTERPRETED:
 
     def test_decode_steps_that_no_kernel_computes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         config, states = PRESETS["4bit_nc"], torch.empty(0, dtype=torch.float16)
-        config, with_sinks = (replace(config, sink_tokens=sinks, residual_length=0) for sinks in (0, 4))
 
-        def decodes(dim: int, states: torch.Tensor = states, config: TurboQuantConfig = config) -> bool:
+        def decodes(dim: int, states: torch.Tensor = states) -> bool:
             return triton_pages.supports_paged_decode(states, config, config.layout(dim))
 
-        assert decodes(80) and decodes(80, config=with_sinks)
-        assert not decodes(20) and not decodes(80, states.double())
-        turing = replace(paged_launch.target(torch.device("cpu")), capability=(7, 5))
-        monkeypatch.setattr(paged_launch, "target", lambda device: turing)
-        assert decodes(80) and not decodes(80, config=with_sinks)
+        assert decodes(80) and not decodes(20) and not decodes(80, states.double())
         monkeypatch.setattr("tq_hf.ops.backend.chosen", "torch")
         assert not decodes(80)
 
@@ -160,7 +160,9 @@ def test_agrees_with_the_reference_on_a_gpu(step: Step) -> None:
 def test_many_sequences_on_a_gpu(dim: int, sinks: int, preset: str) -> None:
     past = tuple((257 * i * i + 31 * i) % 3000 for i in range(37))
     new = tuple(1 if i % 3 else 40 * i for i in range(12))
-    many = Step(past=past, new=(1,) * 37, Hq=16, Hkv=4, D=dim, preset=preset, dtype=BF16, sinks=sinks)
+    many = Step(
+        past=past, new=(1,) * 37, Hq=16, Hkv=4, D=dim, preset=preset, dtype=BF16, sinks=sinks, residual=32 * sinks
+    )
     check(many, torch.device("cuda"))
     check(replace(many, past=past[:12], new=new), torch.device("cuda"))
 
@@ -181,13 +183,14 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
         Step(past=(1500, 127, 2047, 0, 12, 255), new=(1, 1, 1, 1, 1, 1, 0, 0)[:6], Hq=8, Hkv=2, D=128),
         Step(past=(0,), new=(1,), Hq=8, Hkv=2, D=128),
     ]
-    steps = [replace(step, sinks=sinks) for step in steps]
+    steps = [replace(step, sinks=sinks, residual=32 * sinks) for step in steps]
     pages, width = 160, 40
     pool = torch.zeros(pages, *make(steps[0]).pool.shape[1:], dtype=torch.uint8, device=device)
     block_table = torch.full((8, width), -1, dtype=torch.int32, device=device)
     cu_seqlens_q, cu_seqlens_k = (torch.zeros(9, dtype=torch.int32, device=device) for _ in range(2))
+    packed = torch.zeros(8, dtype=torch.int32, device=device)
     static = replace(
-        make(steps[0]).to(device), pool=pool, sequences=Sequences(cu_seqlens_q, cu_seqlens_k, block_table, 1)
+        make(steps[0]).to(device), pool=pool, sequences=Sequences(cu_seqlens_q, cu_seqlens_k, block_table, packed, 1)
     )
 
     def load(inputs: Inputs) -> None:
@@ -200,6 +203,7 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
             (cu_seqlens_k, inputs.sequences.cu_seqlens_k),
         ):
             held.copy_(torch.cat([given, given[-1:].expand(8 - count)]))
+        packed.zero_()[:count] = inputs.sequences.packed
         for held, given in zip(static.tokens, inputs.tokens, strict=True):
             held[: len(given)].copy_(given)
         for held, given in zip(static.channel_scales, inputs.channel_scales, strict=True):

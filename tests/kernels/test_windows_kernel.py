@@ -144,7 +144,7 @@ if INTERPRETED:
 
     def test_an_empty_step_returns_nothing() -> None:
         windows = LayerWindows(torch.zeros(4, 2, 36, 2, 16, dtype=FP16), 96, trash=1)
-        sequences = Sequences(cumulative([0]), cumulative([0]), torch.zeros(1, 3).int(), 1)
+        sequences = Sequences(cumulative([0]), cumulative([0]), torch.zeros(1, 3).int(), None, 1)
         query, key = torch.empty(0, 6, 16, dtype=FP16), torch.empty(0, 2, 16, dtype=FP16)
         assert (
             windowed_step(query, key, key, windows, plan_step(sequences, 0, windows), AttentionOptions(1.0)).shape[0]
@@ -186,7 +186,7 @@ def test_a_captured_step_is_right_for_windows_that_grew() -> None:
     block_table = requests.block_table.cuda()
     cu_seqlens_q, cu_seqlens_k = (torch.zeros(5, dtype=torch.int32, device="cuda") for _ in range(2))
     tokens = [torch.zeros(4, heads, shape[2], dtype=BF16, device="cuda") for heads in (16, 8, 8)]
-    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, block_table, 1)
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, block_table, None, 1)
 
     def step() -> torch.Tensor:
         return windowed_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching.cache import TurboQuantPagedCache
+from tq_hf.batching.geometry import TableShape
 
 Tokens = list[int]
 
@@ -56,18 +58,20 @@ def answers(results: dict[str, Any]) -> list[Tokens]:
 
 def paged(preset: str, **overrides: Any) -> TurboQuantConfig:
     """A preset as pages have it."""
-    return TurboQuantConfig.from_preset(preset, sink_tokens=0, residual_length=0, **overrides)
+    return TurboQuantConfig.from_preset(preset, **overrides)
 
 
 class Oracle:
-    """What `generate()` answers on a cache that encodes as pages do."""
+    """What `generate()` answers on a cache of the same recipe."""
 
-    def __init__(self, model: PreTrainedModel, preset: str = "4bit_nc", balance: Balance | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, preset: str = "4bit_nc", balance: Balance | None = None, **overrides: Any
+    ) -> None:
         self.model, self.balance = model, balance
-        self.config = paged(preset, balance=balance is not None)
+        self.config = paged(preset, **({"balance": balance is not None} | overrides))
 
-    def cache(self) -> TurboQuantCache:
-        return TurboQuantCache(self.model.config, self.config, balance=self.balance)
+    def cache(self, **changes: Any) -> TurboQuantCache:
+        return TurboQuantCache(self.model.config, replace(self.config, **changes), balance=self.balance)
 
     def generate(self, prompt: Tokens, new: int) -> Tokens:
         """Greedy tokens of `generate()`."""
@@ -80,11 +84,17 @@ class Oracle:
         self.model.set_attn_implementation(before)
         return out[0, len(prompt) :].tolist()
 
-    def chunked(self, prompt: Tokens, new: int, chunks: Sequence[int] = ()) -> Tokens:
+    def after_prefix(self, prompt: Tokens, new: int, prefix: int) -> Tokens:
+        """Greedy tokens of a request that began with packed blocks of so many tokens: as without a residual, as long
+        as no other block is complete."""
+        assert (prefix - self.config.sink_tokens) % 128 == 0 and len(prompt) + new - prefix < 128
+        return self.chunked(prompt, new, [prefix], residual_length=0)
+
+    def chunked(self, prompt: Tokens, new: int, chunks: Sequence[int] = (), **changes: Any) -> Tokens:
         """Greedy tokens, the prompt read in pieces of these sizes and the rest."""
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation("turboquant")
-        cache, out, at, logits = self.cache(), [], 0, torch.empty(0)
+        cache, out, at, logits = self.cache(**changes), [], 0, torch.empty(0)
         with torch.no_grad():
             for size in filter(None, (*chunks, len(prompt) - sum(chunks))):
                 logits = self.model(torch.tensor([prompt[at : at + size]]), past_key_values=cache).logits[0, -1]
@@ -105,7 +115,8 @@ class Session:
         self.model = model
         self.batching = TurboQuantBatching(model, preset, **(overrides or {}))
         self.options = options(**changes)
-        self.oracle = Oracle(model, preset, self.batching.balance)
+        recipe = {name: value for name, value in (overrides or {}).items() if name != "balance"}
+        self.oracle = Oracle(model, preset, self.batching.balance, **recipe)
 
     def __enter__(self) -> Session:
         return self
@@ -142,8 +153,8 @@ class Steps:
         self.seen: list[tuple[str, list[int], list[int]]] = []
         real = paged_cache.sequences_of
 
-        def spied(kwargs: dict[str, Any], *pages: int) -> Sequences:
-            sequences = real(kwargs, *pages)
+        def spied(kwargs: dict[str, Any], shape: TableShape) -> Sequences:
+            sequences = real(kwargs, shape)
             kind = "table" if kwargs["block_table"] is not None else "lists"
             new, lengths = sequences.cu_seqlens_q.diff().tolist(), sequences.cu_seqlens_k.diff().tolist()
             self.seen.append((kind, [a - b for a, b in zip(lengths, new, strict=True)], new))

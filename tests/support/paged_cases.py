@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.format import due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
 
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend, dispatch
-from tq_hf.tensors.pages import LayerPages
+from tq_hf.tensors.pages import LayerPages, ring_pages
 
 LAYERS = 2
 
@@ -26,6 +26,8 @@ class Step:
         new: Its new tokens; sequences without any only pad.
         nobody: Tokens after the last sequence's.
         sinks: First tokens in a page of their own.
+        residual: Tokens that are read as rows, at least.
+        prefix: Blocks that each sequence reads packed in any case, of those it has: it began with others' blocks.
         spare: Columns of the table, and pages, beyond what is needed.
     """
 
@@ -40,6 +42,8 @@ class Step:
     s_aux: bool = False
     nobody: int = 0
     sinks: int = 0
+    residual: int = 0
+    prefix: int = 0
     spare: int = 2
 
     def __str__(self) -> str:
@@ -49,17 +53,20 @@ class Step:
 
     @property
     def config(self) -> TurboQuantConfig:
-        return TurboQuantConfig.from_preset(self.preset, residual_length=0, sink_tokens=self.sinks)
+        return TurboQuantConfig.from_preset(self.preset, residual_length=self.residual, sink_tokens=self.sinks)
 
 
 def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def sequences_of(past: tuple[int, ...], new: tuple[int, ...], block_table: torch.Tensor) -> Sequences:
+def sequences_of(step: Step, past: tuple[int, ...], new: tuple[int, ...], block_table: torch.Tensor) -> Sequences:
     lengths = tuple(p + n if n else 0 for p, n in zip(past, new, strict=True))
     cu_seqlens_q, cu_seqlens_k = (cumulative(x).to(block_table.device) for x in (new, lengths))
-    return Sequences(cu_seqlens_q, cu_seqlens_k, block_table, max(1, *new))
+    own = (min(step.prefix, due_blocks(p, step.sinks, 0)) for p in past)
+    packed = [max(q, due_blocks(p, step.sinks, step.residual)) for p, q in zip(past, own, strict=True)]
+    packed = torch.tensor(packed, dtype=torch.int32, device=block_table.device)
+    return Sequences(cu_seqlens_q, cu_seqlens_k, block_table, packed, max(1, *new))
 
 
 @contextmanager
@@ -91,8 +98,8 @@ class Inputs:
     def to(self, device: torch.device) -> Inputs:
         """A copy on `device`."""
         tokens = tuple(x.to(device, copy=True) for x in self.tokens)
-        cu_seqlens_q, cu_seqlens_k, block_table, max_q = self.sequences
-        sequences = Sequences(*(x.to(device, copy=True) for x in (cu_seqlens_q, cu_seqlens_k, block_table)), max_q)
+        *tensors, max_q = self.sequences
+        sequences = Sequences(*(x.to(device, copy=True) for x in tensors), max_q)
         s_aux = None if self.s_aux is None else self.s_aux.to(device)
         channel_scales = self.channel_scales.map(lambda x: x.to(device))
         return Inputs(self.step, self.pool.to(device, copy=True), channel_scales, tokens, sequences, s_aux)
@@ -108,11 +115,10 @@ class Inputs:
 
     def encoded(self) -> torch.Tensor:
         """Pages that the step encodes blocks into."""
-        first = self.pages.ring_pages + self.pages.sink_pages
-        found = [
-            self.sequences.block_table[i, first + past // BLOCK_TOKENS : first + (past + new) // BLOCK_TOKENS]
-            for i, (past, new) in enumerate(zip(self.step.past, self.step.new, strict=True))
-        ]
+        found, first = [], self.pages.tensors.first_block_column
+        for i, (past, new) in enumerate(zip(self.step.past, self.step.new, strict=True)):
+            start, stop = (first + due_blocks(n, self.step.sinks, 0) for n in (past, past + new))
+            found.append(self.sequences.block_table[i, start:stop])
         return torch.cat(found).long()
 
 
@@ -124,12 +130,9 @@ def make(step: Step, seed: int = 0) -> Inputs:
         return torch.randn(*shape, generator=generator)
 
     layout = step.config.layout(step.D)
-    ring = LayerPages.of_pool(
-        torch.zeros(1, 2, step.Hkv, layout.block_bytes, dtype=torch.uint8), 1, step.config, step.D, step.dtype
-    ).ring_pages
-    blocks = [(p + n) // BLOCK_TOKENS for p, n in zip(step.past, step.new, strict=True)]
-    page = min(1, step.sinks)
-    needed = [ring + min(page, m) + m if n else 0 for m, n in zip(blocks, step.new, strict=True)]
+    first = ring_pages(step.config, layout, step.dtype) + min(1, step.sinks) + 1
+    ends = [due_blocks(p + n, step.sinks, 0) for p, n in zip(step.past, step.new, strict=True)]
+    needed = [first + blocks if n else 0 for blocks, n in zip(ends, step.new, strict=True)]
     count = sum(needed) + step.spare
     pool = torch.zeros(count, LAYERS, step.Hkv, layout.block_bytes, dtype=torch.uint8)
     pool.random_(0, 256, generator=generator)
@@ -144,13 +147,14 @@ def make(step: Step, seed: int = 0) -> Inputs:
     key, value = randn(step.Hkv, total, step.D).transpose(0, 1), randn(total, step.Hkv, step.D)
     tokens = tuple(x.to(step.dtype) for x in (query, key, value))
     s_aux = randn(step.Hq) if step.s_aux else None
-    inputs = Inputs(step, pool, ChannelScales(*made), tokens, sequences_of(step.past, step.new, block_table), s_aux)
+    sequences = sequences_of(step, step.past, step.new, block_table)
+    inputs = Inputs(step, pool, ChannelScales(*made), tokens, sequences, s_aux)
     for i, (past, new) in enumerate(zip(step.past, step.new, strict=True)):
         if past and new:
             query, key, value = (randn(past, heads, step.D).to(step.dtype) for heads in (step.Hq, step.Hkv, step.Hkv))
             with in_torch():
                 dispatch.paged_step(
                     query, key + 2 * randn(1, step.Hkv, step.D).to(step.dtype), value,
-                    inputs.pages, sequences_of((0,), (past,), block_table[i : i + 1]), inputs.options,
+                    inputs.pages, sequences_of(step, (0,), (past,), block_table[i : i + 1]), inputs.options,
                 )  # fmt: skip
     return inputs

@@ -78,7 +78,7 @@ class Requests:
         reached = torch.tensor(lengths)[:, None] > torch.arange(self.windows.pages) * self.windows.rows_per_page
         block_table = self.block_table.where(reached, -1)
         sequences = Sequences(
-            *(x.to(self.device) for x in (cumulative(new), cumulative(lengths), block_table)), max(new)
+            *(x.to(self.device) for x in (cumulative(new), cumulative(lengths), block_table)), None, max(new)
         )
         plan = plan_step(sequences, len(packed[0]), self.windows)
         there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}

@@ -1,9 +1,14 @@
 """Allocates the pages of requests: transformers' allocators, for packed pages and for windows of one pool.
 
-The block table of a request begins with the pages of its ring, which is not shared. One page follows for each complete
-block, after the sink page if there are sinks (`tq_hf.tensors.pages` has the layouts). The step that completes a block
-encodes it, and no step writes it again: after that step it can be hashed, shared and de-duplicated. A request is wholly
-in the pages of its table, in an order that growth keeps: forks and offloading copy whole pages.
+The pages of a request, in the order of its block table (`tq_hf.tensors.pages` has the layouts): those of its ring, the
+sink page if there are sinks, a page for each complete block. A request is wholly in its pages, in an order that growth
+keeps: forks and offloading copy whole pages.
+
+What is shared: a page that no step writes again, which is the sink page once all sinks are there, and a block's page
+after the step that completes the block. Each is known by the hash of its own tokens and of all before, for those are
+what its bytes depend on: the sinks', then the sinks' and block 0's, and so on. A request that begins with such pages
+has no rows of their tokens in its ring, so it reads those blocks packed even where they are among its newest tokens.
+How many they are goes with its table (`prefix_blocks`).
 
 In transformers, blocks of both kinds of layers have as many tokens, and a sector is the least common multiple of their
 bytes: with dense and packed blocks, gigabytes. Here one page of all sliding layers is a sector, a small multiple of a
@@ -16,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import ChannelScales
 from transformers.generation.continuous_batching.cache_allocators import (
     CachePool,
@@ -26,8 +31,8 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from ..config import TurboQuantConfig
-from ..tensors.pages import LayerPages, LayerWindows, rows_per_page, window_page
-from .geometry import listed_pages
+from ..tensors.pages import LayerPages, LayerWindows, window_page
+from .geometry import TableShape, listed
 
 
 class _PoolAllocator(FullAttentionCacheAllocator):
@@ -48,8 +53,12 @@ class _PoolAllocator(FullAttentionCacheAllocator):
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
         """Write a request's table to its row `[max_blocks_per_request]` of the step's."""
-        table = self.block_table[request_id][: self.pages_of(past_length + query_length)]
+        table = self._table(request_id, past_length + query_length)
         block_table[: len(table)].copy_(torch.tensor(table, dtype=block_table.dtype), non_blocking=True)
+
+    def _table(self, request_id: str, length: int) -> list[int]:
+        """The table of a request of `length` tokens."""
+        return self.block_table[request_id][: self.pages_of(length)]
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Refuse any other attention."""
@@ -71,11 +80,10 @@ class TurboQuantAllocator(_PoolAllocator):
         self.tq_config = tq_config
         self.channel_scales = channel_scales
         super().__init__(**options)
-        layout = tq_config.layout(self.head_dim)
-        self.ring_pages = BLOCK_TOKENS // rows_per_page(layout, self.cache_dtype)
-        """Pages at the start of every block table."""
-        self.sink_pages = min(1, tq_config.sink_tokens)
-        """Pages between a ring and block 0, of requests that have one."""
+        self.shape = TableShape.of(tq_config, self.head_dim, self.cache_dtype)
+        """What tables consist of."""
+        self.prefix_blocks: dict[str, int] = {}
+        """Blocks of others that requests began with, if any."""
         self._sinks_of_match: list[int] = []
         self.pages: dict[int, LayerPages] = {}
         """Views of the pool by layer."""
@@ -101,35 +109,65 @@ class TurboQuantAllocator(_PoolAllocator):
         """The hash of the sink page: of its tokens, which are fewer than a block's."""
         return compute_block_hash(None, tokens[: self.tq_config.sink_tokens])
 
+    def _block_tokens(self, tokens: list[int], block: int) -> list[int]:
+        """The tokens of a block, or what there is of them."""
+        start = self.shape.sinks + block * BLOCK_TOKENS
+        return tokens[start : start + BLOCK_TOKENS]
+
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
-        after = listed_pages(past_length + query_length, self.ring_pages, self.sink_pages)[1]
-        return max(0, self.ring_pages + after - allocated_blocks)
+        # A column of the table is no page.
+        return max(0, self.shape.width(past_length + query_length) - 1 - allocated_blocks)
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        """Allocate pages for new tokens."""
+        if not past_length:  # an id may have been another's
+            self.prefix_blocks.pop(request_id, None)
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Give up the pages of a request. With `no_cache` it is offloaded and may come back as it was."""
+        if request_id in self.block_table and not no_cache:
+            self.prefix_blocks.pop(request_id, None)
+        super().free_blocks(request_id, no_cache)
 
     def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
-        """Pages that a fork shares with this request: complete blocks and their sink page."""
-        return self.pages_of(past_length) - self.ring_pages if self.use_block_sharing else 0
+        """Pages that a fork shares with this request: complete blocks and the sink page, once it is complete."""
+        if not self.use_block_sharing or past_length < self.shape.sinks:
+            return 0
+        return self.shape.sink_pages + due_blocks(past_length, self.shape.sinks, 0)
 
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
-        """Build the table of a fork. Returns the pages to copy and their copies: the ring, and blocks not shared."""
-        source = self.block_table[source_request_id]
-        shared_end = self.ring_pages + self.count_shareable_blocks(source_request_id, past_length)
-        shared, copied = source[self.ring_pages : shared_end], source[: self.ring_pages] + source[shared_end:]
+        """Build the table of a fork. Returns the pages to copy and their copies: the ring, and pages not shared."""
+        source, ring = self.block_table[source_request_id], self.shape.ring_pages
+        shared_end = ring + self.count_shareable_blocks(source_request_id, past_length)
+        shared, copied = source[ring:shared_end], source[:ring] + source[shared_end:]
         for block in shared:
             self.ledger.acquire(block)
         copies = self.pool.get_free_blocks(self.index, len(copied))
-        self.block_table[dest_request_id] = copies[: self.ring_pages] + shared + copies[self.ring_pages :]
+        self.block_table[dest_request_id] = copies[:ring] + shared + copies[ring:]
+        if source_request_id in self.prefix_blocks:
+            self.prefix_blocks[dest_request_id] = self.prefix_blocks[source_request_id]
         return copied, copies
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
-        """Blocks that match the prompt; none if their sink page does not."""
-        if self.sink_pages:
-            page = self.ledger.hash_to_block.get(self._sink_hash(prompt_ids))
+        """Blocks that match the prompt, but for its last token; none if their sink page does not."""
+        parent = None
+        if self.shape.sinks:
+            parent = self._sink_hash(prompt_ids)
+            page = self.ledger.hash_to_block.get(parent)
             if page is None:
                 return []
             self._sinks_of_match = [page]
-        return super().match_prefix_blocks(prompt_ids)
+        matched: list[int] = []
+        for block in range(due_blocks(len(prompt_ids) - 1, self.shape.sinks, 0)):
+            parent = compute_block_hash(parent, self._block_tokens(prompt_ids, block))
+            page = self.ledger.hash_to_block.get(parent)
+            if page is None:
+                break
+            matched.append(page)
+        return matched
 
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
         """Begin a table with a new ring, for which the pool must have pages, the sinks matched just before, and blocks
@@ -137,25 +175,28 @@ class TurboQuantAllocator(_PoolAllocator):
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
         for page in self._sinks_of_match:
             self.ledger.acquire(page)
-        ring = self.pool.get_free_blocks(self.index, self.ring_pages)
+        ring = self.pool.get_free_blocks(self.index, self.shape.ring_pages)
         self.block_table[request_id][:0] = ring + self._sinks_of_match
+        self.prefix_blocks[request_id] = len(block_ids)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """Register the hashes of blocks that the last step completed, and replace blocks that exist already."""
         table = self.block_table.get(request_id)
         if table is None:  # cancelled while its step was under way
             return
-        parent, first = None, self.ring_pages + self.sink_pages
-        for i, block in enumerate(table[first:]):
-            block_hash = self.ledger.block_to_hash.get(block)
+        parent, first = None, self.shape.first_block - 1
+        if self.shape.sinks:
+            parent = self._sink_hash(token_ids)
+            if new_new_blocks and table[first - 1] not in self.ledger.block_to_hash:
+                self._register(table, first - 1, parent)
+        for i, page in enumerate(table[first:]):
+            block_hash = self.ledger.block_to_hash.get(page)
             if block_hash is None:
-                tokens = token_ids[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
+                tokens = self._block_tokens(token_ids, i)
                 if new_new_blocks == 0 or len(tokens) < BLOCK_TOKENS:
                     return
                 block_hash = compute_block_hash(parent, tokens)
                 new_new_blocks -= 1
-                if self.sink_pages and i == 0 and table[first - 1] not in self.ledger.block_to_hash:
-                    self._register(table, first - 1, self._sink_hash(tokens))
                 self._register(table, first + i, block_hash)
             parent = block_hash
 
@@ -169,22 +210,21 @@ class TurboQuantAllocator(_PoolAllocator):
             if self.ledger.release(page):
                 self.pool.free_blocks(self.index, [page])
 
+    def _table(self, request_id: str, length: int) -> list[int]:
+        """The table of a request of `length` tokens."""
+        pages, first = self.block_table[request_id][: self.pages_of(length)], self.shape.first_block - 1
+        return [*pages[:first], self.prefix_blocks.get(request_id, 0), *pages[first:]]
+
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """The pages of a request, as `tq_hf.batching.geometry` lists them."""
-        ring, after = listed_pages(past_length + query_length, self.ring_pages, self.sink_pages)
-        table = self.block_table[request_id]
-        return table[:ring] + table[self.ring_pages : self.ring_pages + after]
+        """The numbers of a request's table that `tq_hf.batching.geometry` lists."""
+        table = self._table(request_id, past_length + query_length)
+        ring, after = listed(past_length + query_length, self.shape)
+        return table[:ring] + table[self.shape.ring_pages : self.shape.ring_pages + after]
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """The page of every new token: its block's if the step completes that, else one of the ring. The sink page has
-        the sinks of a complete block."""
-        table, length = self.block_table[request_id], past_length + query_length
-        blocks, rows = table[self.ring_pages + self.sink_pages : self.pages_of(length)], BLOCK_TOKENS // self.ring_pages
-        open_from = len(blocks) * BLOCK_TOKENS
-        pages = [blocks[t // BLOCK_TOKENS] for t in range(past_length, min(open_from, length))]
-        sinks = max(0, self.tq_config.sink_tokens - past_length) if blocks else 0
-        pages[:sinks] = table[self.ring_pages : self.ring_pages + 1] * min(sinks, len(pages))
-        return pages + [table[t % BLOCK_TOKENS // rows] for t in range(max(past_length, open_from), length)]
+        """The same numbers in the place of the new tokens, if they are all that a request has, and zeros."""
+        numbers = [] if past_length else self.get_read_indices(request_id, 0, query_length)
+        return numbers + [0] * (query_length - len(numbers))
 
 
 class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):

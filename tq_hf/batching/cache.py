@@ -7,7 +7,7 @@ from math import ceil, lcm
 from typing import Any
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, Sequences
 from transformers import ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.cache import (
@@ -96,8 +96,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
         block_bytes = allocator.bytes_per_block
         self.windows: WindowAllocator | None = None
-        blocks = self.max_blocks_per_request - allocator.ring_pages - allocator.sink_pages
-        self.max_decode_fast_path_length = BLOCK_TOKENS * max(0, blocks)
+        self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
         if SLIDING_ATTENTION in layers:
             windows = WindowAllocator(self.bytes_per_sector, index=1, layer_indices=layers[SLIDING_ATTENTION], **shared)
             self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows
@@ -180,11 +179,22 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Share blocks of other requests that match the prompt; returns their tokens."""
         # Every table begins with a ring: without pages for one, nothing is shared.
-        while self.pool.count_free_blocks(0) < self.allocator.ring_pages:
+        while self.pool.count_free_blocks(0) < self.allocator.shape.ring_pages:
             if not self.pool.num_free_sectors:
                 return 0
             self.pool.allocate_sector(0)
-        return super().search_prefix_match(request_id, prompt_ids)
+        tokens = super().search_prefix_match(request_id, prompt_ids)
+        return tokens + self.allocator.shape.sinks if tokens else 0
+
+    def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
+        """Blocks that a step of `request_len` new tokens will complete."""
+        if not self.use_prefix_sharing:
+            return {}
+        past, sinks = state.current_len(), self.allocator.shape.sinks
+        # A request that was offloaded has pages without hashes; transformers adds the number of their tokens over 128.
+        before = past // BLOCK_TOKENS if state.is_cpu_offloaded else due_blocks(past, sinks, 0)
+        new = due_blocks(past + request_len, sinks, 0) - before
+        return {FULL_ATTENTION: new} if new else {}
 
     def attend(
         self,
@@ -225,5 +235,5 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 self._window_step = plan_step(sequences, len(query), windows)
             return windowed_step(query, key, value, windows, self._window_step, options)[None]
         if self._sequences is None or first:
-            self._sequences = sequences_of(kwargs, self.allocator.ring_pages, self.allocator.sink_pages)
+            self._sequences = sequences_of(kwargs, self.allocator.shape)
         return paged_step(query, key, value, self.allocator.pages[layer_idx], self._sequences, options)[None]

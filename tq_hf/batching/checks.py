@@ -23,8 +23,7 @@ INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
-    """The configuration of pages: a preset without a residual, since a shared block is encoded once complete, and by
-    default without sinks.
+    """The configuration of pages: as of a `TurboQuantCache`.
 
     Raises:
         ValueError: The preset does not exist, or pages do not have an option.
@@ -35,23 +34,17 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
                 f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
                 "(`dataclasses.replace`), or pass a preset's name."
             )
-        names = ("key_bits", "value_bits", "seed", "balance", "skip_layers", "layers")
-        overrides = {name: getattr(preset, name) for name in names}
-        preset = preset.preset or "4bit_nc"
-    if overrides.get("residual_length", 0):
+        config = preset
+    else:
+        config = TurboQuantConfig.from_preset(preset, **overrides)
+    if config.sink_tokens > MOST_SINKS:
         raise ValueError(
-            f"`residual_length` is {overrides['residual_length']!r}: pages have no window, so that they can be shared. "
-            "Leave it out. Dense are the tokens of a request's open block, up to 127 of the newest."
-        )
-    sinks = overrides.get("sink_tokens", 0)
-    if sinks not in range(MOST_SINKS + 1):
-        raise ValueError(
-            f"`sink_tokens` is {sinks!r}: a page of sinks has up to {MOST_SINKS}. Leave it out for none, or say 4."
+            f"`sink_tokens` is {config.sink_tokens}: a page of sinks has up to {MOST_SINKS}. Leave it out for 4."
         )
     for name in ("skip_layers", "layers"):
-        if overrides.get(name):
-            raise ValueError(f"`{name}` is {overrides[name]!r}: pages hold all layers of a model alike. Leave it out.")
-    return TurboQuantConfig.from_preset(preset, **(overrides | dict(sink_tokens=sinks, residual_length=0)))
+        if options := getattr(config, name):
+            raise ValueError(f"`{name}` is {options!r}: pages hold all layers of a model alike. Leave it out.")
+    return config
 
 
 def check_model(model: Any, config: TurboQuantConfig) -> None:

@@ -33,10 +33,9 @@ class TurboQuantBatching(ContinuousMixin):
     Args:
         model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers have their
             windows, dense, in the same pool; a model with some of them shares no prefixes.
-        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`, without its sinks and residual: only
-            the tokens of a request's open block of 128 are dense. With `sink_tokens=4` the first tokens are dense, too,
-            in a page that requests with the same first tokens share. (GPUs of compute capability 7.5 read it in torch,
-            one request after the other.)
+        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. As in a `TurboQuantCache`, sinks and
+            the last `residual_length` tokens of each request are dense: its answer is that of `generate()` with the
+            same channel scales. (A request that begins with blocks of others reads all of those packed.)
         balance: Whether a short run of the model finds channel scales before the first request (by default as the
             preset says); or the channel scales themselves.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.

@@ -1,63 +1,104 @@
 """Builds the block table of a step, on the device, from the arguments that the engine passes to attention.
 
 The engine passes lists: `read_index`, the cached tokens of all requests one after the other, and `write_index`, a place
-for each new token; or a block table, if every request has one new token. Our allocators fill `read_index` with page
-numbers, of which a request of n tokens has
-
-    min(ring_pages, ceil(n / rows_per_page)) ring pages, then n // 128 blocks, the sink page before the first of them
-
-(never more than n, for which the engine allocates), and `write_index` with the page of each new token. `read_index` is
-empty in a step where no request has a history: `write_index` then has the pages.
+for each new token; or a block table, if every request has one new token. Our allocators fill a request's part of both
+lists with numbers of its table, as many as `Listed` says (never more than the request has tokens, for which the engine
+allocates). `read_index` is empty in a step where no request has a history.
 
 Sliding-window layers have lists and tables of their own, of the ceil(min(n, window) / rows_per_page) pages of a window.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import Sequences
 
-from ..tensors.pages import LayerWindows
+from ..config import TurboQuantConfig
+from ..tensors.pages import LayerWindows, ring_pages, rows_per_page
+
+Length = TypeVar("Length", int, torch.Tensor)
 
 
-def listed_pages(length: int, ring_pages: int, sink_pages: int = 0) -> tuple[int, int]:
-    """Ring pages, and pages after them, that are listed for a request of `length` tokens."""
-    rows, blocks = BLOCK_TOKENS // ring_pages, length // BLOCK_TOKENS
-    return min(ring_pages, -(-length // rows)), blocks + sink_pages * min(1, blocks)
+class TableShape(NamedTuple):
+    """What the table of a request consists of (see `tq_hf.tensors.pages`).
+
+    Args:
+        sinks, residual: Tokens at the start and at the end that are read as rows.
+        ring_pages: Pages of a ring.
+        page_rows: Rows of a page.
+    """
+
+    sinks: int
+    residual: int
+    ring_pages: int
+    page_rows: int
+
+    @classmethod
+    def of(cls, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype) -> TableShape:
+        """That of a model with such heads."""
+        layout = config.layout(head_dim)
+        rings, rows = ring_pages(config, layout, dtype), rows_per_page(layout, dtype)
+        return cls(config.sink_tokens, config.residual_length, rings, rows)
+
+    @property
+    def sink_pages(self) -> int:
+        """Pages between a ring and the count, 0 or 1."""
+        return min(1, self.sinks)
+
+    @property
+    def first_block(self) -> int:
+        """Column of block 0."""
+        return self.ring_pages + self.sink_pages + 1
+
+    def width(self, length: int) -> int:
+        """Columns for a request of `length` tokens."""
+        return self.first_block + due_blocks(length, self.sinks, 0)
+
+    def longest(self, width: int) -> int:
+        """Tokens of the longest request that so many columns are enough for."""
+        blocks = width - self.first_block
+        return self.sinks + BLOCK_TOKENS * (blocks + 1) - 1 if blocks >= 0 else 0
 
 
-def sequences_of(kwargs: dict[str, Any], ring_pages: int, sink_pages: int = 0) -> Sequences:
+def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
+    """Numbers that are listed of the table of a request of `length` tokens: ring pages that tokens have reached; and
+    what comes after the ring. Of fewer than 128 tokens that is the sink page only: they had no blocks to begin with."""
+    rows = (length - shape.sinks) * (length > shape.sinks)
+    reached = (rows + shape.page_rows - 1) // shape.page_rows
+    ring = reached + (shape.ring_pages - reached) * (reached > shape.ring_pages)
+    return ring, shape.sink_pages * (length > 0) + (length >= BLOCK_TOKENS) + rows // BLOCK_TOKENS
+
+
+def sequences_of(kwargs: dict[str, Any], shape: TableShape) -> Sequences:
     """The sequences of a step in full-attention layers. No value is read from the device, so graphs can replay it.
 
     Args:
         kwargs: The engine's arguments of attention functions.
-        ring_pages: Pages of a ring.
-        sink_pages: Pages between a ring and block 0, 0 or 1.
+        shape: What tables consist of.
     """
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
-        return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][0], 1)
-    read, write, rows = kwargs["read_index"][0], kwargs["write_index"][0], BLOCK_TOKENS // ring_pages
-    width = ring_pages + sink_pages + kwargs["max_length_k"]["full_attention"] // BLOCK_TOKENS
-    column = torch.arange(width, device=write.device)
-    in_ring, index = column < ring_pages, column - ring_pages
-    length = (cu_seqlens_k if read.numel() else cu_seqlens_q).diff()[:, None]  # [B, 1], as all below but columns
-    blocks = length // BLOCK_TOKENS
-    after = blocks + sink_pages * blocks.clamp(max=1)
-    if read.numel():
-        ring = ((length + rows - 1) // rows).clamp(max=ring_pages)
-        place = (ring + after).cumsum(0) - (ring + after) + torch.where(in_ring, column, ring + index)
-        table = _picked(read, place, torch.where(in_ring, column < ring, index < after))
+        table, max_q = kwargs["block_table"][0], 1
     else:
-        # The first tokens of block 0 may be in the sink page; the last of a block are always in the block. Of a ring,
-        # the step writes only the pages of the open block.
-        of_block = ((index - sink_pages + 1) * BLOCK_TOKENS - 1).clamp(min=0)
-        token = torch.where(in_ring, blocks * BLOCK_TOKENS + column * rows, of_block)
-        table = _picked(write, cu_seqlens_q[:-1, None] + token, torch.where(in_ring, token < length, index < after))
-    return Sequences(cu_seqlens_q, cu_seqlens_k, table, kwargs["max_length_q"])
+        read, write = kwargs["read_index"][0], kwargs["write_index"][0]
+        longest, max_q = kwargs["max_length_k"]["full_attention"], kwargs["max_length_q"]
+        column = torch.arange(shape.width(longest), device=write.device)
+        in_ring, index = column < shape.ring_pages, column - shape.ring_pages
+        if read.numel():
+            ring, after = listed(cu_seqlens_k.diff()[:, None], shape)  # [B, 1], as all below but columns
+            start = (ring + after).cumsum(0) - (ring + after)
+        else:
+            ring, after = listed(cu_seqlens_q.diff()[:, None], shape)
+            read, start = write, cu_seqlens_q[:-1, None]
+        place = start + torch.where(in_ring, column, ring + index)
+        table = _picked(read, place, torch.where(in_ring, column < ring, index < after))
+    past = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    packed = (past - shape.sinks - shape.residual).clamp(min=0) // BLOCK_TOKENS
+    # Of a table without a count the column has no page.
+    return Sequences(cu_seqlens_q, cu_seqlens_k, table, torch.maximum(packed, table[:, shape.first_block - 1]), max_q)
 
 
 def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Sequences:
@@ -65,7 +106,7 @@ def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Seq
     those of any of them."""
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
-        return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][index][:, : windows.pages], 1)
+        return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][index][:, : windows.pages], None, 1)
     read, write, rows = kwargs["read_index"][index], kwargs["write_index"][index], windows.rows_per_page
     column = torch.arange(windows.pages, device=write.device)
     if read.numel():
@@ -74,7 +115,7 @@ def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Seq
     else:
         token = column * rows
         table = _picked(write, cu_seqlens_q[:-1, None] + token, token < cu_seqlens_q.diff()[:, None])
-    return Sequences(cu_seqlens_q, cu_seqlens_k, table, kwargs["max_length_q"])
+    return Sequences(cu_seqlens_q, cu_seqlens_k, table, None, kwargs["max_length_q"])
 
 
 def _picked(numbers: torch.Tensor, place: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:

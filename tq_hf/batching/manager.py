@@ -6,11 +6,9 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import ceil
 from typing import Any
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
@@ -26,10 +24,10 @@ from ..config import TurboQuantConfig
 from ..ops.backend import check_choice
 from ..ops.triton.pages import supports_paged_decode
 from ..saving import fingerprint
-from ..tensors.pages import rows_per_page
 from .attention import NAME
 from .cache import TurboQuantPagedCache
 from .checks import check_generation, check_model, paged_options
+from .geometry import TableShape
 
 logger = logging.get_logger(__name__)
 
@@ -287,8 +285,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
         longest = min(longest, hinted or longest)
-        ring = BLOCK_TOKENS // rows_per_page(self.config.layout(find_head_dim(decoder)), self.model.dtype)
-        return ring + min(1, self.config.sink_tokens) + ceil(longest / BLOCK_TOKENS)
+        return TableShape.of(self.config, find_head_dim(decoder), self.model.dtype).width(longest)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the model's attention to `turboquant_paged`."""

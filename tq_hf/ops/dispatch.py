@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from tq_kernels.format import BLOCK_TOKENS
+from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, PackedBlocks, Sequences
 
 from ..codec import reference as codec_reference
@@ -162,10 +162,9 @@ def paged_step(
 ) -> torch.Tensor:
     """Attention of every request's new tokens over its pages and themselves; then those tokens are stored.
 
-    A request's queries attend, causally, to the packed blocks that were complete before this step (to sinks as rows of
-    their own page, if there is one), to the rows of its ring (the tokens of its open block), and to the new tokens
-    exactly. Then new rows go to the ring, and blocks that became complete are encoded, from ring rows and from `key`
-    and `value`.
+    A request's queries attend, causally, to its sinks, to the blocks that `sequences` counts as packed, to the rows
+    after them in its ring, and to the new tokens exactly. Then new rows go to the ring and to the sink page, and blocks
+    that became complete are encoded, from ring rows and from `key` and `value`.
 
     Args:
         query: `[T, Hq, D]`, T tokens of all requests.
@@ -181,7 +180,7 @@ def paged_step(
     if triton_pages.supports_paged_step(query, key, pages, sequences):
         return triton_pages.paged_step(query, key, value, pages, sequences, options)
     out = torch.zeros_like(query)
-    for request in reference.requests(sequences, pages.ring_pages, pages.sink_pages):
+    for request in reference.requests(sequences, pages.tensors):
         queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))
         out[request.tokens] = _attend_request(queries, pages, request, (keys, values), options)[0]
         _store_request(pages, request, (keys, values))
@@ -194,8 +193,7 @@ def _attend_request(
     """Attention of a request's queries `[1, Hq, n, D]` before its `new` keys and values `[1, Hkv, n, D]` are stored,
     `[1, n, Hq, D]`."""
     if request.past or not cpu_attention.supports_sdpa(options):
-        view = reference.view_of(pages, request, new)
-        return attend(query, view, reference.without_packed_sinks(view, query.shape[2]), options)
+        return attend(query, reference.view_of(pages, request, new), None, options)
     # A whole prompt, as generate() reads it.
     return scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True).transpose(
         1, 2
@@ -203,21 +201,23 @@ def _attend_request(
 
 
 def _store_request(pages: LayerPages, request: reference.Request, new: KeyValue) -> None:
-    """Encode the blocks that `new` keys and values `[1, Hkv, n, D]` complete, and put rows after them into the ring."""
-    first_block, held = divmod(request.past, BLOCK_TOKENS)
-    keys, values = new
-    if held:
-        old = pages.ring(request.ring)
-        keys, values = (torch.cat([rows[:, :, :held], states], 2) for rows, states in zip(old, new, strict=True))
-    whole = keys.shape[2] // BLOCK_TOKENS
-    if whole:
-        done = whole * BLOCK_TOKENS
-        blocks = PackedBlocks.allocate(pages.layout, 1, pages.kv_heads, whole, keys.device)
+    """Encode the blocks that `new` keys and values `[1, Hkv, n, D]` complete, and write rows to ring and sink page."""
+    sinks, ring = pages.tensors.sinks, pages.tensors.ring_rows
+    past, length = request.past, request.past + new[0].shape[2]
+    first, end = (due_blocks(n, sinks, 0) for n in (past, length))
+    if end > first:
+        start, stop = (sinks + block * BLOCK_TOKENS for block in (first, end))
+        row = (torch.arange(min(start, past), past, device=new[0].device) - sinks) % ring
+        old = (x[:, :, row] for x in pages.ring(request.rows[: pages.tensors.ring_pages]))
+        keys, values = (
+            torch.cat([rows, states[:, :, max(0, start - past) : stop - past]], 2)
+            for rows, states in zip(old, new, strict=True)
+        )
+        blocks = PackedBlocks.allocate(pages.layout, 1, pages.kv_heads, end - first, keys.device)
         blocks = replace(blocks, channel_scales=pages.channel_scales)
-        encode(pages.config, keys[:, :, :done], values[:, :, :done], blocks, 0)
-        pages.write_packed(request.blocks[first_block : first_block + whole], blocks)
-        if pages.sink_pages and not first_block:
-            pages.write_sinks(request.sinks, (keys, values))
-    start = max(whole * BLOCK_TOKENS, held)
-    if start < keys.shape[2]:
-        pages.write_ring(request.ring, start % BLOCK_TOKENS, (keys[:, :, start:], values[:, :, start:]))
+        encode(pages.config, keys, values, blocks, 0)
+        pages.write_packed(request.blocks[first:end], blocks)
+    token = torch.arange(past, length, device=new[0].device)
+    stays = (token < sinks) | (token >= length - ring)
+    row = torch.where(token < sinks, ring + token, (token - sinks) % ring)
+    pages.write_rows(request.rows, row[stays], (new[0][:, :, stays], new[1][:, :, stays]))

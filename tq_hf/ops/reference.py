@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from tq_kernels.types import AttentionOptions, KeyValue, Sequences
+from tq_kernels.types import AttentionOptions, KeyValue, Pages, Sequences
 
 from ..codec.reference import dequantize
 from ..tensors.layer import LayerTensors, StoreView
@@ -65,52 +65,40 @@ class Request(NamedTuple):
     Args:
         tokens: Its new tokens among all.
         past: Tokens cached before.
-        ring: Its ring pages, `[ring_pages]` int64.
-        sinks: Its sink page, `[0]` or `[1]` int64.
+        packed: Blocks that are read packed.
+        rows: Its ring pages and its sink page, if there is one, `[ring_pages or ring_pages + 1]` int64.
         blocks: Its blocks, `[at least those complete after the step]` int64.
     """
 
     tokens: slice
     past: int
-    ring: torch.Tensor
-    sinks: torch.Tensor
+    packed: int
+    rows: torch.Tensor
     blocks: torch.Tensor
 
 
-def requests(sequences: Sequences, ring_pages: int, sink_pages: int) -> Iterator[Request]:
+def requests(sequences: Sequences, pages: Pages) -> Iterator[Request]:
     """The requests of a step that have new tokens."""
-    starts, ends, block_table = (
-        sequences.cu_seqlens_q.tolist(),
-        sequences.cu_seqlens_k.tolist(),
-        sequences.block_table.long(),
-    )
-    before = ring_pages + sink_pages
-    for i, row in enumerate(block_table):
+    assert sequences.packed is not None
+    starts, ends, packed = (x.tolist() for x in (sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.packed))
+    first_block = pages.first_block_column
+    for i, row in enumerate(sequences.block_table.long()):
         new = starts[i + 1] - starts[i]
         if new:
             past = ends[i + 1] - ends[i] - new
             # The ring of a short request may lack pages, for rows that nobody reads or writes: any page will do.
-            ring = row[:ring_pages].clamp(min=0)
-            yield Request(slice(starts[i], starts[i + 1]), past, ring, row[ring_pages:before], row[before:])
+            rows = row[: first_block - 1].clamp(min=0)
+            yield Request(slice(starts[i], starts[i + 1]), past, packed[i], rows, row[first_block:])
 
 
 def view_of(pages: LayerPages, request: Request, new: KeyValue) -> StoreView:
-    """What a request's queries attend to, in a copy: sinks, blocks complete before this step, ring rows, and `new` keys
-    and values `[1, Hkv, n, D]`."""
-    num_blocks, held = divmod(request.past, BLOCK_TOKENS)
+    """What a request's queries attend to, in a copy: sinks, packed blocks, the rows after them, and `new` keys and
+    values `[1, Hkv, n, D]`."""
+    ring = pages.tensors.ring_pages
     sinks = (new[0][:, :, :0], new[1][:, :, :0])
-    if pages.sink_pages and num_blocks:
-        sinks = pages.sinks(request.sinks)
-    tensors = LayerTensors(pages.config, pages.packed(request.blocks[:num_blocks]), sinks, pages.ring(request.ring))
-    return StoreView(tensors, num_blocks, held, request.past, None, new)
-
-
-def without_packed_sinks(view: StoreView, queries: int) -> torch.Tensor | None:
-    """A causal mask `[1, 1, queries, view.length]` without what block 0 says of sinks; `None` if there are none."""
-    sinks = view.tensors.sinks[0].shape[2]
-    if not sinks:
-        return None
-    mask = torch.ones(queries, view.length, dtype=torch.bool, device=view.tensors.sinks[0].device)
-    mask = mask.tril(view.length - queries)
-    mask[:, sinks : 2 * sinks] = False
-    return mask[None, None]
+    if pages.tensors.sinks:
+        sinks = pages.sinks(request.rows[ring:], min(request.past, pages.tensors.sinks))
+    blocks = pages.packed(request.blocks[: request.packed])
+    tensors = LayerTensors(pages.config, blocks, sinks, pages.ring(request.rows[:ring]))
+    held = request.past - sinks[0].shape[2] - request.packed * BLOCK_TOKENS
+    return StoreView(tensors, request.packed, held, request.past, None, new)

@@ -1,14 +1,15 @@
 """The pages of many requests, as one layer sees them: a pool of equal pieces of memory, and who reads which.
 
-A page of a KV head is one packed block of 128 tokens, or some rows of a request's *ring*: the dense keys and values of
-its open block. Equal pages in one pool need no second budget, and a request is wholly described by its table:
+A page of a KV head is one packed block of 128 tokens, or some rows of a request: dense keys and values. Equal pages in
+one pool need no second budget, and a request is wholly described by its table:
 
-    [ring page 0 .. ring_pages - 1][block 0][block 1] ..
+    [ring page 0 .. ring_pages - 1][sink page][count][block 0][block 1] ..
 
-Blocks are aligned to 128 tokens, with no sinks before them: a block is a function of the tokens it covers and of those
-before, so requests with the same prefix can share it. With `sink_tokens` a *sink page* comes before block 0, as soon as
-that is complete. It holds the first tokens as rows, and attention reads those instead of what block 0 says of them; it
-is a function of these tokens alone, so it is shared more widely still.
+Tokens are divided as in a `TurboQuantCache`: sinks, then blocks of 128, the newest dense. The sink page has the first
+`sink_tokens` (without any there is none). The *ring* has the newest tokens, at least `residual_length` and an open
+block; that of token t is row `(t - sink_tokens) % rows of the ring`. A block is encoded once it is complete, and read
+once all its tokens are older than `residual_length`: until then the ring has them, too. A request that began with
+blocks of others has no rows of their tokens; it reads those blocks at once, and `count` says how many they are.
 
 The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head's block lies in one piece, `[key words |
 value words | scales | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
@@ -43,6 +44,11 @@ def rows_per_page(layout: BlockLayout, dtype: torch.dtype) -> int:
     """Dense rows that a page holds: the power of two, at most 128, that fits into the bytes of a packed block."""
     fit = layout.block_bytes // ((layout.key_dim + layout.value_dim) * dtype.itemsize)
     return min(BLOCK_TOKENS, 1 << fit.bit_length() - 1)
+
+
+def ring_pages(config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> int:
+    """Pages of a ring: for `residual_length` tokens and those of a block that is not due, the new one among them."""
+    return -(-(config.residual_length + BLOCK_TOKENS) // rows_per_page(layout, dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +87,10 @@ class LayerPages:
         key_means = means.view(torch.float16) if layout.key_mean else None
         ones = ChannelScales.ones(1, page.shape[1], head_dim, head_dim, pool.device)
         factors = (ones.keys[0], ones.values[0])
-        tensors = Pages(*words, scales.view(torch.int32), key_means, dense, *factors, *layout.bits, config.sink_tokens)
+        ring = ring_pages(config, layout, dtype)
+        tensors = Pages(
+            *words, scales.view(torch.int32), key_means, dense, *factors, *layout.bits, config.sink_tokens, ring
+        )
         return cls(config, layout, tensors)
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
@@ -98,16 +107,6 @@ class LayerPages:
     def channel_scales(self) -> ChannelScales:
         """What states are multiplied by before they are encoded, `[1, Hkv, D]`; of all requests."""
         return ChannelScales(self.tensors.key_channel_scales[None], self.tensors.value_channel_scales[None])
-
-    @property
-    def ring_pages(self) -> int:
-        """Pages of a ring, which has 128 rows: row r is row `r % page_rows` of page `r // page_rows`."""
-        return BLOCK_TOKENS // self.tensors.page_rows
-
-    @property
-    def sink_pages(self) -> int:
-        """Pages between the ring and block 0, 0 or 1."""
-        return min(1, self.config.sink_tokens)
 
     @property
     def kv_heads(self) -> int:
@@ -130,24 +129,17 @@ class LayerPages:
                 field[pages] = states[0].transpose(0, 1)
 
     def ring(self, pages: torch.Tensor) -> KeyValue:
-        """A copy of the ring in `pages` `[ring_pages]`: keys and values `[1, Hkv, 128, D]`."""
+        """A copy of the ring in `pages` `[ring_pages]`: keys and values `[1, Hkv, ring_rows, D]`."""
         held = self.tensors.rows[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None]
         return held[0], held[1]
 
-    def sinks(self, page: torch.Tensor) -> KeyValue:
-        """A copy of the sinks in a page `[1]`: keys and values `[1, Hkv, sink_tokens, D]`."""
-        held = self.tensors.rows[page][..., : self.config.sink_tokens, :]
+    def sinks(self, page: torch.Tensor, count: int) -> KeyValue:
+        """A copy of the first `count` rows of the sink page `[1]`: keys and values `[1, Hkv, count, D]`."""
+        held = self.tensors.rows[page][..., :count, :]
         return held[:, :, 0], held[:, :, 1]
 
-    def write_sinks(self, page: torch.Tensor, states: KeyValue) -> None:
-        """Write the first of keys and values `[1, Hkv, n, D]` to the sink page `[1]`."""
-        count = self.config.sink_tokens
-        self.tensors.rows[page, :, :, :count] = torch.stack([x[:, :, :count] for x in states], 2)
-
-    def write_ring(self, pages: torch.Tensor, first: int, states: KeyValue) -> None:
-        """Write keys and values `[1, Hkv, n, D]` to rows `first` to `first + n` of the ring in `pages` `[ring_pages]`;
-        they end at row 128 at the latest."""
-        row = torch.arange(first, first + states[0].shape[2], device=self.tensors.rows.device)
+    def write_rows(self, pages: torch.Tensor, row: torch.Tensor, states: KeyValue) -> None:
+        """Write keys and values `[1, Hkv, n, D]` to rows `row` `[n]` of `pages`, whose rows are counted on."""
         place = (pages[row // self.tensors.page_rows], slice(None), slice(None), row % self.tensors.page_rows)
         self.tensors.rows[place] = torch.stack([x[0] for x in states]).permute(2, 1, 0, 3)
 

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.schedule import completed, lengths, located, ring_rows
-from ..format import MOST_SINKS, TOKENS
+from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
+from ..format import TOKENS, due_blocks_in_kernel
 from .quantize import store_codes
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
@@ -266,38 +266,17 @@ def encode_blocks(
         cuda.gdc_wait()
 
 
-_MOST_SINKS = tl.constexpr(MOST_SINKS)
-
-
 @triton.jit
 def _rows_of(
-    states, rows, pages, token, position, first, past, kv_head, page_blocks, stride_t, stride_h,
-    DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, IS_VALUE: tl.constexpr,
+    states, rows, pages, t, first, past, kv_head, page_blocks, stride_t, stride_h, DIM: tl.constexpr,
+    SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, IS_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Pointers [n, 1] to rows `token` [n] of the block at `position`: ring rows before `past`, then new ones."""
-    t = position + token
-    in_ring = ring_rows(rows, pages, token, t < past, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+    """Pointers [n, 1] to the rows of tokens `t` [n]: ring rows before `past`, then new ones."""
+    row = row_of(t, SINKS, RING)
+    in_ring = ring_rows(rows, pages, row, t < past, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
     fresh = (first + tl.maximum(t - past, 0)).to(tl.int64)
     at = tl.where(t < past, in_ring + IS_VALUE * ROWS * DIM, states + fresh * stride_t + kv_head * stride_h)
     return at[:, None]
-
-
-@triton.jit
-def _store_sinks(
-    states, rows, pages, first, past, kv_head, page_blocks, stride_t, stride_h, DIM: tl.constexpr,
-    TILE: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-):  # fmt: skip
-    """Copy the first rows of block 0 to the sink page."""
-    token = tl.arange(0, _MOST_SINKS)
-    d = tl.arange(0, TILE)[None, :]
-    inside = (token < SINKS)[:, None] & (d < DIM)
-    source = _rows_of(
-        states, rows, pages, token, 0, first, past, kv_head, page_blocks, stride_t, stride_h,
-        DIM, ROWS, BLOCK_WORDS, IS_VALUE,
-    )  # fmt: skip
-    to = ring_rows(rows, pages, TOKENS + token, token < SINKS, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
-    tl.store((to + IS_VALUE * ROWS * DIM)[:, None] + d, tl.load(source + d, mask=inside), mask=inside)
 
 
 class NewStates(NamedTuple):
@@ -323,7 +302,9 @@ class Pool(NamedTuple):
 
 
 @triton.jit
-def _encode_all(new, pool, out, amounts, total, SINKS: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
+def _encode_all(
+    new, pool, out, amounts, total, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr
+):
     """Every `programs`-th of all keys' or values' blocks: `amounts` [BB] of each sequence, `total` in all."""
     kv_head = tl.program_id(1)
     channel_scales = new.channel_scales + kv_head * C.HEAD_DIM
@@ -333,23 +314,17 @@ def _encode_all(new, pool, out, amounts, total, SINKS: tl.constexpr, ROWS: tl.co
     for task in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
         sequence, before = located(amounts, task)
         first, _, past = lengths(pool.cu_seqlens_q, pool.cu_seqlens_k, sequence, pool.count)
-        block = past // TOKENS + task - before
+        block = due_blocks_in_kernel(past, SINKS, 0) + task - before
         pages = pool.table + sequence.to(tl.int64) * pool.width
-        page = tl.load(pages + TOKENS // ROWS + (1 if SINKS else 0) + block).to(tl.int64)
-        position = block * TOKENS
-        if SINKS:
-            if block == 0:
-                _store_sinks(
-                    new.states, pool.rows, pages, first, past, kv_head, pool.page_blocks, new.stride_t, new.stride_h,
-                    C.HEAD_DIM, C.TILE, SINKS, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
-                )  # fmt: skip
+        page = tl.load(pages + first_block_column(SINKS, RING, ROWS) + block).to(tl.int64)
+        position = SINKS + block * TOKENS
         early = _rows_of(
-            new.states, pool.rows, pages, token, position, first, past, kv_head, pool.page_blocks, new.stride_t,
-            new.stride_h, C.HEAD_DIM, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
+            new.states, pool.rows, pages, position + token, first, past, kv_head, pool.page_blocks, new.stride_t,
+            new.stride_h, C.HEAD_DIM, SINKS, RING, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
         )  # fmt: skip
         late = _rows_of(
-            new.states, pool.rows, pages, token + HALF_TOKENS, position, first, past, kv_head, pool.page_blocks,
-            new.stride_t, new.stride_h, C.HEAD_DIM, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
+            new.states, pool.rows, pages, position + token + HALF_TOKENS, first, past, kv_head, pool.page_blocks,
+            new.stride_t, new.stride_h, C.HEAD_DIM, SINKS, RING, ROWS, C.BLOCK_WORDS, C.IS_VALUE,
         )  # fmt: skip
         encode_block(
             early, late, k, k, out, page * pool.page_blocks + kv_head, new.rotation, channel_scales, high, low, C
@@ -378,11 +353,11 @@ def encode_completed(
     page_blocks, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr,
     MATRIX: tl.constexpr, K_STEP: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, ASM: tl.constexpr,
+    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs, Hkv, 2), keys and values."""
     _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
-    amounts = completed(new, past)  # [BB]
+    amounts = completed(new, past, SINKS)  # [BB]
     total = tl.sum(amounts, 0)
     if tl.program_id(0) >= total:
         return
@@ -395,7 +370,7 @@ def encode_completed(
     )  # fmt: skip
     if tl.program_id(2) == 0:
         new_keys = NewStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)
-        _encode_all(new_keys, pool, Output(key_words, scales, means), amounts, total, SINKS, ROWS, KEYS)
+        _encode_all(new_keys, pool, Output(key_words, scales, means), amounts, total, SINKS, RING, ROWS, KEYS)
     else:
         new_values = NewStates(value, value_t * 8, value_h * 8, value_rotation, value_channel_scales)
-        _encode_all(new_values, pool, Output(value_words, scales, None), amounts, total, SINKS, ROWS, VALUES)
+        _encode_all(new_values, pool, Output(value_words, scales, None), amounts, total, SINKS, RING, ROWS, VALUES)

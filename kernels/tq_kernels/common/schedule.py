@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..format import TOKENS
+from ..format import TOKENS, due_blocks_in_kernel
 
 
 @triton.jit
@@ -62,15 +62,15 @@ def ring_rows(
 
 
 @triton.jit
-def sinks_of(past, SINKS: tl.constexpr):
-    """Rows that are read of a sequence's sink page."""
-    return tl.where(past >= TOKENS, SINKS, 0)
+def row_of(token, SINKS: tl.constexpr, RING: tl.constexpr):
+    """Where a sequence's token lies among the rows of its ring and of its sink page, which come one after the other."""
+    return tl.where(token < SINKS, RING + token, (token - SINKS) % RING)
 
 
 @triton.jit
-def without_sinks(x, block, token, SINKS: tl.constexpr):
-    """Logits `x` of tokens `token` of a block, without the sinks in block 0."""
-    return tl.where((block == 0) & (token < SINKS), -float("inf"), x)
+def first_block_column(SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr):
+    """Column of a table that has the page of block 0 (see `Sequences`)."""
+    return RING // ROWS + (1 if SINKS else 0) + 1
 
 
 class NewTokens(NamedTuple):
@@ -86,25 +86,25 @@ class NewTokens(NamedTuple):
 
 @triton.jit
 def dense_rows(
-    rows, pages, new: NewTokens, t, sinks, held, length, first, kv_head, page_blocks, DIM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    rows, pages, new: NewTokens, t, packed, past, length, first, kv_head, page_blocks, DIM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Pointers [n] to keys and to values of a sequence's dense tokens `t` [n]: `sinks` rows of its sink page, `held`
-    rows of its ring, then the new tokens from `first` on. Those from `length` on do not exist."""
-    # The sink page comes after the ring's, as if its rows went on.
-    row = tl.where(t < sinks, TOKENS + t, t - sinks)
-    old = t < sinks + held
+    """Pointers [n] to keys and to values of a sequence's dense tokens `t` [n]: its sinks, those of its `past` tokens
+    that come after `packed` blocks, then the new tokens from `first` on. Those from `length` on do not exist."""
+    token = tl.where(t < SINKS, t, t + packed * TOKENS)
+    old = token < past
+    row = row_of(token, SINKS, RING)
     in_page = ring_rows(rows, pages, row, old, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
-    token = (first + tl.minimum(t, length - 1) - sinks - held).to(tl.int64)
+    token = (first + tl.minimum(t, length - 1) + packed * TOKENS - past).to(tl.int64)
     k_row = tl.where(old, in_page, new.key + token * new.key_t + kv_head * new.key_h)
     v_row = tl.where(old, in_page + ROWS * DIM, new.value + token * new.value_t + kv_head * new.value_h)
     return k_row, v_row
 
 
 @triton.jit
-def completed(new, past):
+def completed(new, past, SINKS: tl.constexpr):
     """Blocks that new tokens complete."""
-    return (past + new) // TOKENS - past // TOKENS
+    return due_blocks_in_kernel(past + new, SINKS, 0) - due_blocks_in_kernel(past, SINKS, 0)
 
 
 LINE = tl.constexpr(32)
@@ -160,33 +160,40 @@ def claim(claims, without_share):
 
 
 @triton.jit
-def dense_slots(SINKS: tl.constexpr):
+def dense_slots(SINKS: tl.constexpr, RING: tl.constexpr):
     """Most dense jobs of a stream."""
-    return (SINKS + TOKENS + DENSE_TOKENS - 1) // DENSE_TOKENS
+    return (SINKS + RING + DENSE_TOKENS - 1) // DENSE_TOKENS
 
 
 @triton.jit
-def dense_jobs_of(past, SINKS: tl.constexpr):
-    """Jobs for the dense tokens of a sequence: its sinks, the rows of its ring and its new token."""
-    return (sinks_of(past, SINKS) + past % TOKENS + DENSE_TOKENS) // DENSE_TOKENS
+def packed_of(packed_blocks, sequence, count):
+    """Blocks of sequences that are read packed. From `count` on they have none."""
+    return tl.load(packed_blocks + sequence, mask=sequence < count, other=0)
 
 
 @triton.jit
-def stream_items(new, past, SINKS: tl.constexpr):
+def dense_jobs_of(past, packed):
+    """Jobs for the dense tokens of a sequence, its new one among them."""
+    return dense_jobs(past - packed * TOKENS + 1)
+
+
+@triton.jit
+def stream_items(new, past, packed):
     """Items of each stream of a sequence."""
-    return tl.where(new == 1, past // TOKENS + dense_jobs_of(past, SINKS), 0)
+    return tl.where(new == 1, packed + dense_jobs_of(past, packed), 0)
 
 
 @triton.jit
-def share(worker, workers, cu_seqlens_q, cu_seqlens_k, count, heads, SINKS: tl.constexpr, BLOCK_B: tl.constexpr):
+def share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B: tl.constexpr):
     """A worker's first item and the one after its last, the first one's stream, and that stream's first item; `heads`
     are streams of a sequence."""
-    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
-    items = stream_items(new, past, SINKS) * heads
+    b = tl.arange(0, BLOCK_B)
+    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
+    items = stream_items(new, past, packed_of(packed_blocks, b, count)) * heads
     total = tl.sum(items, 0)
     start = share_start(worker, workers, total)
     sequence, before = located(items, start)
     _, its_new, its_past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-    per_stream = tl.maximum(stream_items(its_new, its_past, SINKS), 1)
+    per_stream = tl.maximum(stream_items(its_new, its_past, packed_of(packed_blocks, sequence, count)), 1)
     stream = sequence * heads + (start - before) // per_stream
     return start, share_start(worker + 1, workers, total), stream, start - (start - before) % per_stream

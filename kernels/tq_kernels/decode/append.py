@@ -22,7 +22,7 @@ from ..codec.launch import encode_config
 from ..codec.quantize import LEVELS
 from ..common.device import current_device, matrix_type, target
 from ..common.launcher import Kernel
-from ..common.schedule import lengths, ring_rows
+from ..common.schedule import lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import KeyValue, PackedBlocks
 from .rotate import ROTATE_COLUMNS, Queries, rotate_query, rotate_rows
@@ -395,24 +395,25 @@ def rotate_and_append_single(
     head_rows,  # G * B
     query_t, query_h, key_t, key_h, value_t, value_h,
     width,  # W
-    page_blocks, plain_at, scale_at, DIM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    page_blocks, plain_at, scale_at, DIM: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
+    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, DKP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`rotate_query` for sequences with one new token: row g B + b of a head is query g of sequence b. Their rows go to
-    the rings, unless they complete a block. Grid: (Hkv, G B / BLOCK_R, DKP / 32)."""
+    the rings, or the sink pages. Grid: (Hkv, G B / BLOCK_R, DKP / 32)."""
     if PDL:
         cuda.gdc_launch_dependents()
     if tl.program_id(2) == 0:
         kv_head = tl.program_id(0)
         for sequence in tl.range(tl.program_id(1), count, tl.num_programs(1)):
             first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-            stays = (new == 1) & (past % TOKENS < TOKENS - 1)
+            exists = new == 1
             one = tl.zeros([1], tl.int32)
             pages = block_table + width.to(tl.int64) * sequence
-            at = ring_rows(rows, pages, one + past % TOKENS, stays, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+            row = one + row_of(past, SINKS, RING)
+            at = ring_rows(rows, pages, row, exists, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
             _copy_rows(
-                key, value, (one + first).to(tl.int64), at, (one == 0) & stays, kv_head,
+                key, value, (one + first).to(tl.int64), at, (one == 0) & exists, kv_head,
                 key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
             )  # fmt: skip
     row_tile, tile = tl.program_id(1), tl.program_id(2)
@@ -426,11 +427,12 @@ def rotate_and_append_single(
 def append_tails(
     key,  # as for rotate_and_append_single
     value, rows, block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
-    page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows after the last complete block of sequences with more than one new token to their rings.
+    """Write the last RING new tokens of sequences with more than one to their rings, and sinks to their sink pages.
 
-    Grid: (B, Hkv, 128 / TAIL_ROWS).
+    Grid: (B, Hkv, (RING + SINKS) / TAIL_ROWS).
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -438,8 +440,11 @@ def append_tails(
     if new <= 1:
         return
     row = tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
-    fresh = (past + new) // TOKENS * TOKENS + row - past  # [32], which of the new tokens
-    valid = (fresh >= 0) & (fresh < new)
+    # The newest token of each row [32], and which of the new ones that is; row_of() the other way round.
+    newest = past + new - 1 - SINKS
+    token = tl.where(row < RING, newest - (newest + RING - row) % RING + SINKS, row - RING)
+    fresh = token - past
+    valid = (fresh >= 0) & (fresh < new) & (row < RING + SINKS) & ((token < SINKS) == (row >= RING))
     at = ring_rows(
         rows, block_table + sequence.to(tl.int64) * width, row, valid, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS
     )

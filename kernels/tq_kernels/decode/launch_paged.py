@@ -30,11 +30,6 @@ SPLIT, SPLIT_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_f
 ENCODE, APPEND = Kernel(encode_completed), Kernel(append_tails)
 
 
-def takes_sinks(device: torch.device) -> bool:
-    """Whether kernels on this device read pages of sinks; those of inline matrix products do not."""
-    return not target(device).fragments
-
-
 def _strides(*states: torch.Tensor) -> tuple[int, ...]:
     """Strides of tokens and heads in units of 8 elements."""
     return tuple(stride // 8 for x in states for stride in x.stride()[:2])
@@ -56,10 +51,10 @@ def _plan(
 
 
 def single_scratch_bytes(
-    count: int, query_heads: int, kv_heads: int, dim: int, bits: tuple[int, int], sinks: int, device: torch.device
+    count: int, query_heads: int, kv_heads: int, dim: int, bits: tuple[int, int], rows: int, device: torch.device
 ) -> int:
-    """Bytes of scratch that `attend_single` takes for `count` sequences of any length."""
-    room = (1 << 20, BLOCK_TOKENS + sinks)
+    """Bytes of scratch that `attend_single` takes for `count` sequences of any length with `rows` of ring and sinks."""
+    room = (1 << 20, rows)
     return 4 * _plan(count, query_heads, kv_heads, dim, bits, room, (False, False), target(device)).scratch.size
 
 
@@ -74,7 +69,7 @@ def attend_single(
     out: torch.Tensor,
     fill: bool,
 ) -> None:
-    """Attention of sequences with one new token, whose rows also go to the rings unless they complete a block.
+    """Attention of sequences with one new token, whose rows also go to the rings.
 
     Args:
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
@@ -87,11 +82,11 @@ def attend_single(
     groups, width, device = query_heads // kv_heads, sequences.block_table.shape[1], query.device
     on = target(device)
     bits = (pages.key_bits, pages.value_bits)
-    room = (max(width - pages.before_blocks, 0), BLOCK_TOKENS + pages.sinks)
+    room = (max(width - pages.first_block_column, 0), pages.ring_rows + pages.sinks)
     plan = _plan(count, query_heads, kv_heads, dim, bits, room, options.flags, on)
     at = plan.scratch
     scratch = allocate(at.size)
-    place = (pages.page_rows, pages.block_words)
+    place = (pages.sinks, pages.ring_rows, pages.page_rows, pages.block_words)
     block_b = triton.next_power_of_2(count)
     dependent: dict[str, Any] = {"launch_pdl": True} if on.dependent_launch else {}
     limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
@@ -107,13 +102,12 @@ def attend_single(
         (constants, query.dtype, pages.rows.dtype, device.index),
         num_warps=2,
     )  # fmt: skip
-    sinks = () if on.fragments else (pages.sinks,)
     bounds, _ = options.flags
-    constants = (dim, rotations[0].shape[0], *bits, bounds, *sinks, *place, block_b, *plan.tile_constants)
+    constants = (dim, rotations[0].shape[0], *bits, bounds, *place, block_b, *plan.tile_constants)
     (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
         (plan.workers, 1, 1),
         (scratch, pages.key_words, pages.value_words, pages.scales, pages.key_means, pages.rows, key, value,
-         sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
+         sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.packed),
         (count, kv_heads, groups, *_strides(key, value), width, pages.page_blocks, *options.log2_factors,
          plan.row_tiles, plan.tile_rows, at.plain, at.scale, at.lse, at.partial),
         constants,
@@ -124,10 +118,19 @@ def attend_single(
         **dependent,
     )  # fmt: skip
     aux = scratch if options.s_aux is None else options.s_aux
-    constants = (fill, pages.sinks, block_b, *plan.reduce_constants)
+    constants = (fill, pages.sinks, pages.ring_rows, block_b, *plan.reduce_constants)
     REDUCE(
         plan.reduce_grid,
-        (scratch, rotations[1], pages.value_channel_scales, aux, sequences.cu_seqlens_q, sequences.cu_seqlens_k, out),
+        (
+            scratch,
+            rotations[1],
+            pages.value_channel_scales,
+            aux,
+            sequences.cu_seqlens_q,
+            sequences.cu_seqlens_k,
+            sequences.packed,
+            out,
+        ),
         (total, count, kv_heads, groups, plan.row_tiles, plan.tile_rows, plan.workers, at.lse, at.partial),
         constants,
         (constants, out.dtype, aux.dtype, device.index),
@@ -160,6 +163,7 @@ def encode_new_blocks(
         config.k_step,
         "tf32x3" if on.asm else "ieee",
         pages.sinks,
+        pages.ring_rows,
         pages.page_rows,
         pages.block_words,
         triton.next_power_of_2(count),
@@ -178,12 +182,13 @@ def encode_new_blocks(
 
 
 def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences) -> None:
-    """Write the rows that no block took to the rings of sequences with more than one new token."""
+    """Write the newest rows of sequences with more than one new token to their rings, and sinks to their pages."""
     _, key, value = tokens
     count, dim = sequences.cu_seqlens_q.shape[0] - 1, key.shape[2]
-    constants = (dim, triton.next_power_of_2(dim), pages.page_rows, pages.block_words)
+    place = (pages.sinks, pages.ring_rows, pages.page_rows, pages.block_words)
+    constants = (dim, triton.next_power_of_2(dim), *place)
     APPEND(
-        (count, key.shape[1], BLOCK_TOKENS // TAIL_ROWS.value),
+        (count, key.shape[1], -(-(pages.ring_rows + pages.sinks) // TAIL_ROWS.value)),
         (key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k),
         (count, *_strides(key, value), sequences.block_table.shape[1], pages.page_blocks),
         constants,

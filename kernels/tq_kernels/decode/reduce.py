@@ -12,9 +12,18 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ..common.schedule import LINE, counted, dense_jobs, dense_jobs_of, dense_slots, holder, lengths, stream_items
+from ..common.schedule import (
+    LINE,
+    counted,
+    dense_jobs,
+    dense_jobs_of,
+    dense_slots,
+    holder,
+    lengths,
+    packed_of,
+    stream_items,
+)
 from ..common.softmax import LOG2E, SoftmaxState, finite, merge, rescaled
-from ..format import TOKENS
 
 
 class Partials(NamedTuple):
@@ -230,6 +239,7 @@ def reduce_splits_paged(
     s_aux,  # [Hq], any float dtype
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
+    packed_blocks,  # [B] int32
     out,  # [T, Hq, DV], contiguous
     tokens,  # T
     count,  # B
@@ -237,9 +247,9 @@ def reduce_splits_paged(
     groups,  # G
     row_tiles, tile_rows, workers, lse_at, partial_at,
     FILL: tl.constexpr,  # no sequence has more than one token: write 0 for tokens of nobody
-    SINKS: tl.constexpr, BLOCK_B: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr, TILE_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr,
-    BLOCK_R: tl.constexpr, DOT_R: tl.constexpr, HAS_AUX: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, RING: tl.constexpr, BLOCK_B: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, TILE_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_DENSE: tl.constexpr, BLOCK_R: tl.constexpr, DOT_R: tl.constexpr, HAS_AUX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (streams, tile_rows / BLOCK_R, DV / BLOCK_C); BLOCK_R and DOT_R as for `reduce_splits`."""
     stream = tl.program_id(0)
@@ -258,16 +268,17 @@ def reduce_splits_paged(
     factor = tl.load(channel_scales + kv_head * DV + c, mask=c < DV, other=1.0).to(tl.float32)  # [BC]
     b = tl.arange(0, BLOCK_B)
     _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
-    items = stream_items(new, past, SINKS) * heads
+    items = stream_items(new, past, packed_of(packed_blocks, b, count)) * heads
     total = tl.sum(items, 0)
     at = tl.sum(tl.where(b < sequence, items, 0), 0)
     token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-    at += stream % heads * stream_items(new, past, SINKS)
-    blocks = tl.where(new == 1, past // TOKENS, 0)
+    held = packed_of(packed_blocks, sequence, count)
+    at += stream % heads * stream_items(new, past, held)
+    blocks = tl.where(new == 1, held, 0)
     first = holder(at, workers, total) + stream
     last = tl.where(blocks > 0, holder(at + blocks - 1, workers, total) + stream + 1, first)
-    dense_first = workers + heads * count + stream * dense_slots(SINKS)
-    dense_last = dense_first + tl.where(new == 1, dense_jobs_of(past, SINKS), 0)
+    dense_first = workers + heads * count + stream * dense_slots(SINKS, RING)
+    dense_last = dense_first + tl.where(new == 1, dense_jobs_of(past, held), 0)
     if FILL:
         # Of all sequences before this one, as many as have no token are ahead of it in taking those of nobody.
         token = tl.where(new == 1, token, tl.load(cu_seqlens_q + count) + sequence - token)

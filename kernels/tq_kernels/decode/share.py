@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.schedule import LINE, ROTATED, without_sinks
+from ..common.schedule import LINE, ROTATED
 from ..common.softmax import bounded, log2_sum, rescaled
 from ..common.unpack import PROBABILITY_BITS
 from ..format import TOKENS
@@ -163,8 +163,6 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             for plane in tl.static_range(4):
                 capped += (bounded(x[plane] * factor[None, :], cap_log2, C.BOUNDS),)
             x = capped
-        if C.SINKS:
-            x = (without_sinks(x[0], block, n[:, None], C.SINKS), x[1], x[2], x[3])
         if C.MASK == 1:
             x = (x[0] + bias[0][:, None], x[1] + bias[1][:, None], x[2] + bias[2][:, None], x[3] + bias[3][:, None])
             bias = load_bias(mask_at, tl.minimum(block + 1, last - 1), mask.stride_t)

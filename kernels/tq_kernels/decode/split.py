@@ -30,11 +30,12 @@ from ..common.schedule import (
     dense_jobs,
     dense_rows,
     dense_slots,
+    first_block_column,
     first_jobs,
     lengths,
+    packed_of,
     share,
     share_start,
-    sinks_of,
     stream_items,
 )
 from ..common.softmax import log2_sum
@@ -218,6 +219,7 @@ def decode_split_paged(
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
+    packed_blocks,  # [B] int32
     count,  # B
     kv_heads,
     groups,  # G
@@ -229,7 +231,7 @@ def decode_split_paged(
     row_tiles,
     tile_rows,  # min(G, BLOCK_R)
     plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, BOUNDS: tl.constexpr, SINKS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, BOUNDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, KEY_CHUNKS: tl.constexpr,
     VALUE_CHUNKS: tl.constexpr, BLOCK_KC: tl.constexpr, BLOCK_VC: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DM: tl.constexpr, BLOCK_MEAN: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
@@ -239,10 +241,10 @@ def decode_split_paged(
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DIM if DIM > DIMP else DIMP
-    FIRST_BLOCK: tl.constexpr = TOKENS // ROWS + (1 if SINKS else 0)
+    FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
     C: tl.constexpr = Shape(
         DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, False, 0, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
-        BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS, SINKS,
+        BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS,
     )  # fmt: skip
     if PDL:
         cuda.gdc_launch_dependents()
@@ -253,12 +255,11 @@ def decode_split_paged(
     store_rows = local < tile_rows
     heads = kv_heads * row_tiles
 
-    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, count, heads, SINKS, BLOCK_B)
+    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B)
     if ASM:
         # The share's first block is on its way while queries are read.
         sequence = stream // heads
-        _, _, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-        starts_packed = (start < end) & (start - at < past // TOKENS)
+        starts_packed = (start < end) & (start - at < packed_of(packed_blocks, sequence, count))
         page = tl.load(
             block_table + sequence.to(tl.int64) * width + FIRST_BLOCK + (start - at), mask=starts_packed, other=0
         )
@@ -277,18 +278,19 @@ def decode_split_paged(
         r = g * count + sequence  # [BR], of the head's rows
         token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         pages = block_table + sequence.to(tl.int64) * width
-        blocks = tl.where(new == 1, past // TOKENS, 0)
+        held = packed_of(packed_blocks, sequence, count)
+        blocks = tl.where(new == 1, held, 0)
+        items = stream_items(new, past, held)
         first = tl.maximum(start - at, 0)
-        last = tl.minimum(end - at, stream_items(new, past, SINKS))
+        last = tl.minimum(end - at, items)
 
         # Unpipelined: its buffers would cost the packed part occupancy.
         for job in tl.range(tl.maximum(first - blocks, 0), last - blocks, num_stages=1):
             t = job * DENSE_TOKENS + tl.arange(0, DENSE_TOKENS)
-            sinks, held = sinks_of(past, SINKS), past % TOKENS
-            length = sinks + held + 1
+            length = past - blocks * TOKENS + 1
             k_row, v_row = dense_rows(
                 rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), t,
-                sinks, held, length, token, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS,
+                blocks, past, length, token, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS, SINKS, RING,
             )  # fmt: skip
             inside = t < length
             k, v = dense_states(k_row, v_row, inside, C)
@@ -299,7 +301,7 @@ def decode_split_paged(
             x = dense_logits(k, q, factor, cap_log2, BOUNDS)
             x = tl.where(inside[:, None] & row_mask[None, :], x, -float("inf"))
             out, total, maximum = dense_sums(x, v)
-            slot = workers + heads * count + stream * dense_slots(SINKS) + job
+            slot = workers + heads * count + stream * dense_slots(SINKS, RING) + job
             tl.store(scratch + LINE * lse_at + slot * tile_rows + local, log2_sum(maximum, total), mask=store_rows)
             d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(total > 0, total, 1.0)
             to = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
@@ -315,5 +317,5 @@ def decode_split_paged(
                 first, per_lane(tl.minimum(last, blocks), ASM), Rows(head_row, r, row_mask, local, store_rows, 1),
                 worker + stream, 0, scaling_log2, cap_log2, C,
             )  # fmt: skip
-        at += stream_items(new, past, SINKS)
+        at += items
         stream += 1

@@ -34,7 +34,6 @@ class Shape(NamedTuple):
         SMALL: Whether levels are small (`tq_kernels.common.unpack.SMALL_UNIT`).
         ASM: Whether words are unpacked by inline PTX.
         BLOCK_WORDS: With a block table, int32 words from a block to the next; 0 without.
-        SINKS: First tokens of block 0 that are attended to elsewhere.
     """
 
     DK: Any
@@ -58,7 +57,6 @@ class Shape(NamedTuple):
     SMALL: Any
     ASM: Any
     BLOCK_WORDS: Any
-    SINKS: Any
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.schedule import NewTokens, dense_rows, lengths, sinks_of, without_sinks
+from ..common.schedule import NewTokens, dense_rows, first_block_column, lengths, packed_of
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, rescaled, update, weights
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
@@ -101,6 +101,7 @@ class Shape(NamedTuple):
     ROWS: tl.constexpr
     BLOCK_WORDS: tl.constexpr
     SINKS: tl.constexpr
+    RING: tl.constexpr
 
 
 @triton.jit
@@ -193,8 +194,6 @@ def _attend_blocks(
         values = value_tiles(blocks.value_words + at * VALUE_SIZE, value_scales, C.DVP, C.BLOCK_DV, C.VALUE_BITS, C.ASM)
         t = sinks + block * TOKENS + tl.arange(0, TILE)
         x0 = logits(rotated, keys[0], common, scale, mask, t, C.MASK, C.BOUNDS)
-        if C.SINKS:
-            x0 = without_sinks(x0, block, tl.arange(0, TILE)[None, :], C.SINKS)
         if C.STEP == 64:
             state = update(state, x0, tl.trans(values[0]), scale.gain, C.MASK > 0)
         x1 = logits(rotated, keys[1], common, scale, mask, t + TILE, C.MASK, C.BOUNDS)
@@ -236,8 +235,8 @@ def _attend_dense(
             k_row, v_row = dense_rows(
                 dense.residual_keys, dense.pages,
                 NewTokens(dense.new_keys, dense.new_values, dense.new_t, 0, dense.new_vt, 0),
-                t, dense.sinks, dense.history - dense.sinks, high, 0, dense.kv_head, dense.page_blocks,
-                C.DK, C.ROWS, C.BLOCK_WORDS,
+                t, blocks, dense.history + blocks * TOKENS, high, 0, dense.kv_head, dense.page_blocks,
+                C.DK, C.ROWS, C.BLOCK_WORDS, C.SINKS, C.RING,
             )  # fmt: skip
         k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0)
         v = tl.load(v_row[:, None] + dv[None, :], mask=inside[:, None] & (dv < C.DV)[None, :], other=0.0)
@@ -286,6 +285,7 @@ def prefix_attention(
     cu_seqlens_q,  # with a table: [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
     block_table,  # [B, W] int32, or None
+    packed_blocks,  # [B] int32
     query_b, query_h, query_s,
     blocks_b,  # strides of the packed tensors in blocks
     blocks_h,
@@ -307,7 +307,7 @@ def prefix_attention(
     MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr,  # this and the rest: 0 without a table
-    BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
 
@@ -317,7 +317,7 @@ def prefix_attention(
     """
     C: tl.constexpr = Shape(
         DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, BLOCK_R, STEP, STAGES, ASM,
-        ROWS, BLOCK_WORDS, SINKS,
+        ROWS, BLOCK_WORDS, SINKS, RING,
     )  # fmt: skip
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
@@ -335,9 +335,10 @@ def prefix_attention(
             return
         token, queries, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         new_count, rows = queries, queries * groups
-        blocks, residual_count, sink_count = past // TOKENS, past % TOKENS, sinks_of(past, SINKS)
+        blocks, sink_count = packed_of(packed_blocks, sequence, count), tl.minimum(past, SINKS)
+        residual_count = past - sink_count - blocks * TOKENS
         pages = block_table + sequence.to(tl.int64) * width
-        block_table = pages + (TOKENS // ROWS + (1 if SINKS else 0))
+        block_table = pages + first_block_column(SINKS, RING, ROWS)
         query += token.to(tl.int64) * query_s
         out += token.to(tl.int64) * out_s
         new_keys += token.to(tl.int64) * new_t

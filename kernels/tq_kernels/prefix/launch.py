@@ -116,7 +116,7 @@ def prefix_constants(
     split: bool,
     config: PrefixConfig,
     on: Target,
-    pages: tuple[int, int, int, int] = (0, 0, 0, 0),
+    pages: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
 ) -> tuple[Any, ...]:
     """The constexpr arguments of the attention kernel on this target, in order; `pages` are those that only a table of
     pages needs."""
@@ -199,7 +199,7 @@ def attend_prefix(
     )
     fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
     # The kernel of inline matrix products knows no tables.
-    no_table, no_size = ((), ()) if on.fragments else ((None, None, None), (0, 0))
+    no_table, no_size = ((), ()) if on.fragments else ((None, None, None, None), (0, 0))
     strides = specialised((*query_strides, *dense_strides, *fresh_strides, *out_strides, *mask_strides))
     dtypes = (query.dtype, sinks[0].dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
     (ATTEND_FRAGMENTS if on.fragments else ATTEND)(
@@ -301,7 +301,7 @@ def attend_many(
         lse.fill_(-torch.inf)  # rows of sequences with one new token are written by nobody here
     aux = query if options.s_aux is None else options.s_aux
     flags = (True, 0, *options.flags, splits > 1)
-    place = (pages.page_rows, pages.block_words, triton.next_power_of_2(count), pages.sinks)
+    place = (pages.page_rows, pages.block_words, triton.next_power_of_2(count), pages.sinks, pages.ring_rows)
     constants = prefix_constants(dim, dim, pages.key_bits, pages.value_bits, *flags, config, on, place)
     limits: dict[str, Any] = {"num_warps": config.warps}
     if config.registers is not None:
@@ -314,7 +314,7 @@ def attend_many(
         (
             *(query, pages.key_words, pages.value_words, pages.scales, pages.key_means, *rotations),
             *(pages.key_channel_scales, pages.value_channel_scales, *[pages.rows] * 4, key, value, query, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *sequences[:3]),
+            *(out, partial, lse, operand_rows.view(torch.float16), *sequences[:4]),
         ),
         (
             *(0, query_h, query_s),

@@ -25,8 +25,10 @@ from ..common.schedule import (
     dense_jobs,
     dense_rows,
     dense_slots,
+    first_block_column,
     first_jobs,
     lengths,
+    packed_of,
     share,
     share_start,
     stream_items,
@@ -274,17 +276,17 @@ def decode_split_fragments(
 )
 def decode_split_paged_fragments(
     scratch,  # arguments as for decode_split_paged
-    key_words, value_words, scales, key_means, rows, key, value, block_table, cu_seqlens_q, cu_seqlens_k, count,
-    kv_heads, groups, key_t, key_h, value_t, value_h, width, page_blocks, scaling_log2, cap_log2, row_tiles,
+    key_words, value_words, scales, key_means, rows, key, value, block_table, cu_seqlens_q, cu_seqlens_k, packed_blocks,
+    count, kv_heads, groups, key_t, key_h, value_t, value_h, width, page_blocks, scaling_log2, cap_log2, row_tiles,
     tile_rows, plain_at, scale_at, lse_at, partial_at, DIM: tl.constexpr, DIMP: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, BOUNDS: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, BOUNDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Every worker's share: `partial` and `lse`. Grid: (workers,), of one warp each; TILES tiles of 8 query rows."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DIM if DIM > DIMP else DIMP
-    RING_PAGES: tl.constexpr = TOKENS // ROWS
+    FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
     KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
     VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
     KEY_WIDTH: tl.constexpr = DIMP // KEY_QUARTERS
@@ -296,7 +298,7 @@ def decode_split_paged_fragments(
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
     heads = kv_heads * row_tiles
-    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, count, heads, 0, BLOCK_B)
+    start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B)
     while at < end:
         sequence = stream // heads
         kv_head = stream % heads // row_tiles
@@ -304,10 +306,12 @@ def decode_split_paged_fragments(
         row0 = kv_head * (groups * count) + sequence  # query r of the head is row `row0 + count * r`
         token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         pages = block_table + sequence.to(tl.int64) * width
-        blocks = tl.where(new == 1, past // TOKENS, 0)
-        held = past % TOKENS
+        held = packed_of(packed_blocks, sequence, count)
+        blocks = tl.where(new == 1, held, 0)
+        items = stream_items(new, past, held)
+        length = past - blocks * TOKENS + 1
         first = tl.maximum(start - at, 0)
-        last = tl.minimum(end - at, stream_items(new, past, 0))
+        last = tl.minimum(end - at, items)
 
         for job in tl.range(tl.maximum(first - blocks, 0), last - blocks):
             gain = logit_factors(scale, row0, count, first_row, groups, t, scaling_log2, TILES)
@@ -325,11 +329,11 @@ def decode_split_paged_fragments(
                     j = job * DENSE_TOKENS + 16 * group + 8 * half + g
                     k_row, v_row = dense_rows(
                         rows, pages, NewTokens(key, value, key_t * 8, key_h * 8, value_t * 8, value_h * 8), j,
-                        0, held, held + 1, token, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS,
+                        blocks, past, length, token, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS, SINKS, RING,
                     )  # fmt: skip
                     key_rows += (k_row,)
                     value_rows += (v_row,)
-                    inside += (j <= held,)
+                    inside += (j < length,)
                 for tile in tl.static_range(TILES):
                     for i in tl.static_range(4):
                         r = first_row + 8 * tile + 2 * t + i % 2
@@ -341,7 +345,7 @@ def decode_split_paged_fragments(
             )  # fmt: skip
             if BOUNDS:
                 gain = ones(TILES)
-            slot = workers + heads * count + stream * dense_slots(0) + job
+            slot = workers + heads * count + stream * dense_slots(SINKS, RING) + job
             slots = Slots(lse, partial, tile_rows, g, t)
             store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DIM, DM, 1, TILES, True)
 
@@ -355,7 +359,7 @@ def decode_split_paged_fragments(
             packed = zero_quads(value_tiles(DIMP, VALUE_BITS) * TILES)
             for step in tl.range(2 * first, 2 * tl.minimum(last, blocks)):
                 half = step % 2
-                page = tl.load(pages + RING_PAGES + step // 2).to(tl.int64)
+                page = tl.load(pages + FIRST_BLOCK + step // 2).to(tl.int64)
                 block = page * page_blocks + kv_head
                 packed, packed_sums, packed_maximum = attend_packed(
                     packed, packed_sums, packed_maximum, rotated, factor, cap_log2,
@@ -371,5 +375,5 @@ def decode_split_paged_fragments(
                 Slots(lse, partial, tile_rows, g, t), worker + stream, packed, packed_sums, packed_maximum, packed_gain,
                 PROBABILITY_BITS, small_unit(VALUE_BITS), DIMP, DM, VALUE_QUARTERS, TILES, False,
             )  # fmt: skip
-        at += stream_items(new, past, 0)
+        at += items
         stream += 1

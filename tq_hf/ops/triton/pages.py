@@ -11,19 +11,13 @@ from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, Sequences
 
 from ...config import TurboQuantConfig
-from ...tensors.pages import LayerPages, LayerWindows, Singles
+from ...tensors.pages import LayerPages, LayerWindows, Singles, ring_pages, rows_per_page
 from ..backend import HAS_TRITON, explains_failures
 from ..workspace import allocator
 from . import blocks
 
 if HAS_TRITON:
-    from tq_kernels.decode.launch_paged import (
-        append_new_rows,
-        attend_single,
-        encode_new_blocks,
-        single_scratch_bytes,
-        takes_sinks,
-    )
+    from tq_kernels.decode.launch_paged import append_new_rows, attend_single, encode_new_blocks, single_scratch_bytes
     from tq_kernels.prefix.launch import attend_many, takes_prompts
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
@@ -42,12 +36,8 @@ def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPage
 
 def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
     """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
-    can be captured in a CUDA graph. (On Turing they read no sinks.)"""
-    return (
-        blocks.supports_encode(states, config, layout)
-        and layout.key_dim % 8 == 0
-        and (not config.sink_tokens or takes_sinks(states.device))
-    )
+    can be captured in a CUDA graph."""
+    return blocks.supports_encode(states, config, layout) and layout.key_dim % 8 == 0
 
 
 def supports_paged_prompts(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
@@ -63,7 +53,8 @@ def decode_scratch_bytes(
     if not supports_paged_decode(like, config, layout):
         return 0
     bits = (config.key_bits, config.value_bits)
-    return single_scratch_bytes(requests, *heads, layout.key_dim, bits, config.sink_tokens, like.device)
+    rows = ring_pages(config, layout, like.dtype) * rows_per_page(layout, like.dtype) + config.sink_tokens
+    return single_scratch_bytes(requests, *heads, layout.key_dim, bits, rows, like.device)
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
