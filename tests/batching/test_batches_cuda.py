@@ -28,9 +28,8 @@ def agreement(found: list[list[int]], expected: list[list[int]]) -> float:
     return same / sum(map(len, expected))
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
-def test_graphs_and_asynchronous_batches_are_on(model: PreTrainedModel, sinks: int) -> None:
-    with Session(model, overrides={"sink_tokens": sinks}) as session:
+def test_graphs_and_asynchronous_batches_are_on(model: PreTrainedModel) -> None:
+    with Session(model) as session:
         session.run(prompts([5]), greedy(2))
         resolved, runner = session.manager.continuous_batching_config, session.manager.batch_processor.model_runner
         assert resolved.use_cuda_graph == (False, True) and runner.use_cuda_graph_decode
@@ -39,14 +38,12 @@ def test_graphs_and_asynchronous_batches_are_on(model: PreTrainedModel, sinks: i
         assert all(pair.device_io.graphs._storage for pair in pairs)
 
 
-@pytest.mark.parametrize(("preset", "sinks"), [("k8v4", 0), ("4bit_nc", 0), ("2bit_nc", 0), ("4bit_nc", 4)])
-def test_answers_do_not_depend_on_graphs_asynchrony_or_block_tables(
-    model: PreTrainedModel, preset: str, sinks: int
-) -> None:
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "2bit_nc"])
+def test_answers_do_not_depend_on_graphs_asynchrony_or_block_tables(model: PreTrainedModel, preset: str) -> None:
     """Kernels round alike whatever the way; batches of other sizes do not, so not every token must agree."""
     inputs, ways = prompts(LENGTHS), []
     for way in ({}, {"use_cuda_graph": False, "use_async_batching": False}, {"max_blocks_per_request": 0}):
-        with Session(model, preset, {"sink_tokens": sinks}, **way) as session:
+        with Session(model, preset, **way) as session:
             ways.append(session.run(inputs, greedy(NEW)))
             assert session.pages_in_use() == 0
     assert agreement(ways[0], ways[1]) > 0.9 and agreement(ways[0], ways[2]) > 0.7

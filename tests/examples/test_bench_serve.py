@@ -134,7 +134,7 @@ def test_room_under_flash_attention_is_what_its_pages_take_of_memory(monkeypatch
 def test_what_time_runs_out_for_counts_with_the_tokens_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", num_hidden_layers=1)
     requests = [Request([1, 2, 3], 2), Request([4, 5, 6], 3000)]
-    with bench_serve.session(model, Engine("4bit_nc", preset="4bit_nc"), requests, 4096) as manager:
+    with bench_serve.session(model, Engine("4bit_nc", preset="4bit_nc"), requests, 6400) as manager:
 
         def clock() -> float:
             """Time runs out once the long answer alone is being written."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,8 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 KERNELS = BUILDERS | {"rotate": build_rotate}
 PAGED: dict[str, Callable[..., Any]] = {
     "split": build_paged_split,
-    "split with sinks": partial(build_paged_split, sinks=4),
     "small": lambda arch, preset, dim: build_small(arch, dim),
-    "encode": lambda arch, preset, dim: build_completed(arch, preset, dim, "fp16", sinks=4),
+    "encode": lambda arch, preset, dim: build_completed(arch, preset, dim, "fp16"),
     "windows": lambda arch, preset, dim: build_windows(arch, dim, split=preset == "k3v4_nc"),
 }
 SHAPES: list[tuple[int | str, dict[str, Any]]] = [
@@ -90,7 +88,7 @@ def test_a_kernel_is_taken(kernel: str, arch: int | str, shape: dict[str, Any]) 
 @pytest.mark.parametrize("kernel", PAGED)
 def test_a_kernel_over_pages_is_taken(kernel: str, preset: str, shape: tuple[int, int]) -> None:
     arch, dim = shape
-    if arch == 75 and kernel in ("split with sinks", "windows"):
+    if arch == 75 and kernel == "windows":
         pytest.skip("no such launch")
     PAGED[kernel](arch, preset, dim)
 
@@ -98,7 +96,7 @@ def test_a_kernel_over_pages_is_taken(kernel: str, preset: str, shape: tuple[int
 @pytest.mark.usefixtures("frontend_only")
 @pytest.mark.parametrize("arch", [80, 90])
 def test_prompts_over_pages_are_taken(arch: int) -> None:
-    build_prompts(arch, "4bit_nc", sinks=4)
+    build_prompts(arch, "4bit_nc")
 
 
 @pytest.mark.usefixtures("frontend_only")

@@ -214,7 +214,7 @@ def test_a_client_that_goes_away_gives_its_pages_back(
     managers: list[TurboQuantBatchingManager],
 ) -> None:
     async def call(app: Any) -> list[Any]:
-        sent, messages = [], [{"type": "http.request", "body": json.dumps(body(max_tokens=7000, stop=stop)).encode()}]
+        sent, messages = [], [{"type": "http.request", "body": json.dumps(body(max_tokens=5000, stop=stop)).encode()}]
 
         async def receive() -> dict[str, Any]:
             if messages:

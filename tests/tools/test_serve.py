@@ -97,10 +97,10 @@ def test_chats_are_answered_from_packed_pages(
     model = build("llama")
     oracle = Oracle(model, balance=Balance.of(model))
     tokens = [ord(letter) for letter in f"<user>{PROMPT}<assistant>"]
-    complete = len(tokens) // 128
+    complete = (len(tokens) - 4) // 128
     expected = text(oracle.generate(tokens, 24))
     # What begins as an earlier request did reads those blocks packed.
-    shared = text(oracle.chunked(tokens, 24, [128 * complete]))
+    shared = text(oracle.after_prefix(tokens, 24, 4 + 128 * complete))
     assert expected != shared
     usage = found["plain"]["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(tokens), 24)
@@ -110,7 +110,7 @@ def test_chats_are_answered_from_packed_pages(
     deltas = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines]
     assert "".join(deltas) == shared and sum(map(bool, deltas)) > 3
     assert found["health"] == 200
-    assert found["pages"] == complete  # of three requests with one prompt
+    assert found["pages"] == complete + 1  # of three requests with one prompt; and that of the sinks
     assert found["tokens"] == 8192
 
 

@@ -40,7 +40,7 @@ from tq_kernels.turing.split import decode_split_paged_fragments
 
 from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
 from tq_hf import PRESETS, TurboQuantConfig
-from tq_hf.tensors.pages import rows_per_page
+from tq_hf.tensors.pages import ring_pages, rows_per_page
 
 Arch = int | str
 Bits = tuple[int, int]
@@ -181,10 +181,12 @@ def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     return build(reduce_splits, types, p.reduce_constants, arch, num_warps=p.reduce_warps)
 
 
-def place(preset: str, dim: int) -> tuple[int, int]:
-    """Rows of a ring's page, and words of a block."""
-    layout = TurboQuantConfig.from_preset(preset).layout(dim)
-    return rows_per_page(layout, torch.float16), layout.block_bytes // 4
+def place(preset: str, dim: int, sinks: int) -> tuple[int, int, int, int]:
+    """Sinks, rows of a ring and of a page, and words of a block; with a residual if there are sinks."""
+    config = TurboQuantConfig.from_preset(preset, residual_length=32 * sinks, sink_tokens=sinks)
+    layout = config.layout(dim)
+    rows = rows_per_page(layout, torch.float16)
+    return sinks, rows * ring_pages(config, layout, torch.float16), rows, layout.block_bytes // 4
 
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
@@ -193,15 +195,14 @@ def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
 
 
 def build_paged_split(
-    arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False, sinks: int = 0
+    arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False, sinks: int = 4
 ) -> tuple[Any, Plan]:
     p, bits = plan_for(arch, preset, dim, softcap), bits_of(preset)
-    before = () if arch == 75 else (sinks,)
-    constants = (dim, dim, *bits, softcap, *before, *place(preset, dim), SEQUENCES, *p.tile_constants)
+    constants = (dim, dim, *bits, softcap, *place(preset, dim, sinks), SEQUENCES, *p.tile_constants)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_paged_fragments if arch == 75 else decode_split_paged,
-        ["*fp32", "*i32", "*i32", "*i32", "*fp16", *["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 9, "fp32", "fp32",
+        ["*fp32", "*i32", "*i32", "*i32", "*fp16", *["*fp16"] * 3, *["*i32"] * 4, *["i32"] * 9, "fp32", "fp32",
          *["i32"] * 6],
         constants,
         arch,
@@ -214,52 +215,47 @@ def build_paged_split(
 
 
 def build_small(arch: int, dim: int = 128) -> list[Any]:
-    """The kernels that rotate and append a step's rows, reduce splits, and append the rows that no block took."""
-    p, tile = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim)
+    """The kernels that rotate and append a step's rows, reduce splits, and append the newest rows of prompts."""
+    p, tile, where = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim), place("4bit_nc", dim, 4)
     rotate = build(
         rotate_and_append_single,
         [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
-        (dim, tile, *place("4bit_nc", dim), *p.rotate_constants[1:]),
+        (dim, tile, *where, *p.rotate_constants[1:]),
         arch,
         num_warps=2,
     )
     reduce = build(
         reduce_splits_paged,
-        ["*fp32", "*fp16", "*fp16", "*fp32", "*i32", "*i32", "*fp16", *["i32"] * 9],
-        (True, 4, SEQUENCES, *p.reduce_constants),
+        ["*fp32", "*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", *["i32"] * 9],
+        (True, *where[:2], SEQUENCES, *p.reduce_constants),
         arch,
         num_warps=p.reduce_warps,
     )
-    append = build(
-        append_tails,
-        [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7],
-        (dim, tile, *place("4bit_nc", dim)),
-        arch,
-        num_warps=4,
-    )
+    append = build(append_tails, [*["*fp16"] * 3, *["*i32"] * 3, *["i32"] * 7], (dim, tile, *where), arch, num_warps=4)
     return [rotate, reduce, append]
 
 
-def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16", sinks: int = 0) -> Any:
+def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16", sinks: int = 4) -> Any:
     """The encoder of blocks that new tokens complete."""
     on, bits, stored = target_of(arch), bits_of(preset), padded_dim(dim)
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), *bits, *[LEVELS[own] for own in bits]),
         *(MATRIX[dtype], config.k_step),
-        *("tf32x3" if on.asm else "ieee", sinks, *place(preset, dim), SEQUENCES, on.asm),
+        *("tf32x3" if on.asm else "ieee", *place(preset, dim, sinks), SEQUENCES, on.asm),
     )
     types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
     return build(encode_completed, types, constants, arch, num_warps=config.warps)
 
 
-def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False, sinks: int = 0) -> Any:
+def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False, sinks: int = 4) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, *bits, on)
     flags = (True, 0, softcap, False, split)
-    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*place(preset, 128), SEQUENCES, sinks))
+    _, ring, *where = place(preset, 128, sinks)
+    constants = prefix_constants(128, 128, *bits, *flags, config, on, (*where, SEQUENCES, sinks, ring))
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
-    types += ["*i32"] * 3
+    types += ["*i32"] * 4
     numbers = len(prefix_attention.arg_names) - len(types) - len(constants) - 5
     types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
     return build(prefix_attention, types, constants, arch, num_warps=config.warps)

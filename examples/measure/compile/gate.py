@@ -80,10 +80,10 @@ def compilers() -> dict[str, Callable[[Any, str, int], Any]]:
         "balance": lambda arch, preset, dim: builds.build_balance(arch, dim=dim),
         "reorder": lambda arch, preset, dim: builds.build_reorder(arch),
         "paged split": lambda arch, preset, dim: builds.build_paged_split(arch, preset, dim)[0],
-        "paged split, sinks": lambda arch, preset, dim: builds.build_paged_split(arch, preset, dim, True, 4)[0],
+        "paged split, softcap": lambda arch, preset, dim: builds.build_paged_split(arch, preset, dim, True)[0],
         "paged small": lambda arch, preset, dim: builds.build_small(arch, dim),
-        "paged encode": lambda arch, preset, dim: builds.build_completed(arch, preset, dim, "fp16", 4),
-        "paged prompts": lambda arch, preset, dim: builds.build_prompts(arch, preset, sinks=4),
+        "paged encode": lambda arch, preset, dim: builds.build_completed(arch, preset, dim, "fp16"),
+        "paged prompts": lambda arch, preset, dim: builds.build_prompts(arch, preset),
         "paged windows": lambda arch, preset, dim: builds.build_windows(arch, dim, split=True),
     }
 

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.types import AttentionOptions, Sequences
 from triton.testing import do_bench
 
 from examples.measure.speed.benchmark import captured, read_gigabytes_per_second
+from tq_hf.batching.geometry import TableShape
 from tq_hf.config import TurboQuantConfig
 from tq_hf.ops import backend
 from tq_hf.ops.dispatch import paged_step
@@ -34,11 +34,12 @@ ROWS = 37
 BF16, DEVICE = torch.bfloat16, torch.device("cuda")
 
 
-def sequences_of(length: int, pages: int, count: int) -> Sequences:
+def sequences_of(length: int, pages: int, count: int, packed: int | None = None) -> Sequences:
     """`count` requests with one new token each and as many pages, all of whose pages are different."""
     tokens = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
     block_table = torch.randperm(count * pages, dtype=torch.int32, device=DEVICE).view(count, pages)
-    return Sequences(tokens, tokens * (length + 1), block_table, 1)
+    blocks = None if packed is None else torch.full((count,), packed, dtype=torch.int32, device=DEVICE)
+    return Sequences(tokens, tokens * (length + 1), block_table, blocks, 1)
 
 
 def tokens_of(count: int, query_heads: int, heads: int, dim: int) -> list[torch.Tensor]:
@@ -76,21 +77,22 @@ def over_windows(name: str, count: int, rate: float) -> str:
     )
 
 
-def with_sinks(count: int, length: int) -> str:
-    """One line: microseconds of a step over packed pages of an 8B Llama without sinks and with four."""
+def over_pages(count: int, length: int) -> str:
+    """One line: microseconds of a step over packed pages of an 8B Llama, all packed but an open block and as by
+    default."""
     query_heads, heads, dim = 32, 8, 128
     times = []
-    for sinks in (0, 4):
-        config = TurboQuantConfig.from_preset("4bit_nc", residual_length=0, sink_tokens=sinks)
-        layout = config.layout(dim)
-        width = length // BLOCK_TOKENS + 6
+    for options in (dict(residual_length=0, sink_tokens=0), {}):
+        config = TurboQuantConfig.from_preset("4bit_nc", **options)
+        layout, shape = config.layout(dim), TableShape.of(config, dim, BF16)
+        width = shape.width(length + 1)
         # Any bytes but NaN: the same small words and scales everywhere.
         pool = torch.full((count * width, 1, heads, layout.block_bytes), 17, dtype=torch.uint8, device=DEVICE)
         pages = LayerPages.of_pool(pool, 0, config, dim, BF16)
-        sequences, tokens = sequences_of(length, width, count), tokens_of(count, query_heads, heads, dim)
-        step = partial(paged_step, *tokens, pages, sequences, AttentionOptions(dim**-0.5))
-        times.append(microseconds(step))
-    return f"{count:3} x {length:6,} packed: {times[0]:7.1f} us without sinks, {times[1]:7.1f} us with"
+        sequences = sequences_of(length, width, count, config.num_blocks(length))
+        step = partial(paged_step, *tokens_of(count, query_heads, heads, dim), pages, sequences)
+        times.append(microseconds(partial(step, AttentionOptions(dim**-0.5))))
+    return f"{count:3} x {length:6,} packed: {times[0]:7.1f} us without sinks and residual, {times[1]:7.1f} us with"
 
 
 def main() -> None:
@@ -100,7 +102,7 @@ def main() -> None:
         for count in COUNTS:
             print(over_windows(name, count, rate))
     for count, length in ((32, 2048), (64, 16384)):
-        print(with_sinks(count, length + 77))
+        print(over_pages(count, length + 77))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def decode_split(
     DM: tl.constexpr = DV if DV > DVP else DVP
     C: tl.constexpr = Shape(
         DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
-        BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, 0, 0,
+        BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, 0,
     )  # fmt: skip
     if PDL == 2:
         cuda.gdc_wait()
