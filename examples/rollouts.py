@@ -75,7 +75,8 @@ def train(arguments: argparse.Namespace, folder: str) -> GRPOTrainer:
         train_dataset=needles(arguments.prompts * arguments.steps, arguments.tokens, arguments.seed),
         processing_class=tokenizer,
     )
-    with continuous_batching(trainer.model, arguments.preset):
+    dense = dict(sink_tokens=arguments.sink_tokens, residual_length=arguments.residual_length)
+    with continuous_batching(trainer.model, arguments.preset, **dense):
         trainer.train()
     return trainer
 
@@ -84,6 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SHIPPED_MODEL, help="a model of the hub or a folder")
     parser.add_argument("--preset", default="4bit_nc", help="what pages are packed to")
+    parser.add_argument("--sink-tokens", type=int, default=4, help="first tokens of an answer's text that stay dense")
+    parser.add_argument("--residual-length", type=int, default=128, help="newest tokens that stay dense")
     parser.add_argument("--steps", type=int, default=4, help="steps of the optimiser")
     parser.add_argument("--prompts", type=int, default=2, help="prompts of a step")
     parser.add_argument("--generations", type=int, default=4, help="answers sampled for each prompt")

@@ -18,6 +18,7 @@ from examples.measure.report import tables
 from examples.measure.speed import bench_serve
 from examples.measure.speed.bench_serve import Engine, Outcome, Request
 from tests.support.tiny_models import build
+from tq_hf import PRESETS
 
 NEVER = "a GPU's read rate is not measured on a CPU"
 
@@ -51,7 +52,7 @@ def test_every_cell_is_measured_and_shown(folder: Path) -> None:
         lambda record: saved.append(json.dumps(record)),
         lambda device: pytest.fail(NEVER),
     )
-    engines = [engine.name for engine in bench_serve.engines(["4bit_nc"])]
+    engines = [engine.name for engine in bench_serve.engines({"4bit_nc": PRESETS["4bit_nc"]})]
     assert [bench_serve.name_of(row) for row in record["rows"]] == [
         f"{cell} {engine}" for cell in ("decode 3x140", "trace all at once", "trace 50 a second") for engine in engines
     ]
@@ -76,7 +77,7 @@ def test_cells_that_fail_say_why_and_the_others_follow(folder: Path, monkeypatch
     real = bench_serve.traced
 
     def traced(model: Any, engine: Engine, *rest: Any) -> dict[str, Any]:
-        if engine.preset is None:
+        if engine.config is None:
             raise RuntimeError("the engine stopped\nand so on")
         return real(model, engine, *rest)
 
@@ -134,7 +135,7 @@ def test_room_under_flash_attention_is_what_its_pages_take_of_memory(monkeypatch
 def test_what_time_runs_out_for_counts_with_the_tokens_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", num_hidden_layers=1)
     requests = [Request([1, 2, 3], 2), Request([4, 5, 6], 3000)]
-    with bench_serve.session(model, Engine("4bit_nc", preset="4bit_nc"), requests, 6400) as manager:
+    with bench_serve.session(model, Engine("4bit_nc", config=PRESETS["4bit_nc"]), requests, 6400) as manager:
 
         def clock() -> float:
             """Time runs out once the long answer alone is being written."""

@@ -16,10 +16,12 @@ import pytest
 import test_decode_kernel as decode
 import test_dequantize_kernel as dequantize
 import test_encode_kernel as encode
+import test_paged_kernel as paged
 import test_prefix_kernel as prefix
 import torch
 
 from tests.support.kernel_cases import INTERPRETED, Case
+from tests.support.paged_cases import Step
 from tests.support.target_override import OTHER_CARDS, VARIABLE, wanted_card
 from tq_hf.config import PRESETS
 
@@ -46,6 +48,13 @@ PREFIX = [
     (BASE.with_(S=19, residual=40, preset="k8v4", dtype=BF16, Dk=64, Dv=64, s_aux=True), True),
     (BASE.with_(S=20, residual=20, preset="2bit_nc", mask="full", causal=False, Dk=80, Dv=96, softcap=20.0), True),
     (BASE.with_(S=300, residual=341, residual_capacity=384, blocks=31, capacity=32), True),
+]
+
+RECIPE = dict(D=128, Hq=8, Hkv=2, sinks=4, residual=128)
+PAGED = [
+    *[Step(past=(1, 300, 131, 259, 900), new=(1,) * 5, preset=preset, **RECIPE) for preset in PRESETS],
+    Step(past=(200, 0, 700, 3), new=(1, 0, 1, 1), nobody=2, softcap=15.0, s_aux=True, **RECIPE),
+    Step(past=(0, 300, 131, 700), new=(300, 2, 130, 1), **RECIPE),
 ]
 
 if wanted_card() is None:
@@ -110,3 +119,9 @@ else:
     @pytest.mark.parametrize("preset", PRESETS)
     def test_dequantize(preset: str, dims: tuple[int, int]) -> None:
         dequantize.check(dequantize.Case(PRESETS[preset], *dims, torch.float16), DEVICE)
+
+    @pytest.mark.parametrize("step", PAGED, ids=str)
+    def test_pages(step: Step) -> None:
+        if max(step.new) > 1 and wanted_card().capability == (7, 5):
+            pytest.skip("prompts over pages are torch's on sm_75")
+        paged.check(step, torch.device("cuda"))

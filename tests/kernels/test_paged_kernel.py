@@ -184,7 +184,7 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
         Step(past=(0,), new=(1,), Hq=8, Hkv=2, D=128),
     ]
     steps = [replace(step, sinks=sinks, residual=32 * sinks) for step in steps]
-    pages, width = 160, 40
+    pages, width = 160, 48
     pool = torch.zeros(pages, *make(steps[0]).pool.shape[1:], dtype=torch.uint8, device=device)
     block_table = torch.full((8, width), -1, dtype=torch.int32, device=device)
     cu_seqlens_q, cu_seqlens_k = (torch.zeros(9, dtype=torch.int32, device=device) for _ in range(2))

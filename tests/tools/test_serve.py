@@ -19,7 +19,7 @@ if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("continuous batching is of another design", allow_module_level=True)
 
 from tests.support.batching_cases import Oracle
-from tq_hf import Balance
+from tq_hf import Balance, TurboQuantConfig
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.tools import serve
 
@@ -46,6 +46,17 @@ def test_a_preset_that_does_not_exist_is_said_before_anything_is_loaded(folder: 
     assert "Unknown preset 'x'" in fails("serve", folder, "--preset", "x")
     assert "Preset 'auto' chooses when it sees the first keys" in fails("serve", folder, "--preset", "auto")
     assert "`--dtype` is 'int4'" in fails("serve", folder, "--dtype", "int4")
+
+
+def test_what_stays_dense_can_be_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[TurboQuantConfig] = []
+    monkeypatch.setattr(serve, "TurboQuantServer", lambda model, config, *args, **options: chosen.append(config))
+    run("serve", folder)
+    run("serve", folder, "--preset", "k8v4", "--sink-tokens", 0, "--residual-length", 300)
+    assert chosen == [
+        TurboQuantConfig.from_preset("4bit_nc"),
+        TurboQuantConfig.from_preset("k8v4", sink_tokens=0, residual_length=300),
+    ]
 
 
 @pytest.fixture

@@ -310,7 +310,7 @@ def serve_command(
     device: Device = None,
     cache_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of all requests together the cache has room for. By default what fits."),
+        typer.Option(min=1, help="Tokens of all requests together there is room for, if packed. By default what fits."),
     ] = None,
     memory_share: Annotated[
         float | None,
@@ -319,6 +319,12 @@ def serve_command(
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="The most tokens of all prompts read in one step.")
     ] = None,
+    sink_tokens: Annotated[
+        int, typer.Option(min=0, help="First tokens of a request that stay dense.")
+    ] = TurboQuantConfig.sink_tokens,
+    residual_length: Annotated[
+        int, typer.Option(min=0, help="Newest tokens of a request that stay dense.")
+    ] = TurboQuantConfig.residual_length,
     cors: Annotated[bool, typer.Option("--cors", help="Let web pages of other origins call.")] = False,
 ) -> None:
     """Serve a model with the API of OpenAI: transformers' own server, with the tokens of all requests in packed pages.
@@ -329,6 +335,7 @@ def serve_command(
     console = Console()
     with _errors_as_sentences():
         preset, name, device = preset_name(preset), _model_name(model), _device(device)
+        config = TurboQuantConfig.from_preset(preset, sink_tokens=sink_tokens, residual_length=residual_length)
         _dtype(dtype)
         try:
             from .serve import TurboQuantServer
@@ -342,7 +349,7 @@ def serve_command(
 
         TurboQuantServer(
             name,
-            preset,
+            config,
             started,
             cache_tokens=cache_tokens,
             host=host,

@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from ..batching import TurboQuantBatchingManager, continuous_batching
 from ..batching.checks import STOCK_PAGE_SIZE
+from ..config import TurboQuantConfig
 from .sampling import RequestManager, sampling_of
 
 GRACE = 5
@@ -96,7 +97,7 @@ class TurboQuantServer(Serve):
 
     Args:
         model: A folder or a model of the hub.
-        preset: Name of a preset.
+        config: What pages are packed to.
         started: Called with the model's tokenizer before the first request is accepted.
         cache_tokens: Tokens the pool has room for; by default as many as fit in memory.
         **options: Those of transformers' `Serve`.
@@ -107,14 +108,20 @@ class TurboQuantServer(Serve):
     """
 
     def __init__(
-        self, model: str, preset: str, started: Callable[[Any], None], *, cache_tokens: int | None, **options: Any
+        self,
+        model: str,
+        config: TurboQuantConfig,
+        started: Callable[[Any], None],
+        *,
+        cache_tokens: int | None,
+        **options: Any,
     ) -> None:
         if not is_serve_available():
             raise ValueError(
                 "transformers' server needs FastAPI, Uvicorn and openai, and not all of them are installed: "
                 '`pip install "tq-hf[serving]"`.'
             )
-        self.preset, self.started = preset, started
+        self.config, self.started = config, started
         # The option counts pages of transformers' size; `paged_options` converts them.
         blocks = None if cache_tokens is None else -(-cache_tokens // STOCK_PAGE_SIZE)
         # `Serve` calls `start_server` with `non_blocking`; else it would run the server itself.
@@ -131,7 +138,7 @@ class TurboQuantServer(Serve):
                     f"{type(model).__name__} reads more than text, and for such models transformers' server batches "
                     "nothing. Use `generate()` with a `TurboQuantCache`."
                 )
-            with continuous_batching(model, self.preset) as batching:
+            with continuous_batching(model, self.config) as batching:
                 _ = batching.balance  # runs the model: no request should wait for that
                 self._refuse_in_sentences()
                 self._sample_by_request()

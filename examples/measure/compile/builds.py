@@ -109,7 +109,7 @@ def build_prefix(
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
     types += ["*fp32", "*fp16"]
-    table, sizes = ([], []) if on.fragments else ([None] * 3, ["i32"] * 2)
+    table, sizes = ([], []) if on.fragments else ([None] * 4, ["i32"] * 2)
     numbers = len(kernel.arg_names) - len(constants) - len(types) - len(table) - len(sizes) - 3
     types += [*table, *["i32"] * numbers, "fp32", "fp32", "i32", *sizes]
     limit = {"maxnreg": config.registers} if config.registers else {}

@@ -32,7 +32,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from examples.measure.speed import bench_generate
 from examples.provenance import SHIPPED_MODEL, provenance
-from tq_hf import TurboQuantBatching, TurboQuantCache
+from tq_hf import TurboQuantBatching, TurboQuantCache, TurboQuantConfig
 
 STOCK_PAGE = ContinuousBatchingConfig.page_size
 STEPS = 64
@@ -46,20 +46,20 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Engine:
-    """What generates: transformers' pages with an attention implementation, or packed pages of a preset."""
+    """What generates: transformers' pages with an attention implementation, or packed pages of a configuration."""
 
     name: str
     attention: str = "sdpa"
-    preset: str | None = None
+    config: TurboQuantConfig | None = None
 
 
-def engines(presets: list[str]) -> list[Engine]:
+def engines(configs: dict[str, TurboQuantConfig]) -> list[Engine]:
     """Those that are installed."""
     found = [Engine("stock, sdpa")]
     for version, available in ((2, is_flash_attn_2_available), (3, is_flash_attn_3_available)):
         if available():
             found.append(Engine(f"stock, flash {version}", f"flash_attention_{version}"))
-    return found + [Engine(preset, preset=preset) for preset in presets]
+    return found + [Engine(name, config=config) for name, config in configs.items()]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cac
     if cache_tokens is not None:
         options.num_blocks = -(-cache_tokens // STOCK_PAGE)
     longest, most = max(len(r.prompt) for r in requests), max(r.new for r in requests)
-    owner = model if engine.preset is None else TurboQuantBatching(model, engine.preset)
+    owner = model if engine.config is None else TurboQuantBatching(model, engine.config)
     manager = owner.init_continuous_batching(
         GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1),
         options,
@@ -284,11 +284,11 @@ def decoded(
     }
 
 
-def static(model: PreTrainedModel, preset: str, batch: int, context: int) -> dict[str, Any]:
+def static(model: PreTrainedModel, config: TurboQuantConfig, batch: int, context: int) -> dict[str, Any]:
     """The row of one compiled batch in a preallocated cache."""
     torch._dynamo.reset()
     room = context + bench_generate.ROOM
-    variant = bench_generate.Variant("turboquant", lambda: TurboQuantCache(model.config, preset, max_cache_len=room))
+    variant = bench_generate.Variant("turboquant", lambda: TurboQuantCache(model.config, config, max_cache_len=room))
     return bench_generate.measure(model, variant, batch, context)
 
 
@@ -315,7 +315,9 @@ def cells(
 ) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
     """What is measured: how a row begins, and what gives the rest of it."""
     vocabulary = model.config.get_text_config().vocab_size
-    chosen = engines(arguments.presets)
+    dense = dict(sink_tokens=arguments.sink_tokens, residual_length=arguments.residual_length)
+    configs = {preset: TurboQuantConfig.from_preset(preset, **dense) for preset in arguments.presets}
+    chosen = engines(configs)
     for shape in arguments.shapes:
         batch, context = map(int, shape.split("x"))
         named = {"kind": "decode", "batch": batch, "context": context}
@@ -325,10 +327,10 @@ def cells(
                 lambda e=engine, b=batch, c=context: decoded(model, e, b, c, arguments),
             )
         if model.device.type == "cuda":
-            for preset in arguments.presets:
+            for preset, config in configs.items():
                 yield (
                     named | {"engine": f"{preset}, static, compiled"},
-                    lambda p=preset, b=batch, c=context: static(model, p, b, c),
+                    lambda p=config, b=batch, c=context: static(model, p, b, c),
                 )
     for rate in (None, arguments.rate) if arguments.rate else (None,):
         requests = trace(arguments, vocabulary, rate)
@@ -348,6 +350,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model of the hub or a folder; by default a random Llama of 8B shape")
     parser.add_argument("--layers", type=int, default=32, help="layers of the random Llama")
     parser.add_argument("--presets", nargs="+", default=["4bit_nc"], help="what pages are packed to")
+    parser.add_argument("--sink-tokens", type=int, default=TurboQuantConfig.sink_tokens)
+    parser.add_argument("--residual-length", type=int, default=TurboQuantConfig.residual_length)
     parser.add_argument("--only", help="only cells whose name this finds, e.g. 'trace', '^decode 32x2048 4bit_nc$'")
     parser.add_argument("--shapes", nargs="*", default=sizes["shapes"], help="requests x tokens of decode cells")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that a decode cell measures")
