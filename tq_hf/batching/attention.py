@@ -1,6 +1,10 @@
 """The attention function that transformers knows as "turboquant_paged".
 
 Its name has no mask function: with one, transformers would build a mask of all tokens by all tokens at every step.
+
+A compiled step holds the operator `tq_hf::attend_pages` for each layer, so that the whole forward is one graph. It
+finds the cache by a number, and writes to pages that the graph does not know: layers follow one another by what they
+return.
 """
 
 from __future__ import annotations
@@ -11,12 +15,11 @@ import torch
 from tq_kernels.types import AttentionOptions
 from transformers import AttentionInterface
 
-from .cache import TurboQuantPagedCache
+from .cache import CACHES, TurboQuantPagedCache
 
 NAME = "turboquant_paged"
 
 
-@torch.compiler.disable
 def turboquant_paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -60,7 +63,41 @@ def turboquant_paged_attention(
         )
     options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
     layer: Any = module.layer_idx
-    return cache.attend(layer, query, key, value, kwargs, options), None
+    if torch.compiler.is_compiling() and kwargs["block_table"] is not None:
+        lengths = (kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"])
+        numbers = (options.scaling, options.softcap, cache.number, layer)
+        return attend_pages(query, key, value, kwargs["block_table"], *lengths, options.s_aux, *numbers), None
+    return _attend(cache, layer, query, key, value, kwargs, options), None
+
+
+@torch.compiler.disable
+def _attend(cache: TurboQuantPagedCache, *arguments: Any) -> torch.Tensor:
+    return cache.attend(*arguments)
+
+
+@torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
+def attend_pages(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    cache: int,
+    layer: int,
+) -> torch.Tensor:
+    """`TurboQuantPagedCache.attend` of requests with one new token each; `cache` is its number."""
+    kwargs = dict(block_table=block_table, cu_seq_lens_q=cu_seqlens_q, cu_seq_lens_k={"full_attention": cu_seqlens_k})
+    options = AttentionOptions(scaling, True, softcap, s_aux)
+    return CACHES[cache].attend(layer, query, key, value, kwargs, options)
+
+
+@attend_pages.register_fake
+def _attended(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
 
 
 AttentionInterface.register(NAME, turboquant_paged_attention)

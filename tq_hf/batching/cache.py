@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import count
 from math import ceil, lcm
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
@@ -26,6 +28,9 @@ from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_st
 from ..ops.triton.pages import decode_scratch_bytes
 from .allocators import TurboQuantAllocator, WindowAllocator
 from .geometry import sequences_of, windows_of
+
+CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
+"""Caches by their numbers, which compiled steps hold."""
 
 
 class TurboQuantMemory(PagedAttentionMemoryHandler):
@@ -77,6 +82,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
         requests: WorkloadHints | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        # The first free one: a step that was compiled for a cache of before serves the next.
+        self.number = next(number for number in count() if number not in CACHES)
+        CACHES[self.number] = self
         self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
         heads = find_num_key_value_heads(config)
         if distributed_helper.tp_size > 1 and distributed_helper.are_kv_heads_tp_ed():

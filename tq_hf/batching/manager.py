@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedConfig
+from transformers import (
+    CompileConfig,
+    ContinuousBatchingConfig,
+    ContinuousBatchingManager,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -189,6 +195,15 @@ class WakeUp(threading.Event):
         return super().wait(None if self.idle else timeout)
 
 
+def _decode_compile_config(requested: ContinuousBatchingConfig) -> CompileConfig | None:
+    """How steps of one token a request are compiled, as transformers decides where flash attention has block tables."""
+    level = requested.default_compile_level
+    if requested.decode_compile_config is not None or level == 0:
+        return requested.decode_compile_config
+    mode = "max-autotune-no-cudagraphs" if level >= 2 else "default"
+    return CompileConfig(mode=mode, fullgraph=False, dynamic=level <= 2)
+
+
 class TurboQuantBatchingManager(ContinuousBatchingManager):
     """Generates for many requests, with their tokens in packed pages.
 
@@ -253,7 +268,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.output_router = AnswerRouter()
         self._wake_up_loop = WakeUp()
         resolved = self.continuous_batching_config
-        resolved.decode_compile_config = requested.decode_compile_config
+        resolved.decode_compile_config = _decode_compile_config(requested)
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             resolved.max_blocks_per_request = self._table_width(workload_hints)

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -51,15 +52,18 @@ class Engine:
     name: str
     attention: str = "sdpa"
     config: TurboQuantConfig | None = None
+    compile_level: int = 0
 
 
-def engines(configs: dict[str, TurboQuantConfig]) -> list[Engine]:
+def engines(configs: dict[str, TurboQuantConfig], levels: Sequence[int] = (0,)) -> list[Engine]:
     """Those that are installed."""
     found = [Engine("stock, sdpa")]
     for version, available in ((2, is_flash_attn_2_available), (3, is_flash_attn_3_available)):
         if available():
             found.append(Engine(f"stock, flash {version}", f"flash_attention_{version}"))
-    return found + [Engine(name, config=config) for name, config in configs.items()]
+    for (name, config), level in itertools.product(configs.items(), levels):
+        found.append(Engine(f"{name}, compile level {level}" if level else name, config=config, compile_level=level))
+    return found
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def release() -> None:
 def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cache_tokens: int | None) -> Iterator[Any]:
     """A running manager, sized for these requests as `generate_batch` would."""
     model.set_attn_implementation(engine.attention)
-    options = ContinuousBatchingConfig(auto_switch_to_flash=False)
+    options = ContinuousBatchingConfig(auto_switch_to_flash=False, default_compile_level=engine.compile_level)
     if cache_tokens is not None:
         options.num_blocks = -(-cache_tokens // STOCK_PAGE)
     longest, most = max(len(r.prompt) for r in requests), max(r.new for r in requests)
@@ -112,7 +116,9 @@ def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cac
     )
     try:
         manager.flash_room = flash_room(model, manager.continuous_batching_config) if cache_tokens is None else None
+        start = time.perf_counter()
         manager.warmup()
+        manager.warm_up_s = time.perf_counter() - start
         manager.start()
         yield manager
     finally:
@@ -267,6 +273,7 @@ def decoded(
         if row["cache_tokens"] < batch * (context + new):
             return row | {"error": f"room for {row['cache_tokens']:,} tokens"}
         warm_up(manager, vocabulary)
+        row["warm_up_s"] = manager.warm_up_s
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         results = [result for _, result in serve(manager, requests).results]
@@ -317,7 +324,7 @@ def cells(
     vocabulary = model.config.get_text_config().vocab_size
     dense = dict(sink_tokens=arguments.sink_tokens, residual_length=arguments.residual_length)
     configs = {preset: TurboQuantConfig.from_preset(preset, **dense) for preset in arguments.presets}
-    chosen = engines(configs)
+    chosen = engines(configs, arguments.compile_levels)
     for shape in arguments.shapes:
         batch, context = map(int, shape.split("x"))
         named = {"kind": "decode", "batch": batch, "context": context}
@@ -352,6 +359,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--presets", nargs="+", default=["4bit_nc"], help="what pages are packed to")
     parser.add_argument("--sink-tokens", type=int, default=TurboQuantConfig.sink_tokens)
     parser.add_argument("--residual-length", type=int, default=TurboQuantConfig.residual_length)
+    parser.add_argument(
+        "--compile-levels", nargs="+", type=int, default=[0, 1], help="those of packed pages' decode steps"
+    )
     parser.add_argument("--only", help="only cells whose name this finds, e.g. 'trace', '^decode 32x2048 4bit_nc$'")
     parser.add_argument("--shapes", nargs="*", default=sizes["shapes"], help="requests x tokens of decode cells")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that a decode cell measures")
