@@ -59,6 +59,17 @@ def test_most_tokens_are_those_of_generate() -> None:
     assert agreement(found, expected) > 0.7
 
 
+def test_compiled_steps_answer_as_others(model: PreTrainedModel) -> None:
+    """In bf16, which fused kernels round less often: not every token must agree."""
+    inputs, found = prompts(LENGTHS), []
+    for level in (0, 1):
+        with Session(model, overrides={"compile_level": level}) as session:
+            found.append(session.run(inputs, greedy(NEW)))
+            runner = session.manager.batch_processor.model_runner
+            assert (runner._compiled_decode is not None) == bool(level) and runner._compiled_varlen is None
+    assert agreement(*found) > 0.5
+
+
 def test_memory_stays_within_the_prediction(model: PreTrainedModel) -> None:
     batching = TurboQuantBatching(model)
     batching.balance  # noqa: B018 (found before memory is measured)

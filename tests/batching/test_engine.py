@@ -7,12 +7,13 @@ a GPU (asynchronous batches, padding for graphs, pages offloaded to the CPU), ac
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
 
 from tests.support.batching_cases import (
@@ -23,6 +24,7 @@ from tests.support.batching_cases import (
     Tokens,
     answers,
     greedy,
+    mixed,
     model_of,
     options,
     prompts,
@@ -327,3 +329,23 @@ def test_an_idle_loop_waits_without_looking_again(
             assert manager.get_result() is not None
         is_idle.wait()
     assert any(idle for idle, _ in waits) and all(timeout is None for idle, timeout in waits if idle)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
+    """Attention over pages and windows is an operator in it. A second cache takes the number of the first, so nothing
+    is compiled again."""
+    model = model_of() if name == "llama" else mixed(name)
+    inputs, config = prompts([5, 120, 300]), CompileConfig(backend="eager", mode=None, fullgraph=True, dynamic=True)
+    with Session(model) as session:
+        expected = session.run(inputs, greedy(10))
+    torch._dynamo.reset()
+    for first in (True, False):
+        torch._dynamo.utils.counters.clear()
+        with Session(model, decode_compile_config=config) as session:
+            assert session.run(inputs, greedy(10)) == expected
+            assert session.manager.batch_processor.model_runner._compiled_decode is not None
+        counters = torch._dynamo.utils.counters
+        assert not counters["graph_break"] and bool(counters["stats"]) == first
+        del session
+        gc.collect()

@@ -39,3 +39,11 @@ def test_most_tokens_are_those_of_generate(model: PreTrainedModel) -> None:
         found = session.run(inputs, greedy(NEW))
         expected = [session.oracle.generate(prompt, NEW) for prompt in inputs]
     assert agreement(found, expected) > 0.7
+
+
+def test_compiled_steps_answer_as_others(model: PreTrainedModel) -> None:
+    inputs, found = prompts(LENGTHS), []
+    for level in (0, 1):
+        with Session(model, overrides={"compile_level": level}) as session:
+            found.append(session.run(inputs, greedy(NEW)))
+    assert agreement(*found) > 0.5

@@ -38,6 +38,9 @@ class TurboQuantBatching(ContinuousMixin):
             same channel scales. (A request that begins with blocks of others reads all of those packed.)
         balance: Whether a short run of the model finds channel scales before the first request (by default as the
             preset says); or the channel scales themselves.
+        compile_level: transformers' `default_compile_level` of sessions whose `ContinuousBatchingConfig` has none, on a
+            GPU: steps of one token a request are compiled before they are captured. 0 for not. On an H200, 8B shape, a
+            step of 32 x 2k takes 7.1 ms instead of 9.5, and the first session of a process begins a minute later.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -50,8 +53,12 @@ class TurboQuantBatching(ContinuousMixin):
         preset: str | TurboQuantConfig = "4bit_nc",
         *,
         balance: bool | Balance | None = None,
+        compile_level: int = 1,
         **overrides: Any,
     ) -> None:
+        if compile_level not in range(4):
+            raise ValueError(f"`compile_level` is {compile_level!r}; it must be 0 (not compiled), 1, 2 or 3.")
+        self.compile_level = compile_level
         if isinstance(balance, bool):
             overrides["balance"] = balance
         elif not (balance is None or isinstance(balance, Balance)):
@@ -123,6 +130,7 @@ class TurboQuantBatching(ContinuousMixin):
             workload_hints,
             config=self.config,
             balance=self.balance,
+            compile_level=self.compile_level,
         )
 
     def sleep(self) -> int:
@@ -162,6 +170,7 @@ def continuous_batching(
     preset: str | TurboQuantConfig = "4bit_nc",
     *,
     balance: bool | Balance | None = None,
+    compile_level: int = 1,
     **overrides: Any,
 ) -> Iterator[TurboQuantBatching]:
     """Let `model.generate_batch` use packed pages within a `with`, for code that calls it itself (TRL).
@@ -177,7 +186,7 @@ def continuous_batching(
     Raises:
         ValueError: As `TurboQuantBatching`, or the model is within such a `with` already.
     """
-    batching = TurboQuantBatching(model, preset, balance=balance, **overrides)
+    batching = TurboQuantBatching(model, preset, balance=balance, compile_level=compile_level, **overrides)
     attributes, name = vars(batching.model), "init_continuous_batching"
     if name in attributes:
         raise ValueError(

@@ -195,11 +195,10 @@ class WakeUp(threading.Event):
         return super().wait(None if self.idle else timeout)
 
 
-def _decode_compile_config(requested: ContinuousBatchingConfig) -> CompileConfig | None:
-    """How steps of one token a request are compiled, as transformers decides where flash attention has block tables."""
-    level = requested.default_compile_level
-    if requested.decode_compile_config is not None or level == 0:
-        return requested.decode_compile_config
+def _compile_config(level: int) -> CompileConfig | None:
+    """How steps of one token a request are compiled, as transformers has it for a `default_compile_level`."""
+    if level == 0:
+        return None
     mode = "max-autotune-no-cudagraphs" if level >= 2 else "default"
     return CompileConfig(mode=mode, fullgraph=False, dynamic=level <= 2)
 
@@ -235,6 +234,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         *,
         config: TurboQuantConfig,
         balance: Balance | None = None,
+        compile_level: int = 0,
     ) -> None:
         check_choice()
         check_model(model, config)
@@ -263,12 +263,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             options.use_async_batching = True
         # transformers grants block tables to attention with "flash" in its name only: it would set 0, or warn.
         options.max_blocks_per_request = options.decode_compile_config = None
+        # Steps with prompts are not compiled, as with flash attention: their graph would break at every layer.
+        options.default_compile_level = 0
         with self._giving_back_on_failure():
             super().__init__(model, generation_config, options, workload_hints)
         self.output_router = AnswerRouter()
         self._wake_up_loop = WakeUp()
         resolved = self.continuous_batching_config
-        resolved.decode_compile_config = _decode_compile_config(requested)
+        level = requested.default_compile_level or (compile_level if kernels else 0)
+        resolved.decode_compile_config = requested.decode_compile_config or _compile_config(level)
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             resolved.max_blocks_per_request = self._table_width(workload_hints)

@@ -100,6 +100,7 @@ class TurboQuantServer(Serve):
         config: What pages are packed to.
         started: Called with the model's tokenizer before the first request is accepted.
         cache_tokens: Tokens the pool has room for; by default as many as fit in memory.
+        compile_level: As of `TurboQuantBatching`.
         **options: Those of transformers' `Serve`.
 
     Raises:
@@ -114,6 +115,7 @@ class TurboQuantServer(Serve):
         started: Callable[[Any], None],
         *,
         cache_tokens: int | None,
+        compile_level: int,
         **options: Any,
     ) -> None:
         if not is_serve_available():
@@ -121,7 +123,7 @@ class TurboQuantServer(Serve):
                 "transformers' server needs FastAPI, Uvicorn and openai, and not all of them are installed: "
                 '`pip install "tq-hf[serving]"`.'
             )
-        self.config, self.started = config, started
+        self.config, self.started, self.compile_level = config, started, compile_level
         # The option counts pages of transformers' size; `paged_options` converts them.
         blocks = None if cache_tokens is None else -(-cache_tokens // STOCK_PAGE_SIZE)
         # `Serve` calls `start_server` with `non_blocking`; else it would run the server itself.
@@ -138,7 +140,7 @@ class TurboQuantServer(Serve):
                     f"{type(model).__name__} reads more than text, and for such models transformers' server batches "
                     "nothing. Use `generate()` with a `TurboQuantCache`."
                 )
-            with continuous_batching(model, self.config) as batching:
+            with continuous_batching(model, self.config, compile_level=self.compile_level) as batching:
                 _ = batching.balance  # runs the model: no request should wait for that
                 self._refuse_in_sentences()
                 self._sample_by_request()

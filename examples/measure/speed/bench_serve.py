@@ -104,11 +104,13 @@ def release() -> None:
 def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cache_tokens: int | None) -> Iterator[Any]:
     """A running manager, sized for these requests as `generate_batch` would."""
     model.set_attn_implementation(engine.attention)
-    options = ContinuousBatchingConfig(auto_switch_to_flash=False, default_compile_level=engine.compile_level)
+    options = ContinuousBatchingConfig(auto_switch_to_flash=False)
     if cache_tokens is not None:
         options.num_blocks = -(-cache_tokens // STOCK_PAGE)
     longest, most = max(len(r.prompt) for r in requests), max(r.new for r in requests)
-    owner = model if engine.config is None else TurboQuantBatching(model, engine.config)
+    owner = model
+    if engine.config is not None:
+        owner = TurboQuantBatching(model, engine.config, compile_level=engine.compile_level)
     manager = owner.init_continuous_batching(
         GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1),
         options,
@@ -359,9 +361,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--presets", nargs="+", default=["4bit_nc"], help="what pages are packed to")
     parser.add_argument("--sink-tokens", type=int, default=TurboQuantConfig.sink_tokens)
     parser.add_argument("--residual-length", type=int, default=TurboQuantConfig.residual_length)
-    parser.add_argument(
-        "--compile-levels", nargs="+", type=int, default=[0, 1], help="those of packed pages' decode steps"
-    )
+    levels = [0, 1] if torch.cuda.is_available() else [0]
+    parser.add_argument("--compile-levels", nargs="+", type=int, default=levels, help="of decode steps on packed pages")
     parser.add_argument("--only", help="only cells whose name this finds, e.g. 'trace', '^decode 32x2048 4bit_nc$'")
     parser.add_argument("--shapes", nargs="*", default=sizes["shapes"], help="requests x tokens of decode cells")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that a decode cell measures")
