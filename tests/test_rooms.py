@@ -65,8 +65,8 @@ BUDGETS = {
         "__init__": 10,
     },
     "tq_hf": {
-        "tools": 1770,
-        "batching": 1520,
+        "tools": 1780,
+        "batching": 1590,
         "graph_decoding": 520,
         "saving": 920,
         "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read

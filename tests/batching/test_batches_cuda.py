@@ -63,7 +63,7 @@ def test_compiled_steps_answer_as_others(model: PreTrainedModel) -> None:
     """In bf16, which fused kernels round less often: not every token must agree."""
     inputs, found = prompts(LENGTHS), []
     for level in (0, 1):
-        with Session(model, overrides={"compile_level": level}) as session:
+        with Session(model, default_compile_level=level) as session:
             found.append(session.run(inputs, greedy(NEW)))
             runner = session.manager.batch_processor.model_runner
             assert (runner._compiled_decode is not None) == bool(level) and runner._compiled_varlen is None

@@ -349,3 +349,14 @@ def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
         assert not counters["graph_break"] and bool(counters["stats"]) == first
         del session
         gc.collect()
+
+
+@pytest.mark.slow
+def test_a_step_that_inductor_compiled_answers_alike() -> None:
+    """Its code checks the strides of what operators return."""
+    model, inputs = mixed("gpt_oss", head_dim=128, num_attention_heads=8), prompts([5, 120, 300])
+    found = []
+    for level in (0, 1):
+        with Session(model, default_compile_level=level) as session:
+            found.append(session.run(inputs, greedy(20)))
+    assert found[0] == found[1]

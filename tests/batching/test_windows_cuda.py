@@ -42,8 +42,9 @@ def test_most_tokens_are_those_of_generate(model: PreTrainedModel) -> None:
 
 
 def test_compiled_steps_answer_as_others(model: PreTrainedModel) -> None:
-    inputs, found = prompts(LENGTHS), []
+    """In float32: fused kernels round bf16 less often, and experts are chosen by small differences."""
+    model, inputs, found = model.float(), prompts(LENGTHS), []
     for level in (0, 1):
-        with Session(model, overrides={"compile_level": level}) as session:
+        with Session(model, use_cuda_graph=False, default_compile_level=level) as session:
             found.append(session.run(inputs, greedy(NEW)))
-    assert agreement(*found) > 0.5
+    assert agreement(*found) > 0.7

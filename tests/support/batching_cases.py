@@ -113,9 +113,9 @@ class Session:
         self, model: PreTrainedModel, preset: str = "4bit_nc", overrides: dict[str, Any] | None = None, **changes: Any
     ) -> None:
         self.model = model
-        self.batching = TurboQuantBatching(model, preset, **(dict(compile_level=0) | (overrides or {})))
+        self.batching = TurboQuantBatching(model, preset, **(overrides or {}))
         self.options = options(**changes)
-        recipe = {name: value for name, value in (overrides or {}).items() if name not in ("balance", "compile_level")}
+        recipe = {name: value for name, value in (overrides or {}).items() if name != "balance"}
         self.oracle = Oracle(model, preset, self.batching.balance, **recipe)
 
     def __enter__(self) -> Session:

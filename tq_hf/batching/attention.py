@@ -64,9 +64,9 @@ def turboquant_paged_attention(
     options = AttentionOptions.of_call(query.shape[-1] ** -0.5 if scaling is None else scaling, True, kwargs)
     layer: Any = module.layer_idx
     if torch.compiler.is_compiling() and kwargs["block_table"] is not None:
-        lengths = (kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"])
-        numbers = (options.scaling, options.softcap, cache.number, layer)
-        return attend_pages(query, key, value, kwargs["block_table"], *lengths, options.s_aux, *numbers), None
+        tensors = [query, key, value, kwargs["block_table"], kwargs["cu_seq_lens_q"]]
+        tensors.append(kwargs["cu_seq_lens_k"]["full_attention"])
+        return attend_pages(tensors, options.s_aux, options.scaling, options.softcap, cache.number, layer), None
     return _attend(cache, layer, query, key, value, kwargs, options), None
 
 
@@ -77,27 +77,28 @@ def _attend(cache: TurboQuantPagedCache, *arguments: Any) -> torch.Tensor:
 
 @torch.library.custom_op("tq_hf::attend_pages", mutates_args=())
 def attend_pages(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    tensors: list[torch.Tensor],
     s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
     cache: int,
     layer: int,
 ) -> torch.Tensor:
-    """`TurboQuantPagedCache.attend` of requests with one new token each; `cache` is its number."""
+    """`TurboQuantPagedCache.attend` of requests with one new token each; `cache` is its number.
+
+    Args:
+        tensors: Queries, keys, values, block table, cumulative lengths of queries and of keys.
+    """
+    query, key, value, block_table, cu_seqlens_q, cu_seqlens_k = tensors
     kwargs = dict(block_table=block_table, cu_seq_lens_q=cu_seqlens_q, cu_seq_lens_k={"full_attention": cu_seqlens_k})
     options = AttentionOptions(scaling, True, softcap, s_aux)
-    return CACHES[cache].attend(layer, query, key, value, kwargs, options)
+    return CACHES[cache].attend(layer, query, key, value, kwargs, options).contiguous()
 
 
 @attend_pages.register_fake
-def _attended(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+def _attended(tensors: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
+    batch, heads, tokens, dim = tensors[0].shape
+    return tensors[0].new_empty(batch, tokens, heads, dim)
 
 
 AttentionInterface.register(NAME, turboquant_paged_attention)

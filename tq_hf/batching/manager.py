@@ -234,7 +234,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         *,
         config: TurboQuantConfig,
         balance: Balance | None = None,
-        compile_level: int = 0,
     ) -> None:
         check_choice()
         check_model(model, config)
@@ -270,8 +269,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self.output_router = AnswerRouter()
         self._wake_up_loop = WakeUp()
         resolved = self.continuous_batching_config
-        level = requested.default_compile_level or (compile_level if kernels else 0)
-        resolved.decode_compile_config = requested.decode_compile_config or _compile_config(level)
+        resolved.decode_compile_config = requested.decode_compile_config or _compile_config(
+            requested.default_compile_level
+        )
         resolved.max_blocks_per_request = requested.max_blocks_per_request
         if resolved.max_blocks_per_request is None:
             resolved.max_blocks_per_request = self._table_width(workload_hints)

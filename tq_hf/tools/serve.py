@@ -100,7 +100,7 @@ class TurboQuantServer(Serve):
         config: What pages are packed to.
         started: Called with the model's tokenizer before the first request is accepted.
         cache_tokens: Tokens the pool has room for; by default as many as fit in memory.
-        compile_level: As of `TurboQuantBatching`.
+        compile_level: transformers' `default_compile_level`, from 0 for not compiled to 3.
         **options: Those of transformers' `Serve`.
 
     Raises:
@@ -140,7 +140,7 @@ class TurboQuantServer(Serve):
                     f"{type(model).__name__} reads more than text, and for such models transformers' server batches "
                     "nothing. Use `generate()` with a `TurboQuantCache`."
                 )
-            with continuous_batching(model, self.config, compile_level=self.compile_level) as batching:
+            with continuous_batching(model, self.config) as batching:
                 _ = batching.balance  # runs the model: no request should wait for that
                 self._refuse_in_sentences()
                 self._sample_by_request()
@@ -165,7 +165,9 @@ class TurboQuantServer(Serve):
         """Have each request's own sampling, in place of the first one's for all."""
         state: Any = self._generation_state
         # Where transformers makes its own at the first request.
-        state._cb_manager = manager = RequestManager(state._cb_config or ContinuousBatchingConfig())
+        options = state._cb_config or ContinuousBatchingConfig()
+        options.default_compile_level = self.compile_level
+        state._cb_manager = manager = RequestManager(options)
         state.get_manager = lambda model_id, use_cb=False: manager
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = _with_sampling(handler._build_generation_config)  # type: ignore

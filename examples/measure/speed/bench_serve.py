@@ -104,13 +104,11 @@ def release() -> None:
 def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cache_tokens: int | None) -> Iterator[Any]:
     """A running manager, sized for these requests as `generate_batch` would."""
     model.set_attn_implementation(engine.attention)
-    options = ContinuousBatchingConfig(auto_switch_to_flash=False)
+    options = ContinuousBatchingConfig(auto_switch_to_flash=False, default_compile_level=engine.compile_level)
     if cache_tokens is not None:
         options.num_blocks = -(-cache_tokens // STOCK_PAGE)
     longest, most = max(len(r.prompt) for r in requests), max(r.new for r in requests)
-    owner = model
-    if engine.config is not None:
-        owner = TurboQuantBatching(model, engine.config, compile_level=engine.compile_level)
+    owner = model if engine.config is None else TurboQuantBatching(model, engine.config)
     manager = owner.init_continuous_batching(
         GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1),
         options,
