@@ -120,6 +120,22 @@ def test_requests_that_began_with_blocks_come_back_from_the_cpu_with_them(
     assert [out[:20] for out in found[0]] == [session.oracle.after_prefix(prompt, 20, PREFIX) for prompt in inputs]
 
 
+def test_a_request_that_begins_anew_has_blocks_of_nobody(model: PreTrainedModel) -> None:
+    """Its pages were taken away, and those it had begun with are gone."""
+    (prompt,) = prompts([300])
+    with Session(model) as session:
+        session.run([prompt], greedy(2))
+        cache, allocator = session.cache, session.cache.allocator
+        assert cache.search_prefix_match("one", prompt) == PREFIX and allocator.prefix_blocks == {"one": 2}
+        cache.free_blocks("one", no_cache=True)
+        assert allocator.prefix_blocks == {"one": 2}, "it may come back from the CPU"
+        allocator.ledger.reset()
+        assert cache.search_prefix_match("one", prompt) == 0
+        allocator.allocate_cache_to_request("one", 0, 20)
+        assert not allocator.prefix_blocks
+        cache.free_blocks("one")
+
+
 def test_an_offloaded_request_shares_a_block_once_its_last_token_is_stored(model: PreTrainedModel) -> None:
     """transformers adds the pages of one that comes back as its tokens over 128, and blocks end 4 tokens later."""
     with Session(model) as session:
