@@ -2,7 +2,7 @@
 
 The engine passes lists: `read_index`, the cached tokens of all requests one after the other, and `write_index`, a place
 for each new token; or a block table, if every request has one new token. Our allocators fill a request's part of both
-lists with numbers of its table, as many as `Listed` says (never more than the request has tokens, for which the engine
+lists with numbers of its table, as many as `listed` says (never more than the request has tokens, for which the engine
 allocates). `read_index` is empty in a step where no request has a history.
 
 Sliding-window layers have lists and tables of their own, of the ceil(min(n, window) / rows_per_page) pages of a window.
