@@ -1,7 +1,7 @@
 """Every holder of tokens, with every way a prompt comes, under every way to run a step: always the same tokens.
 
 The ids of the tests are the table, `holder-prompt-way`. Tokens are compared with those of plain calls of the model, one
-after the other, on a cache that grows; those of pages with a cache that encodes as pages do. What cannot be has its
+after the other, on a cache that grows; those of pages with a cache of the same recipe. What cannot be has its
 sentence in `refused`.
 """
 
@@ -30,6 +30,8 @@ WAYS = ("generate", "graph_decoding", "torch.compile", "autocast", "inference_mo
 NEW, LATER = 6, 2
 """Tokens of an answer, and of what plain `generate()` says after it on the same cache, outside of any context."""
 CHUNK, TURN = 64, 37
+RESIDUAL = 32
+"""So few that blocks are packed."""
 BLOCK = 128
 TOKENS = {"second turn": 140, "one token": 1}
 
@@ -124,8 +126,7 @@ def context(way: str) -> AbstractContextManager[Any]:
 
 
 def cache_of(model: PreTrainedModel, room: int | None = None) -> TurboQuantCache:
-    """Of a small window, so that blocks are packed."""
-    return TurboQuantCache(model.config, residual_length=32, max_cache_len=room)
+    return TurboQuantCache(model.config, residual_length=RESIDUAL, max_cache_len=room)
 
 
 def expected(model: PreTrainedModel, prompt: str, way: str) -> Tokens:
@@ -151,12 +152,12 @@ def found(model: PreTrainedModel, holder: str, prompt: str, way: str) -> Tokens:
 
 
 def expected_of_pages(model: PreTrainedModel, prompt: str) -> Tokens:
-    """A second turn is a request of its own, which finds the whole blocks of the first."""
-    oracle = Oracle(model)
+    """A second turn is a request of its own, which finds the whole blocks of the first and reads them packed."""
+    oracle = Oracle(model, residual_length=RESIDUAL)
     said = conversation(prompt, by_calls(model, oracle.cache(), CHUNK if prompt == "chunked" else 10**6), lambda: None)
     if prompt == "second turn":
-        turn, cache = said[:, :-NEW], oracle.cache()
-        model(turn[:, :BLOCK], past_key_values=cache)
+        turn, cache = said[:, :-NEW], oracle.cache(residual_length=0)
+        model(turn[:, : oracle.config.sink_tokens + BLOCK], past_key_values=cache)
         said = by_calls(model, cache)(turn, NEW)
     return said[0].tolist()
 
@@ -166,7 +167,7 @@ def found_in_pages(model: PreTrainedModel, prompt: str, way: str) -> Tokens:
     options = {"custom_generate": graph_decoding} if way == "graph_decoding" else {}
     held = torch.compile(model, backend="eager") if way == "torch.compile" else model
     changes = {"max_batch_tokens": CHUNK} if prompt == "chunked" else {}
-    with Session(held, overrides=dict(balance=False), **changes) as session:
+    with Session(held, overrides=dict(balance=False, residual_length=RESIDUAL), **changes) as session:
 
         def say(given: torch.Tensor, new: int) -> torch.Tensor:
             (answer,) = session.run(given.tolist(), greedy(new), **options)
