@@ -24,13 +24,13 @@ NEAR = 0.05
 """So far may a token's logit be below the largest: rounding differs between batches, and now and then moves a code."""
 
 
-def replay(oracle: Oracle, prompt: Tokens, answer: Tokens, lives: list[list[tuple[int, int]]]) -> int:
+def replay(oracle: Oracle, prompt: Tokens, answer: Tokens, log: Log, name: str) -> int:
     """Compare an answer with a cache of its own after the same steps. Returns how many tokens are not exactly those."""
     text, checked, others = prompt + answer, 0, 0
-    for steps in lives:
-        cache = oracle.cache()
-        if steps[0][0]:  # shared, or forked from
-            oracle.model(torch.tensor([text[: steps[0][0]]]), past_key_values=cache)
+    for steps, blocks in zip(log.lives(name), log.began(name), strict=True):
+        cache = oracle.begun(text, blocks)
+        if steps[0][0] > cache.get_seq_length():  # forked from
+            oracle.model(torch.tensor([text[cache.get_seq_length() : steps[0][0]]]), past_key_values=cache)
         for past, new in steps:
             if not new:  # all but its last token was there when it was forked
                 continue
@@ -57,6 +57,7 @@ def soak(count: int, model: PreTrainedModel, blocks: int, monkeypatch: pytest.Mo
     with Session(model, **pool) as session:
         session.run([[1, 2, 3]], greedy(1))
         log.steps.clear()
+        log.prefixes.clear()
         manager = session.manager
         manager.start()
         processor = manager.batch_processor
@@ -105,7 +106,7 @@ def soak(count: int, model: PreTrainedModel, blocks: int, monkeypatch: pytest.Mo
         model.set_attn_implementation("turboquant")
         with torch.no_grad():
             others = sum(
-                replay(session.oracle, asked[name], result.generated_tokens, log.lives(name))
+                replay(session.oracle, asked[name], result.generated_tokens, log, name)
                 for name, result in found.items()
             )
     late = resident[len(resident) // 4 :]

@@ -167,7 +167,7 @@ def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: 
             "sink_values",
         ),
         *("residual_keys", "residual_values", "new_keys", "new_values", "mask", "s_aux", "out", "partial", "lse"),
-        *("operand_rows", "rotated", "block_table", "tokens", "cu_seqlens_q", "cu_seqlens_k"),
+        *("operand_rows", "rotated", "block_table", "tokens", "cu_seqlens_q", "cu_seqlens_k", "packed_blocks"),
     }
     assert {p.name for p in numbers} - strided <= pointers
     if others is not None:

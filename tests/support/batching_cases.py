@@ -84,19 +84,30 @@ class Oracle:
         self.model.set_attn_implementation(before)
         return out[0, len(prompt) :].tolist()
 
-    def after_prefix(self, prompt: Tokens, new: int, prefix: int) -> Tokens:
-        """Greedy tokens of a request that began with packed blocks of so many tokens: as without a residual, as long
-        as no other block is complete."""
-        assert (prefix - self.config.sink_tokens) % 128 == 0 and len(prompt) + new - prefix < 128
-        return self.chunked(prompt, new, [prefix], residual_length=0)
+    def begun(self, prompt: Tokens, blocks: int) -> TurboQuantCache:
+        """A cache of a request that began with so many packed blocks of others: they were read without a residual."""
+        cache = self.cache(residual_length=0)
+        if blocks:
+            prefix = self.config.sink_tokens + 128 * blocks
+            self.model(torch.tensor([prompt[:prefix]]), past_key_values=cache)
+        for store in (layer.store for layer in cache.layers if getattr(layer, "store", None) is not None):
+            store.config, store._rows_of_due = self.config, 128 + self.config.residual_length
+        return cache if blocks else self.cache()
 
-    def chunked(self, prompt: Tokens, new: int, chunks: Sequence[int] = (), **changes: Any) -> Tokens:
-        """Greedy tokens, the prompt read in pieces of these sizes and the rest."""
+    def after_prefix(self, prompt: Tokens, new: int, prefix: int) -> Tokens:
+        """Greedy tokens of a request that began with packed blocks of so many tokens."""
+        blocks, rest = divmod(prefix - self.config.sink_tokens, 128)
+        assert not rest
+        return self.chunked(prompt, new, blocks=blocks)
+
+    def chunked(self, prompt: Tokens, new: int, chunks: Sequence[int] = (), blocks: int = 0) -> Tokens:
+        """Greedy tokens, the prompt read in pieces of these sizes and the rest, after so many blocks of others."""
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation("turboquant")
-        cache, out, at, logits = self.cache(**changes), [], 0, torch.empty(0)
+        out, logits = [], torch.empty(0)
         with torch.no_grad():
-            for size in filter(None, (*chunks, len(prompt) - sum(chunks))):
+            cache, at = self.begun(prompt, blocks), self.config.sink_tokens + 128 * blocks if blocks else 0
+            for size in filter(None, (*chunks, len(prompt) - at - sum(chunks))):
                 logits = self.model(torch.tensor([prompt[at : at + size]]), past_key_values=cache).logits[0, -1]
                 at += size
             for _ in range(new):
@@ -171,23 +182,33 @@ class Log:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self.prefixes: dict[str, list[int]] = defaultdict(list)
+        """At each step, blocks of others that the request began with."""
         for name in ("extend_read_and_write_indices", "fill_block_table"):
             real = getattr(TurboQuantPagedCache, name)
 
             def noted(cache: Any, request: str, past: int, new: int, *args: Any, real: Any = real) -> None:
                 self.steps[request].append((past, new))
+                self.prefixes[request].append(cache.allocator.prefix_blocks.get(request, 0))
                 real(cache, request, past, new, *args)
 
             monkeypatch.setattr(TurboQuantPagedCache, name, noted)
 
     def lives(self, request: str) -> list[list[tuple[int, int]]]:
         """The steps from each start of a request: one more than it was preempted."""
-        lives: list[list[tuple[int, int]]] = []
+        return [[step for step, _ in life] for life in self._lives(request)]
+
+    def began(self, request: str) -> list[int]:
+        """Blocks of others at each start."""
+        return [life[0][1] for life in self._lives(request)]
+
+    def _lives(self, request: str) -> list[list[tuple[tuple[int, int], int]]]:
+        lives: list[list[tuple[tuple[int, int], int]]] = []
         end = -1
-        for past, new in self.steps[request]:
+        for (past, new), blocks in zip(self.steps[request], self.prefixes[request], strict=True):
             if past != end:
                 lives.append([])
-            lives[-1].append((past, new))
+            lives[-1].append(((past, new), blocks))
             end = past + new
         return lives
 
