@@ -8,7 +8,7 @@ from tq_kernels.format import BLOCK_TOKENS
 from tq_kernels.types import Sequences
 from transformers import LlamaConfig
 
-from tests.support.batching_cases import paged
+from tq_hf import TurboQuantConfig
 from tq_hf.batching.allocators import TurboQuantAllocator
 from tq_hf.batching.geometry import TableShape, listed, sequences_of
 
@@ -19,7 +19,7 @@ RINGS = {"4bit_nc": 16, "2bit_nc": 32}
 def allocator(preset: str, tables: dict[str, list[int]], sinks: int = 4) -> TurboQuantAllocator:
     config = LlamaConfig(head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
     made = TurboQuantAllocator(
-        paged(preset, sink_tokens=sinks),
+        TurboQuantConfig.from_preset(preset, sink_tokens=sinks),
         {},
         index=0,
         layer_indices=[0, 1],

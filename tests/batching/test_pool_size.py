@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, LlamaConfig
 
-from tests.support.batching_cases import Session, Steps, greedy, mixed, model_of, options, paged, prompts
-from tq_hf import TurboQuantBatching
+from tests.support.batching_cases import Session, Steps, greedy, mixed, model_of, options, prompts
+from tq_hf import TurboQuantBatching, TurboQuantConfig
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching.cache import TurboQuantMemory
 from tq_hf.ops.sliding_pages import WINDOW_BYTES
@@ -92,7 +92,7 @@ def test_an_8b_shape_holds_several_times_the_tokens_of_16_bit_pages(preset: str,
         vars(made).update(attention)
         return made.infer_max_batch_tokens_and_num_sectors()[1] * 128
 
-    ours = tokens(TurboQuantMemory, 8 * paged(preset).layout(128).block_bytes)
+    ours = tokens(TurboQuantMemory, 8 * TurboQuantConfig.from_preset(preset).layout(128).block_bytes)
     stock = tokens(TurboQuantMemory.__base__, 8 * 128 * 2 * 128 * 2, num_attention_masks=0, kv_heads_at_peak=16)
     assert ours > times * stock
 

@@ -24,14 +24,14 @@ NEAR = 0.05
 """So far may a token's logit be below the largest: rounding differs between batches, and now and then moves a code."""
 
 
-def replay(oracle: Oracle, prompt: Tokens, answer: Tokens, log: Log, name: str) -> int:
+def replay(oracle: Oracle, prompt: Tokens, answer: Tokens, lives: list[list[tuple[int, int, int]]]) -> int:
     """Compare an answer with a cache of its own after the same steps. Returns how many tokens are not exactly those."""
     text, checked, others = prompt + answer, 0, 0
-    for steps, blocks in zip(log.lives(name), log.began(name), strict=True):
-        cache = oracle.begun(text, blocks)
+    for steps in lives:
+        cache = oracle.begun(text, steps[0][2])
         if steps[0][0] > cache.get_seq_length():  # forked from
             oracle.model(torch.tensor([text[cache.get_seq_length() : steps[0][0]]]), past_key_values=cache)
-        for past, new in steps:
+        for past, new, _ in steps:
             if not new:  # all but its last token was there when it was forked
                 continue
             logits = oracle.model(torch.tensor([text[past : past + new]]), past_key_values=cache).logits[0, -1]
@@ -57,7 +57,6 @@ def soak(count: int, model: PreTrainedModel, blocks: int, monkeypatch: pytest.Mo
     with Session(model, **pool) as session:
         session.run([[1, 2, 3]], greedy(1))
         log.steps.clear()
-        log.prefixes.clear()
         manager = session.manager
         manager.start()
         processor = manager.batch_processor
@@ -106,7 +105,7 @@ def soak(count: int, model: PreTrainedModel, blocks: int, monkeypatch: pytest.Mo
         model.set_attn_implementation("turboquant")
         with torch.no_grad():
             others = sum(
-                replay(session.oracle, asked[name], result.generated_tokens, log, name)
+                replay(session.oracle, asked[name], result.generated_tokens, log.lives(name))
                 for name, result in found.items()
             )
     late = resident[len(resident) // 4 :]

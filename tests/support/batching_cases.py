@@ -56,11 +56,6 @@ def answers(results: dict[str, Any]) -> list[Tokens]:
     return [result.generated_tokens for result in results.values()]
 
 
-def paged(preset: str, **overrides: Any) -> TurboQuantConfig:
-    """A preset as pages have it."""
-    return TurboQuantConfig.from_preset(preset, **overrides)
-
-
 class Oracle:
     """What `generate()` answers on a cache of the same recipe."""
 
@@ -68,7 +63,7 @@ class Oracle:
         self, model: PreTrainedModel, preset: str = "4bit_nc", balance: Balance | None = None, **overrides: Any
     ) -> None:
         self.model, self.balance = model, balance
-        self.config = paged(preset, **({"balance": balance is not None} | overrides))
+        self.config = TurboQuantConfig.from_preset(preset, **({"balance": balance is not None} | overrides))
 
     def cache(self, **changes: Any) -> TurboQuantCache:
         return TurboQuantCache(self.model.config, replace(self.config, **changes), balance=self.balance)
@@ -86,13 +81,13 @@ class Oracle:
 
     def begun(self, prompt: Tokens, blocks: int) -> TurboQuantCache:
         """A cache of a request that began with so many packed blocks of others: they were read without a residual."""
+        if not blocks:
+            return self.cache()
         cache = self.cache(residual_length=0)
-        if blocks:
-            prefix = self.config.sink_tokens + 128 * blocks
-            self.model(torch.tensor([prompt[:prefix]]), past_key_values=cache)
+        self.model(torch.tensor([prompt[: self.config.sink_tokens + 128 * blocks]]), past_key_values=cache)
         for store in (layer.store for layer in cache.layers if getattr(layer, "store", None) is not None):
             store.config, store._rows_of_due = self.config, 128 + self.config.residual_length
-        return cache if blocks else self.cache()
+        return cache
 
     def after_prefix(self, prompt: Tokens, new: int, prefix: int) -> Tokens:
         """Greedy tokens of a request that began with packed blocks of so many tokens."""
@@ -178,37 +173,28 @@ class Steps:
 
 
 class Log:
-    """The steps of every request, `(past, new)`."""
+    """The steps of every request, `(past, new, blocks)`: of others, which it began with."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        self.prefixes: dict[str, list[int]] = defaultdict(list)
-        """At each step, blocks of others that the request began with."""
+        self.steps: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         for name in ("extend_read_and_write_indices", "fill_block_table"):
             real = getattr(TurboQuantPagedCache, name)
 
             def noted(cache: Any, request: str, past: int, new: int, *args: Any, real: Any = real) -> None:
-                self.steps[request].append((past, new))
-                self.prefixes[request].append(cache.allocator.prefix_blocks.get(request, 0))
+                self.steps[request].append((past, new, cache.allocator.prefix_blocks.get(request, 0)))
                 real(cache, request, past, new, *args)
 
             monkeypatch.setattr(TurboQuantPagedCache, name, noted)
 
-    def lives(self, request: str) -> list[list[tuple[int, int]]]:
+    def lives(self, request: str) -> list[list[tuple[int, int, int]]]:
         """The steps from each start of a request: one more than it was preempted."""
-        return [[step for step, _ in life] for life in self._lives(request)]
-
-    def began(self, request: str) -> list[int]:
-        """Blocks of others at each start."""
-        return [life[0][1] for life in self._lives(request)]
-
-    def _lives(self, request: str) -> list[list[tuple[tuple[int, int], int]]]:
-        lives: list[list[tuple[tuple[int, int], int]]] = []
+        lives: list[list[tuple[int, int, int]]] = []
         end = -1
-        for (past, new), blocks in zip(self.steps[request], self.prefixes[request], strict=True):
+        for step in self.steps[request]:
+            past, new, _ = step
             if past != end:
                 lives.append([])
-            lives[-1].append(((past, new), blocks))
+            lives[-1].append(step)
             end = past + new
         return lives
 

@@ -261,7 +261,7 @@ class WindowAllocator(_PoolAllocator, SlidingAttentionCacheAllocator):
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """The pages of a request, as `tq_hf.batching.geometry` lists them."""
-        return self.block_table[request_id][: self.pages_of(past_length + query_length)]
+        return self._table(request_id, past_length + query_length)
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """The page of every new token."""

@@ -181,12 +181,12 @@ def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     return build(reduce_splits, types, p.reduce_constants, arch, num_warps=p.reduce_warps)
 
 
-def place(preset: str, dim: int, sinks: int) -> tuple[int, int, int, int]:
-    """Sinks, rows of a ring and of a page, and words of a block; with a residual if there are sinks."""
-    config = TurboQuantConfig.from_preset(preset, residual_length=32 * sinks, sink_tokens=sinks)
+def place(preset: str, dim: int) -> tuple[int, int, int, int]:
+    """Sinks, rows of a ring and of a page, and words of a block."""
+    config = TurboQuantConfig.from_preset(preset)
     layout = config.layout(dim)
     rows = rows_per_page(layout, torch.float16)
-    return sinks, rows * ring_pages(config, layout, torch.float16), rows, layout.block_bytes // 4
+    return config.sink_tokens, rows * ring_pages(config, layout, torch.float16), rows, layout.block_bytes // 4
 
 
 def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
@@ -194,11 +194,9 @@ def plan_for(arch: int, preset: str, dim: int, softcap: bool = False) -> Plan:
     return plan_decode(SEQUENCES, 32, 8, 1, dim, dim, *bits, 256, 128, False, 0, softcap, False, target_of(arch))
 
 
-def build_paged_split(
-    arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False, sinks: int = 4
-) -> tuple[Any, Plan]:
+def build_paged_split(arch: int, preset: str = "4bit_nc", dim: int = 128, softcap: bool = False) -> tuple[Any, Plan]:
     p, bits = plan_for(arch, preset, dim, softcap), bits_of(preset)
-    constants = (dim, dim, *bits, softcap, *place(preset, dim, sinks), SEQUENCES, *p.tile_constants)
+    constants = (dim, dim, *bits, softcap, *place(preset, dim), SEQUENCES, *p.tile_constants)
     limit = {"maxnreg": p.config.registers} if p.config.registers else {}
     compiled = build(
         decode_split_paged_fragments if arch == 75 else decode_split_paged,
@@ -216,7 +214,7 @@ def build_paged_split(
 
 def build_small(arch: int, dim: int = 128) -> list[Any]:
     """The kernels that rotate and append a step's rows, reduce splits, and append the newest rows of prompts."""
-    p, tile, where = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim), place("4bit_nc", dim, 4)
+    p, tile, where = plan_for(arch, "4bit_nc", dim), triton.next_power_of_2(dim), place("4bit_nc", dim)
     rotate = build(
         rotate_and_append_single,
         [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
@@ -235,24 +233,24 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
     return [rotate, reduce, append]
 
 
-def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16", sinks: int = 4) -> Any:
+def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: str = "bf16") -> Any:
     """The encoder of blocks that new tokens complete."""
     on, bits, stored = target_of(arch), bits_of(preset), padded_dim(dim)
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), *bits, *[LEVELS[own] for own in bits]),
         *(MATRIX[dtype], config.k_step),
-        *("tf32x3" if on.asm else "ieee", *place(preset, dim, sinks), SEQUENCES, on.asm),
+        *("tf32x3" if on.asm else "ieee", *place(preset, dim), SEQUENCES, on.asm),
     )
     types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
     return build(encode_completed, types, constants, arch, num_warps=config.warps)
 
 
-def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False, sinks: int = 4) -> Any:
+def build_prompts(arch: int, preset: str, *, split: bool = False, softcap: bool = False) -> Any:
     on, bits = target_of(arch), bits_of(preset)
     config = prefix_config(128, 128, *bits, on)
     flags = (True, 0, softcap, False, split)
-    _, ring, *where = place(preset, 128, sinks)
+    sinks, ring, *where = place(preset, 128)
     constants = prefix_constants(128, 128, *bits, *flags, config, on, (*where, SEQUENCES, sinks, ring))
     types = ["*fp16", "*i32", "*i32", "*i32", *["*fp16"] * 11, "*i1", "*fp32", "*fp16", "*fp32", "*fp32", "*fp16"]
     types += ["*i32"] * 4
