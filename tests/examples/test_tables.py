@@ -135,7 +135,13 @@ SERVE = {
         | {"steps": 64, "prompt_tokens_per_second": 20123.4, "peak_bytes_beyond_weights": 100 * 2**30},
         {"kind": "decode", "batch": 64, "context": 16384, "engine": "stock, sdpa", "error": "room for 9 tokens"}
         | {"bf16_floor_ms": 35.0},
-        {"kind": "decode", "batch": 32, "context": 2048, "engine": "4bit_nc, static, compiled", "ms_per_step": 8.3}
+        {
+            "kind": "decode",
+            "batch": 32,
+            "context": 2048,
+            "engine": "4bit_nc, static, graph_decoding",
+            "ms_per_step": 8.3,
+        }
         | {"peak_bytes_beyond_weights": 2**30, "bf16_floor_ms": 5.0},
         SERVED
         | TIMES
@@ -184,7 +190,7 @@ EXPECTED = [
         SERVE,
         ["| stock, sdpa | **135.0** ms, prompts 20,123/s, 100.0 GiB | room for 9 tokens |", "| 5.0 ms | 35.0 ms |"],
     ),
-    ("serve", SERVE, ["| `4bit_nc`, static, compiled | **8.3** ms, 1.0 GiB | – |"]),
+    ("serve", SERVE, ["| `4bit_nc`, static, graph_decoding | **8.3** ms, 1.0 GiB | – |"]),
     (
         "serve",
         SERVE,

@@ -2,8 +2,8 @@
 
 `decode BxT` generates for B prompts of T tokens at once. From when the last prompt was read on, all are in flight, and
 every step makes a token of each: that is the time of a step. Prompts are read while earlier ones are being answered,
-as an engine does; their speed is that of all of them together. `static` is one batch of the same shape in a compiled
-cache of ours, which no request can enter or leave.
+as an engine does; their speed is that of all of them together. `static` is one batch of the same shape in a
+preallocated cache of ours, under `graph_decoding`: no request can enter or leave it.
 
 `trace` serves requests whose lengths are drawn log-uniformly from a seed, all there at once or arriving at random
 moments (`--rate`). The time per token is a request's mean; a request is in flight from when its prompt begins to be
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -292,10 +293,11 @@ def decoded(
 
 
 def static(model: PreTrainedModel, config: TurboQuantConfig, batch: int, context: int) -> dict[str, Any]:
-    """The row of one compiled batch in a preallocated cache."""
+    """The row of one batch in a preallocated cache, whose step is one graph."""
     torch._dynamo.reset()
     room = context + bench_generate.ROOM
-    variant = bench_generate.Variant("turboquant", lambda: TurboQuantCache(model.config, config, max_cache_len=room))
+    make = partial(TurboQuantCache, model.config, config, max_cache_len=room)
+    variant = bench_generate.Variant("turboquant", make, one_graph=True)
     return bench_generate.measure(model, variant, batch, context)
 
 
@@ -336,7 +338,7 @@ def cells(
         if model.device.type == "cuda":
             for preset, config in configs.items():
                 yield (
-                    named | {"engine": f"{preset}, static, compiled"},
+                    named | {"engine": f"{preset}, static, graph_decoding"},
                     lambda p=config, b=batch, c=context: static(model, p, b, c),
                 )
     for rate in (None, arguments.rate) if arguments.rate else (None,):
