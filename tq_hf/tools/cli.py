@@ -326,8 +326,9 @@ def serve_command(
         int, typer.Option(min=0, help="Newest tokens of a request that stay dense.")
     ] = TurboQuantConfig.residual_length,
     compile_level: Annotated[
-        int, typer.Option(min=0, max=3, help="Compile decode steps: a start of minutes, then faster. 0: do not.")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, max=3, help="Compile decode steps: by default 1 on a GPU, a start of minutes. 0: do not."),
+    ] = None,
     cors: Annotated[bool, typer.Option("--cors", help="Let web pages of other origins call.")] = False,
 ) -> None:
     """Serve a model with the API of OpenAI: transformers' own server, with the tokens of all requests in packed pages.

@@ -117,7 +117,7 @@ class RequestManager(CBGenerateManager):
     """
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Start the engine, if it is not."""
+        """Start the engine, if it is not: compile its steps and capture their graphs, then wait for requests."""
         if self._cb is not None:
             return
         shared = deepcopy(model.generation_config)
@@ -130,6 +130,7 @@ class RequestManager(CBGenerateManager):
         processors.logits_processor.append(Choice())
         processors.supported_keys |= Choice.supported_kwargs
         processors.tensors_required += 1
+        manager.warmup()
         manager.start()
 
     def _of(self, gen_config: Any) -> CBGenerateManager:

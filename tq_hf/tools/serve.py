@@ -1,7 +1,7 @@
 """transformers' OpenAI-compatible server on packed pages, for `tq-hf serve`.
 
 transformers' server routes, renders templates, streams and loads the model. It asks the model for a continuous batching
-manager at the first request, and gets ours.
+manager, and gets ours: before it listens, so that the first request does not wait for graphs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import Modality
 from transformers.utils.import_utils import is_serve_available
@@ -100,7 +100,8 @@ class TurboQuantServer(Serve):
         config: What pages are packed to.
         started: Called with the model's tokenizer before the first request is accepted.
         cache_tokens: Tokens the pool has room for; by default as many as fit in memory.
-        compile_level: transformers' `default_compile_level`, from 0 for not compiled to 3.
+        compile_level: transformers' `default_compile_level`, from 0 for not compiled to 3; by default 1 on a GPU, else
+            0.
         **options: Those of transformers' `Serve`.
 
     Raises:
@@ -115,7 +116,7 @@ class TurboQuantServer(Serve):
         started: Callable[[Any], None],
         *,
         cache_tokens: int | None,
-        compile_level: int,
+        compile_level: int | None,
         **options: Any,
     ) -> None:
         if not is_serve_available():
@@ -143,7 +144,7 @@ class TurboQuantServer(Serve):
             with continuous_batching(model, self.config) as batching:
                 _ = batching.balance  # runs the model: no request should wait for that
                 self._refuse_in_sentences()
-                self._sample_by_request()
+                self._sample_by_request(model)
                 self.server.config.timeout_graceful_shutdown = GRACE
                 self.started(loaded.processor)
                 try:
@@ -157,17 +158,20 @@ class TurboQuantServer(Serve):
             models.shutdown()
 
     def _manager(self) -> TurboQuantBatchingManager | None:
-        """The manager that generates, once there was a request."""
+        """The manager that generates, once it runs."""
         wrapper: Any = self._generation_state._cb_manager
         return None if wrapper is None else wrapper._cb
 
-    def _sample_by_request(self) -> None:
-        """Have each request's own sampling, in place of the first one's for all."""
+    def _sample_by_request(self, model: PreTrainedModel) -> None:
+        """Have each request's own sampling, in place of the first one's for all, and start the engine: transformers
+        starts it at the first request, which knows its sampling."""
         state: Any = self._generation_state
         # Where transformers makes its own at the first request.
         options = state._cb_config or ContinuousBatchingConfig()
-        options.default_compile_level = self.compile_level
+        level = int(model.device.type == "cuda") if self.compile_level is None else self.compile_level
+        options.default_compile_level = level
         state._cb_manager = manager = RequestManager(options)
+        manager.init_cb(model, None)
         state.get_manager = lambda model_id, use_cb=False: manager
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = _with_sampling(handler._build_generation_config)  # type: ignore
