@@ -97,7 +97,7 @@ def key_errors(config: TurboQuantConfig, keys: torch.Tensor) -> KeyErrors:
     energy = by_head(rotated - mean).clamp_min(torch.finfo(torch.float32).tiny)
 
     def error(bits: int) -> torch.Tensor:
-        codes, scales = quantize(stored, bits, config.key_correction)
+        codes, scales = quantize(stored, bits, config.key_correction, is_value=False)
         return by_head(levels(bits, keys.device)[codes] * scales.float()[..., None] - stored) / energy
 
     offset = (by_head(mean.expand_as(rotated)) / energy).sqrt()

@@ -19,15 +19,18 @@ MOST_SINKS = 8
 CHANNEL_MULTIPLE = 8
 """Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
 
-POSITIVE_CENTROIDS = {
-    2: tuple(n / 64 for n in (28, 96)),
-    3: tuple(n / 64 for n in (16, 49, 86, 138)),
-    4: tuple(n / 64 for n in (8, 25, 42, 60, 80, 103, 132, 175)),
+MAGNITUDES = {
+    2: (70, 33, 17, 100, 14, 135, 69, 35),
+    3: (42, 14, 112, 79, 14, 155, 72, 43),
+    4: (8, 25, 42, 60, 80, 103, 132, 175),
 }
-"""Positive halves of the codebooks. At 3 and 4 bits those multiples of 1/64 with n < 256 whose mean squared error on
-N(0, 1) is least (tests/codec/test_codebook.py searches around them), at 2 bits those that fit the high byte of an fp16.
-One byte then is all a kernel has to look up for a code; against unrounded Lloyd-Max centroids this costs 0.06% in mean
-squared error at 4 bits, 0.04% at 3 and 0.09% at 2."""
+"""Magnitudes of the levels in 1/64, each of which has either sign: one byte is all a kernel has to look up for a code.
+At 4 bits those whose mean squared error on N(0, 1) is least (tests/codec/test_codebook.py searches around them);
+against unrounded Lloyd-Max centroids the grid costs 0.06%. At 2 and 3 bits a trellis chooses among them
+(`tq_hf.codec.trellis`); `examples/measure/quality/trellis.py train` finds them."""
+
+TRELLIS_UNIT = 32
+"""Channels are rounded to standard deviations over this before a trellis codes them: errors are whole numbers."""
 
 FP8_MAX = 448.0
 FP8_LEVEL_SCALE = 2.0**-8

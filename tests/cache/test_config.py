@@ -79,10 +79,12 @@ def test_block_is_slots_and_a_key_mean(name):
 
 
 @pytest.mark.parametrize("name", PRESET_BITS)
-def test_centroid_counts_are_the_sizes_of_the_codebooks(name):
+def test_levels_are_those_of_the_bits(name):
     config = PRESETS[name]
-    assert len(levels(config.key_bits, CPU)) == 2 ** PRESET_BITS[name][0]
-    assert len(levels(config.value_bits, CPU)) == 2 ** PRESET_BITS[name][1]
+    assert (config.key_bits, config.value_bits) == PRESET_BITS[name]
+    assert [len(levels(bits, CPU)) for bits in PRESET_BITS[name]] == [
+        256 if bits == 8 else 16 for bits in PRESET_BITS[name]
+    ]
 
 
 @pytest.mark.parametrize(

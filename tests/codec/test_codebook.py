@@ -7,15 +7,16 @@ import math
 
 import pytest
 import torch
+from tq_kernels.format import MAGNITUDES
 
 from tests.support.helpers import CPU
-from tq_hf.codec.codebook import FP8_LEVEL_SCALE, POSITIVE_CENTROIDS, boundaries, levels
+from tq_hf.codec.codebook import FP8_LEVEL_SCALE, boundaries, levels
 from tq_hf.codec.reference import quantize
 
-TABLE_MSE = {2: 0.117588, 3: 0.0345627, 4: 0.00950624}
-OPTIMAL_MSE = {2: 0.117482, 3: 0.0345478, 4: 0.00950101}
-"""Of Lloyd-Max quantizers of N(0, 1) (Max, 1960)."""
-LLOYD_BITS = sorted(TABLE_MSE)
+POSITIVE = [n / 64 for n in MAGNITUDES[4]]
+TABLE_MSE = 0.00950624
+OPTIMAL_MSE = 0.00950101
+"""Of the Lloyd-Max quantizer of N(0, 1) of 4 bits (Max, 1960)."""
 
 
 def normal_cdf(x: float) -> float:
@@ -56,91 +57,87 @@ def sphere_mse(centroids: torch.Tensor, dim: int) -> float:
     return ((error * density).sum() / density.sum()).item()
 
 
-@pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_centroids_are_the_lloyd_max_quantizer_rounded_to_a_grid(bits):
-    positive = list(POSITIVE_CENTROIDS[bits])
-    centroids = [-c for c in reversed(positive)] + positive
+def test_centroids_are_the_lloyd_max_quantizer_rounded_to_a_grid():
+    centroids = [-c for c in reversed(POSITIVE)] + POSITIVE
     optimal = centroids
     for _ in range(2000):
         optimal = lloyd_step(optimal)
-    assert gaussian_mse(optimal) == pytest.approx(OPTIMAL_MSE[bits], rel=1e-5)
-    assert gaussian_mse(centroids) < 1.001 * OPTIMAL_MSE[bits]
+    assert gaussian_mse(optimal) == pytest.approx(OPTIMAL_MSE, rel=1e-5)
+    assert gaussian_mse(centroids) < 1.001 * OPTIMAL_MSE
     assert centroids == pytest.approx(optimal, abs=1 / 64)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
-def test_no_neighbouring_multiples_of_the_grid_are_better(bits):
-    counts = [64 * c for c in POSITIVE_CENTROIDS[bits]]
-    best = TABLE_MSE[bits]
-    for steps in itertools.product((-1, 0, 1), repeat=len(counts)):
-        positive = [(n + step) / 64 for n, step in zip(counts, steps, strict=True)]
-        assert gaussian_mse([-c for c in reversed(positive)] + positive) > best * (1 - 1e-5)
+def test_no_neighbouring_multiples_of_the_grid_are_better():
+    for steps in itertools.product((-1, 0, 1), repeat=len(POSITIVE)):
+        positive = [c + step / 64 for c, step in zip(POSITIVE, steps, strict=True)]
+        assert gaussian_mse([-c for c in reversed(positive)] + positive) > TABLE_MSE * (1 - 1e-5)
 
 
-@pytest.mark.parametrize("bits", LLOYD_BITS)
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_levels_are_one_byte_and_a_sign(bits):
-    """As subnormal numbers of fp16 in units of 2**-24 at 3 and 4 bits, as high bytes of fp16 at 2."""
-    positive = torch.tensor(POSITIVE_CENTROIDS[bits])
-    patterns = (positive * 2.0**-18 if bits > 2 else positive).half().view(torch.int16)
-    assert (patterns == (64 * positive).short()).all() if bits > 2 else (patterns & 255 == 0).all()
-    assert (64 * positive).max() < 256
+    """As subnormal numbers of fp16 in units of 2**-24."""
+    counts = torch.tensor(MAGNITUDES[bits])
+    assert counts.shape == (8,) and 0 < counts.min() and counts.max() < 256
+    assert torch.equal((counts / 64 * 2.0**-18).half().view(torch.int16), counts.short())
+    assert sorted((64 * levels(bits, CPU)).tolist()) == sorted([*counts.tolist(), *(-counts).tolist()])
 
 
-@pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_tabulated_mse_is_that_of_the_centroids(bits):
-    assert gaussian_mse(levels(bits, CPU).tolist()) == pytest.approx(TABLE_MSE[bits], rel=1e-4)
+def test_tabulated_mse_is_that_of_the_centroids():
+    assert gaussian_mse(levels(4, CPU).tolist()) == pytest.approx(TABLE_MSE, rel=1e-4)
 
 
-@pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_quantizing_gaussian_samples_gives_the_tabulated_mse(bits):
-    z = torch.randn(1, 1 << 20, generator=torch.Generator().manual_seed(bits))
-    codes, scale = quantize(z, bits, "none")
-    mse = (z - scale.float()[..., None] * levels(bits, CPU)[codes]).square().mean().item()
-    assert mse == pytest.approx(TABLE_MSE[bits], rel=0.01)
+def test_quantizing_gaussian_samples_gives_the_tabulated_mse():
+    z = torch.randn(1, 1 << 20, generator=torch.Generator().manual_seed(4))
+    codes, scale = quantize(z, 4, "none", is_value=False)
+    mse = (z - scale.float()[..., None] * levels(4, CPU)[codes]).square().mean().item()
+    assert mse == pytest.approx(TABLE_MSE, rel=0.01)
 
 
-@pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_quantizing_the_sphere_gives_its_exact_mse(bits):
+def test_quantizing_the_sphere_gives_its_exact_mse():
     """Two per cent below the Gaussian at d = 128: a sphere's channels have lighter tails."""
     dim = 128
-    z = torch.randn(10_000, dim, generator=torch.Generator().manual_seed(bits))
+    z = torch.randn(10_000, dim, generator=torch.Generator().manual_seed(4))
     z *= math.sqrt(dim) / z.norm(dim=-1, keepdim=True)
-    codes, scale = quantize(z, bits, "none")
-    mse = (z - scale.float()[..., None] * levels(bits, CPU)[codes]).square().mean().item()
-    exact = sphere_mse(levels(bits, CPU), dim)
+    codes, scale = quantize(z, 4, "none", is_value=False)
+    mse = (z - scale.float()[..., None] * levels(4, CPU)[codes]).square().mean().item()
+    exact = sphere_mse(levels(4, CPU), dim)
     assert mse == pytest.approx(exact, rel=0.01)
-    assert exact == pytest.approx(0.98 * TABLE_MSE[bits], rel=0.01)
+    assert exact == pytest.approx(0.98 * TABLE_MSE, rel=0.01)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_levels_are_exact_in_fp16(bits):
     level = levels(bits, CPU)
-    assert level.dtype == torch.float32 and level.shape == (2**bits,)
+    assert level.dtype == torch.float32 and level.shape == (256 if bits == 8 else 16,)
     assert torch.equal(level.nan_to_num(), level.half().float().nan_to_num())
 
 
-@pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_levels_are_ascending_and_antisymmetric(bits):
-    level = levels(bits, CPU)
+def test_levels_of_4_bits_are_ascending_and_antisymmetric():
+    level = levels(4, CPU)
     assert (level.diff() > 0).all()
     assert torch.equal(level, -level.flip(0))
-    assert level[2 ** (bits - 1) :].tolist() == pytest.approx(POSITIVE_CENTROIDS[bits], rel=2**-11)
+    assert level[8:].tolist() == POSITIVE
 
 
-@pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_boundaries_are_the_midpoints(bits):
-    level, boundary = levels(bits, CPU), boundaries(bits, CPU)
-    assert boundary.shape == (2**bits - 1,)
+@pytest.mark.parametrize("bits", [2, 3])
+def test_the_upper_half_of_trellis_levels_are_the_negatives_of_the_lower(bits):
+    level = levels(bits, CPU)
+    assert torch.equal(level[8:], -level[:8])
+    assert (64 * level[:8]).tolist() == list(MAGNITUDES[bits])
+
+
+def test_boundaries_are_the_midpoints():
+    level, boundary = levels(4, CPU), boundaries(CPU)
+    assert boundary.shape == (15,)
     assert torch.equal(boundary, (level[1:] + level[:-1]) / 2)
-    assert boundary[2 ** (bits - 1) - 1] == 0
+    assert boundary[7] == 0
 
 
-@pytest.mark.parametrize("bits", LLOYD_BITS)
-def test_codes_are_the_nearest_level(bits):
+def test_codes_of_4_bits_are_the_nearest_level():
     z = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    codes, _ = quantize(z, bits, "none")
+    codes, _ = quantize(z, 4, "none", is_value=False)
     unit = z / z.square().mean(-1, keepdim=True).sqrt()
-    distance = (unit[..., None] - levels(bits, CPU)).abs()
+    distance = (unit[..., None] - levels(4, CPU)).abs()
     assert torch.allclose(distance.gather(-1, codes.long()[..., None])[..., 0], distance.amin(-1), atol=1e-6)
 
 

@@ -53,7 +53,11 @@ def test_other_tokens_are_restored(preset, which, what, offset):
     allowed = 1.1 * max(1, (sound[0].norm() / centred.norm()).item()) * plain
     error = without_lost(got[0] - sound[0])
     assert relative_error(error + without_lost(centred), without_lost(centred)) < allowed
-    assert torch.equal(without_lost(got[1]), without_lost(want[1]))
+    if config.value_bits < 4 and which == 1:  # those in its words have other codes
+        others = [without_lost(pair[1]) for pair in (got, want, sound)]
+        assert relative_error(others[0], others[2]) < 1.05 * relative_error(others[1], others[2])
+    else:
+        assert torch.equal(without_lost(got[1]), without_lost(want[1]))
     for block in (0, 2):
         assert_same(*(rows(pair, BLOCK * block, BLOCK * (block + 1)) for pair in (got, want)))
     assert_same(*((keys[:, 1:], values[:, 1:]) for keys, values in (got, want)))

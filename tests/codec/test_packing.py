@@ -23,8 +23,6 @@ def slow_places(token: int, channel: int, code: int, dim: int, bits: int, is_val
     plane, row = divmod(token, ROWS)
     tile_rows, tile_columns = (dim, ROWS) if is_value else (ROWS, dim)
     m, k = (channel, row) if is_value else (row, channel)
-    negative = code < 2 ** (bits - 1)
-    magnitude = 2 ** (bits - 1) - 1 - code if negative else code - 2 ** (bits - 1)
     quarter = 0
     if bits in (2, 3):
         quarter = channel // (dim // 4)
@@ -39,14 +37,16 @@ def slow_places(token: int, channel: int, code: int, dim: int, bits: int, is_val
         place, v = plane // 2 * tile_words + word, plane % 2
         return [(place, 16 * e + 15 - v, code >> 7), (place, 16 * e + 7 - 7 * v, code & 0x7F)]
     if bits == 4:
+        negative = code < 8
+        magnitude = 7 - code if negative else code - 8
         sign_bit = 8 * i + 7 if i < 4 else 8 * (i - 4) + 3
         return [(word, 4 * i, magnitude), (word, sign_bit, int(negative))]
     tile, h = divmod(quarter, 2)
-    crumb = (tile * tile_words + word, 4 * i + 2 * h)
     if bits == 2:
-        return [(*crumb, code)]
+        return [(tile * tile_words + word, 4 * (4 * (plane // 2) + 2 * e + plane % 2) + 2 * h, code)]
+    crumb = (tile * tile_words + word, 4 * i + 2 * h)
     sign_bit = 8 * i + 7 - 2 * quarter if i < 4 else 8 * (i - 4) + 6 - 2 * quarter
-    return [(*crumb, magnitude), (2 * tile_words + word, sign_bit, int(negative))]
+    return [(*crumb, code & 3), (2 * tile_words + word, sign_bit, code >> 2)]
 
 
 def slow_pack(codes: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
@@ -112,11 +112,11 @@ def test_one_code_changes_only_its_own_bits(bits, is_value):
         (4, False, 33, 2, 8 + 5, {8 + 1: 0x00000500}),
         (4, False, 96 + 31, 15, 3, {31 * 8 + 7: 0x40000000 | 0x08000000}),
         (4, True, 1, 3, 12, {3 * 16: 0x00000040}),
-        (3, False, 0, 0, 7, {0: 0x3}),
-        (3, False, 64, 4, 0, {0: 0x000C0000, 64 * 2: 0x00000010}),
-        (3, True, 32, 15, 0, {64 + 3 * 16: 0x00000C00, 128 + 3 * 16: 0x00020000}),
+        (3, False, 0, 0, 3, {0: 0x3}),
+        (3, False, 64, 4, 7, {0: 0x000C0000, 64 * 2: 0x00000010}),
+        (3, True, 32, 15, 7, {64 + 3 * 16: 0x00000C00, 128 + 3 * 16: 0x00020000}),
         (2, False, 32, 13, 2, {64: 0x00008000}),
-        (2, True, 3, 0, 1, {1: 0x00000010}),
+        (2, True, 3, 0, 1, {1: 0x00000100}),
         (8, False, 0, 0, 0xAB, {0: 0x00009580}),
         (8, False, 32, 1, 0xAB, {0: 0x402B0000}),
         (8, False, 64, 1, 0xAB, {256: 0x95800000}),
@@ -124,7 +124,7 @@ def test_one_code_changes_only_its_own_bits(bits, is_value):
     ],
 )
 def test_single_codes_lie_where_the_table_says(bits, is_value, token, channel, code, expected):
-    neutral = {2: 0, 3: 4, 4: 8, 8: 0}[bits]  # the code whose word is 0: smallest positive level, or byte 0
+    neutral = 8 if bits == 4 else 0  # the code whose word is 0: at 4 bits the smallest positive level
     codes = torch.full((TOKENS, 16), neutral, dtype=torch.int32)
     codes[token, channel] = code
     words = pack(codes, bits, is_value=is_value).to(torch.int64) & 0xFFFFFFFF
@@ -139,19 +139,18 @@ def test_smallest_and_largest_codes_survive(bits, is_value):
         assert torch.equal(unpack(pack(codes, bits, is_value=is_value), bits, 40, is_value=is_value), codes)
 
 
-@pytest.mark.parametrize("bits, ones", [(2, 3), (8, 255)])
+@pytest.mark.parametrize("bits, ones", [(2, 3), (3, 7), (8, 255)])
 @pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
 def test_all_ones_codes_fill_every_bit(bits, ones, is_value):
     assert (pack(torch.full((TOKENS, 16), ones), bits, is_value=is_value) == -1).all()
     assert (pack(torch.zeros(TOKENS, 16, dtype=torch.int32), bits, is_value=is_value) == 0).all()
 
 
-@pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
-def test_lowest_code_fills_every_bit_where_signs_are_stored(bits, is_value):
+def test_lowest_code_of_4_bits_fills_every_bit(is_value):
     """Code 0 is the largest magnitude with the sign set; the smallest positive level is the empty word."""
-    assert (pack(torch.zeros(TOKENS, 16, dtype=torch.int32), bits, is_value=is_value) == -1).all()
-    assert (pack(torch.full((TOKENS, 16), 2 ** (bits - 1)), bits, is_value=is_value) == 0).all()
+    assert (pack(torch.zeros(TOKENS, 16, dtype=torch.int32), 4, is_value=is_value) == -1).all()
+    assert (pack(torch.full((TOKENS, 16), 8), 4, is_value=is_value) == 0).all()
 
 
 @pytest.mark.parametrize("dim", [8, 80, 128, 256])

@@ -49,10 +49,10 @@ LIMITS = {
     "k8v4": Limits(0.00047, 0.990, 16),
     "4bit_nc": Limits(0.00075, 0.985, 16),
     "3.5bit_nc": Limits(0.0018, 0.985, 16),
-    "k3v4_nc": Limits(0.0019, 0.985, 16),
-    "3bit_nc": Limits(0.0031, 0.985, 16),
-    "2.5bit_nc": Limits(0.0083, 0.975, 16),
-    "2bit_nc": Limits(0.0195, 0.960, 15),
+    "k3v4_nc": Limits(0.0017, 0.985, 16),
+    "3bit_nc": Limits(0.0029, 0.985, 16),
+    "2.5bit_nc": Limits(0.0077, 0.975, 16),
+    "2bit_nc": Limits(0.0117, 0.970, 16),
 }
 
 
@@ -153,9 +153,11 @@ def short_rotation(x: torch.Tensor, seed: int | None) -> torch.Tensor:
 quantize, dequantize_rotated = reference.quantize, reference.dequantize_rotated
 
 
-def neighbours_scale(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
+def neighbours_scale(
+    z: torch.Tensor, bits: int, correction: Correction, *, is_value: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize` with each token's scale given to the next."""
-    codes, scales = quantize(z, bits, correction)
+    codes, scales = quantize(z, bits, correction, is_value=is_value)
     return codes, scales.roll(1, -1)
 
 

@@ -6,12 +6,15 @@ import itertools
 
 import pytest
 import torch
+from tq_kernels.format import MAGNITUDES
 
 from examples.measure.compile.trellis_unpack import PROGRAMS, UPPER, Program
-from examples.measure.quality.trellis import DESIGNS, UNIT, WORD, Trellis, chains, from_chains, quantize, train
+from examples.measure.quality.trellis import DESIGNS, UNIT, WORD, Trellis, train
+from tq_hf.codec import trellis
+from tq_hf.codec.reference import levels_of
 
 SCALAR_MSE = {2: 0.117588, 3: 0.0345627}
-"""Of the scalar codebooks, as `tests/codec/test_codebook.py` has it."""
+"""Of scalar codes."""
 SQUARED_ERROR = {
     "2: 4 states": 0.7496,
     "2: 8 states": 0.7271,
@@ -83,35 +86,21 @@ def test_training_from_a_seed_gives_these_magnitudes() -> None:
     assert found.magnitudes == (82, 16, 152, 46, 41, 68, 12, 112)
 
 
-@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize("bits", [2, 3])
-def test_a_chain_is_a_word_of_one_quarter_pair_and_four_planes(bits: int, is_value: bool) -> None:
-    dim = 24
-    token, channel = torch.meshgrid(torch.arange(128), torch.arange(dim), indexing="ij")
-    place = torch.stack([token, channel])
-    of_word = chains(place, bits, is_value=is_value)
-    assert of_word.shape == (2, 8 * dim, WORD)
-    assert torch.equal(from_chains(of_word, bits, is_value=is_value), place)
-    tokens, channels = of_word
-    if bits == 3:
-        tokens, channels = tokens.flip(-1), channels.flip(-1)
-    quarter = channels // (dim // 4)
-    assert (quarter[:, 1::2] == quarter[:, 0::2] + 1).all() and (quarter[:, ::2] % 2 == 0).all()
-    plane = torch.tensor([2 * (n // 4) + n % 2 for n in range(8)]).repeat_interleave(2)
-    assert (tokens // 32 == plane).all()
-    neighbours = tokens if is_value else channels
-    e = torch.tensor([n // 2 % 2 for n in range(8)]).repeat_interleave(2)
-    assert (neighbours % 2 == (e + (0 if is_value else quarter * (dim // 4)) % 2) % 2).all()
+def test_presets_have_the_magnitudes_of_two_designs() -> None:
+    assert MAGNITUDES[2] == DESIGNS["2: 4 states"].magnitudes
+    assert MAGNITUDES[3] == DESIGNS["3: neighbour's bit"].magnitudes
 
 
-def test_quantized_vectors_point_where_they_did() -> None:
-    z = torch.randn(2, 128, 32, generator=torch.Generator().manual_seed(1))
-    z[0, 3] = 0
-    designs = {2: DESIGNS["2: 8 states"]}
-    codes, scale = quantize(z, 2, "inner", designs, is_value=False)
-    level = from_chains(designs[2].decode(chains(codes, 2, is_value=False)), 2, is_value=False)
-    kept = scale.float()[..., None] * level
-    assert scale[0, 3] == 0 and torch.allclose((z * kept).sum(-1), (z * z).sum(-1), rtol=2e-3)
+@pytest.mark.parametrize(("bits", "name"), [(2, "2: 4 states"), (3, "3: neighbour's bit")])
+def test_codes_of_presets_are_nearly_the_best(bits: int, name: str) -> None:
+    """At 3 bits they are the best paths of channels rounded to 1/32, at 2 those that are closed in a fixed way."""
+    design, x = DESIGNS[name], torch.randn(8, 128, 64, generator=torch.Generator().manual_seed(6))
+    for is_value in (False, True):
+        codes = trellis.encode(trellis.rounded(x), bits, is_value=is_value)
+        level = levels_of(codes, bits, is_value=is_value)
+        of_words = trellis.chains(x, bits, is_value=is_value).mT.reshape(-1, WORD)
+        best = design.squared_error(of_words if bits == 2 else of_words.flip(-1))
+        assert best < (x - level).square().mean().item() < (1.025 if bits == 2 else 1.012) * best
 
 
 def executed(program: Program, registers: dict[str, int]) -> list[int]:

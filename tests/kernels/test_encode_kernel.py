@@ -9,11 +9,13 @@ import torch
 from tq_kernels.types import PackedBlocks
 
 from tests.support.kernel_cases import INTERPRETED, child, codec_rotations, gpu, random_channel_scales
+from tq_hf.codec import trellis
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
 from tq_hf.codec.reference import dequantize as reference_dequantize
 from tq_hf.codec.reference import encode as reference_encode
+from tq_hf.codec.reference import levels_of
 from tq_hf.codec.rotation import rotate, rotation_matrix
 from tq_hf.config import PRESETS, TurboQuantConfig
 
@@ -114,9 +116,21 @@ def check_codes(
     balanced: bool,
 ) -> None:
     """Codes are equal but for values within rounding of a boundary, of which there are few and which move by one
-    level. A balanced row no longer has 8 or 11 bits: the product that rotates it rounds it to TF32."""
+    level; at 2 and 3 bits, where a word's codes are chosen together, for words of the same error. A balanced row no
+    longer has 8 or 11 bits: the product that rotates it rounds it to TF32."""
     got, want = (_ordered(unpack(w, bits, z.shape[-1], is_value=is_value), bits) for w in (words, expected))
     different = got != want
+    if bits < 4:
+        unit = (z * z).mean(-1, keepdim=True).sqrt()
+        errors = [
+            trellis.chains((unit * levels_of(codes, bits, is_value=is_value) - z).square(), bits, is_value=is_value)
+            for codes in (got, want)
+        ]
+        ours, theirs = (error.sum(-2) for error in errors)  # of words
+        changed = trellis.chains(different, bits, is_value=is_value).any(-2)
+        assert changed.double().mean() <= (0.1 if balanced else 2e-3)
+        assert ours[changed].sum() <= 1.01 * theirs[changed].sum()
+        return
     assert different.double().mean() <= 1e-3
     assert (got - want).abs().max() <= 1
     if bits == 8:
@@ -126,7 +140,7 @@ def check_codes(
         edges = torch.cat([-edges.flip(0), edges])
     else:
         rows = z / (z * z).mean(-1, keepdim=True).sqrt()
-        edges = boundaries(bits, CPU)
+        edges = boundaries(CPU)
     x = rows[different].clamp(-FP8_MAX, FP8_MAX)
     rounding = 2**-11 * (rows * rows).mean(-1, keepdim=True).sqrt().expand_as(rows)[different] if balanced else 0
     distance = (x[:, None] - edges).abs().amin(-1)
@@ -147,7 +161,12 @@ def check(case: Case, device: torch.device) -> None:
     reference_encode(config, keys.cpu(), values.cpu(), want, 0)
     got_scales, want_scales = (x.scales.contiguous().view(FP16).unflatten(-1, (-1, 2)).float() for x in (got, want))
     assert got_scales.isfinite().all()
-    torch.testing.assert_close(got_scales, want_scales, rtol=1.5e-3, atol=1e-7)
+    for kind, bits in enumerate(layout.bits):
+        ours, theirs = got_scales[..., kind], want_scales[..., kind]
+        close = torch.isclose(ours, theirs, rtol=1.5e-3, atol=1e-7)
+        # A channel rounded the other way changes codes of all tokens of a word, at 2 and 3 bits.
+        assert close.double().mean() >= (1 if bits >= 4 else 0.8 if case.balanced else 0.99)
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=1e-7)
     key_channel_scales, value_channel_scales = (factor.float()[:, :, None] for factor in got.channel_scales)
     pairs = (
         (

@@ -12,8 +12,8 @@ from tq_kernels.common import unpack
 
 from tests.support import ptx
 from tests.support.kernel_cases import INTERPRETED
-from tq_hf.codec.codebook import levels as codebook
 from tq_hf.codec.packing import PLANES, ROWS, TOKENS, pack
+from tq_hf.codec.reference import levels_of
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="no PTX there")
 
@@ -36,7 +36,7 @@ def words_and_levels(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The words of a block of random keys, and what they stand for, [planes, rows, channels]."""
     codes = torch.randint(0, 2**bits, (TOKENS, DIM), generator=torch.Generator().manual_seed(bits))
     words = pack(codes, bits, is_value=False).long()
-    return words, codebook(bits, codes.device)[codes].half().unflatten(0, (PLANES, ROWS))
+    return words, levels_of(codes, bits, is_value=False).half().unflatten(0, (PLANES, ROWS))
 
 
 SMALL = pytest.mark.parametrize("small", [False, True], ids=["full", "small"])
@@ -51,18 +51,19 @@ def test_4_bits(small: bool) -> None:
     assert torch.equal(actual, levels * unpack.SMALL_UNIT.value if small else levels)
 
 
-@pytest.mark.parametrize(("bits", "small"), [(2, False), (3, False), (3, True)])
+@SMALL
+@pytest.mark.parametrize("bits", [2, 3])
 def test_2_and_3_bits(bits: int, small: bool) -> None:
     words, levels = words_and_levels(bits)
-    asm = (unpack._ASM3_SMALL if small else unpack._ASM3) if bits == 3 else None
+    asm = getattr(unpack, f"_ASM{bits}{'_SMALL' if small else ''}").value
     tile = ROWS * DIM // 8
     for quarter in range(4):
         crumbs = words[quarter // 2 * tile :][:tile].view(ROWS, DIM // 8)
         if bits == 3:
             signs = words[2 * tile :].view(ROWS, DIM // 8)
-            planes = execute(asm.value[quarter], 4, crumbs, signs)
+            planes = execute(asm[quarter], 4, crumbs, signs)
         else:
-            planes = execute(unpack._ASM2.value[quarter % 2], 4, crumbs)
+            planes = execute(asm[quarter % 2], 4, crumbs)
         actual = torch.stack([halves(plane).flatten(1) for plane in planes])
         expected = levels[:, :, quarter * (DIM // 4) :][:, :, : DIM // 4]
         assert torch.equal(actual, expected * unpack.SMALL_UNIT.value if small else expected)

@@ -111,6 +111,12 @@ def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarra
             return x[0] >> x[1]
         case "shl.b32":
             return x[0] << x[1]
+        case "xor.b32":
+            return x[0] ^ x[1]
+        case "shf.l.wrap.b32":  # of the second operand, with the upper bits of the first
+            return x[1] << x[2] | x[0] >> 32 - x[2]
+        case "shf.r.wrap.b32":
+            return x[1] << 32 - x[2] | x[0] >> x[2]
         case "prmt.b32":
             return permute(x[0], x[1], x[2])
         case "lop3.b32":

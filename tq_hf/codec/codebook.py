@@ -1,18 +1,19 @@
-"""Levels a stored code stands for, and the boundaries between them.
+"""Levels a stored code stands for, and the boundaries between those of 4 bits.
 
-2, 3 and 4 bits are the Lloyd-Max quantizer of N(0, 1), the limit of a channel of a randomly rotated unit vector times
-sqrt(D) (TurboQuant, arXiv 2504.19874, section 3.1), on a grid of 1/64. 8 bits is FP8 e4m3. Levels are exact in fp16, so
-that every backend multiplies the same numbers.
+Levels are made for N(0, 1), the limit of a channel of a randomly rotated unit vector times sqrt(D) (TurboQuant, arXiv
+2504.19874, section 3.1), on a grid of 1/64: at 4 bits its Lloyd-Max quantizer, at 2 and 3 those of a trellis
+(`tq_hf.codec.trellis`). 8 bits is FP8 e4m3. Levels are exact in fp16, so that every backend multiplies the same
+numbers.
 """
 
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, POSITIVE_CENTROIDS
+from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, MAGNITUDES
 
 from ..compat import cached_table
 
-__all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "POSITIVE_CENTROIDS", "boundaries", "levels"]
+__all__ = ["FP8_LEVEL_SCALE", "FP8_MAX", "boundaries", "levels"]
 
 
 @cached_table
@@ -20,8 +21,8 @@ def _levels(bits: int) -> torch.Tensor:
     if bits == 8:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         return codes.float() * FP8_LEVEL_SCALE
-    positive = torch.tensor(POSITIVE_CENTROIDS[bits])
-    return torch.cat([-positive.flip(0), positive])
+    positive = torch.tensor(MAGNITUDES[bits]) / 64
+    return torch.cat([-positive.flip(0), positive] if bits == 4 else [positive, -positive])
 
 
 @cached_table
@@ -29,28 +30,29 @@ def levels(bits: int, device: torch.device) -> torch.Tensor:
     """What each code stands for, in units of its vector's scale.
 
     Returns:
-        `[2**bits]` float32, every entry exact in fp16; ascending for 2, 3 and 4 bits, indexed by the e4m3 byte for 8.
+        Float32, every entry exact in fp16. `[16]` at 2, 3 and 4 bits: ascending at 4, by `tq_hf.codec.trellis.windows`
+        at 2 and 3. `[256]`, by the e4m3 byte, at 8.
     """
     return _levels(bits).to(device)
 
 
 @cached_table
-def boundaries(bits: int, device: torch.device) -> torch.Tensor:
-    """Midpoints between neighbouring centroids, `[2**bits - 1]` float32, ascending."""
-    centroids = _levels(bits)
+def boundaries(device: torch.device) -> torch.Tensor:
+    """Midpoints between neighbouring levels of 4 bits, `[15]` float32, ascending."""
+    centroids = _levels(4)
     return ((centroids[1:] + centroids[:-1]) / 2).to(device)
 
 
 CEILINGS = 310
-"""More than 128 times the largest boundary (307 / 128 at 4 bits)."""
+"""More than 128 times the largest boundary (307 / 128)."""
 
 
 @cached_table
-def codes_of_ceilings(bits: int, device: torch.device) -> torch.Tensor:
-    """The code of each u, by the whole number ceil(128 u) from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
+def codes_of_ceilings(device: torch.device) -> torch.Tensor:
+    """The 4-bit code of each u, by the whole number ceil(128 u) from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
 
     All boundaries are multiples of 1/128, so u is above one exactly if that ceiling is. The code is that of
     `torch.bucketize(u, boundaries)`, which takes ten times as long on a CPU.
     """
     ceilings = torch.arange(-CEILINGS, CEILINGS + 1) / 128
-    return torch.bucketize(ceilings, boundaries(bits, ceilings.device), out_int32=True).to(device)
+    return torch.bucketize(ceilings, boundaries(ceilings.device), out_int32=True).to(device)

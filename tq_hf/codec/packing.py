@@ -7,19 +7,21 @@ of words gives four tiles of 32 tokens each:
     keys    tile [M = 32 rows, K = channels]       neighbours along K are channels of one token
     values  tile [M = channels, K = 32 rows]       neighbours along K are tokens of one channel
 
-An int32 word packs the two neighbours e = 0, 1 along K of every plane p; i = 2 p + e numbers those eight codes.
+An int32 word packs the two neighbours e = 0, 1 along K of every plane p; i = 2 p + e numbers those eight codes, and at
+2 bits n = 4 (p // 2) + 2 e + p % 2.
 
-    bits  words (int32)                    where code i goes
+    bits  words (int32)                    where a code goes
     4     [M, K/2]                         magnitude at bit 4i; sign at bit 8i + 7 (i < 4) or 8 (i - 4) + 3
-    3     crumbs [2, M', K'/2], then       magnitude of quarter 2t + h in tile t at bit 4i + 2h
-          signs [M', K'/2]                 sign of quarter c at bit 8i + 7 - 2c (i < 4) or 8 (i - 4) + 6 - 2c
-    2     crumbs [2, M', K'/2]             code of quarter 2t + h in tile t at bit 4i + 2h
+    3     crumbs [2, M', K'/2], then       lower two bits of quarter 2t + h in tile t at bit 4i + 2h
+          signs [M', K'/2]                 upper bit of quarter c at bit 8i + 7 - 2c (i < 4) or 8 (i - 4) + 6 - 2c
+    2     crumbs [2, M', K'/2]             code of quarter 2t + h in tile t at bit 4n + 2h
     8     [2, M, K/2]                      plane 2u + v in tile u: sign at bit 16e + 15 - v, the rest at 16e + 7 - 7v
 
-For 2 and 3 bits the *channels* are cut into four quarters: K' = K/4 for keys, M' = M/4 for values. At 3 and 4 bits a
-code is stored as its sign (1 for the negative half of the codebook) and the index of its magnitude. The order of
-nibbles and signs is the one in which one or two byte permutes look up four magnitudes, and one mask finds their signs;
-that at 8 bits the one in which plane 2u is fp16 but for the bits of the other.
+For 2 and 3 bits the *channels* are cut into four quarters: K' = K/4 for keys, M' = M/4 for values. At 4 bits a code is
+stored as its sign (1 for the negative half of the codebook) and the index of its magnitude; what the bits of 2 and 3
+mean says `tq_hf.codec.trellis`. The order of nibbles and signs is the one in which one or two byte permutes look up
+four magnitudes, and one mask finds their signs; that at 8 bits the one in which plane 2u is fp16 but for the bits of
+the other.
 """
 
 from __future__ import annotations
@@ -39,11 +41,6 @@ def _sign_bit(i: int, quarter: int, bits: int) -> int:
     return 8 * i + 7 - 2 * quarter if i < 4 else 8 * (i - 4) + 6 - 2 * quarter
 
 
-def _join(sign: torch.Tensor, magnitude: torch.Tensor, bits: int) -> torch.Tensor:
-    half = 2 ** (bits - 1)
-    return torch.where(sign.bool(), half - 1 - magnitude, half + magnitude)
-
-
 def _from_tiles(tiles: torch.Tensor, is_value: bool) -> torch.Tensor:
     """`[..., quarters, PLANES, M, K/2, 2]` in the order of the words to `[..., 128, D]` codes."""
     planes = tiles.flatten(-2)
@@ -52,6 +49,18 @@ def _from_tiles(tiles: torch.Tensor, is_value: bool) -> torch.Tensor:
     else:
         planes = planes.movedim(-4, -2).flatten(-2)
     return planes.flatten(-3, -2)
+
+
+def swapped(words: torch.Tensor, mask: int, distance: int, out: torch.Tensor) -> torch.Tensor:
+    """`words` with the bits of `mask` exchanged for those `distance` higher, written to `out`."""
+    difference = (words >> distance).bitwise_xor_(words).bitwise_and_(mask)
+    torch.bitwise_xor(words, difference, out=out)
+    return out.bitwise_xor_(difference.bitwise_left_shift_(distance))
+
+
+def _reordered(words: torch.Tensor) -> torch.Tensor:
+    """Words with nibbles in the order i to those in the order n, or back."""
+    return swapped(words, 0x00F000F0, 4, torch.empty_like(words))
 
 
 def _words(planes: torch.Tensor, is_value: bool) -> torch.Tensor:
@@ -107,24 +116,19 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     by_channel.copy_(codes.transpose(-1, -2))
     if bits == 8:
         return _fp8_words(by_channel, is_value).flatten(-3)
-    signs, magnitudes = None, by_channel
-    if bits != 2:
-        half = 2 ** (bits - 1)
-        signs = (by_channel >> bits - 1).bitwise_xor_(1)
-        # half - 1 - code below the half, code - half from it on: all lower bits flipped, or the upper one cleared.
-        magnitudes = (by_channel ^ half).bitwise_xor_(signs * (2 * half - 1))
     if bits == 4:
-        assert signs is not None
-        words = _nibble_words(magnitudes, is_value)
+        signs = (by_channel >> 3).bitwise_xor_(1)
+        # 7 - code below 8, code - 8 from it on: all lower bits flipped, or the upper one cleared.
+        words = _nibble_words((by_channel ^ 8).bitwise_xor_(signs * 15), is_value)
         return words.bitwise_or_(_sign_words(signs, 7, 3, is_value)).flatten(-2)
-    quarters = magnitudes.unflatten(-2, (2, 2, magnitudes.shape[-2] // QUARTERS))
+    quarters = (by_channel & 3).unflatten(-2, (2, 2, by_channel.shape[-2] // QUARTERS))
     lower, upper = quarters.unbind(-3)  # 2t and 2t + 1
     words = _nibble_words(lower | upper << 2, is_value).flatten(-3)
-    if signs is None:
-        return words
+    if bits == 2:
+        return _reordered(words)
+    signs = (by_channel >> 2).unflatten(-2, (QUARTERS, by_channel.shape[-2] // QUARTERS))
     sign_words = [
-        _sign_words(part, 7 - 2 * quarter, 6 - 2 * quarter, is_value)
-        for quarter, part in enumerate(signs.unflatten(-2, (QUARTERS, signs.shape[-2] // QUARTERS)).unbind(-3))
+        _sign_words(part, 7 - 2 * quarter, 6 - 2 * quarter, is_value) for quarter, part in enumerate(signs.unbind(-3))
     ]
     return torch.cat([words, (sign_words[0] | sign_words[1] | sign_words[2] | sign_words[3]).flatten(-2)], -1)
 
@@ -144,7 +148,10 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
         return _from_tiles(torch.stack(planes, dim=-4).flatten(-5, -4).unsqueeze(-5), is_value)
     if bits == 4:
         words = words.reshape(*lead, rows, columns // 2)
-        nibbles = [_join(words >> _sign_bit(i, 0, bits) & 1, words >> 4 * i & 7, bits) for i in range(2 * PLANES)]
+        nibbles = []
+        for i in range(2 * PLANES):
+            negative, magnitude = (words >> _sign_bit(i, 0, bits) & 1).bool(), words >> 4 * i & 7
+            nibbles.append(torch.where(negative, 7 - magnitude, 8 + magnitude))
         return _from_tiles(
             torch.stack(nibbles, dim=-1).unflatten(-1, (PLANES, 2)).movedim(-2, -4).unsqueeze(-5), is_value
         )
@@ -153,6 +160,8 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
     else:
         columns //= QUARTERS
     crumb_words, sign_words = words.split([rows * columns, words.shape[-1] - rows * columns], dim=-1)
+    if bits == 2:
+        crumb_words = _reordered(crumb_words)
     crumb_words = crumb_words.reshape(*lead, 2, rows, columns // 2)
     crumbs = torch.stack(
         [torch.stack([crumb_words >> (4 * i + 2 * h) & 3 for i in range(8)], -1) for h in range(2)], dim=-4
@@ -164,5 +173,5 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
             [torch.stack([sign_words >> _sign_bit(i, c, bits) & 1 for i in range(8)], -1) for c in range(QUARTERS)],
             dim=-4,
         )
-        codes = _join(sign, codes, bits)
+        codes = codes | sign << 2
     return _from_tiles(codes.unflatten(-1, (PLANES, 2)).movedim(-2, -4), is_value)

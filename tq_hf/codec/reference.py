@@ -4,7 +4,8 @@ With R the rotation, x a key or value, f its head's channel scales (see `tq_hf.c
 
     encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block in fp16, 0 where that is not finite)
                 sigma = |z| / sqrt(D)
-                c = nearest level of z / sigma per channel;  scale = correction(z, c), fp16
+                c = nearest level of z / sigma per channel, at 2 and 3 bits the nearest path of levels
+                    (`tq_hf.codec.trellis`);  scale = correction(z, c), fp16
     dequantize  x' = R^-1 (scale c + m_b) / f
 
 (TurboQuant_mse, arXiv 2504.19874, algorithm 1, with a norm correction, as vLLM's `_nc` presets have one, and a key mean
@@ -14,10 +15,12 @@ per block.)
 from __future__ import annotations
 
 import torch
+from tq_kernels.format import TRELLIS_UNIT
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import PackedBlocks
 
 from ..config import Correction, TurboQuantConfig
+from . import trellis
 from .codebook import CEILINGS, FP8_LEVEL_SCALE, FP8_MAX, codes_of_ceilings, levels
 from .packing import pack, unpack
 from .rotation import rotate, rotate_back
@@ -73,17 +76,27 @@ def _looked_up(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.index_select(entries, 0, index.flatten()).view(index.shape)
 
 
-def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of rotated vectors.
+def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
+    """What codes `[..., 128, D]` from `quantize` stand for, float32, in units of their vectors' scales."""
+    if bits < 4:
+        codes = trellis.windows(codes, bits, is_value=is_value)
+    return _looked_up(levels(bits, codes.device), codes)
+
+
+def quantize(
+    z: torch.Tensor, bits: int, correction: Correction, *, is_value: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of the rotated vectors of whole blocks.
 
     Args:
-        z: `[..., D]` float32.
-        bits: 2, 3, 4 (Lloyd-Max) or 8 (FP8 e4m3).
+        z: `[..., 128, D]` float32; at 4 and 8 bits any number of vectors.
+        bits: 2, 3 (trellis), 4 (Lloyd-Max) or 8 (FP8 e4m3).
         correction: What scale to store for 2, 3 and 4 bits (see `TurboQuantConfig.key_correction`). FP8 codes are
             relative to the stored scale already.
+        is_value: Whether they are values, whose words run along tokens: at 2 and 3 bits codes depend on it.
 
     Returns:
-        Codes `[..., D]` int32 and scales `[...]` float16, with `z ~ scale * levels[code]`.
+        Codes `[..., 128, D]` int32 and scales `[..., 128]` float16, with `z ~ scale * levels_of(codes)`.
     """
     if bits == 8:
         scale = _half(z.abs().amax(-1) / (FP8_MAX * FP8_LEVEL_SCALE))
@@ -92,12 +105,17 @@ def quantize(z: torch.Tensor, bits: int, correction: Correction) -> tuple[torch.
     square = _sum(z * z)
     sigma = (square / z.shape[-1]).sqrt()
     # A zero vector divided by infinity is zero.
-    ceilings = (z / torch.where(sigma == 0, torch.inf, sigma)[..., None]).mul_(128).ceil_().to(torch.int32)
-    ceilings.clamp_(-CEILINGS, CEILINGS).add_(CEILINGS)
-    codes = _looked_up(codes_of_ceilings(bits, z.device), ceilings)
+    unit = z / torch.where(sigma == 0, torch.inf, sigma)[..., None]
+    if bits == 4:
+        ceilings = unit.mul_(128).ceil_().to(torch.int32).clamp_(-CEILINGS, CEILINGS).add_(CEILINGS)
+        codes = _looked_up(codes_of_ceilings(z.device), ceilings)
+    else:
+        channels = trellis.rounded(unit)
+        codes = trellis.encode(channels, bits, is_value=is_value)
+        z = channels * (sigma / TRELLIS_UNIT)[..., None]  # what corrections are computed of, as kernels do
     if correction == "none":
         return codes, _half(sigma)
-    level = _looked_up(levels(bits, z.device), codes)
+    level = levels_of(codes, bits, is_value=is_value)
     if correction == "norm":
         scale = (square / _sum(level * level)).sqrt()
     elif correction == "inner":
@@ -134,18 +152,18 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         if target.key_means is not None:
             target.key_means.copy_(_finite_or_zero((_sum(z.transpose(-1, -2)) / layout.tokens).half()))
             z = z - target.key_means.float()[..., None, :]
-        codes, key_scales = quantize(z, layout.key_bits, config.key_correction)
+        codes, key_scales = quantize(z, layout.key_bits, config.key_correction, is_value=False)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
         z = _padded(v * channel_scales.values, layout.value_dim_padded)
         if config.rotate_values:
             z = rotate(z, config.rotation_seed)
-        codes, value_scales = quantize(z, layout.value_bits, config.value_correction)
+        codes, value_scales = quantize(z, layout.value_bits, config.value_correction, is_value=True)
         target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
         target.scales.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
 
 
 def _dequantize(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
-    level = levels(bits, words.device)[unpack(words, bits, dim, is_value=is_value)]
+    level = levels_of(unpack(words, bits, dim, is_value=is_value), bits, is_value=is_value)
     return level * scales.float()[..., None]
 
 

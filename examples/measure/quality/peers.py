@@ -25,11 +25,25 @@ import torch
 from transformers import PreTrainedConfig, QuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from tq_hf.codec.codebook import FP8_MAX, boundaries, levels
+from tq_hf.codec.codebook import FP8_MAX, levels
 from tq_hf.codec.rotation import hadamard, rotate, rotate_back
 
 Code = Callable[[torch.Tensor], torch.Tensor]
 """States `[B, H, T, D]` to what is read back of them, in the same dtype."""
+
+
+LLOYD_MAX = {1: (0.7979,), 2: (0.4528, 1.5104), 3: (0.2451, 0.756, 1.3439, 2.152)}
+"""Positive levels of the least mean squared error on N(0, 1) (Max, 1960); those of 4 bits are this package's."""
+
+
+def nearest(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Scalar codes of N(0, 1): the nearest of 2**bits Lloyd-Max levels."""
+    if bits == 4:
+        centroids = levels(4, x.device)
+    else:
+        positive = torch.tensor(LLOYD_MAX[bits], device=x.device)
+        centroids = torch.cat([-positive.flip(0), positive])
+    return centroids[torch.bucketize(x, (centroids[1:] + centroids[:-1]) / 2)]
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +82,7 @@ def vllm_keys(bits: int) -> Code:
     def code(x: torch.Tensor) -> torch.Tensor:
         norm = x.float().norm(dim=-1, keepdim=True)
         unit = hadamard(x.float() / norm.clamp_min(1e-8)) * x.shape[-1] ** 0.5
-        centroids = levels(bits, x.device)[torch.bucketize(unit, boundaries(bits, x.device))]
+        centroids = nearest(unit, bits)
         direction = centroids / centroids.norm(dim=-1, keepdim=True)
         return hadamard(direction * norm.half().float()).to(x.dtype)
 
@@ -106,7 +120,7 @@ def _paper_parts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     norm = x.float().norm(dim=-1, keepdim=True)
     unit = rotate(x.float() / norm.clamp_min(1e-8), 0)
     scale = x.shape[-1] ** 0.5
-    centroids = levels(bits, x.device)[torch.bucketize(unit * scale, boundaries(bits, x.device))] / scale
+    centroids = nearest(unit * scale, bits) / scale
     return norm.half().float(), centroids, unit - centroids
 
 

@@ -62,7 +62,7 @@ def encode_config(
         return EncodeConfig(
             tile, warps=4, stages=2, programs_per_multiprocessor=4, registers=128 if max(bits) < 8 else None
         )
-    if bits != (4, 4):
+    if max(bits) == 8:
         return EncodeConfig(tile, warps=4, stages=2, programs_per_multiprocessor=2)
     return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
 

@@ -1,4 +1,5 @@
-"""Quantize a block's rotated rows and pack the codes: the half of the encoder that knows levels and bits.
+"""Quantize a block's rotated rows and pack the codes: the half of the encoder that knows levels and bits. (`trellis`
+chooses the codes of 2 and 3 bits.)
 
 clamp((x - b) * 2**30, 0, 1) is [x > b], exactly, and one instruction of the FMA pipe (FADD.SAT), where a compare and a
 select are two of the half-rate ALU pipe. The levels carry their index in mantissa bits that no fp16 number uses, so one
@@ -7,12 +8,12 @@ sum of such steps gives both.
 
 from __future__ import annotations
 
-import struct
-
 import triton
 import triton.language as tl
 
 from .. import format as block_format
+from . import trellis
+from .trellis import low_bytes, low_halves
 
 STEP = tl.constexpr(2.0**30)
 """Arguments of the staircase are scaled by this, so that neighbouring fp32 numbers differ by more than 1."""
@@ -22,11 +23,11 @@ HALF_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(block_format.FP8_MAX)
 FP8_LEVEL_SCALE = tl.constexpr(block_format.FP8_LEVEL_SCALE)
 
-LEVELS = {
-    bits: struct.unpack(f"<{len(c)}e", struct.pack(f"<{len(c)}e", *c))
-    for bits, c in block_format.POSITIVE_CENTROIDS.items()
-} | {8: ()}
-"""Positive halves of the codebooks, rounded to fp16 as they are stored."""
+LEVELS: dict[int, tuple[float, ...]] = block_format.MAGNITUDES | {
+    4: tuple(n / 64 for n in block_format.MAGNITUDES[4]),
+    8: (),
+}
+"""The magnitudes that the encoder chooses from: in 1/64 at 2 and 3 bits, at 4 as they are."""
 
 
 @triton.jit
@@ -64,58 +65,31 @@ def _quantize_fp8(z, UNIT: tl.constexpr):
     return _float_to_e4m3(x), scale
 
 
-@triton.constexpr_function
-def _level(levels, index):
-    """Level `index` of a symmetric codebook given by its positive half; -1 is the largest negative one."""
-    return levels[index] if index >= 0 else -levels[-index - 1]
-
-
-@triton.constexpr_function
-def _boundary(levels, index):
-    """Midpoint of levels `index` and `index + 1`."""
-    return (_level(levels, index) + _level(levels, index + 1)) / 2
-
-
-@triton.constexpr_function
-def _gap(levels, index):
-    """Distance of levels `index` and `index + 1`."""
-    return _level(levels, index + 1) - _level(levels, index)
-
-
 @triton.jit
-def _quantize(
-    z, square, BITS: tl.constexpr, LEVELS: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Indices and signs of the nearest levels of a plane whose true value is `UNIT * z`, and what to scale them with.
+def _quantize(z, square, LEVELS: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Indices and signs of the nearest levels, at 4 bits, of a plane whose true value is `UNIT * z`, and what to scale
+    them with.
 
     Args:
         z: `[32, TILE]` float32.
         square: `[32]` sums of its squares.
 
     Returns:
-        index: `[32, TILE]` uint32 whose low three bits are the index (of the magnitude; of the level at 2 bits).
+        index: `[32, TILE]` uint32 whose low three bits are the index of the magnitude.
         sign: `[32, TILE]` uint32 whose top bit is the sign.
         scale: `[32]` fp16.
     """
-    # One half of a symmetric codebook is enough where codes are stored as sign and magnitude.
-    FOLDED: tl.constexpr = BITS > 2
-    COUNT: tl.constexpr = 2 ** (BITS - 1) if FOLDED else 2**BITS
-    FIRST: tl.constexpr = 0 if FOLDED else -(2 ** (BITS - 1))
-    # The bias puts every biased level in [4, 8), where fp32 has one exponent.
-    BIAS: tl.constexpr = 4.0 if FOLDED else 6.0
+    # Puts every biased level in [4, 8), where fp32 has one exponent.
+    BIAS: tl.constexpr = 4.0
     inverse = _inverse_root(square * (1 / DIM)) * STEP  # [32]
     # The subtrahend makes zeros negative, as the boundaries do in the reference, and vanishes in any other sum.
     x = tl.fma(z, tl.broadcast_to(inverse[:, None], z.shape), tl.full(z.shape, -1e-30, tl.float32))
-    if FOLDED:
-        z = tl.abs(z)
-        a = tl.abs(x)
-    else:
-        a = x
-    biased = tl.full(z.shape, _level(LEVELS, FIRST) + BIAS, tl.float32)
-    for i in tl.static_range(COUNT - 1):
-        step = tl.clamp(a - _boundary(LEVELS, FIRST + i) * STEP, 0.0, 1.0)
-        biased += step * (_gap(LEVELS, FIRST + i) + INDEX_UNIT)
+    z = tl.abs(z)
+    a = tl.abs(x)
+    biased = tl.full(z.shape, LEVELS[0] + BIAS, tl.float32)
+    for i in tl.static_range(7):
+        step = tl.clamp(a - (LEVELS[i] + LEVELS[i + 1]) / 2 * STEP, 0.0, 1.0)
+        biased += step * (LEVELS[i + 1] - LEVELS[i] + INDEX_UNIT)
     level = biased - BIAS
     if DIM != TILE:
         level = tl.where((tl.arange(0, TILE) % (TILE // 4) < DIM // 4)[None, :], level, 0.0)
@@ -123,24 +97,6 @@ def _quantize(
     # NaN is no 0: a row that is not finite has no scale.
     scale = tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner))
     return biased.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True), to_half(scale * UNIT)
-
-
-@triton.jit
-def _low_bytes(a, b, ASM: tl.constexpr):
-    """Byte 0 of a, byte 0 of b, anything, anything."""
-    if ASM:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0040;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    else:
-        return (a & 0xFF) | (b & 0xFF) << 8
-
-
-@triton.jit
-def _low_halves(a, b, ASM: tl.constexpr):
-    """Bytes 0 and 1 of a, bytes 0 and 1 of b."""
-    if ASM:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    else:
-        return (a & 0xFFFF) | b << 16
 
 
 @triton.jit
@@ -161,6 +117,23 @@ def _planes(tile):
     else:
         low, high = tl.split(tl.permute(tl.reshape(tile, [4, 2, 8, tile.shape[1]]), [0, 2, 3, 1]))
         return tl.reshape(low, [32, tile.shape[1]]), tl.reshape(high, [32, tile.shape[1]])
+
+
+@triton.jit
+def _joined(planes):
+    """Tensors of planes 0 to 3 as one, `[..., 2, 2]`: odd and even ones, then the first two and the others."""
+    return tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
+
+
+@triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _row_sums(planes):
+    """Sums over T and C of four planes `[R, T, C]`, in one exchange between threads."""
+    return tl.reduce(tl.reduce(planes, 2, _add4), 1, _add4)
 
 
 @triton.jit
@@ -215,58 +188,79 @@ def store_codes(
         row_stride: tl.constexpr = DIM // 2 if BITS >= 4 else DIM // 8
         column_stride: tl.constexpr = 1
     if BITS == 8:
+        scales_of = ()
         for half in tl.static_range(2):
             even, odd = _planes(y0 if half == 0 else y1)
             even, scale = _quantize_fp8(even, UNIT)
             odd, odd_scale = _quantize_fp8(odd, UNIT)
-            scale = tl.join(scale, odd_scale)
-            if half == 0:
-                early_scale = scale
+            scales_of += (scale, odd_scale)
             word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, TILE)
             # Both signs of a half word to its top, two codes at a time.
             word = (word & 0x807F807F) | ((word >> 1) & 0x3F803F80) | ((word & 0x00800080) << 7)
             word = tl.reshape(word, [ROWS, 4, COLUMNS])
             _store_words(words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns)
-    else:
+        scale = _joined(scales_of)
+    elif BITS == 4:
+        scales_of = ()
         for half in tl.static_range(2):
             y = y0 if half == 0 else y1
             even_square, odd_square = _planes(tl.sum(y * y, axis=1))
             even, odd = _planes(y)
-            for plane in tl.static_range(2):
-                index, x, scale = _quantize(
-                    even if plane == 0 else odd,
-                    even_square if plane == 0 else odd_square,
-                    BITS, LEVELS, UNIT, DIM, TILE,
-                )  # fmt: skip
-                if plane == 0:
-                    even_index = index
-                    even_x = x
-                    even_scale = scale
+            even_index, even_x, even_scale = _quantize(even, even_square, LEVELS, UNIT, DIM, TILE)
+            index, x, scale = _quantize(odd, odd_square, LEVELS, UNIT, DIM, TILE)
             # Whole bytes, because one permute moves those of two codes; their bits are picked below.
-            half_word = _low_bytes(even_index, index, ASM)
+            half_word = low_bytes(even_index, index, ASM)
             half_signs = _high_bytes(even_x, x, ASM)
-            scale = tl.join(even_scale, scale)
+            scales_of += (even_scale, scale)
             if half == 0:
                 word = half_word
                 signs = half_signs & 0x00800080
-                early_scale = scale
             else:
-                LATE: tl.constexpr = 3 if BITS == 4 else 6
-                word = _low_halves(word, half_word, ASM) & 0x07070707
-                signs |= (half_signs >> (7 - LATE)) & (0x00010001 << LATE)
+                word = low_halves(word, half_word, ASM) & 0x07070707
+                signs |= (half_signs >> 4) & 0x00080008
+        scale = _joined(scales_of)
         word = _merge_neighbours(word, 4, IS_VALUE, TILE)
         signs = _merge_neighbours(signs, 8, IS_VALUE, TILE)
-        if BITS == 4:
-            word = tl.reshape(word | signs, [ROWS, 4, COLUMNS])
-            _store_words(words, word, row_stride, columns * column_stride, column_stride, columns)
+        word = tl.reshape(word | signs, [ROWS, 4, COLUMNS])
+        _store_words(words, word, row_stride, columns * column_stride, column_stride, columns)
+    else:
+        squares = ()
+        for half in tl.static_range(2):
+            y = y0 if half == 0 else y1
+            even_square, odd_square = _planes(tl.sum(y * y, axis=1))
+            even, odd = _planes(y)
+            rounded = low_bytes(trellis.rounded(even, even_square, DIM), trellis.rounded(odd, odd_square, DIM), ASM)
+            channels = rounded if half == 0 else low_halves(channels, rounded, ASM)
+            squares += (even_square, odd_square)
+        a, b, c, d = trellis.neighbours(channels, IS_VALUE)  # [ROWS, 2, COLUMNS] each
+        if BITS == 2:
+            word = trellis.codes2(a, b, c, d, LEVELS, ASM)
         else:
-            shift = (2 * tl.arange(0, 2))[None, None, :, None]
-            word = tl.sum(tl.reshape(word, [ROWS, 2, 2, COLUMNS]) << shift, axis=2)
-            _store_words(words, word, row_stride, 4 * DIM, column_stride, columns)
+            word = trellis.codes3(a, b, c, d, LEVELS, ASM)
+        _store_words(words, word, row_stride, 4 * DIM, column_stride, columns)
         if BITS == 3:
-            shift = (2 * tl.arange(0, 4))[None, :, None]
-            signs = tl.sum(tl.reshape(signs, [ROWS, 4, COLUMNS]) >> shift, axis=1)
+            lower = trellis.signs_of(a) | trellis.signs_of(c) << 8
+            upper = trellis.signs_of(b) | trellis.signs_of(d) << 8
+            signs = tl.sum((lower | upper >> 2) >> (4 * tl.arange(0, 2))[None, :, None], axis=1)
             _store_words(words + 8 * DIM, tl.expand_dims(signs, 1), row_stride, 0, column_stride, columns)
+        sizes = trellis.magnitudes(word, BITS, LEVELS, ASM)
+        of_first, of_second = (), ()  # sums of level times channel, by plane
+        for plane in tl.static_range(4):
+            product = trellis.products(word, a, sizes, plane, 0, 0, BITS, ASM)
+            of_first += (product + trellis.products(word, b, sizes, plane, 0, 1, BITS, ASM),)
+            product = trellis.products(word, c, sizes, plane, 1, 0, BITS, ASM)
+            of_second += (product + trellis.products(word, d, sizes, plane, 1, 1, BITS, ASM),)
+        if IS_VALUE:
+            inner = tl.join(_joined(_row_sums(of_first)), _joined(_row_sums(of_second)))
+            inner = tl.reshape(tl.permute(inner, [0, 3, 1, 2]), [32, 2, 2])
+        else:
+            for plane in tl.static_range(4):
+                of_first = of_first[1:] + (of_first[0] + of_second[plane],)
+            inner = _joined(_row_sums(of_first))
+        square = _joined(squares)
+        # NaN is no 0: a row that is not finite has no scale.
+        inner = inner * tl.sqrt(square * (1 / DIM)) * trellis.INNER_UNIT
+        scale = to_half(tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner)) * UNIT)
     plane = 32 * tl.arange(0, 2)
     token = tl.arange(0, 32)[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :]
-    tl.store(scales + token * 2, tl.join(early_scale, scale))  # [32, 2, 2]
+    tl.store(scales + token * 2, scale)  # [32, 2, 2]

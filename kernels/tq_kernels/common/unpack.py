@@ -21,11 +21,12 @@ import struct
 import triton
 import triton.language as tl
 
-from ..format import POSITIVE_CENTROIDS
+from ..format import MAGNITUDES
 
 SMALL_UNIT = tl.constexpr(2.0**-18)
-"""What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
-is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
+"""What small levels of 2, 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One
+byte is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full
+speed."""
 
 PROBABILITY_BITS = tl.constexpr(4.0)
 """Decode keeps probabilities as 2**4 times their value, which centres fp16's range on what value scales look like."""
@@ -45,10 +46,7 @@ def _table64(patterns: list[int]) -> int:
     return sum(x << 16 * i for i, x in enumerate(patterns))
 
 
-_HALVES = {bits: [_half_bits(c) for c in positive] for bits, positive in POSITIVE_CENTROIDS.items()}
-_HALVES[2] = [h | 0x8000 for h in reversed(_HALVES[2])] + _HALVES[2]
-_COUNTS = {bits: [round(64 * c) for c in positive] for bits, positive in POSITIVE_CENTROIDS.items()}
-assert all(h & 255 == 0 for h in _HALVES[2]) and max(_COUNTS[3] + _COUNTS[4]) < 256
+_HALVES = {bits: [_half_bits(n / 64) for n in magnitudes] for bits, magnitudes in MAGNITUDES.items()}
 
 # A permute takes one table as an immediate, the other must sit in a register: given as a constant, ptxas copies it
 # from a uniform register before every permute. Adding a zero that it cannot see through (bit 31 of `%lanemask_lt`,
@@ -60,70 +58,79 @@ _INTERLEAVE = """prmt.b32 $0, l0, h0, 0x5140; prmt.b32 $1, l0, h0, 0x7362;
 prmt.b32 $2, l1, h1, 0x5140; prmt.b32 $3, l1, h1, 0x7362;"""
 
 
-def _asm4(small: bool) -> str:
-    """Look-up of a word's eight codes: full fp16 levels by low and high bytes, or small ones by one byte."""
-    patterns = _COUNTS[4] if small else _HALVES[4]
+def _look_up_magnitudes(bits: int, small: bool) -> str:
+    """Bytes l (and of full levels h) of the eight magnitudes whose indices are the nibbles of s."""
+    patterns = MAGNITUDES[bits] if small else _HALVES[bits]
+    text = "shr.u32 t, s, 16;"
+    for byte in ("l",) if small else ("l", "h"):
+        low, high = (_bytes_word(list(part), byte == "h") for part in (patterns[:4], patterns[4:]))
+        text += f"""
+add.u32 t{byte}, z, {low:#x}; prmt.b32 {byte}0, t{byte}, {high:#x}, s; prmt.b32 {byte}1, t{byte}, {high:#x}, t;"""
+    return text
 
-    def table(high: bool) -> list[str]:
-        return [f"{_bytes_word(part, high):#x}" for part in (patterns[:4], patterns[4:])]
 
-    (low0, low1), (high0, high1) = table(False), table(True)
-    low = f"add.u32 tl, z, {low0}; prmt.b32 l0, tl, {low1}, s; prmt.b32 l1, tl, {low1}, t;"
-    if small:
-        high = "and.b32 h0, $4, 0x80808080; shl.b32 t, $4, 4; and.b32 h1, t, 0x80808080;"
+_REGISTERS = "{ .reg .b32 z, s, t, g, g0, g1, l0, h0, l1, h1, tl, th;"
+
+
+def _select(turn: str) -> str:
+    """Indices of the nibbles of the word, or of the word turned by two bits, in s."""
+    return f"shf.{turn}.wrap.b32 s, $4, $4, 2; and.b32 s, s, 0x77777777;" if turn else "and.b32 s, $4, 0x77777777;"
+
+
+def _asm(bits: int, quarter: int, small: bool) -> str:
+    """Look-up of a word's eight codes of 4 bits, or of 3 bits in one quarter: full fp16 levels by low and high bytes,
+    or small ones by one byte and the sign."""
+    if bits == 4:
+        select, first, signs = _select(""), "$4", "shl.b32 g1, $4, 4;"
     else:
-        high = f"""add.u32 th, z, {high0}; prmt.b32 h0, th, {high1}, s; prmt.b32 h1, th, {high1}, t;
-lop3.b32 h0, h0, $4, 0x80808080, 0x78; shl.b32 t, $4, 4; lop3.b32 h1, h1, t, 0x80808080, 0x78;"""
-    return f"""{{ .reg .b32 z, s, t, l0, h0, l1, h1, tl, th;
-{_OPAQUE_ZERO} and.b32 s, $4, 0x77777777; shr.u32 t, s, 16;
-{low}
+        select, first = _select("r" if quarter % 2 else ""), "g0"
+        signs = f"shl.b32 g0, $5, {2 * quarter}; shl.b32 g1, $5, {2 * quarter + 1};"
+    if small:
+        high = f"and.b32 h0, {first}, 0x80808080; and.b32 h1, g1, 0x80808080;"
+    else:
+        high = f"lop3.b32 h0, h0, {first}, 0x80808080, 0x78; lop3.b32 h1, h1, g1, 0x80808080, 0x78;"
+    return f"""{_REGISTERS}
+{_OPAQUE_ZERO} {select}
+{_look_up_magnitudes(bits, small)}
+{signs}
 {high}
 {_INTERLEAVE} }}"""
 
 
-def _asm3(quarter: int, small: bool) -> str:
-    """Look-up of one quarter's eight magnitudes, whose signs are in a second word."""
-    patterns = _COUNTS[3] if small else _HALVES[3]
-    low = f"add.u32 tl, z, {_bytes_word(patterns, False):#x}; prmt.b32 l0, tl, 0, s; prmt.b32 l1, tl, 0, t;"
-    shifts = f"shl.b32 g0, $5, {2 * quarter}; shl.b32 g1, $5, {2 * quarter + 1};"
+def _asm2(quarter: int, small: bool) -> str:
+    """The same at 2 bits. There the sign of crumb k is its upper bit against the lower one of crumb k - 1, and nibbles
+    two apart are the two codes of a register."""
+    select, left = (_select(""), 0) if quarter % 2 else (_select("l"), 2)
+    signs = f"""shf.l.wrap.b32 g, $4, $4, 3; xor.b32 g, g, $4;
+shl.b32 g0, g, {left + 4}; and.b32 g0, g0, 0x80808080; shl.b32 g1, g, {left}; and.b32 g1, g1, 0x80808080;"""
     if small:
-        high = "and.b32 h0, g0, 0x80808080; and.b32 h1, g1, 0x80808080;"
+        pairs = """prmt.b32 $0, l0, g0, 0x5240; prmt.b32 $1, l0, g1, 0x5341;
+prmt.b32 $2, l1, g0, 0x7260; prmt.b32 $3, l1, g1, 0x7361;"""
     else:
-        high = f"""add.u32 th, z, {_bytes_word(patterns, True):#x}; prmt.b32 h0, th, 0, s; prmt.b32 h1, th, 0, t;
-lop3.b32 h0, h0, g0, 0x80808080, 0x78; lop3.b32 h1, h1, g1, 0x80808080, 0x78;"""
-    return f"""{{ .reg .b32 z, s, t, g0, g1, l0, h0, l1, h1, tl, th;
-{_OPAQUE_ZERO} {_select(quarter)} shr.u32 t, s, 16;
-{low}
-{shifts}
-{high}
-{_INTERLEAVE} }}"""
+        # Signs of nibbles 0, 2, 4, 6 and 1, 3, 5, 7 to those of 0 to 3 and 4 to 7.
+        pairs = """prmt.b32 s, g0, g1, 0x5140; prmt.b32 t, g0, g1, 0x7362; xor.b32 h0, h0, s; xor.b32 h1, h1, t;
+prmt.b32 $0, l0, h0, 0x6240; prmt.b32 $1, l0, h0, 0x7351; prmt.b32 $2, l1, h1, 0x6240; prmt.b32 $3, l1, h1, 0x7351;"""
+    return f"""{_REGISTERS}
+{_OPAQUE_ZERO} {select}
+{_look_up_magnitudes(2, small)}
+{signs}
+{pairs} }}"""
 
 
-def _asm2(quarter: int) -> str:
-    """Look-up of one quarter's eight codes: these levels have only high bytes."""
-    return f"""{{ .reg .b32 z, s, t, l0, h0, l1, h1, th;
-{_OPAQUE_ZERO} {_select(quarter)} shr.u32 t, s, 16;
-add.u32 th, z, {_bytes_word(_HALVES[2], True):#x}; prmt.b32 h0, th, 0, s; prmt.b32 h1, th, 0, t;
-mov.u32 l0, 0; mov.u32 l1, 0;
-{_INTERLEAVE} }}"""
-
-
-def _select(quarter: int) -> str:
-    """The 2-bit codes of one quarter, in the nibbles of s."""
-    return "shr.u32 s, $4, 2; and.b32 s, s, 0x33333333;" if quarter % 2 else "and.b32 s, $4, 0x33333333;"
-
-
-_ASM4, _ASM4_SMALL = tl.constexpr(_asm4(False)), tl.constexpr(_asm4(True))
-_ASM3 = tl.constexpr(tuple(_asm3(quarter, False) for quarter in range(4)))
-_ASM3_SMALL = tl.constexpr(tuple(_asm3(quarter, True) for quarter in range(4)))
-_ASM2 = tl.constexpr(tuple(_asm2(quarter) for quarter in range(2)))
+_ASM4, _ASM4_SMALL = tl.constexpr(_asm(4, 0, False)), tl.constexpr(_asm(4, 0, True))
+_ASM3 = tl.constexpr(tuple(_asm(3, quarter, False) for quarter in range(4)))
+_ASM3_SMALL = tl.constexpr(tuple(_asm(3, quarter, True) for quarter in range(4)))
+_ASM2 = tl.constexpr(tuple(_asm2(quarter, False) for quarter in range(2)))
+_ASM2_SMALL = tl.constexpr(tuple(_asm2(quarter, True) for quarter in range(2)))
 _ASM8 = tl.constexpr("""{ .reg .b32 a, b; and.b32 $0, $2, 0xbf80bf80;
 shl.b32 a, $2, 7; shl.b32 b, $2, 1; and.b32 b, b, 0x80008000; lop3.b32 $1, a, 0x3f803f80, b, 0xea; }""")
 
-_TABLE4 = tl.constexpr((_table64(_HALVES[4][:4]), _table64(_HALVES[4][4:])))
-_TABLE4_SMALL = tl.constexpr((_table64(_COUNTS[4][:4]), _table64(_COUNTS[4][4:])))
-_TABLE3, _TABLE3_SMALL = tl.constexpr(_table64(_HALVES[3])), tl.constexpr(_table64(_COUNTS[3]))
-_TABLE2 = tl.constexpr(_table64(_HALVES[2]))
+_TABLES = tl.constexpr(
+    tuple(
+        (_table64(list(t[:4])), _table64(list(t[4:]))) for bits in (2, 3, 4) for t in (_HALVES[bits], MAGNITUDES[bits])
+    )
+)
+"""Patterns of the eight magnitudes, at 2 (BITS - 2) of full levels, and after it of small ones."""
 
 
 @triton.jit
@@ -154,21 +161,25 @@ def _half(bits):
 
 
 @triton.jit
-def _look_up(table, index):
-    """16-bit entry `index` (0..3) of a 64-bit constant, in the low bits of a uint64."""
-    return table >> (index * 16).to(tl.uint64)
+def _level(index, sign, BITS: tl.constexpr, SMALL: tl.constexpr):
+    """fp16 level of a magnitude (the low three bits of `index`) and a sign (the low bit)."""
+    TABLE: tl.constexpr = _TABLES[2 * (BITS - 2) + SMALL]
+    low = tl.full(index.shape, TABLE[0], tl.uint64)
+    high = tl.full(index.shape, TABLE[1], tl.uint64)
+    entry = tl.where(index & 4 == 0, low, high) >> ((index & 3) * 16).to(tl.uint64)
+    return _half(entry.to(tl.uint32) ^ ((sign & 1) << 15))
+
+
+@triton.jit
+def _turned(words, LEFT: tl.constexpr):
+    """uint32 words, their bits rotated to the left."""
+    return words if LEFT == 0 else (words << LEFT) | (words >> (32 - LEFT))
 
 
 @triton.jit
 def _level4(words, signs, PLANE: tl.constexpr, SMALL: tl.constexpr):
     """fp16 levels of a plane from words shifted by the neighbour's 4 (magnitudes) and 8 (signs) bits."""
-    index = (words >> (8 * PLANE)) & 7
-    sign = (signs >> (16 * (PLANE % 2) + (7 if PLANE < 2 else 3))) & 1
-    TABLE: tl.constexpr = _TABLE4_SMALL if SMALL else _TABLE4
-    low = tl.full(index.shape, TABLE[0], tl.uint64)
-    high = tl.full(index.shape, TABLE[1], tl.uint64)
-    magnitude = _look_up(tl.where(index < 4, low, high), index & 3).to(tl.uint32)
-    return _half(magnitude ^ (sign << 15))
+    return _level(words >> (8 * PLANE), signs >> (16 * (PLANE % 2) + (7 if PLANE < 2 else 3)), 4, SMALL)
 
 
 @triton.jit
@@ -202,12 +213,9 @@ def unpack4(words, odd, SMALL: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _level3(words, signs, PLANE: tl.constexpr, QUARTER: tl.constexpr, SMALL: tl.constexpr):
-    """fp16 levels of a plane and quarter from crumbs shifted by the neighbour's 4 bits and signs shifted by its 8."""
-    index = (words >> (8 * PLANE + 2 * (QUARTER % 2))) & 3
-    sign = (signs >> (16 * (PLANE % 2) + (7 if PLANE < 2 else 6) - 2 * QUARTER)) & 1
-    TABLE: tl.constexpr = _TABLE3_SMALL if SMALL else _TABLE3
-    magnitude = _look_up(tl.full(index.shape, TABLE, tl.uint64), index).to(tl.uint32)
-    return _half(magnitude ^ (sign << 15))
+    """fp16 levels of a plane and quarter from words turned and shifted to their nibbles and signs shifted by 8 bits of
+    the neighbour."""
+    return _level(words >> (8 * PLANE), signs >> (16 * (PLANE % 2) + (7 if PLANE < 2 else 6) - 2 * QUARTER), 3, SMALL)
 
 
 @triton.jit
@@ -234,7 +242,7 @@ def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: 
         )
     else:
         e = odd.to(tl.uint32)
-        m = words.to(tl.uint32, bitcast=True) >> (4 * e)
+        m = _turned(words.to(tl.uint32, bitcast=True), 30 if QUARTER % 2 else 0) >> (4 * e)
         s = signs.to(tl.uint32, bitcast=True) >> (8 * e)
         return (
             _level3(m, s, 0, QUARTER, SMALL),
@@ -245,26 +253,28 @@ def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: 
 
 
 @triton.jit
-def _level2(words, PLANE: tl.constexpr, QUARTER: tl.constexpr):
-    """fp16 levels of a plane and quarter from crumbs shifted by the neighbour's 4 bits."""
-    index = (words >> (8 * PLANE + 2 * (QUARTER % 2))) & 3
-    return _half(_look_up(tl.full(index.shape, _TABLE2, tl.uint64), index).to(tl.uint32))
+def _level2(words, signs, PLANE: tl.constexpr, SMALL: tl.constexpr):
+    """fp16 levels of a plane and quarter from words and signs turned to their nibbles and shifted by the neighbour's 8
+    bits."""
+    NIBBLE: tl.constexpr = 16 * (PLANE // 2) + 4 * (PLANE % 2)
+    return _level(words >> NIBBLE, signs >> (NIBBLE + 3), 2, SMALL)
 
 
 @triton.jit
-def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
+def unpack2(words, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
     """2-bit words to the levels of one quarter of the channels.
 
     Args:
         words: [M, K] from `load_words`, crumb tile QUARTER // 2.
         odd: [1, K] int32, column % 2 (used without ASM).
+        SMALL: Whether to give levels times SMALL_UNIT.
 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
     """
     if ASM:
         return tl.inline_asm_elementwise(
-            _ASM2[QUARTER % 2],
+            _ASM2_SMALL[QUARTER % 2] if SMALL else _ASM2[QUARTER % 2],
             "=r,=r,=r,=r,r",
             [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
@@ -272,8 +282,12 @@ def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
             pack=2,
         )
     else:
-        m = words.to(tl.uint32, bitcast=True) >> (4 * odd.to(tl.uint32))
-        return _level2(m, 0, QUARTER), _level2(m, 1, QUARTER), _level2(m, 2, QUARTER), _level2(m, 3, QUARTER)
+        LEFT: tl.constexpr = 0 if QUARTER % 2 else 2
+        e = 8 * odd.to(tl.uint32)
+        w = words.to(tl.uint32, bitcast=True)
+        m = _turned(w, LEFT) >> e
+        s = _turned(w ^ _turned(w, 3), LEFT) >> e
+        return _level2(m, s, 0, SMALL), _level2(m, s, 1, SMALL), _level2(m, s, 2, SMALL), _level2(m, s, 3, SMALL)
 
 
 @triton.jit
@@ -301,7 +315,7 @@ def unpack8(words, odd, ASM: tl.constexpr):
 @triton.jit
 def small_unit(BITS: tl.constexpr):
     """What small levels of so many bits are multiplied by."""
-    return SMALL_UNIT if BITS == 3 or BITS == 4 else 1.0
+    return SMALL_UNIT if BITS != 8 else 1.0
 
 
 @triton.jit
@@ -339,7 +353,7 @@ def load_levels(
         words: Pointer to the block's words of keys or values.
         row, column: [M, 1] and [1, K]: token of a plane and channel of the part, or with IS_VALUE the reverse.
         mask: Broadcastable to [M, K], or None.
-        SMALL: Whether to give levels of 3 and 4 bits times SMALL_UNIT.
+        SMALL: Whether to give levels of 2, 3 and 4 bits times SMALL_UNIT.
         signs: At 3 bits the words from `load_signs`, or None: they are loaded after the others.
         crumbs: At 2 and 3 bits those from `load_crumbs`, or None.
         odd: `column % 2`, or None; a loop hands it in, to have it computed before.
@@ -365,4 +379,4 @@ def load_levels(
                 signs = load_signs(words, row, column, mask, DIM, IS_VALUE, ASM)
             return unpack3(crumbs, signs, odd, CHUNK, SMALL, ASM)
         else:
-            return unpack2(crumbs, odd, CHUNK, ASM)
+            return unpack2(crumbs, odd, CHUNK, SMALL, ASM)

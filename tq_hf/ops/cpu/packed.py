@@ -12,13 +12,14 @@ a 1-d `index_select` of single elements is the fastest gather of ATen.
 
     4 bits  magnitudes of codes 0..3 are in the low half already; a delta swap (bits 3, 11 <-> 23, 31) brings their
             signs, and those of codes 4..7 to the other half
-    3 bits  signs likewise, for four quarters at once (bits 0, 2, .. 14 <-> 17, 19, .. 31); each quarter's crumbs are
-            then joined by its signs
-    2 bits  each quarter's crumbs, masked
+    3 bits  signs likewise, for four quarters at once (bits 0, 2, .. 14 <-> 17, 19, .. 31); each quarter's nibbles,
+            which have the lower bit of the code before, are then joined by its signs
+    2 bits  a quarter's codes are the lower bits of nibbles, the codes before them are in the upper ones, and the signs
+            are the exclusive or of the words and themselves turned by three bits
     8 bits  no table: shifted and masked, the two planes of a word are fp16 numbers
 
 Levels come in the order of the words, which is not that of the tokens (`key_levels`, `value_levels`); a caller
-with few queries arranges those instead. The three tables take 1.45 MiB in all.
+with few queries arranges those instead. The three tables take 3 MiB in all.
 
 On MPS the integer operations exist for int32, and complex128 does not: entries are rows of four floats there. This has
 been read in the list of operators, not run.
@@ -34,7 +35,7 @@ import torch
 from tq_kernels.types import PackedBlocks
 
 from ...codec.codebook import levels
-from ...codec.packing import PLANES, QUARTERS, ROWS
+from ...codec.packing import PLANES, QUARTERS, ROWS, swapped
 from ...codec.rotation import rotate_back, rotation_matrix
 from ...compat import cached_table
 from ...config import TurboQuantConfig
@@ -43,40 +44,36 @@ from ...tensors.layer import StoreView
 Take = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """Scratch of a name, shape and dtype, valid until the next of that name."""
 
-_SIGN_BITS = {4: (7, 15, 3, 11), 3: (3, 11, 2, 10)}
-"""Where an index has the signs of its four codes; magnitudes, and 2-bit codes, are at bits 0, 4, 8 and 12."""
-_LARGEST_INDEX = {4: 0xFFFF, 3: 0x3F3F, 2: 0x3333}
+_SIGN_BITS = {4: (7, 15, 3, 11), 3: (7, 15, 3, 11), 2: (3, 7, 11, 15)}
+"""Where an index has the signs of its four nibbles; magnitudes are in the lower three bits of each."""
+_PLACES = {4: (0, 1, 2, 3), 3: (0, 1, 2, 3), 2: (0, 2, 1, 3)}
+"""Which nibble is the code of plane p (of two), neighbour e, at 2 p + e."""
 
 
 @cached_table
 def table(bits: int, device: torch.device) -> torch.Tensor:
-    """Levels of the four codes of an index: `[65536]`, `[16192]` or `[13108]` complex128 for 4, 3 or 2 bits.
-
-    On MPS `[..., 4]` float32, the same bytes.
-    """
-    index = torch.arange(_LARGEST_INDEX[bits] + 1)
+    """Levels of the four codes of an index at 2, 3 or 4 bits: `[65536]` complex128; on MPS `[65536, 4]` float32."""
+    index = torch.arange(1 << 16)
     of_code, columns = levels(bits, index.device), []
-    for i in range(4):
-        code = index >> 4 * i & 3
-        if bits != 2:
-            half = 2 ** (bits - 1)
-            magnitude = index >> 4 * i & half - 1
-            code = torch.where((index >> _SIGN_BITS[bits][i] & 1).bool(), half - 1 - magnitude, half + magnitude)
+    for i in _PLACES[bits]:
+        magnitude, negative = index >> 4 * i & 7, index >> _SIGN_BITS[bits][i] & 1
+        code = magnitude + 8 * negative if bits != 4 else torch.where(negative.bool(), 7 - magnitude, 8 + magnitude)
         columns.append(of_code[code])
     entries = torch.stack(columns, -1)
     return entries.to(device) if device.type == "mps" else entries.view(torch.complex128).squeeze(-1).to(device)
 
 
-def _swapped(words: torch.Tensor, mask: int, distance: int, out: torch.Tensor) -> torch.Tensor:
-    """`words` with the bits of `mask` exchanged for those `distance` higher."""
-    difference = (words >> distance).bitwise_xor_(words).bitwise_and_(mask)
-    torch.bitwise_xor(words, difference, out=out)
-    return out.bitwise_xor_(difference.bitwise_left_shift_(distance))
+def _turned(words: torch.Tensor, left: int) -> torch.Tensor:
+    """int32 words, their bits rotated to the left."""
+    return (words << left).bitwise_or_((words >> 32 - left).bitwise_and_((1 << left) - 1))
 
 
 def _nibble_indices(words: torch.Tensor, out: torch.Tensor) -> None:
     """Words of 4 bits to words of two indices."""
-    _swapped(words, 0x0808, 20, out)
+    swapped(words, 0x0808, 20, out)
+
+
+_MAGNITUDES, _SIGNS = 0x77777777, -0x77777778  # 0x88888888
 
 
 def _crumb_indices(words: torch.Tensor, bits: int, out: torch.Tensor) -> None:
@@ -88,15 +85,22 @@ def _crumb_indices(words: torch.Tensor, bits: int, out: torch.Tensor) -> None:
         out: `[..., 2, 2, M, K]`: quarter 2 t + h of the channels at t, h.
     """
     crumbs = words[..., :2, :, :]
-    torch.bitwise_and(crumbs, 0x33333333, out=out[..., 0, :, :])
-    torch.bitwise_and(crumbs >> 2, 0x33333333, out=out[..., 1, :, :])
-    if bits == 3:
-        signs = words[..., 2, :, :]
-        signs = _swapped(signs, 0x5555, 17, torch.empty_like(signs))
-        for quarter in range(QUARTERS):
-            # From bits 6 and 7 of each byte, less 2 a quarter, to bits 2 and 3.
-            shifted = signs << 2 * quarter - 4 if quarter > 2 else signs >> 4 - 2 * quarter
-            out[..., quarter // 2, quarter % 2, :, :].bitwise_or_(shifted.bitwise_and_(0x0C0C0C0C))
+    lower, upper = out[..., 0, :, :], out[..., 1, :, :]
+    if bits == 2:
+        signs = _turned(crumbs, 3).bitwise_xor_(crumbs)
+        torch.bitwise_and(crumbs, _MAGNITUDES, out=upper)
+        torch.bitwise_and(_turned(crumbs, 2), _MAGNITUDES, out=lower)
+        upper.bitwise_or_(signs & _SIGNS)
+        lower.bitwise_or_(signs.bitwise_left_shift_(2).bitwise_and_(_SIGNS))
+        return
+    torch.bitwise_and(crumbs, _MAGNITUDES, out=lower)
+    torch.bitwise_and(_turned(crumbs, 30), _MAGNITUDES, out=upper)
+    signs = swapped(words[..., 2, :, :], 0x5555, 17, torch.empty_like(words[..., 2, :, :]))
+    for quarter in range(QUARTERS):
+        # From bits 7 and 6 of each byte, less 2 a quarter, to bits 7 and 3.
+        index, lower = out[..., quarter // 2, quarter % 2, :, :], 3 - 2 * quarter
+        index.bitwise_or_((signs << 2 * quarter).bitwise_and_(-0x7F7F7F80))
+        index.bitwise_or_((signs >> lower if lower > 0 else signs << -lower).bitwise_and_(0x08080808))
 
 
 def _look_up(bits: int, words: torch.Tensor, take: Take, name: str) -> torch.Tensor:

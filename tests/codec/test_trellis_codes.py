@@ -1,0 +1,135 @@
+"""Trellis codes of words: the rule of the documentation, the best paths, and words that decode alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tq_kernels.format import MAGNITUDES, TRELLIS_UNIT
+
+from tests.support.helpers import CPU
+from tq_hf.codec import trellis
+from tq_hf.codec.codebook import levels
+from tq_hf.codec.packing import pack, unpack
+from tq_hf.codec.reference import levels_of, quantize
+
+BITS = pytest.mark.parametrize("bits", [2, 3])
+SIDES = pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
+MSE = {2: 0.0920, 3: 0.0281}
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, 128, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def slow_levels(words: torch.Tensor, bits: int) -> list[list[float]]:
+    """Levels of the 16 crumbs of each word of crumbs, in the order of its bits, restated from the documentation; at 3
+    bits their sizes."""
+    found = []
+    for word in (words.long() & 0xFFFFFFFF).tolist():
+        crumbs = [word >> 2 * k & 3 for k in range(16)]
+        of_word = []
+        for k, crumb in enumerate(crumbs):
+            if bits == 2:
+                before = crumbs[k - 1]
+                size = MAGNITUDES[2][4 * (crumb & 1) + before]
+                of_word.append((-size if crumb >> 1 != before & 1 else size) / 64)
+            else:
+                of_word.append(MAGNITUDES[3][crumb + 4 * (crumbs[(k + 1) % 16] & 1)] / 64)
+        found.append(of_word)
+    return found
+
+
+@BITS
+@SIDES
+def test_a_word_decodes_alone_by_the_rule(bits: int, is_value: bool) -> None:
+    codes = torch.randint(0, 2**bits, (128, 16), generator=torch.Generator().manual_seed(bits), dtype=torch.int32)
+    words = pack(codes, bits, is_value=is_value)[: 8 * 16]
+    level = trellis.chains(levels_of(codes, bits, is_value=is_value), bits, is_value=is_value).mT
+    assert torch.equal(level if bits == 2 else level.abs(), torch.tensor(slow_levels(words, bits)))
+    assert torch.equal(unpack(pack(codes, bits, is_value=is_value), bits, 16, is_value=is_value), codes)
+
+
+@BITS
+@SIDES
+def test_chains_are_words_in_their_order(bits: int, is_value: bool) -> None:
+    x = gaussian(2, 3)
+    words = trellis.chains(x, bits, is_value=is_value)
+    assert words.shape == (2, 3, 16, 8 * 32)
+    assert torch.equal(trellis.from_chains(words, bits, is_value=is_value), x)
+
+
+@BITS
+@SIDES
+def test_squared_error_on_gaussian_channels(bits: int, is_value: bool) -> None:
+    x = torch.randn(16, 128, 128, generator=torch.Generator().manual_seed(1))
+    codes = trellis.encode(trellis.rounded(x), bits, is_value=is_value)
+    error = (levels_of(codes, bits, is_value=is_value) - x).square().mean().item()
+    assert error == pytest.approx(MSE[bits], rel=0.01)
+
+
+def chain_error(x: torch.Tensor, codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Squared errors of words: channels `[N, 16]` in 1/32 and codes of the same shape, in units of 1/64."""
+    if bits == 2:
+        before = codes.roll(1, -1)
+        window = before + 4 * (codes & 1) + 8 * ((codes >> 1) ^ (before & 1))
+    else:
+        window = (codes & 3) + 4 * (codes.roll(-1, -1) & 1) + 8 * (codes >> 2)
+    return (2 * x.double() - 64 * levels(bits, CPU)[window].double()).square().sum(-1)
+
+
+@BITS
+def test_no_change_of_two_neighbouring_codes_is_better(bits: int) -> None:
+    """At 2 bits a word is closed with a code that need not be the best: changes there are left out."""
+    x = trellis.rounded(gaussian(1, seed=2))
+    codes = trellis.encode(x, bits, is_value=True)
+    x, codes = (trellis.chains(part, bits, is_value=True)[0].T for part in (x, codes))
+    least = chain_error(x, codes, bits)
+    places = range(16) if bits == 3 else range(13)
+    for place, (first, second) in itertools.product(places, itertools.product(range(2**bits), repeat=2)):
+        other = codes.clone()
+        other[:, place], other[:, (place + 1) % 16] = first, second
+        assert (chain_error(x, other, bits) >= least).all()
+
+
+@BITS
+@SIDES
+def test_words_do_not_depend_on_those_beside_them(bits: int, is_value: bool) -> None:
+    x = trellis.rounded(gaussian(3, seed=3))
+    together = trellis.encode(x, bits, is_value=is_value)
+    assert torch.equal(together[1:2], trellis.encode(x[1:2], bits, is_value=is_value))
+    words = trellis.chains(x, bits, is_value=is_value)
+    words[..., 5:] = 0
+    alone = trellis.chains(
+        trellis.encode(trellis.from_chains(words, bits, is_value=is_value), bits, is_value=is_value),
+        bits,
+        is_value=is_value,
+    )
+    assert torch.equal(alone[..., :5], trellis.chains(together, bits, is_value=is_value)[..., :5])
+
+
+def test_channels_are_rounded_to_even_and_limited() -> None:
+    x = torch.tensor([0.5, 1.5, -0.5, -2.5, 126.6, 127.4, 1e9, -1e9, torch.inf, -torch.inf, torch.nan]) / TRELLIS_UNIT
+    assert trellis.rounded(x).tolist() == [0, 2, 0, -2, 127, 127, 127, -127, 127, -127, 0]
+
+
+@BITS
+def test_what_is_too_large_spoils_no_error(bits: int) -> None:
+    """The largest channels of either sign: sums of errors stay in the range that kernels have."""
+    x = trellis.rounded(
+        torch.tensor([-9.0, 9.0])[torch.randint(2, (4, 128, 16), generator=torch.Generator().manual_seed(4))]
+    )
+    codes = trellis.encode(x, bits, is_value=False)
+    level = levels_of(codes, bits, is_value=False)
+    assert (level.sign() == x.sign()).double().mean() > 0.9
+    assert codes.min() >= 0 and codes.max() < 2**bits
+
+
+@BITS
+def test_the_scale_keeps_what_points_where_the_vector_did(bits: int) -> None:
+    z = 50 * gaussian(2, seed=5)
+    z[0, 3] = 0
+    codes, scale = quantize(z, bits, "inner", is_value=False)
+    kept = scale.float()[..., None] * levels_of(codes, bits, is_value=False)
+    assert scale[0, 3] == 0 and torch.allclose((z * kept).sum(-1), (z * z).sum(-1), rtol=1e-2)
