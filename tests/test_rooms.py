@@ -56,9 +56,9 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2630,
         "prefix": 1600,
-        "codec": 1350,
+        "codec": 1660,  # choosing trellis codes is Viterbi's algorithm, where a scalar code was a staircase
         "turing": 1310,
-        "common": 930,
+        "common": 950,  # three tables of magnitudes, and signs from two bits
         "types": 280,  # the options of a call, once for both attention functions
         "layout": 110,
         "format": 120,
@@ -72,7 +72,7 @@ BUDGETS = {
         "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read
         "stores": 1100,
         "ops": 1880,
-        "codec": 710,
+        "codec": 890,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 580,
         "cache": 450,
         "attention": 250,
@@ -85,7 +85,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-FILES = 108
+FILES = 110
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -49,9 +49,9 @@ CASES = (
         (BASE.with_(value_scale=300.0, key_offset=0.0, preset="2bit_nc"), True),
     ]
 )
-TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4e-3}
-"""Relative RMS. Rows, keys and weights in fp16 alone have up to 0.8e-3; bf16 output alone has 1.7e-3 (3.2e-3 in the
-interpreter, which truncates)."""
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4.5e-3}
+"""Relative RMS. Rows, keys and weights in fp16 alone have up to 0.8e-3; bf16 output alone has 1.7e-3 (up to 4.1e-3 in
+the interpreter, which truncates)."""
 
 
 def check(case: Case, beside: bool, device: torch.device, **options: object) -> None:

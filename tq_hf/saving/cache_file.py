@@ -26,7 +26,7 @@ from . import fingerprint, safetensors_file
 from .layers import Loader, describe
 
 FORMAT = "tq_hf.cache"
-VERSION = 5
+VERSION = 6
 """Raised whenever a reader of the old version would misread a new file."""
 
 STATE_FIELDS = {

@@ -224,14 +224,16 @@ def store_codes(
         word = tl.reshape(word | signs, [ROWS, 4, COLUMNS])
         _store_words(words, word, row_stride, columns * column_stride, column_stride, columns)
     else:
-        squares = ()
+        channels, squares = (), ()
         for half in tl.static_range(2):
             y = y0 if half == 0 else y1
             even_square, odd_square = _planes(tl.sum(y * y, axis=1))
             even, odd = _planes(y)
-            rounded = low_bytes(trellis.rounded(even, even_square, DIM), trellis.rounded(odd, odd_square, DIM), ASM)
-            channels = rounded if half == 0 else low_halves(channels, rounded, ASM)
+            even = trellis.rounded(even, even_square, DIM, ASM)
+            odd = trellis.rounded(odd, odd_square, DIM, ASM)
+            channels += (low_bytes(even, odd, ASM),)
             squares += (even_square, odd_square)
+        channels = low_halves(channels[0], channels[1], ASM)
         a, b, c, d = trellis.neighbours(channels, IS_VALUE)  # [ROWS, 2, COLUMNS] each
         if BITS == 2:
             word = trellis.codes2(a, b, c, d, LEVELS, ASM)

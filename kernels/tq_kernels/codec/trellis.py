@@ -62,14 +62,17 @@ def _channel(words, BYTE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def rounded(z, square, DIM: tl.constexpr):
+def rounded(z, square, DIM: tl.constexpr, ASM: tl.constexpr):
     """Rows `[32, TILE]` in 1/32 of their standard deviation, at most 127 of them, plus 128: the low bytes of uint32.
     Rows that are not finite are 0."""
     mean = square * (1 / DIM)
     finite = mean < float("inf")  # [32]
     inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0) * (UNIT / (2 * LARGEST))
     # In [0, 1], by the multiplication itself, which saturates; 0 for what is not a number.
-    x = tl.minimum(tl.maximum(z * inverse[:, None] + 0.5, 0.0), 1.0)
+    x = z * inverse[:, None] + 0.5
+    if not ASM:  # maxima of NumPy, in the interpreter, and of other GPUs may be NaN
+        x = tl.where(x == x, x, 0.0)
+    x = tl.minimum(tl.maximum(x, 0.0), 1.0)
     least = tl.where(finite, WHOLE + BIAS - LARGEST, WHOLE + BIAS)
     return (x * tl.where(finite, 2 * LARGEST, 0.0)[:, None] + least[:, None]).to(tl.uint32, bitcast=True)
 

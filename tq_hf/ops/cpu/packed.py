@@ -98,9 +98,9 @@ def _crumb_indices(words: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     signs = swapped(words[..., 2, :, :], 0x5555, 17, torch.empty_like(words[..., 2, :, :]))
     for quarter in range(QUARTERS):
         # From bits 7 and 6 of each byte, less 2 a quarter, to bits 7 and 3.
-        index, lower = out[..., quarter // 2, quarter % 2, :, :], 3 - 2 * quarter
+        index, right = out[..., quarter // 2, quarter % 2, :, :], 3 - 2 * quarter
         index.bitwise_or_((signs << 2 * quarter).bitwise_and_(-0x7F7F7F80))
-        index.bitwise_or_((signs >> lower if lower > 0 else signs << -lower).bitwise_and_(0x08080808))
+        index.bitwise_or_((signs >> right if right > 0 else signs << -right).bitwise_and_(0x08080808))
 
 
 def _look_up(bits: int, words: torch.Tensor, take: Take, name: str) -> torch.Tensor:
