@@ -214,7 +214,7 @@ def test_a_packed_cache_is_close_to_an_exact_one_and_not_equal(name):
     for preset in ("k8v4", "2bit_nc"):
         cache = TurboQuantCache(model.config, preset, **EVERYTHING_PACKED)
         errors.append(((decode_logits(model, cache, prompts(2, 300))[1:] - exact).norm() / exact.norm()).item())
-    assert 1e-5 < errors[0] < 0.5 * errors[1], errors
+    assert 1e-5 < errors[0] < 0.6 * errors[1], errors
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
