@@ -20,8 +20,7 @@ from tq_kernels.layout import BlockLayout
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .codec.codebook import levels
-from .codec.reference import quantize
+from .codec.reference import levels_of, quantize
 from .codec.rotation import rotate
 from .config import TurboQuantConfig, with_bits
 
@@ -98,7 +97,7 @@ def key_errors(config: TurboQuantConfig, keys: torch.Tensor) -> KeyErrors:
 
     def error(bits: int) -> torch.Tensor:
         codes, scales = quantize(stored, bits, config.key_correction, is_value=False)
-        return by_head(levels(bits, keys.device)[codes] * scales.float()[..., None] - stored) / energy
+        return by_head(levels_of(codes, bits, is_value=False) * scales.float()[..., None] - stored) / energy
 
     offset = (by_head(mean.expand_as(rotated)) / energy).sqrt()
     worst = torch.stack([error(4), error(8), offset]).amax(-1)

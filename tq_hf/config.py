@@ -32,8 +32,8 @@ class TurboQuantConfig:
 
     Args:
         preset: The name this configuration was made from, or `None` for one assembled by hand.
-        key_bits: Bits per key channel: 2 or 3 (trellis codes), 4 (Lloyd-Max codes) or 8 (FP8 e4m3 with a scale per token
-            and head).
+        key_bits: Bits per key channel: 2 or 3 (trellis codes), 4 (Lloyd-Max codes) or 8 (FP8 e4m3 with a scale per
+            token and head).
         value_bits: The same for values.
         residual_length: Tokens that always stay dense at the end of the sequence (transformers' `residual_length`). A
             block of 128 tokens is encoded once it is complete *and* wholly older than this. 0 leaves only the

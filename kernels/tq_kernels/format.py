@@ -19,18 +19,20 @@ MOST_SINKS = 8
 CHANNEL_MULTIPLE = 8
 """Codes are packed for a multiple of 8 channels; other head dims are padded with zeros before the rotation."""
 
-MAGNITUDES = {
-    2: (70, 33, 17, 100, 14, 135, 69, 35),
+LEVEL_TABLES = {
+    2: (64, -32, -64, 32, 14, -112, -14, 112),
     3: (42, 14, 112, 79, 14, 155, 72, 43),
     4: (8, 25, 42, 60, 80, 103, 132, 175),
 }
-"""Magnitudes of the levels in 1/64, each of which has either sign: one byte is all a kernel has to look up for a code.
-At 4 bits those whose mean squared error on N(0, 1) is least (tests/codec/test_codebook.py searches around them);
-against unrounded Lloyd-Max centroids the grid costs 0.06%. At 2 and 3 bits a trellis chooses among them
-(`tq_hf.codec.trellis`); `examples/measure/quality/trellis.py train` finds them."""
+"""What a look-up of three bits gives, in 1/64: one byte is all a kernel has to look up for a code. At 3 and 4 bits they
+are magnitudes, each of which has either sign; at 2 bits levels, of whose fp16 the low byte is 0. At 4 bits those whose
+mean squared error on N(0, 1) is least (tests/codec/test_codebook.py searches around them); against unrounded Lloyd-Max
+centroids the grid costs 0.06%. At 2 and 3 bits a trellis chooses among them (`tq_hf.codec.trellis`);
+`examples/measure/quality/trellis.py train` finds them."""
 
-TRELLIS_UNIT = 32
-"""Channels are rounded to standard deviations over this before a trellis codes them: errors are whole numbers."""
+TRELLIS_UNITS = {2: 30.5, 3: 32.0}
+"""A trellis codes channels in standard deviations times this, rounded: errors are whole numbers. A level of 1 stands
+for 32 of them, so that at 2 bits it is 1.05 standard deviations, with which the levels above have the least error."""
 
 FP8_MAX = 448.0
 FP8_LEVEL_SCALE = 2.0**-8

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .format import BLOCK_TOKENS, MAGNITUDES, padded_dim
+from .format import BLOCK_TOKENS, LEVEL_TABLES, padded_dim
 
-SUPPORTED_BITS = (*MAGNITUDES, 8)
+SUPPORTED_BITS = (*LEVEL_TABLES, 8)
 
 
 @dataclass(frozen=True)

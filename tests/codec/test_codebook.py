@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
-from tq_kernels.format import MAGNITUDES
+from tq_kernels.format import LEVEL_TABLES
 
 from tests.support.helpers import CPU
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, boundaries, levels
 from tq_hf.codec.reference import quantize
 
-POSITIVE = [n / 64 for n in MAGNITUDES[4]]
+POSITIVE = [n / 64 for n in LEVEL_TABLES[4]]
 TABLE_MSE = 0.00950624
 OPTIMAL_MSE = 0.00950101
 """Of the Lloyd-Max quantizer of N(0, 1) of 4 bits (Max, 1960)."""
@@ -73,13 +73,20 @@ def test_no_neighbouring_multiples_of_the_grid_are_better():
         assert gaussian_mse([-c for c in reversed(positive)] + positive) > TABLE_MSE * (1 - 1e-5)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [3, 4])
 def test_levels_are_one_byte_and_a_sign(bits):
     """As subnormal numbers of fp16 in units of 2**-24."""
-    counts = torch.tensor(MAGNITUDES[bits])
+    counts = torch.tensor(LEVEL_TABLES[bits])
     assert counts.shape == (8,) and 0 < counts.min() and counts.max() < 256
     assert torch.equal((counts / 64 * 2.0**-18).half().view(torch.int16), counts.short())
     assert sorted((64 * levels(bits, CPU)).tolist()) == sorted([*counts.tolist(), *(-counts).tolist()])
+
+
+def test_levels_of_2_bits_are_the_high_byte_of_fp16():
+    level = levels(2, CPU)
+    assert (64 * level).tolist() == list(LEVEL_TABLES[2])
+    assert (level.half().view(torch.int16) & 255 == 0).all()
+    assert sorted(level.tolist()) == sorted((-level).tolist())
 
 
 def test_tabulated_mse_is_that_of_the_centroids():
@@ -108,7 +115,7 @@ def test_quantizing_the_sphere_gives_its_exact_mse():
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_levels_are_exact_in_fp16(bits):
     level = levels(bits, CPU)
-    assert level.dtype == torch.float32 and level.shape == (256 if bits == 8 else 16,)
+    assert level.dtype == torch.float32 and level.shape == ({2: 8, 8: 256}.get(bits, 16),)
     assert torch.equal(level.nan_to_num(), level.half().float().nan_to_num())
 
 
@@ -119,11 +126,10 @@ def test_levels_of_4_bits_are_ascending_and_antisymmetric():
     assert level[8:].tolist() == POSITIVE
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-def test_the_upper_half_of_trellis_levels_are_the_negatives_of_the_lower(bits):
-    level = levels(bits, CPU)
+def test_the_upper_half_of_levels_of_3_bits_are_the_negatives_of_the_lower():
+    level = levels(3, CPU)
     assert torch.equal(level[8:], -level[:8])
-    assert (64 * level[:8]).tolist() == list(MAGNITUDES[bits])
+    assert (64 * level[:8]).tolist() == list(LEVEL_TABLES[3])
 
 
 def test_boundaries_are_the_midpoints():

@@ -42,9 +42,10 @@ def slow_places(token: int, channel: int, code: int, dim: int, bits: int, is_val
         sign_bit = 8 * i + 7 if i < 4 else 8 * (i - 4) + 3
         return [(word, 4 * i, magnitude), (word, sign_bit, int(negative))]
     tile, h = divmod(quarter, 2)
+    place = tile * tile_words + word
     if bits == 2:
-        return [(tile * tile_words + word, 4 * (4 * (plane // 2) + 2 * e + plane % 2) + 2 * h, code)]
-    crumb = (tile * tile_words + word, 4 * i + 2 * h)
+        return [(place, 4 * i + 2 * h + 1, code & 1), (place, (4 * i + 2 * h + 2) % 32, code >> 1)]
+    crumb = (place, 4 * i + 2 * h)
     sign_bit = 8 * i + 7 - 2 * quarter if i < 4 else 8 * (i - 4) + 6 - 2 * quarter
     return [(*crumb, code & 3), (2 * tile_words + word, sign_bit, code >> 2)]
 
@@ -115,8 +116,9 @@ def test_one_code_changes_only_its_own_bits(bits, is_value):
         (3, False, 0, 0, 3, {0: 0x3}),
         (3, False, 64, 4, 7, {0: 0x000C0000, 64 * 2: 0x00000010}),
         (3, True, 32, 15, 7, {64 + 3 * 16: 0x00000C00, 128 + 3 * 16: 0x00020000}),
-        (2, False, 32, 13, 2, {64: 0x00008000}),
-        (2, True, 3, 0, 1, {1: 0x00000100}),
+        (2, False, 32, 13, 2, {64: 0x00010000}),
+        (2, False, 96, 13, 2, {64: 0x00000001}),
+        (2, True, 3, 0, 1, {1: 0x00000020}),
         (8, False, 0, 0, 0xAB, {0: 0x00009580}),
         (8, False, 32, 1, 0xAB, {0: 0x402B0000}),
         (8, False, 64, 1, 0xAB, {256: 0x95800000}),

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tq_kernels.format import MAGNITUDES
+from tq_kernels.format import LEVEL_TABLES, TRELLIS_UNITS
 
 from examples.measure.compile.trellis_unpack import PROGRAMS, UPPER, Program
 from examples.measure.quality.trellis import DESIGNS, UNIT, WORD, Trellis, train
@@ -19,6 +19,7 @@ SQUARED_ERROR = {
     "2: 4 states": 0.7496,
     "2: 8 states": 0.7271,
     "2: 8 states, 4 taps": 0.7233,
+    "2: signed levels": 0.7641,
     "3: neighbour's bit": 0.8045,
     "3: crumbs' parity": 0.7523,
     "3: parity": 0.7263,
@@ -87,20 +88,22 @@ def test_training_from_a_seed_gives_these_magnitudes() -> None:
 
 
 def test_presets_have_the_magnitudes_of_two_designs() -> None:
-    assert MAGNITUDES[2] == DESIGNS["2: 4 states"].magnitudes
-    assert MAGNITUDES[3] == DESIGNS["3: neighbour's bit"].magnitudes
+    """At 2 bits rounded to two bits of mantissa."""
+    in_deviations = [n * 32 / TRELLIS_UNITS[2] for n in LEVEL_TABLES[2]]
+    assert in_deviations == pytest.approx(DESIGNS["2: signed levels"].magnitudes, rel=0.05)
+    assert LEVEL_TABLES[3] == DESIGNS["3: neighbour's bit"].magnitudes
 
 
-@pytest.mark.parametrize(("bits", "name"), [(2, "2: 4 states"), (3, "3: neighbour's bit")])
+@pytest.mark.parametrize(("bits", "name"), [(2, "2: signed levels"), (3, "3: neighbour's bit")])
 def test_codes_of_presets_are_nearly_the_best(bits: int, name: str) -> None:
     """At 3 bits they are the best paths of channels rounded to 1/32, at 2 those that are closed in a fixed way."""
     design, x = DESIGNS[name], torch.randn(8, 128, 64, generator=torch.Generator().manual_seed(6))
     for is_value in (False, True):
-        codes = trellis.encode(trellis.rounded(x), bits, is_value=is_value)
-        level = levels_of(codes, bits, is_value=is_value)
-        of_words = trellis.chains(x, bits, is_value=is_value).mT.reshape(-1, WORD)
+        codes = trellis.encode(trellis.rounded(x, bits), bits, is_value=is_value)
+        level = levels_of(codes, bits, is_value=is_value) * (32 / TRELLIS_UNITS[bits])
+        of_words = trellis.chains(x, is_value=is_value).mT.reshape(-1, WORD)
         best = design.squared_error(of_words if bits == 2 else of_words.flip(-1))
-        assert best < (x - level).square().mean().item() < (1.025 if bits == 2 else 1.012) * best
+        assert best < (x - level).square().mean().item() < (1.035 if bits == 2 else 1.012) * best
 
 
 def executed(program: Program, registers: dict[str, int]) -> list[int]:
@@ -131,10 +134,11 @@ def executed(program: Program, registers: dict[str, int]) -> list[int]:
     return stored
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name in DESIGNS])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name in DESIGNS and name != "2: signed levels"])
 def test_instructions_counted_unpack_what_decode_says(name: str) -> None:
     """With the code's bits where the prototype has them: code k of a chain at bit 2k (2 bits) or 30 - 2k (3 bits) of
-    its crumb word, and the sign at that bit, plus the tile, of the sign word."""
+    its crumb word, and the sign at that bit, plus the tile, of the sign word. (That of presets at 2 bits has no such
+    places: `tests/kernels/test_unpack_asm.py` executes it.)"""
     design = DESIGNS[name]
     magnitudes = (93, 17, 31, 72, *UPPER.to_bytes(4, "little"))
     design = Trellis(design.bits, design.memory, design.index, design.sign, magnitudes)

@@ -123,11 +123,11 @@ def check_codes(
     if bits < 4:
         unit = (z * z).mean(-1, keepdim=True).sqrt()
         errors = [
-            trellis.chains((unit * levels_of(codes, bits, is_value=is_value) - z).square(), bits, is_value=is_value)
+            trellis.chains((unit * levels_of(codes, bits, is_value=is_value) - z).square(), is_value=is_value)
             for codes in (got, want)
         ]
         ours, theirs = (error.sum(-2) for error in errors)  # of words
-        changed = trellis.chains(different, bits, is_value=is_value).any(-2)
+        changed = trellis.chains(different, is_value=is_value).any(-2)
         assert changed.double().mean() <= (0.1 if balanced else 2e-3)
         assert ours[changed].sum() <= 1.01 * theirs[changed].sum()
         return

@@ -51,8 +51,9 @@ def test_4_bits(small: bool) -> None:
     assert torch.equal(actual, levels * unpack.SMALL_UNIT.value if small else levels)
 
 
-@SMALL
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize(
+    ("bits", "small"), [(2, False), (3, False), (3, True)], ids=["2 bits", "3 bits, full", "3 bits, small"]
+)
 def test_2_and_3_bits(bits: int, small: bool) -> None:
     words, levels = words_and_levels(bits)
     asm = getattr(unpack, f"_ASM{bits}{'_SMALL' if small else ''}").value

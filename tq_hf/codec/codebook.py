@@ -9,7 +9,7 @@ numbers.
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, MAGNITUDES
+from tq_kernels.format import FP8_LEVEL_SCALE, FP8_MAX, LEVEL_TABLES
 
 from ..compat import cached_table
 
@@ -21,8 +21,8 @@ def _levels(bits: int) -> torch.Tensor:
     if bits == 8:
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         return codes.float() * FP8_LEVEL_SCALE
-    positive = torch.tensor(MAGNITUDES[bits]) / 64
-    return torch.cat([-positive.flip(0), positive] if bits == 4 else [positive, -positive])
+    table = torch.tensor(LEVEL_TABLES[bits]) / 64
+    return table if bits == 2 else torch.cat([-table.flip(0), table] if bits == 4 else [table, -table])
 
 
 @cached_table
@@ -30,8 +30,8 @@ def levels(bits: int, device: torch.device) -> torch.Tensor:
     """What each code stands for, in units of its vector's scale.
 
     Returns:
-        Float32, every entry exact in fp16. `[16]` at 2, 3 and 4 bits: ascending at 4, by `tq_hf.codec.trellis.windows`
-        at 2 and 3. `[256]`, by the e4m3 byte, at 8.
+        Float32, every entry exact in fp16. `[8]` at 2 and `[16]` at 3 bits, by `tq_hf.codec.trellis.windows`; `[16]`,
+        ascending, at 4; `[256]`, by the e4m3 byte, at 8.
     """
     return _levels(bits).to(device)
 

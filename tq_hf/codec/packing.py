@@ -7,14 +7,14 @@ of words gives four tiles of 32 tokens each:
     keys    tile [M = 32 rows, K = channels]       neighbours along K are channels of one token
     values  tile [M = channels, K = 32 rows]       neighbours along K are tokens of one channel
 
-An int32 word packs the two neighbours e = 0, 1 along K of every plane p; i = 2 p + e numbers those eight codes, and at
-2 bits n = 4 (p // 2) + 2 e + p % 2.
+An int32 word packs the two neighbours e = 0, 1 along K of every plane p; i = 2 p + e numbers those eight codes.
 
     bits  words (int32)                    where a code goes
     4     [M, K/2]                         magnitude at bit 4i; sign at bit 8i + 7 (i < 4) or 8 (i - 4) + 3
     3     crumbs [2, M', K'/2], then       lower two bits of quarter 2t + h in tile t at bit 4i + 2h
           signs [M', K'/2]                 upper bit of quarter c at bit 8i + 7 - 2c (i < 4) or 8 (i - 4) + 6 - 2c
-    2     crumbs [2, M', K'/2]             code of quarter 2t + h in tile t at bit 4n + 2h
+    2     crumbs [2, M', K'/2]             code of quarter 2t + h in tile t: lower bit at 4i + 2h + 1, upper bit at
+                                           4i + 2h + 2 (the last one's at 0)
     8     [2, M, K/2]                      plane 2u + v in tile u: sign at bit 16e + 15 - v, the rest at 16e + 7 - 7v
 
 For 2 and 3 bits the *channels* are cut into four quarters: K' = K/4 for keys, M' = M/4 for values. At 4 bits a code is
@@ -51,16 +51,9 @@ def _from_tiles(tiles: torch.Tensor, is_value: bool) -> torch.Tensor:
     return planes.flatten(-3, -2)
 
 
-def swapped(words: torch.Tensor, mask: int, distance: int, out: torch.Tensor) -> torch.Tensor:
-    """`words` with the bits of `mask` exchanged for those `distance` higher, written to `out`."""
-    difference = (words >> distance).bitwise_xor_(words).bitwise_and_(mask)
-    torch.bitwise_xor(words, difference, out=out)
-    return out.bitwise_xor_(difference.bitwise_left_shift_(distance))
-
-
-def _reordered(words: torch.Tensor) -> torch.Tensor:
-    """Words with nibbles in the order i to those in the order n, or back."""
-    return swapped(words, 0x00F000F0, 4, torch.empty_like(words))
+def rotated_words(words: torch.Tensor, left: int) -> torch.Tensor:
+    """int32 words, their bits rotated to the left by 1 to 31."""
+    return (words << left).bitwise_or_((words >> 32 - left).bitwise_and_((1 << left) - 1))
 
 
 def _words(planes: torch.Tensor, is_value: bool) -> torch.Tensor:
@@ -125,7 +118,7 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     lower, upper = quarters.unbind(-3)  # 2t and 2t + 1
     words = _nibble_words(lower | upper << 2, is_value).flatten(-3)
     if bits == 2:
-        return _reordered(words)
+        return rotated_words(words, 1)
     signs = (by_channel >> 2).unflatten(-2, (QUARTERS, by_channel.shape[-2] // QUARTERS))
     sign_words = [
         _sign_words(part, 7 - 2 * quarter, 6 - 2 * quarter, is_value) for quarter, part in enumerate(signs.unbind(-3))
@@ -161,7 +154,7 @@ def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch
         columns //= QUARTERS
     crumb_words, sign_words = words.split([rows * columns, words.shape[-1] - rows * columns], dim=-1)
     if bits == 2:
-        crumb_words = _reordered(crumb_words)
+        crumb_words = rotated_words(crumb_words, 31)
     crumb_words = crumb_words.reshape(*lead, 2, rows, columns // 2)
     crumbs = torch.stack(
         [torch.stack([crumb_words >> (4 * i + 2 * h) & 3 for i in range(8)], -1) for h in range(2)], dim=-4

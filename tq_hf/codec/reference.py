@@ -15,7 +15,7 @@ per block.)
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import TRELLIS_UNIT
+from tq_kernels.format import TRELLIS_UNITS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import PackedBlocks
 
@@ -110,9 +110,10 @@ def quantize(
         ceilings = unit.mul_(128).ceil_().to(torch.int32).clamp_(-CEILINGS, CEILINGS).add_(CEILINGS)
         codes = _looked_up(codes_of_ceilings(z.device), ceilings)
     else:
-        channels = trellis.rounded(unit)
+        channels = trellis.rounded(unit, bits)
         codes = trellis.encode(channels, bits, is_value=is_value)
-        z = channels * (sigma / TRELLIS_UNIT)[..., None]  # what corrections are computed of, as kernels do
+        z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # what corrections are computed of, as kernels do
+        sigma = sigma * (32 / TRELLIS_UNITS[bits])
     if correction == "none":
         return codes, _half(sigma)
     level = levels_of(codes, bits, is_value=is_value)

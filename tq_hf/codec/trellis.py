@@ -1,22 +1,22 @@
 """Trellis codes within a word: at 2 and 3 bits a channel's level also depends on the code before it.
 
 The 16 crumbs of an int32 word (see `tq_hf.codec.packing`) are a chain that closes in itself (*tail-biting*: the first
-follows the last), so that any word decodes alone and no byte is added. Crumb k of a word is at bit 2 k. A level is a
-sign and one of eight magnitudes:
+follows the last), so that any word decodes alone and no byte is added. Three bits are the index of a level, or of its
+magnitude, in `LEVEL_TABLES`:
 
-    2 bits  the code before crumb k is crumb k - 1; with the code 2 h + l, and 2 h' + l' before it:
-            magnitude 4 l + 2 h' + l', negative if h differs from l'
-    3 bits  the code before crumb k is crumb k + 1; with the crumb c, and c' before it: magnitude c + 4 (c' % 2),
-            and the sign is the code's own
+    2 bits  crumb k follows crumb k - 1; of the code 2 t + b, with 2 t' + b' before it and 2 t" + b" before that one,
+            the level is 4 t + 2 b + (t' ^ b")
+    3 bits  crumb k follows crumb k + 1; of the crumb c, with c' before it, the magnitude is c + 4 (c' % 2), and the
+            sign is the code's own
 
-so that three bits of a nibble of the word, or of the word rotated by two bits, are the index (trellis coded
-quantization, Marcellin and Fischer 1990; bit-shift trellises with tail-biting, QTIP, arXiv 2406.11235). Mean squared
-error on N(0, 1): 0.092 and 0.0279, of the best scalar codes 0.1175 and 0.0345.
+so that words give eight indices at once, by shifts and masks (trellis coded quantization, Marcellin and Fischer 1990;
+bit-shift trellises with tail-biting, QTIP, arXiv 2406.11235). Mean squared error on N(0, 1): 0.0941 and 0.0281, of the
+best scalar codes 0.1175 and 0.0345.
 
-Channels are rounded to multiples of 1/32 standard deviation. All errors then are whole numbers, which kernels add
-exactly in float32, and every backend finds the same path: that of least error, at equal error the one of the lower code
-before it, step by step. At 3 bits it is the best of all that close. At 2 bits the code at the seam is that of the best
-open path from half a word before it to half a word behind it, which costs 1.7% in squared error and half the time.
+Channels are rounded to some 1/32 of a standard deviation. All errors then are whole numbers, which kernels add exactly
+in float32, and every backend finds the same path: that of least error, at equal error the one of the lower state before
+it, step by step. At 3 bits it is the best of all that close. At 2 bits the state at the seam is that of the best open
+path from half a word before it to half a word behind it, which costs 2.6% in squared error and half the time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tq_kernels.format import BLOCK_TOKENS, MAGNITUDES, TRELLIS_UNIT
+from tq_kernels.format import BLOCK_TOKENS, LEVEL_TABLES, TRELLIS_UNITS
 
 from ..compat import cached_table
 
@@ -34,7 +34,7 @@ FAR = 1 << 20
 """More than any two branches differ in error."""
 
 
-def chains(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
+def chains(x: torch.Tensor, *, is_value: bool) -> torch.Tensor:
     """Channels `[..., 128, D]` in the order of words and their crumbs, `[..., 16, 8 D]`, a view if it can be one."""
     lead, dim = x.shape[:-2], x.shape[-1]
     # Tokens are planes (2 u + v) of rows, channels are quarters (2 t + h); e is the neighbour along K.
@@ -44,52 +44,54 @@ def chains(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     else:
         x = x.reshape(*lead, 2, 2, BLOCK_TOKENS // 4, 2, 2, dim // 8, 2)  # u, v, row, t, h, channel / 2, e
         u, v, e, h, words = 0, 1, 6, 4, (3, 2, 5)
-    crumbs = (u, e, v, h) if bits == 2 else (u, v, e, h)
-    x = x.permute(*range(len(lead)), *(len(lead) + axis for axis in (*crumbs, *words)))
+    x = x.permute(*range(len(lead)), *(len(lead) + axis for axis in (u, v, e, h, *words)))
     return x.reshape(*lead, CHAIN, 8 * dim)
 
 
-def from_chains(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
+def from_chains(x: torch.Tensor, *, is_value: bool) -> torch.Tensor:
     """Inverse of `chains`."""
     lead, dim = x.shape[:-2], x.shape[-1] // 8
     first = len(lead)
     if is_value:
         x = x.reshape(*lead, 2, 2, 2, 2, 2, dim // 4, BLOCK_TOKENS // 8)
-        # (u, e, v, h) or (u, v, e, h), then t, channel, row / 2; to u, v, row / 2, e, t, h, channel
-        order = (0, 2, 6, 1, 4, 3, 5) if bits == 2 else (0, 1, 6, 2, 4, 3, 5)
+        # u, v, e, h, t, channel, row / 2 to u, v, row / 2, e, t, h, channel
+        order = (0, 1, 6, 2, 4, 3, 5)
     else:
         x = x.reshape(*lead, 2, 2, 2, 2, 2, BLOCK_TOKENS // 4, dim // 8)
-        # then t, row, channel / 2; to u, v, row, t, h, channel / 2, e
-        order = (0, 2, 5, 4, 3, 6, 1) if bits == 2 else (0, 1, 5, 4, 3, 6, 2)
+        # u, v, e, h, t, row, channel / 2 to u, v, row, t, h, channel / 2, e
+        order = (0, 1, 5, 4, 3, 6, 2)
     return x.permute(*range(first), *(first + axis for axis in order)).reshape(*lead, BLOCK_TOKENS, dim)
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Channels in standard deviations to whole multiples of 1/32, at most 127 of them; 0 for what is not a number."""
-    return (x * TRELLIS_UNIT).nan_to_num_(0.0, torch.inf, -torch.inf).round_().clamp_(-127, 127).int()
+def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Channels in standard deviations as int32 counts of 1 / TRELLIS_UNITS, at most 127; 0 for what is not a number."""
+    return (x * TRELLIS_UNITS[bits]).nan_to_num_(0.0, torch.inf, -torch.inf).round_().clamp_(-127, 127).int()
 
 
 @cached_table
 def _errors(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """What a level adds to the squared error, `a + b x` for a channel x: a and b int32, `[8]` of each magnitude, or at
-    2 bits `[p, c]` of code c after code p. (In 1 / 64**2, times four: the two lowest bits are left for a label.)"""
-    levels: Any = MAGNITUDES[bits]
+    2 bits `[4, 4]` of the state before and the state. (In 1 / 64**2, times four: the lowest two bits are a label's.)"""
+    levels: Any = LEVEL_TABLES[bits]
     if bits == 2:
-        levels = [[(-1) ** (c // 2 ^ p % 2) * levels[p + 4 * (c % 2)] for c in range(4)] for p in range(4)]
+        levels = [[levels[4 * (new ^ old // 2) % 8 + 2 * (new // 2) + old % 2] for new in range(4)] for old in range(4)]
     level = torch.tensor(levels, dtype=torch.int32)
     return (4 * level.square()).to(device), (-16 * level).to(device)
 
 
 def _two(x: torch.Tensor) -> torch.Tensor:
-    """Codes of 2 bits of chains `[16, N]` int32."""
+    """Codes of 2 bits of chains `[16, N]` int32.
+
+    A state 2 b + p is what the next codes need: b of the code, and the lowest bit p of the next code's index.
+    """
     a, b = (table[..., None] for table in _errors(2, x.device))
-    state = torch.arange(4, dtype=torch.int32, device=x.device)[:, None]  # the code before
+    state = torch.arange(4, dtype=torch.int32, device=x.device)[:, None]
 
     def step(error: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Least errors of paths to each code, `[4, N]`, with the label of where they come from."""
+        """Least errors of paths to each state, `[4, N]`, with the label of where they come from."""
         return (b * row).add_(a).add_(error[:, None]).amin(0)
 
-    # Which code the chain is closed with: once round from its middle, with the code at the seam as label.
+    # Which state the chain is closed with: once round from its middle, with the state at the seam as label.
     error = x.new_zeros(4, x.shape[1])
     for k in range(CHAIN // 2, CHAIN):
         error = step(error, x[k])
@@ -104,11 +106,13 @@ def _two(x: torch.Tensor) -> torch.Tensor:
         found = step(error, row)
         came.append(found & 3)
         error = found.bitwise_and_(-4).add_(state)
-    code, codes = last.long()[None], []
+    at, states = last.long()[None], []
     for before in reversed(came):
-        codes.append(code)
-        code = before.gather(0, code).long()
-    return torch.cat(codes[::-1])
+        states.append(at)
+        at = before.gather(0, at).long()
+    path = torch.cat(states[::-1])
+    b = path >> 1
+    return b + 2 * ((path ^ b.roll(1, 0)) & 1)
 
 
 def _three(x: torch.Tensor) -> torch.Tensor:
@@ -136,25 +140,24 @@ def encode(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """Codes of a block's rotated rows.
 
     Args:
-        x: `[..., 128, D]` from `rounded`.
+        x: `[..., 128, D]` int32 from `rounded`.
         bits: 2 or 3.
         is_value: Whether they are values, whose words run along tokens.
 
     Returns:
         `[..., 128, D]` int32, as `tq_hf.codec.packing.pack` takes them.
     """
-    words = chains(x, bits, is_value=is_value)
+    words = chains(x, is_value=is_value)
     flat = words.movedim(-2, 0).reshape(CHAIN, -1).contiguous()
     codes = (_two if bits == 2 else _three)(flat).int()
-    return from_chains(codes.view(CHAIN, *words.shape[:-2], -1).movedim(0, -2), bits, is_value=is_value)
+    return from_chains(codes.view(CHAIN, *words.shape[:-2], -1).movedim(0, -2), is_value=is_value)
 
 
 def windows(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """Where `tq_hf.codec.codebook.levels` has the level of each code: codes `[..., 128, D]` to integers below 16."""
-    code = chains(codes, bits, is_value=is_value)
+    code = chains(codes, is_value=is_value)
     if bits == 2:
-        before = code.roll(1, -2)
-        window = before + 4 * (code & 1) + 8 * ((code >> 1) ^ (before & 1))
+        window = 2 * code + ((code.roll(1, -2) >> 1) ^ (code.roll(2, -2) & 1))
     else:
         window = (code & 3) + 4 * (code.roll(-1, -2) & 1) + 8 * (code >> 2)
-    return from_chains(window, bits, is_value=is_value)
+    return from_chains(window, is_value=is_value)

@@ -63,6 +63,14 @@ class Program:
             self.lines.append(f"st.global.b32 [%b+{4 * self.stored}], {out};")
             self.stored += 1
 
+    def high_bytes(self, index: str, upper: int = UPPER) -> None:
+        """Eight codes: levels of three bits of a nibble, whose low byte is 0."""
+        for half in (index, self.op("shr.u32", index, 16)):
+            part = self.op("prmt.b32", "tl", upper, half)
+            for select in (0x1404, 0x3424):
+                self.lines.append(f"st.global.b32 [%b+{4 * self.stored}], {self.op('prmt.b32', part, 0, select)};")
+                self.stored += 1
+
 
 XOR3, XOR_AND, SELECT = 0x96, (0xF0 ^ 0xCC) & 0xAA, (0xF0 & 0xAA) | (0xCC & ~0xAA & 0xFF)
 
@@ -80,6 +88,15 @@ def two(*taps: int) -> Program:
         )
     p.levels(p.op("and.b32", "w0", 0x77777777), signs, 0)
     p.levels(p.op("and.b32", p.turn("w0", 2), 0x77777777), signs, 2)
+    return p
+
+
+def signed_two() -> Program:
+    """2 bits: eight levels of one high byte, by a code and the parity of two bits before it (as presets have them)."""
+    p = Program()
+    for word, other in (("w0", 3), (p.turn("w0", -2), 1)):
+        index = p.op("and.b32", p.both(word, p.turn("w0", other), 0x11111111, 0x78), 0x77777777)
+        p.high_bytes(index)
     return p
 
 
@@ -110,12 +127,7 @@ def scalar_two() -> Program:
     """Today's 2 bits: levels of one high byte."""
     p = Program()
     for word in ("w0", p.op("shr.u32", "w0", 2)):
-        index = p.op("and.b32", word, 0x33333333)
-        parts = [p.op("prmt.b32", "tl", 0, i) for i in (index, p.op("shr.u32", index, 16))]
-        for part in parts:
-            for select in (0x1404, 0x3424):
-                p.lines.append(f"st.global.b32 [%b+{4 * p.stored}], {p.op('prmt.b32', part, 0, select)};")
-                p.stored += 1
+        p.high_bytes(p.op("and.b32", word, 0x33333333), 0)
     return p
 
 
@@ -134,6 +146,7 @@ PROGRAMS = {
     "2: 4 states": two(3),
     "2: 8 states": two(3, 5),
     "2: 8 states, 4 taps": two(2, 3, 4, 5),
+    "2: signed levels": signed_two(),
     "3: scalar": scalar_three(),
     "3: neighbour's bit": three((0,), signed=False),
     "3: crumbs' parity": three((0, 1, 3), signed=False),

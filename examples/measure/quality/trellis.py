@@ -3,12 +3,12 @@
     python -m examples.measure.quality.trellis train    # the tables below, from seeds; minutes on a CPU
     python -m examples.measure.quality.trellis codes    # squared error and instructions of each
 
-Presets of 2 and 3 bits have "2: 4 states" and "3: neighbour's bit" (`tq_hf.codec.trellis`).
+Presets of 2 and 3 bits have "2: signed levels" and "3: neighbour's bit" (`tq_hf.codec.trellis`).
 
 A code's level depends on the codes before it in the same word of 16, and the first follows the last (tail-biting), so
-that any word decodes alone and no byte is added. The level is looked up as at 4 bits today: three bits of a window
-choose one of eight magnitudes, each a byte in units of 1/64, and one bit is the sign. The bits are parities of the
-window, which words give by shifts and XOR.
+that any word decodes alone and no byte is added. The level is looked up as at 4 bits: three bits of a window choose one
+of eight magnitudes, each a byte in units of 1/64, and one bit is the sign; or one of eight levels that have signs. The
+bits are parities of the window, which words give by shifts and XOR.
 
 `encode` finds the path of least squared error for every first state and takes the best. Units are rounded to 1/64
 before, so that errors are whole numbers below 2**24 and float32 sums them exactly: every order of summing gives the
@@ -42,7 +42,7 @@ LARGEST = 6 * UNIT
 
 def _parity(x: torch.Tensor, mask: int) -> torch.Tensor:
     bits = [x >> place & 1 for place in range(mask.bit_length()) if mask >> place & 1]
-    return torch.stack(bits).sum(0) & 1
+    return torch.stack(bits).sum(0) & 1 if bits else torch.zeros_like(x)
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,13 @@ DESIGNS = {
     "2: 4 states": _two(0b000110, 1, 70, 33, 17, 100, 14, 135, 69, 35),
     "2: 8 states": _two(0b010110, 2, 19, 31, 66, 94, 69, 136, 16, 30),
     "2: 8 states, 4 taps": _two(0b111110, 2, 136, 16, 71, 31, 30, 62, 17, 93),
+    "2: signed levels": Trellis(2, 2, (0b011000, 0b01, 0b10), 0, (69, -35, -69, 35, 15, -118, -15, 118)),
     "3: neighbour's bit": _three(0b000001000, 1, 42, 14, 112, 79, 14, 155, 72, 43),
     "3: crumbs' parity": _three(0b010011000, 2, 65, 111, 13, 37, 15, 44, 82, 155),
     "3: parity": _three(0b001111000, 2, 83, 15, 156, 45, 35, 64, 10, 111),
     "3: neighbour's sign": Trellis(3, 1, (1, 2, 4), 8, (-84, 113, 157, 68, -14, -42, 43, 14)),
 }
-"""By bits and name. The last is the issue's better table, whose magnitudes have signs of their own."""
+"""By bits and name. In "signed levels" and "neighbour's sign" the magnitudes have signs of their own."""
 
 
 def _moved(design: Trellis, exact: torch.Tensor, x: torch.Tensor) -> tuple[Trellis, torch.Tensor]:

@@ -23,11 +23,11 @@ HALF_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(block_format.FP8_MAX)
 FP8_LEVEL_SCALE = tl.constexpr(block_format.FP8_LEVEL_SCALE)
 
-LEVELS: dict[int, tuple[float, ...]] = block_format.MAGNITUDES | {
-    4: tuple(n / 64 for n in block_format.MAGNITUDES[4]),
+LEVELS: dict[int, tuple[float, ...]] = block_format.LEVEL_TABLES | {
+    4: tuple(n / 64 for n in block_format.LEVEL_TABLES[4]),
     8: (),
 }
-"""The magnitudes that the encoder chooses from: in 1/64 at 2 and 3 bits, at 4 as they are."""
+"""What the encoder chooses from: in 1/64 at 2 and 3 bits, at 4 as it is."""
 
 
 @triton.jit
@@ -229,8 +229,8 @@ def store_codes(
             y = y0 if half == 0 else y1
             even_square, odd_square = _planes(tl.sum(y * y, axis=1))
             even, odd = _planes(y)
-            even = trellis.rounded(even, even_square, DIM, ASM)
-            odd = trellis.rounded(odd, odd_square, DIM, ASM)
+            even = trellis.rounded(even, even_square, BITS, DIM, ASM)
+            odd = trellis.rounded(odd, odd_square, BITS, DIM, ASM)
             channels += (low_bytes(even, odd, ASM),)
             squares += (even_square, odd_square)
         channels = low_halves(channels[0], channels[1], ASM)
@@ -245,13 +245,13 @@ def store_codes(
             upper = trellis.signs_of(b) | trellis.signs_of(d) << 8
             signs = tl.sum((lower | upper >> 2) >> (4 * tl.arange(0, 2))[None, :, None], axis=1)
             _store_words(words + 8 * DIM, tl.expand_dims(signs, 1), row_stride, 0, column_stride, columns)
-        sizes = trellis.magnitudes(word, BITS, LEVELS, ASM)
+        sizes = trellis.sizes(word, LEVELS, BITS, ASM)
         of_first, of_second = (), ()  # sums of level times channel, by plane
         for plane in tl.static_range(4):
-            product = trellis.products(word, a, sizes, plane, 0, 0, BITS, ASM)
-            of_first += (product + trellis.products(word, b, sizes, plane, 0, 1, BITS, ASM),)
-            product = trellis.products(word, c, sizes, plane, 1, 0, BITS, ASM)
-            of_second += (product + trellis.products(word, d, sizes, plane, 1, 1, BITS, ASM),)
+            product = trellis.products(a, sizes, plane, 0, 0, BITS, ASM)
+            of_first += (product + trellis.products(b, sizes, plane, 0, 1, BITS, ASM),)
+            product = trellis.products(c, sizes, plane, 1, 0, BITS, ASM)
+            of_second += (product + trellis.products(d, sizes, plane, 1, 1, BITS, ASM),)
         if IS_VALUE:
             inner = tl.join(_joined(_row_sums(of_first)), _joined(_row_sums(of_second)))
             inner = tl.reshape(tl.permute(inner, [0, 3, 1, 2]), [32, 2, 2])
@@ -261,7 +261,7 @@ def store_codes(
             inner = _joined(_row_sums(of_first))
         square = _joined(squares)
         # NaN is no 0: a row that is not finite has no scale.
-        inner = inner * tl.sqrt(square * (1 / DIM)) * trellis.INNER_UNIT
+        inner = inner * tl.sqrt(square * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
         scale = to_half(tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner)) * UNIT)
     plane = 32 * tl.arange(0, 2)
     token = tl.arange(0, 32)[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :]

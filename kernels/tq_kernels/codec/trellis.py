@@ -12,12 +12,12 @@ import triton.language as tl
 
 from .. import format as block_format
 
-UNIT = tl.constexpr(float(block_format.TRELLIS_UNIT))
-INNER_UNIT = tl.constexpr(1 / (64 * block_format.TRELLIS_UNIT))
-"""What a product of a rounded channel and a magnitude counts."""
+UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
+INNER_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
+"""What a product of a rounded channel and a size from `sizes` counts."""
 BIAS = tl.constexpr(128.0)
 LARGEST = tl.constexpr(127.0)
-"""Largest channel, in 1/32; bytes are channels plus 128."""
+"""Largest rounded channel; bytes are channels plus 128."""
 WHOLE = tl.constexpr(2.0**23)
 START = tl.constexpr(3 * 2.0**22)
 """The error of an empty path: 16 codes lower it by less than 2**22."""
@@ -62,12 +62,12 @@ def _channel(words, BYTE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def rounded(z, square, DIM: tl.constexpr, ASM: tl.constexpr):
-    """Rows `[32, TILE]` in 1/32 of their standard deviation, at most 127 of them, plus 128: the low bytes of uint32.
-    Rows that are not finite are 0."""
+def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
+    """Rows `[32, TILE]` in 1 / TRELLIS_UNITS of their standard deviation, at most 127 of them, plus 128: the low bytes
+    of uint32. Rows that are not finite are 0."""
     mean = square * (1 / DIM)
     finite = mean < float("inf")  # [32]
-    inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0) * (UNIT / (2 * LARGEST))
+    inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0) * (UNITS[BITS - 2] / (2 * LARGEST))
     # In [0, 1], by the multiplication itself, which saturates; 0 for what is not a number.
     x = z * inverse[:, None] + 0.5
     if not ASM:  # maxima of NumPy, in the interpreter, and of other GPUs may be NaN
@@ -99,24 +99,18 @@ def _least(a, b, c, d):
 
 
 @triton.jit
-def _step2(e, x, M: tl.constexpr):
-    """Least errors of paths to each code of 2 bits, from those `e` to each code before."""
-    same, other = (), ()  # of codes 0 and 1, by the code before; of 2 and 3
-    for low in tl.static_range(2):
-        for before in tl.static_range(4):
-            base = e[before] + 4 * M[before + 4 * low] * M[before + 4 * low]
-            product = x * (16 * M[before + 4 * low])
-            if before % 2 == 0:
-                same += (base - product,)
-                other += (base + product,)
-            else:
-                same += (base + product,)
-                other += (base - product,)
+def _step2(e, x, T: tl.constexpr):
+    """Least errors of paths to each state 2 b + p of a chain of 2-bit codes, from those `e` to each state before."""
+    paths = ()
+    for new in tl.static_range(4):
+        for old in tl.static_range(4):
+            LEVEL: tl.constexpr = T[4 * ((new ^ (old // 2)) % 2) + 2 * (new // 2) + old % 2]
+            paths += (e[old] + 4 * LEVEL * LEVEL - x * (16 * LEVEL),)
     return (
-        _least(same[0], same[1], same[2], same[3]),
-        _least(same[4], same[5], same[6], same[7]),
-        _least(other[0], other[1], other[2], other[3]),
-        _least(other[4], other[5], other[6], other[7]),
+        _least(paths[0], paths[1], paths[2], paths[3]),
+        _least(paths[4], paths[5], paths[6], paths[7]),
+        _least(paths[8], paths[9], paths[10], paths[11]),
+        _least(paths[12], paths[13], paths[14], paths[15]),
     )
 
 
@@ -137,34 +131,31 @@ def _no_labels(like):
 
 
 @triton.jit
-def _half_chain2(e0, e1, e2, e3, a, b, c, d, M: tl.constexpr, ASM: tl.constexpr):
-    """Eight steps, of the lower halves of words a, b and then c, d."""
+def _half_chain2(e0, e1, e2, e3, a, b, c, d, T: tl.constexpr, ASM: tl.constexpr):
+    """Eight steps, of planes 0 and 1 of words a, b, c, d."""
     for _ in tl.range(2):
-        e = (e0, e1, e2, e3)
-        e = _step2(e, _channel(a, 0, ASM), M)
-        e = _step2(e, _channel(b, 0, ASM), M)
-        e = _step2(e, _channel(a, 1, ASM), M)
-        e = _step2(e, _channel(b, 1, ASM), M)
-        e0, e1, e2, e3 = e
-        a, b, c, d = c, d, a, b
+        e = _step2((e0, e1, e2, e3), _channel(a, 0, ASM), T)
+        e = _step2(e, _channel(b, 0, ASM), T)
+        e = _step2(e, _channel(c, 0, ASM), T)
+        e0, e1, e2, e3 = _step2(e, _channel(d, 0, ASM), T)
+        a, b, c, d = a >> 8, b >> 8, c >> 8, d >> 8
     return e0, e1, e2, e3
 
 
 @triton.jit
-def codes2(a, b, c, d, M: tl.constexpr, ASM: tl.constexpr):
-    """Words of 2-bit codes.
+def codes2(a, b, c, d, T: tl.constexpr, ASM: tl.constexpr):
+    """Words of 2-bit codes. Their order in a word is that of planes, then of neighbours e, then of quarters h.
 
     Args:
         a, b, c, d: uint32 words of four planes' bytes from `rounded`, of a word's two neighbours e and two quarters h:
             (0, 0), (0, 1), (1, 0), (1, 1).
-        M: The eight magnitudes, whole numbers of 1/64.
+        T: The eight levels, whole numbers of 1/64.
     """
     e0 = tl.full(a.shape, START, tl.float32)
     e1, e2, e3 = e0, e0, e0
-    ta, tb, tc, td = _turned(a, 16), _turned(b, 16), _turned(c, 16), _turned(d, 16)
-    e0, e1, e2, e3 = _half_chain2(e0, e1, e2, e3, ta, tb, tc, td, M, ASM)
+    e0, e1, e2, e3 = _half_chain2(e0, e1, e2, e3, a >> 16, b >> 16, c >> 16, d >> 16, T, ASM)
     e1, e2, e3 = _labelled(e1, 1), _labelled(e2, 2), _labelled(e3, 3)
-    e0, e1, e2, e3 = _half_chain2(_labelled(e0, 0), e1, e2, e3, a, b, c, d, M, ASM)
+    e0, e1, e2, e3 = _half_chain2(_labelled(e0, 0), e1, e2, e3, a, b, c, d, T, ASM)
     last = _bits(_least(e0, e1, e2, e3)) & 3
 
     e0 = tl.where(last == 0, START, START + FAR)
@@ -172,25 +163,27 @@ def codes2(a, b, c, d, M: tl.constexpr, ASM: tl.constexpr):
     e2 = tl.where(last == 2, START, START + FAR) + 2
     e3 = tl.where(last == 3, START, START + FAR) + 3
     p0, p1, p2, p3 = _no_labels(a)
-    for _ in tl.range(4):
+    for _ in tl.range(4):  # planes
         e = (e0, e1, e2, e3)
         labels = tl.zeros(a.shape, tl.uint32)
         for step in tl.static_range(4):
-            e = _step2(e, _channel(a if step % 2 == 0 else b, step // 2, ASM), M)
+            words = a if step == 0 else (b if step == 1 else (c if step == 2 else d))
+            e = _step2(e, _channel(words, 0, ASM), T)
             labels = _with_labels(labels, e, ASM)
             e = (_labelled(e[0], 0), _labelled(e[1], 1), _labelled(e[2], 2), _labelled(e[3], 3))
         e0, e1, e2, e3 = e
         p0, p1, p2, p3 = p1, p2, p3, labels
-        a, b, c, d = c, d, _turned(a, 16), _turned(b, 16)
+        a, b, c, d = a >> 8, b >> 8, c >> 8, d >> 8
 
-    word = tl.zeros(a.shape, tl.uint32)
-    code = last
+    path = tl.zeros(a.shape, tl.uint32)  # states, the first in the lowest bits
+    state = last
     for _ in tl.range(4):
         for step in tl.static_range(4):
-            word = (word << 2) | code
-            code = (p3 >> (8 * code + 2 * step)) & 3
+            path = (path << 2) | state
+            state = (p3 >> (8 * state + 2 * step)) & 3
         p1, p2, p3 = p0, p1, p2
-    return word
+    # b of a code at bit 2 k + 1, and its upper bit, p and b of the code before, at 2 k + 2.
+    return (path & 0xAAAAAAAA) | _turned((path ^ _turned(path, 1)) & 0x55555555, 2)
 
 
 @triton.jit
@@ -244,16 +237,16 @@ def codes3(a, b, c, d, M: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.constexpr_function
-def _table(magnitudes, first):
-    """Four of the magnitudes as bytes."""
-    return sum(magnitudes[first + i] << 8 * i for i in range(4))
+def _table(entries, first, bits):
+    """Four of the entries as bytes: at 2 bits half of them, plus 128."""
+    return sum((entries[first + i] // 2 + 128 if bits == 2 else entries[first + i]) << 8 * i for i in range(4))
 
 
 @triton.jit
-def _looked_up(words, M: tl.constexpr, ASM: tl.constexpr):
-    """Magnitudes of the low three bits of the eight nibbles of words: bytes of two uint32."""
-    low = tl.full(words.shape, _table(M, 0), tl.uint32)
-    high = tl.full(words.shape, _table(M, 4), tl.uint32)
+def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Entries of the low three bits of the eight nibbles of words: bytes of two uint32."""
+    low = tl.full(words.shape, _table(T, 0, BITS), tl.uint32)
+    high = tl.full(words.shape, _table(T, 4, BITS), tl.uint32)
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -282,37 +275,30 @@ def _looked_up(words, M: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def magnitudes(words, BITS: tl.constexpr, M: tl.constexpr, ASM: tl.constexpr):
-    """Magnitudes of the codes of words, as bytes of four uint32: planes 0 and 1, 2 and 3 of one quarter, then of the
-    other."""
-    return _looked_up(_turned(words, 2 if BITS == 2 else 0), M, ASM) + _looked_up(
-        _turned(words, 0 if BITS == 2 else 30), M, ASM
-    )
+def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """What the codes of words stand for, as bytes of four uint32: planes 0 and 1, 2 and 3 of one quarter, then of the
+    other. At 2 bits levels in 1/32 plus 128, at 3 magnitudes in 1/64."""
+    first, second = words, _turned(words, 30)
+    if BITS == 2:
+        first ^= _turned(words, 3) & 0x11111111
+        second ^= _turned(words, 1) & 0x11111111
+    return _looked_up(first, T, BITS, ASM) + _looked_up(second, T, BITS, ASM)
 
 
 @triton.jit
 def products(
-    word, x, sizes, PLANE: tl.constexpr, NEIGHBOUR: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr,
+    x, sizes, PLANE: tl.constexpr, NEIGHBOUR: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Level times channel of words, for a code of each: whole numbers, float32.
 
     Args:
-        word: Words from `codes2` or `codes3`.
         x: The words from `neighbours` that have these channels.
-        sizes: What `magnitudes` gives.
+        sizes: What `sizes` gives.
     """
-    # Where the size is in its word (see `tq_hf.codec.packing`).
-    BYTE: tl.constexpr = 2 * NEIGHBOUR + PLANE % 2 if BITS == 2 else 2 * (PLANE % 2) + NEIGHBOUR
-    size = _byte(sizes[2 * QUARTER + PLANE // 2], BYTE, ASM) - WHOLE
+    size = _byte(sizes[2 * QUARTER + PLANE // 2], 2 * (PLANE % 2) + NEIGHBOUR, ASM)
     x = _channel(x, PLANE, ASM)
-    if BITS == 3:
-        return tl.abs(x) * size
-    else:
-        # The sign is the upper bit of the code against the lower one of the code before.
-        LEFT: tl.constexpr = 28 - 16 * (PLANE // 2) - 4 * BYTE + (0 if QUARTER else 2)
-        sign = (_turned(word, LEFT % 32) ^ _turned(word, (LEFT + 3) % 32)) & 0x80000000
-        return (_bits(x) ^ sign).to(tl.float32, bitcast=True) * size
+    return x * (size - (WHOLE + BIAS)) if BITS == 2 else tl.abs(x) * (size - WHOLE)
 
 
 @triton.jit

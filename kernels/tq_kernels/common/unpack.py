@@ -21,12 +21,11 @@ import struct
 import triton
 import triton.language as tl
 
-from ..format import MAGNITUDES
+from ..format import LEVEL_TABLES
 
 SMALL_UNIT = tl.constexpr(2.0**-18)
-"""What small levels of 2, 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One
-byte is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full
-speed."""
+"""What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
+is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
 
 PROBABILITY_BITS = tl.constexpr(4.0)
 """Decode keeps probabilities as 2**4 times their value, which centres fp16's range on what value scales look like."""
@@ -46,7 +45,8 @@ def _table64(patterns: list[int]) -> int:
     return sum(x << 16 * i for i, x in enumerate(patterns))
 
 
-_HALVES = {bits: [_half_bits(n / 64) for n in magnitudes] for bits, magnitudes in MAGNITUDES.items()}
+_HALVES = {bits: [_half_bits(n / 64) for n in table] for bits, table in LEVEL_TABLES.items()}
+assert all(pattern & 255 == 0 for pattern in _HALVES[2])
 
 # A permute takes one table as an immediate, the other must sit in a register: given as a constant, ptxas copies it
 # from a uniform register before every permute. Adding a zero that it cannot see through (bit 31 of `%lanemask_lt`,
@@ -58,79 +58,63 @@ _INTERLEAVE = """prmt.b32 $0, l0, h0, 0x5140; prmt.b32 $1, l0, h0, 0x7362;
 prmt.b32 $2, l1, h1, 0x5140; prmt.b32 $3, l1, h1, 0x7362;"""
 
 
-def _look_up_magnitudes(bits: int, small: bool) -> str:
-    """Bytes l (and of full levels h) of the eight magnitudes whose indices are the nibbles of s."""
-    patterns = MAGNITUDES[bits] if small else _HALVES[bits]
+def _looked_up(bits: int, small: bool) -> str:
+    """Bytes l and h of the eight entries whose indices are the nibbles of s: of small levels l, at 2 bits h."""
+    patterns = LEVEL_TABLES[bits] if small else _HALVES[bits]
     text = "shr.u32 t, s, 16;"
-    for byte in ("l",) if small else ("l", "h"):
+    for byte in ("l",) if small else ("h",) if bits == 2 else ("l", "h"):
         low, high = (_bytes_word(list(part), byte == "h") for part in (patterns[:4], patterns[4:]))
         text += f"""
 add.u32 t{byte}, z, {low:#x}; prmt.b32 {byte}0, t{byte}, {high:#x}, s; prmt.b32 {byte}1, t{byte}, {high:#x}, t;"""
     return text
 
 
-_REGISTERS = "{ .reg .b32 z, s, t, g, g0, g1, l0, h0, l1, h1, tl, th;"
-
-
-def _select(turn: str) -> str:
-    """Indices of the nibbles of the word, or of the word turned by two bits, in s."""
-    return f"shf.{turn}.wrap.b32 s, $4, $4, 2; and.b32 s, s, 0x77777777;" if turn else "and.b32 s, $4, 0x77777777;"
+_REGISTERS = "{ .reg .b32 z, s, t, g0, g1, l0, h0, l1, h1, tl, th;"
 
 
 def _asm(bits: int, quarter: int, small: bool) -> str:
     """Look-up of a word's eight codes of 4 bits, or of 3 bits in one quarter: full fp16 levels by low and high bytes,
     or small ones by one byte and the sign."""
     if bits == 4:
-        select, first, signs = _select(""), "$4", "shl.b32 g1, $4, 4;"
+        turn, first, signs = "", "$4", "shl.b32 g1, $4, 4;"
     else:
-        select, first = _select("r" if quarter % 2 else ""), "g0"
+        turn, first = "shf.r.wrap.b32 s, $4, $4, 2;" if quarter % 2 else "", "g0"
         signs = f"shl.b32 g0, $5, {2 * quarter}; shl.b32 g1, $5, {2 * quarter + 1};"
     if small:
         high = f"and.b32 h0, {first}, 0x80808080; and.b32 h1, g1, 0x80808080;"
     else:
         high = f"lop3.b32 h0, h0, {first}, 0x80808080, 0x78; lop3.b32 h1, h1, g1, 0x80808080, 0x78;"
     return f"""{_REGISTERS}
-{_OPAQUE_ZERO} {select}
-{_look_up_magnitudes(bits, small)}
+{_OPAQUE_ZERO} {turn} and.b32 s, {"s" if turn else "$4"}, 0x77777777;
+{_looked_up(bits, small)}
 {signs}
 {high}
 {_INTERLEAVE} }}"""
 
 
-def _asm2(quarter: int, small: bool) -> str:
-    """The same at 2 bits. There the sign of crumb k is its upper bit against the lower one of crumb k - 1, and nibbles
-    two apart are the two codes of a register."""
-    select, left = (_select(""), 0) if quarter % 2 else (_select("l"), 2)
-    signs = f"""shf.l.wrap.b32 g, $4, $4, 3; xor.b32 g, g, $4;
-shl.b32 g0, g, {left + 4}; and.b32 g0, g0, 0x80808080; shl.b32 g1, g, {left}; and.b32 g1, g1, 0x80808080;"""
-    if small:
-        pairs = """prmt.b32 $0, l0, g0, 0x5240; prmt.b32 $1, l0, g1, 0x5341;
-prmt.b32 $2, l1, g0, 0x7260; prmt.b32 $3, l1, g1, 0x7361;"""
-    else:
-        # Signs of nibbles 0, 2, 4, 6 and 1, 3, 5, 7 to those of 0 to 3 and 4 to 7.
-        pairs = """prmt.b32 s, g0, g1, 0x5140; prmt.b32 t, g0, g1, 0x7362; xor.b32 h0, h0, s; xor.b32 h1, h1, t;
-prmt.b32 $0, l0, h0, 0x6240; prmt.b32 $1, l0, h0, 0x7351; prmt.b32 $2, l1, h1, 0x6240; prmt.b32 $3, l1, h1, 0x7351;"""
+def _asm2(quarter: int) -> str:
+    """The same at 2 bits, in one quarter: these levels have only high bytes. The lowest bit of a nibble is the upper
+    one of the code before, to which the lower one of the code before that is added."""
+    turn, other = ("shf.r.wrap.b32 t, $4, $4, 2;", 1) if quarter % 2 else ("mov.b32 t, $4;", 3)
     return f"""{_REGISTERS}
-{_OPAQUE_ZERO} {select}
-{_look_up_magnitudes(2, small)}
-{signs}
-{pairs} }}"""
+{_OPAQUE_ZERO} {turn} shf.l.wrap.b32 s, $4, $4, {other};
+lop3.b32 s, t, s, 0x11111111, 0x78; and.b32 s, s, 0x77777777;
+{_looked_up(2, False)}
+mov.u32 l0, 0; mov.u32 l1, 0;
+{_INTERLEAVE} }}"""
 
 
 _ASM4, _ASM4_SMALL = tl.constexpr(_asm(4, 0, False)), tl.constexpr(_asm(4, 0, True))
 _ASM3 = tl.constexpr(tuple(_asm(3, quarter, False) for quarter in range(4)))
 _ASM3_SMALL = tl.constexpr(tuple(_asm(3, quarter, True) for quarter in range(4)))
-_ASM2 = tl.constexpr(tuple(_asm2(quarter, False) for quarter in range(2)))
-_ASM2_SMALL = tl.constexpr(tuple(_asm2(quarter, True) for quarter in range(2)))
+_ASM2 = tl.constexpr(tuple(_asm2(quarter) for quarter in range(2)))
 _ASM8 = tl.constexpr("""{ .reg .b32 a, b; and.b32 $0, $2, 0xbf80bf80;
 shl.b32 a, $2, 7; shl.b32 b, $2, 1; and.b32 b, b, 0x80008000; lop3.b32 $1, a, 0x3f803f80, b, 0xea; }""")
 
 _TABLES = tl.constexpr(
-    tuple(
-        (_table64(list(t[:4])), _table64(list(t[4:]))) for bits in (2, 3, 4) for t in (_HALVES[bits], MAGNITUDES[bits])
-    )
+    tuple((_table64(list(t[:4])), _table64(list(t[4:]))) for t in (*_HALVES.values(), LEVEL_TABLES[3], LEVEL_TABLES[4]))
 )
-"""Patterns of the eight magnitudes, at 2 (BITS - 2) of full levels, and after it of small ones."""
+"""Patterns of the eight entries at 2, 3 and 4 bits, and of small levels at 3 and 4."""
 
 
 @triton.jit
@@ -161,13 +145,17 @@ def _half(bits):
 
 
 @triton.jit
+def _entry(index, TABLE: tl.constexpr):
+    """The pattern, in the lower half of a uint32, at the lower three bits of `index`."""
+    low = tl.full(index.shape, _TABLES[TABLE][0], tl.uint64)
+    high = tl.full(index.shape, _TABLES[TABLE][1], tl.uint64)
+    return (tl.where(index & 4 == 0, low, high) >> ((index & 3) * 16).to(tl.uint64)).to(tl.uint32)
+
+
+@triton.jit
 def _level(index, sign, BITS: tl.constexpr, SMALL: tl.constexpr):
     """fp16 level of a magnitude (the low three bits of `index`) and a sign (the low bit)."""
-    TABLE: tl.constexpr = _TABLES[2 * (BITS - 2) + SMALL]
-    low = tl.full(index.shape, TABLE[0], tl.uint64)
-    high = tl.full(index.shape, TABLE[1], tl.uint64)
-    entry = tl.where(index & 4 == 0, low, high) >> ((index & 3) * 16).to(tl.uint64)
-    return _half(entry.to(tl.uint32) ^ ((sign & 1) << 15))
+    return _half(_entry(index, BITS if SMALL else BITS - 2) ^ ((sign & 1) << 15))
 
 
 @triton.jit
@@ -253,28 +241,19 @@ def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: 
 
 
 @triton.jit
-def _level2(words, signs, PLANE: tl.constexpr, SMALL: tl.constexpr):
-    """fp16 levels of a plane and quarter from words and signs turned to their nibbles and shifted by the neighbour's 8
-    bits."""
-    NIBBLE: tl.constexpr = 16 * (PLANE // 2) + 4 * (PLANE % 2)
-    return _level(words >> NIBBLE, signs >> (NIBBLE + 3), 2, SMALL)
-
-
-@triton.jit
-def unpack2(words, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
+def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
     """2-bit words to the levels of one quarter of the channels.
 
     Args:
         words: [M, K] from `load_words`, crumb tile QUARTER // 2.
         odd: [1, K] int32, column % 2 (used without ASM).
-        SMALL: Whether to give levels times SMALL_UNIT.
 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
     """
     if ASM:
         return tl.inline_asm_elementwise(
-            _ASM2_SMALL[QUARTER % 2] if SMALL else _ASM2[QUARTER % 2],
+            _ASM2[QUARTER % 2],
             "=r,=r,=r,=r,r",
             [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
@@ -282,12 +261,10 @@ def unpack2(words, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: tl.cons
             pack=2,
         )
     else:
-        LEFT: tl.constexpr = 0 if QUARTER % 2 else 2
-        e = 8 * odd.to(tl.uint32)
         w = words.to(tl.uint32, bitcast=True)
-        m = _turned(w, LEFT) >> e
-        s = _turned(w ^ _turned(w, 3), LEFT) >> e
-        return _level2(m, s, 0, SMALL), _level2(m, s, 1, SMALL), _level2(m, s, 2, SMALL), _level2(m, s, 3, SMALL)
+        index = _turned(w, 30 if QUARTER % 2 else 0) ^ (_turned(w, 1 if QUARTER % 2 else 3) & 0x11111111)
+        m = index >> (4 * odd.to(tl.uint32))
+        return (_half(_entry(m, 0)), _half(_entry(m >> 8, 0)), _half(_entry(m >> 16, 0)), _half(_entry(m >> 24, 0)))
 
 
 @triton.jit
@@ -315,7 +292,7 @@ def unpack8(words, odd, ASM: tl.constexpr):
 @triton.jit
 def small_unit(BITS: tl.constexpr):
     """What small levels of so many bits are multiplied by."""
-    return SMALL_UNIT if BITS != 8 else 1.0
+    return SMALL_UNIT if BITS == 3 or BITS == 4 else 1.0
 
 
 @triton.jit
@@ -353,7 +330,7 @@ def load_levels(
         words: Pointer to the block's words of keys or values.
         row, column: [M, 1] and [1, K]: token of a plane and channel of the part, or with IS_VALUE the reverse.
         mask: Broadcastable to [M, K], or None.
-        SMALL: Whether to give levels of 2, 3 and 4 bits times SMALL_UNIT.
+        SMALL: Whether to give levels of 3 and 4 bits times SMALL_UNIT.
         signs: At 3 bits the words from `load_signs`, or None: they are loaded after the others.
         crumbs: At 2 and 3 bits those from `load_crumbs`, or None.
         odd: `column % 2`, or None; a loop hands it in, to have it computed before.
@@ -379,4 +356,4 @@ def load_levels(
                 signs = load_signs(words, row, column, mask, DIM, IS_VALUE, ASM)
             return unpack3(crumbs, signs, odd, CHUNK, SMALL, ASM)
         else:
-            return unpack2(crumbs, odd, CHUNK, SMALL, ASM)
+            return unpack2(crumbs, odd, CHUNK, ASM)

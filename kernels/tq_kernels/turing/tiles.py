@@ -48,7 +48,7 @@ def _levels8(word):
 @triton.jit
 def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
     """Word STEP of each pair of `load_tile` -> four planes of one quarter (of all channels at 4 and 8 bits), pairs of
-    levels, small ones but at 8 bits."""
+    levels, at 3 and 4 bits small ones."""
     if BITS == 8:
         return _levels8(tile[0][STEP]) + _levels8(tile[1][STEP])
     elif BITS == 3:
@@ -58,7 +58,7 @@ def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            unpack._ASM4_SMALL if BITS == 4 else unpack._ASM2_SMALL[QUARTER % 2], "=r,=r,=r,=r,r",
+            unpack._ASM4_SMALL if BITS == 4 else unpack._ASM2[QUARTER % 2], "=r,=r,=r,=r,r",
             [tile[0 if BITS == 4 else QUARTER // 2][STEP]],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip

@@ -14,12 +14,11 @@ a 1-d `index_select` of single elements is the fastest gather of ATen.
             signs, and those of codes 4..7 to the other half
     3 bits  signs likewise, for four quarters at once (bits 0, 2, .. 14 <-> 17, 19, .. 31); each quarter's nibbles,
             which have the lower bit of the code before, are then joined by its signs
-    2 bits  a quarter's codes are the lower bits of nibbles, the codes before them are in the upper ones, and the signs
-            are the exclusive or of the words and themselves turned by three bits
+    2 bits  the lower three bits of nibbles, the lowest of which is a bit of the code before and one of that before it
     8 bits  no table: shifted and masked, the two planes of a word are fp16 numbers
 
 Levels come in the order of the words, which is not that of the tokens (`key_levels`, `value_levels`); a caller
-with few queries arranges those instead. The three tables take 3 MiB in all.
+with few queries arranges those instead. The three tables take 2.5 MiB in all.
 
 On MPS the integer operations exist for int32, and complex128 does not: entries are rows of four floats there. This has
 been read in the list of operators, not run.
@@ -35,7 +34,7 @@ import torch
 from tq_kernels.types import PackedBlocks
 
 from ...codec.codebook import levels
-from ...codec.packing import PLANES, QUARTERS, ROWS, swapped
+from ...codec.packing import PLANES, QUARTERS, ROWS, rotated_words
 from ...codec.rotation import rotate_back, rotation_matrix
 from ...compat import cached_table
 from ...config import TurboQuantConfig
@@ -44,36 +43,43 @@ from ...tensors.layer import StoreView
 Take = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """Scratch of a name, shape and dtype, valid until the next of that name."""
 
-_SIGN_BITS = {4: (7, 15, 3, 11), 3: (7, 15, 3, 11), 2: (3, 7, 11, 15)}
-"""Where an index has the signs of its four nibbles; magnitudes are in the lower three bits of each."""
-_PLACES = {4: (0, 1, 2, 3), 3: (0, 1, 2, 3), 2: (0, 2, 1, 3)}
-"""Which nibble is the code of plane p (of two), neighbour e, at 2 p + e."""
+_SIGN_BITS = (7, 15, 3, 11)
+"""Where an index has the signs of its four nibbles at 3 and 4 bits."""
 
 
 @cached_table
 def table(bits: int, device: torch.device) -> torch.Tensor:
-    """Levels of the four codes of an index at 2, 3 or 4 bits: `[65536]` complex128; on MPS `[65536, 4]` float32."""
-    index = torch.arange(1 << 16)
+    """Levels of the four nibbles of an index: complex128, `[65536]` for 3 and 4 bits, `[30584]` for 2.
+
+    On MPS `[..., 4]` float32, the same bytes.
+    """
+    index = torch.arange(0x7778 if bits == 2 else 0x10000)
     of_code, columns = levels(bits, index.device), []
-    for i in _PLACES[bits]:
-        magnitude, negative = index >> 4 * i & 7, index >> _SIGN_BITS[bits][i] & 1
-        code = magnitude + 8 * negative if bits != 4 else torch.where(negative.bool(), 7 - magnitude, 8 + magnitude)
+    for i in range(4):
+        code, negative = index >> 4 * i & 7, index >> _SIGN_BITS[i] & 1
+        if bits == 3:
+            code = code + 8 * negative
+        elif bits == 4:
+            code = torch.where(negative.bool(), 7 - code, 8 + code)
         columns.append(of_code[code])
     entries = torch.stack(columns, -1)
     return entries.to(device) if device.type == "mps" else entries.view(torch.complex128).squeeze(-1).to(device)
 
 
-def _turned(words: torch.Tensor, left: int) -> torch.Tensor:
-    """int32 words, their bits rotated to the left."""
-    return (words << left).bitwise_or_((words >> 32 - left).bitwise_and_((1 << left) - 1))
+def _swapped(words: torch.Tensor, mask: int, distance: int, out: torch.Tensor) -> torch.Tensor:
+    """`words` with the bits of `mask` exchanged for those `distance` higher, written to `out`."""
+    difference = (words >> distance).bitwise_xor_(words).bitwise_and_(mask)
+    torch.bitwise_xor(words, difference, out=out)
+    return out.bitwise_xor_(difference.bitwise_left_shift_(distance))
 
 
 def _nibble_indices(words: torch.Tensor, out: torch.Tensor) -> None:
     """Words of 4 bits to words of two indices."""
-    swapped(words, 0x0808, 20, out)
+    _swapped(words, 0x0808, 20, out)
 
 
-_MAGNITUDES, _SIGNS = 0x77777777, -0x77777778  # 0x88888888
+_LOWER_THREE = 0x77777777
+"""Of each nibble."""
 
 
 def _crumb_indices(words: torch.Tensor, bits: int, out: torch.Tensor) -> None:
@@ -87,15 +93,14 @@ def _crumb_indices(words: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     crumbs = words[..., :2, :, :]
     lower, upper = out[..., 0, :, :], out[..., 1, :, :]
     if bits == 2:
-        signs = _turned(crumbs, 3).bitwise_xor_(crumbs)
-        torch.bitwise_and(crumbs, _MAGNITUDES, out=upper)
-        torch.bitwise_and(_turned(crumbs, 2), _MAGNITUDES, out=lower)
-        upper.bitwise_or_(signs & _SIGNS)
-        lower.bitwise_or_(signs.bitwise_left_shift_(2).bitwise_and_(_SIGNS))
+        # A nibble's lowest bit is the upper one of the code before: with the lower one of the code before that.
+        for part, word, other in ((lower, crumbs, 3), (upper, rotated_words(crumbs, 30), 1)):
+            index = rotated_words(crumbs, other).bitwise_and_(0x11111111).bitwise_xor_(word)
+            torch.bitwise_and(index, _LOWER_THREE, out=part)
         return
-    torch.bitwise_and(crumbs, _MAGNITUDES, out=lower)
-    torch.bitwise_and(_turned(crumbs, 30), _MAGNITUDES, out=upper)
-    signs = swapped(words[..., 2, :, :], 0x5555, 17, torch.empty_like(words[..., 2, :, :]))
+    torch.bitwise_and(crumbs, _LOWER_THREE, out=lower)
+    torch.bitwise_and(rotated_words(crumbs, 30), _LOWER_THREE, out=upper)
+    signs = _swapped(words[..., 2, :, :], 0x5555, 17, torch.empty_like(words[..., 2, :, :]))
     for quarter in range(QUARTERS):
         # From bits 7 and 6 of each byte, less 2 a quarter, to bits 7 and 3.
         index, right = out[..., quarter // 2, quarter % 2, :, :], 3 - 2 * quarter
