@@ -61,7 +61,7 @@ BUDGETS = {
         "common": 950,  # three tables of magnitudes, and signs from two bits
         "types": 280,  # the options of a call, once for both attention functions
         "layout": 110,
-        "format": 120,
+        "format": 125,  # units of trellis codes
         "__init__": 10,
     },
     "tq_hf": {

@@ -98,14 +98,20 @@ def _least(a, b, c, d):
     return tl.minimum(tl.minimum(a, b), tl.minimum(c, d))
 
 
+@triton.constexpr_function
+def _level2(levels, old, new):
+    """The level between two states 2 b + p."""
+    return levels[4 * ((new ^ old // 2) % 2) + 2 * (new // 2) + old % 2]
+
+
 @triton.jit
 def _step2(e, x, T: tl.constexpr):
     """Least errors of paths to each state 2 b + p of a chain of 2-bit codes, from those `e` to each state before."""
     paths = ()
     for new in tl.static_range(4):
         for old in tl.static_range(4):
-            LEVEL: tl.constexpr = T[4 * ((new ^ (old // 2)) % 2) + 2 * (new // 2) + old % 2]
-            paths += (e[old] + 4 * LEVEL * LEVEL - x * (16 * LEVEL),)
+            base = e[old] + 4 * _level2(T, old, new) * _level2(T, old, new)
+            paths += (base - x * (16 * _level2(T, old, new)),)
     return (
         _least(paths[0], paths[1], paths[2], paths[3]),
         _least(paths[4], paths[5], paths[6], paths[7]),
