@@ -16,8 +16,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from tests.support.batching_cases import Session, greedy, options, prompts
-from tq_hf import TurboQuantBatching
+from tests.support.batching_cases import Session, answers, greedy, options, prompts
+from tq_hf import TurboQuantBatching, continuous_batching
 from tq_hf.batching.cache import TurboQuantMemory
 from tq_hf.ops.sliding_pages import WINDOW_BYTES
 
@@ -65,6 +65,8 @@ def main() -> None:
         if cache.windows is not None:
             heads += [windows.rows.shape[-2] for windows in cache.windows.windows.values()]
         found = {"tokens": tokens, "again": again, "heads": heads, "pages_in_use": session.pages_in_use()}
+    with continuous_batching(model):  # as a trainer asks for rollouts
+        found["rollouts"] = answers(model.generate_batch(inputs, greedy(NEW), options()))
     rank = dist.get_rank()
     found["asked for"] = pool(model, 1 << 30, num_blocks=200 - 80 * rank)
     found["free"] = pool(model, WINDOW_BYTES + ((64 + 32 * rank) << 20), num_blocks=None)
