@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,25 @@ def pool(model: PreTrainedModel, free: int, **changes: Any) -> dict[str, Any]:
             return {"alone": alone, "has": manager.batch_processor.cache.num_sectors, "tokens": result.generated_tokens}
 
 
+def cancelled(session: Session, prompt: list[int], mark: Path) -> dict[str, Any]:
+    """Pages in use and requests running on each rank after rank 0 has cancelled one, long before its end."""
+    long = greedy(1500)
+    with session.batching.continuous_batching_context_manager(
+        long, continuous_batching_config=session.options, persistent_manager=True
+    ) as manager:
+        scheduler = manager.batch_processor.scheduler
+        name = manager.add_request(prompt, max_new_tokens=1500)
+        if name is not None:  # of rank 0
+            while len(getattr(scheduler.active_requests.get(name), "generated_tokens", ())) < 20:
+                time.sleep(0.001)
+            manager.cancel_request(name)
+            mark.touch()
+        while not mark.exists() or scheduler.active_requests:
+            time.sleep(0.001)
+        steps = manager.current_batch
+    return {"pages_in_use": session.pages_in_use(), "running": len(scheduler.active_requests), "early": steps < 1000}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -65,6 +85,7 @@ def main() -> None:
         if cache.windows is not None:
             heads += [windows.rows.shape[-2] for windows in cache.windows.windows.values()]
         found = {"tokens": tokens, "again": again, "heads": heads, "pages_in_use": session.pages_in_use()}
+        found["cancelled"] = cancelled(session, inputs[-1], folder / "cancelled")
     with continuous_batching(model):  # as a trainer asks for rollouts
         found["rollouts"] = answers(model.generate_batch(inputs, greedy(NEW), options()))
     rank = dist.get_rank()
