@@ -5,13 +5,15 @@
     python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B --tasks gsm8k --limit 200 --caches plain 4bit_nc auto
     python -m examples.lm_eval_turboquant --model examples/needle --include-path examples/tasks \
         --tasks needle_recall needle_text --chunk 256
+    accelerate launch --multi_gpu --num_processes 8 -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B
 
 Without `--tasks` it measures what a model is judged by: perplexity of Wikipedia articles of up to 8k tokens, GSM8K,
 three tasks of RULER at 8k tokens, and a needle at 32k: hours on a GPU. `--output` is written after each task, and a run
 that was stopped goes on from it. A table is printed at the end.
 
 A prompt attends to itself exactly. With `--chunk` it is read in pieces that attend to the compressed pieces before
-them; a task that scores a given text reads no cache otherwise, and is refused.
+them; a task that scores a given text reads no cache otherwise, and is refused. Processes of `accelerate launch` have a
+model each and share the questions of each task.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 
 import lm_eval
 import torch
+from accelerate import PartialState
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import DynamicCache
@@ -81,6 +84,8 @@ class CachedLM(HFLM):
         super().__init__(**options)
         self.cache = cache
         self.chunk: int | None = None
+        if hasattr(self, "accelerator"):  # the harness shares questions among processes on GPUs only
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.model.set_attn_implementation("sdpa" if cache == PLAIN else "turboquant")
 
     def _empty_cache(self) -> Cache:
@@ -121,7 +126,7 @@ def error_of(samples: list[dict[str, Any]], metric: str, value: float) -> float 
 
 
 def measure(model: CachedLM, task: Task, include_path: str | None, name: str) -> dict[str, dict[str, float | None]]:
-    """Value and standard error of each metric of a task."""
+    """Value and standard error of each metric of a task; nothing in any but the first of several processes."""
     # Prompts are made of that length; texts are cut to it.
     model.chunk, model._max_length = task.chunk, task.tokens if task.name == "wikitext" else None
     length = {} if task.tokens is None else {"max_seq_lengths": [task.tokens]}
@@ -133,6 +138,10 @@ def measure(model: CachedLM, task: Task, include_path: str | None, name: str) ->
         bootstrap_iters=BOOTSTRAPS,
     )
     metrics: dict[str, dict[str, float | None]] = {}
+    if results is None:
+        return metrics
+    # In the order of one process.
+    samples = sorted(results["samples"][task.name], key=lambda sample: sample["doc_id"])
     for key, value in results["results"][task.name].items():
         metric, _, how = key.partition(",")
         # RULER's metrics are lengths; those that were not asked for are -1.
@@ -140,7 +149,7 @@ def measure(model: CachedLM, task: Task, include_path: str | None, name: str) ->
             continue
         error = results["results"][task.name].get(f"{metric}_stderr,{how}")
         if not isinstance(error, float):
-            error = error_of(results["samples"][task.name], metric, value)
+            error = error_of(samples, metric, value)
         metrics[metric if how == "none" else key] = {"value": float(value), "error": error}
     return metrics
 
@@ -207,12 +216,15 @@ def main() -> None:
         model = CachedLM(cache, pretrained=arguments.model, **options)
         for task in missing:
             found[task.title] = measure(model, task, arguments.include_path, arguments.model)
+            if model.rank > 0:
+                continue
             print(f"{cache} ({number} of {len(arguments.caches)}), {task.title}: {found[task.title]}", flush=True)
             if arguments.output:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
                 arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         del model
-    print(table(record))
+    if PartialState().is_main_process:
+        print(table(record))
 
 
 if __name__ == "__main__":

@@ -282,11 +282,17 @@ def test_an_asynchronous_step_that_fails(asynchronous: dict[str, Any], monkeypat
         assert session.run(inputs, greedy(12)) == expected
 
 
-def test_pages_offloaded_to_the_cpu_come_back_as_they_were(offloaded: list[set[str]]) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "asynchronous"])
+def test_pages_offloaded_to_the_cpu_come_back_as_they_were(
+    offloaded: list[set[str]], ahead: bool, request: pytest.FixtureRequest
+) -> None:
     """Five requests of 17 pages for rings and sinks, and a block when they have 132 tokens, in 88 pages: all answers
-    are those of undisturbed requests, since nothing is read again."""
+    are those of undisturbed requests, since nothing is read again. An asynchronous engine, as GPUs have, may offload a
+    request whose next token is being computed, and computes it again."""
     inputs = prompts([100] * 6, seed=3)
-    with Session(model_of(), num_blocks=88, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) as session:
+    more = request.getfixturevalue("asynchronous") if ahead else {}
+    options = dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0, cpu_offload_space=0.01) | more
+    with Session(model_of(), **options) as session:
         found = session.run(inputs, greedy(36))
         assert any(offloaded)
         assert found == [session.oracle.generate(prompt, 36) for prompt in inputs]

@@ -34,6 +34,14 @@ def test_ranks_answer_as_one_process_and_hold_half_of_the_heads_each(name: str, 
     with Session(model) as session:
         expected = session.run(prompts(LENGTHS), greedy(NEW))
         again = session.run(prompts(LENGTHS), greedy(NEW))
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"found-{rank}.json").read_text(encoding="utf-8"))
-        assert found == {"tokens": expected, "again": again, "heads": [2, 2], "pages_in_use": 0}
+    found = [json.loads((tmp_path / f"found-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    pools = [{name: each.pop(name) for name in ("asked for", "free")} for each in found]
+    same = {"tokens": expected, "again": again, "rollouts": expected}
+    same["cancelled"] = {"pages_in_use": 0, "running": 0, "early": True}
+    assert found == [same | {"heads": [2, 2], "pages_in_use": 0}] * 2
+    (unshared,) = Session(model, allow_block_sharing=False).run(prompts([300]), greedy(NEW))
+    for name in ("asked for", "free"):
+        first, second = (each[name] for each in pools)
+        assert first["alone"] != second["alone"]
+        assert first["has"] == second["has"] == min(*first["alone"], *second["alone"])
+        assert first["tokens"] == second["tokens"] == unshared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.batching_cases import Session, greedy, model_of, options, pro
 from tests.support.tiny_models import CONFIGS, build
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
 from tq_hf.batching import cache as paged_cache
+from tq_hf.batching import checks
 
 
 @pytest.fixture
@@ -303,6 +305,23 @@ def test_forks_fail_with_their_parent(broken: Broken) -> None:
     with Session(model_of()) as session:
         results = session.batching.generate_batch(prompts([200]), generation, session.options)
         assert [result.error for result in results.values()] == ["a bit fell over"] * 3
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "set_to", "lines"),
+    [("cuda", 2, None, 1), ("cuda", 2, "1", 1), ("cuda", 2, "0", 0), ("cuda", None, None, 0), ("cpu", 2, None, 0)],
+)
+def test_nccl_within_graphs_is_asked_for_before_processes_meet(
+    device: str, size: int | None, set_to: str | None, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers sets the variable with the options of a batch, and then says nothing, though it may be too late."""
+    said: list[str] = []
+    monkeypatch.setattr(checks.logger, "warning", said.append)
+    monkeypatch.delenv("NCCL_GRAPH_MIXING_SUPPORT", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", set_to)
+    checks.ask_for_plain_graphs(SimpleNamespace(device=torch.device(device), tp_size=size))
+    assert len(said) == lines and all("NCCL_GRAPH_MIXING_SUPPORT=0 torchrun" in line for line in said)
 
 
 def test_older_versions_of_transformers_are_refused_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "_create_batch_processor": ("cc0fca82818d", "copied: batching/manager.py"),
         "switch_to_cb_friendly_attn": ("dbb1a528a718", "replaced: batching/manager.py"),
         "_generation_loop_body": ("b138833254b2", "wrapped: batching/manager.py"),
+        "_handle_critical_error": ("84bd1f89da0d", "wrapped: batching/manager.py"),
     },
     ContinuousBatchProcessor: {
         "_handle_request_error": ("61bcda761e41", "extended: batching/manager.py"),

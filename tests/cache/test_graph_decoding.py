@@ -247,6 +247,25 @@ def test_a_step_that_is_compiled_is_another_than_one_that_is_not(model, monkeypa
     assert compiled != plain
 
 
+def test_layers_on_several_devices_are_refused_where_a_step_would_be_captured(monkeypatch) -> None:
+    """With layers on the CPU, `generate()` compiles nothing and the loop captures nothing."""
+    model = build("llama")
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+
+    def answer(devices, cache):
+        monkeypatch.setattr(model, "hf_device_map", devices, raising=False)
+        options = dict(past_key_values=cache, custom_generate=graph_decoding, compile_config=config)
+        return model.generate(**prompt(model), **GREEDY, **options).tolist()
+
+    caches = [TurboQuantCache(model.config, max_cache_len=ROOM) for _ in range(3)]
+    expected = answer({"": 0}, caches[0])
+    with pytest.raises(ValueError, match="spread over the devices 0, 1, and a CUDA graph is captured on one"):
+        answer({"model": 0, "lm_head": 1}, caches[1])
+    assert int(caches[1].get_seq_length()) == 0
+    assert answer({"model": 0, "lm_head": "cpu"}, caches[2]) == expected
+
+
 def test_a_step_under_autocast_is_another(model, monkeypatch) -> None:
     real, enabled = graph_loop._Loop._key, iter([False, True])
 

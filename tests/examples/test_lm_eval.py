@@ -18,10 +18,13 @@ pytestmark = pytest.mark.slow
 TASKS = ROOT / "examples" / "tasks"
 
 
-def run(home: Path, tasks: Path, task: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(
+    home: Path, tasks: Path, task: str, *options: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     """The example on three questions of a task in the folder `tasks`."""
     command = [
         sys.executable,
+        *launcher,
         "-m",
         "examples.lm_eval_turboquant",
         "--model",
@@ -31,6 +34,7 @@ def run(home: Path, tasks: Path, task: str, *options: str) -> subprocess.Complet
     ]
     command += ["--tasks", *task.split(), "--limit", "3", "--device", "cpu", "--dtype", "float32", *options]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home)}
+    environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -71,6 +75,21 @@ def test_facts_are_recalled_with_each_cache(tmp_path: Path) -> None:
     metrics = json.loads(output.read_text(encoding="utf-8"))["metrics"]
     found = {cache: scores["needle_recall"]["exact_match"]["value"] for cache, scores in metrics.items()}
     assert found == dict.fromkeys(caches, 1)
+
+
+def test_two_processes_share_the_questions_and_find_what_one_finds(tmp_path: Path) -> None:
+    """`accelerate launch --cpu` starts one process however many it is asked for; accelerate knows those of torchrun."""
+    found, launcher = [], ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for processes in ((), launcher):
+        output = tmp_path / f"{len(found)}.json"
+        options = ["--caches", "4bit_nc", "--chunk", "128", "--output", str(output)]
+        done = run(tmp_path, TASKS, "needle_recall needle_text", *options, launcher=processes)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.count("| needle_text: word_perplexity |") == 1
+        # Of three texts two are one process's, and the other's third is the second again.
+        assert ("Running loglikelihood requests: 100%|██████████| 2/2" in done.stderr) == bool(processes)
+        found.append(json.loads(output.read_text(encoding="utf-8"))["metrics"])
+    assert found[0] == found[1]
 
 
 def test_a_task_that_never_reads_the_cache_is_refused(tmp_path: Path) -> None:

@@ -42,6 +42,12 @@ def test_what_is_not_installed_is_said(folder: Path, monkeypatch: pytest.MonkeyP
     assert 'pip install "tq-hf[serving]"' in fails("serve", folder)
 
 
+def test_processes_of_torchrun_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them would listen at one port, each with the whole model."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun started 2 processes" in fails("serve", folder)
+
+
 def test_a_preset_that_does_not_exist_is_said_before_anything_is_loaded(folder: Path) -> None:
     assert "Unknown preset 'x'" in fails("serve", folder, "--preset", "x")
     assert "Preset 'auto' chooses when it sees the first keys" in fails("serve", folder, "--preset", "auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from copy import copy
 from inspect import signature
 from typing import Any
@@ -10,6 +11,7 @@ from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+from transformers.utils import logging
 
 from ..cache import TurboQuantCache
 from ..compat import layer_configs, takes_attention_functions
@@ -18,6 +20,9 @@ from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import SlidingLayer
 from ..ops.triton.blocks import MAX_HEAD_DIM
 
+logger = logging.get_logger(__name__)
+
+GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 STOCK_PAGE_SIZE = ContinuousBatchingConfig.page_size
 INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 
@@ -82,6 +87,22 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
         raise ValueError(
             f"{name} is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device. Load it on "
             "one, or with tensor parallelism (`tp_plan='auto'`)."
+        )
+
+
+def ask_for_plain_graphs(model: Any) -> None:
+    """Warn if a model over several GPUs has a process group that was made before NCCL was told how it is used.
+
+    transformers sets the variable in a `ContinuousBatchingConfig`, and warns only if there has been none: by then one
+    that was made too late has set it.
+    """
+    if model.device.type != "cuda" or os.environ.get(GRAPH_MIXING) == "0":
+        return
+    if (model.tp_size or 1) > 1:
+        logger.warning(
+            f"{GRAPH_MIXING} was not 0 when the processes of this model met, so NCCL guards against other uses at "
+            f"each step that is captured, and steps are slower. Start with `{GRAPH_MIXING}=0 torchrun ...`, or make a "
+            "`ContinuousBatchingConfig` before the model."
         )
 
 

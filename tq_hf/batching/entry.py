@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..balance import Balance
 from ..config import TurboQuantConfig
-from .checks import check_generation, check_model, pages_config
+from .checks import ask_for_plain_graphs, check_generation, check_model, pages_config
 from .manager import TurboQuantBatchingManager
 
 CACHED_MANAGER = "_cached_continuous_batching_manager"
@@ -66,6 +66,7 @@ class TurboQuantBatching(ContinuousMixin):
         if self._balance and not self.config.balance:
             raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
         check_model(self.model, self.config)
+        ask_for_plain_graphs(self.model)
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]

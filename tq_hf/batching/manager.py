@@ -449,11 +449,24 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         try:
             return super()._generation_loop_body(batch_processor, bootstrapping)
         except Exception as error:
-            # The loop must end if the device is broken, or if other ranks wait for this one.
-            if isinstance(error, torch.AcceleratorError) or not alone:
+            # The loop must end if other ranks wait for this one, or if the device is broken.
+            if not alone:
+                raise RuntimeError(
+                    f"Rank {self.distributed_helper.tp_local_rank} of the {self.distributed_helper.tp_size} that hold "
+                    f"this model together cannot go on, and the others end with it: {error}\nIf it lost a connection, "
+                    "another rank has died: see the output of that one, and start all of them again."
+                ) from error
+            if isinstance(error, torch.AcceleratorError):
                 raise
             logger.error(f"A step of continuous batching failed, and its requests with it: {error}", exc_info=True)
             assert isinstance(batch_processor, TurboQuantBatchProcessor)
             batch_processor.fail_step(error, self._computing)
             self._computing = False
             return True
+
+    def _handle_critical_error(self, error: Exception, batch_processor: ContinuousBatchProcessor | None) -> None:
+        """Fail all requests and tell the other ranks, if they are there."""
+        try:
+            super()._handle_critical_error(error, batch_processor)
+        except RuntimeError as unreachable:
+            logger.error(f"Not all ranks could be told to end: {unreachable}")

@@ -93,7 +93,7 @@ def graph_decoding(
     Raises:
         ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, or the call
             asks for another way of decoding than greedy search and sampling (beams, an assistant, contrastive search),
-            for `synced_gpus`, attentions or hidden states.
+            for `synced_gpus`, attentions or hidden states; or a step would be captured over several devices.
     """
     cache = _check(model, generation_config, model_kwargs, arguments_of_generate())
     if token_streamer is not None:
@@ -140,6 +140,12 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], argumen
         raise ValueError(f"`graph_decoding` decodes with a cache, but `use_cache` is False. {advice}`use_cache`.")
     if arguments.get("synced_gpus"):
         raise ValueError(f"`graph_decoding` does not wait for other ranks (`synced_gpus`). {advice}`synced_gpus`.")
+    devices = sorted(map(str, set((getattr(model, "hf_device_map", None) or {}).values())))
+    if len(devices) > 1 and compiles_steps(model, cache, config):
+        raise ValueError(
+            f"The model is spread over the devices {', '.join(devices)}, and a CUDA graph is captured on one. {advice}"
+            'load the model on one device (`device_map="cuda"`), or by tensor parallelism, which has a graph a process.'
+        )
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             raise ValueError(f"`graph_decoding` does not return `{name}`. {advice}set it to False.")

@@ -7,6 +7,7 @@ manager, and gets ours: before it listens, so that the first request does not wa
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +106,8 @@ class TurboQuantServer(Serve):
         **options: Those of transformers' `Serve`.
 
     Raises:
-        ValueError: A package of the extra `serving` is missing, or packed pages cannot hold the model.
+        ValueError: A package of the extra `serving` is missing, packed pages cannot hold the model, or this is one of
+            several processes.
         OSError: The model cannot be loaded.
     """
 
@@ -123,6 +125,12 @@ class TurboQuantServer(Serve):
             raise ValueError(
                 "transformers' server needs FastAPI, Uvicorn and openai, and not all of them are installed: "
                 '`pip install "tq-hf[serving]"`.'
+            )
+        if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+            raise ValueError(
+                f"torchrun started {processes} processes, and transformers' server is one, on one GPU. Start a server "
+                "a GPU, each with a `--port` of its own, or take `examples/ray_serve.py` for one address. A model that "
+                "needs several GPUs answers batches: `examples/serve_many.py --tp`."
             )
         self.config, self.started, self.compile_level = config, started, compile_level
         # The option counts pages of transformers' size; `paged_options` converts them.

@@ -1,0 +1,130 @@
+"""`examples/serve_many.py` over gloo: replicas, tensor parallelism, both, and a process that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from examples.needle_data import passkey_prompt
+from examples.provenance import ROOT, SHIPPED_MODEL
+from tq_hf import TurboQuantBatching
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="processes meet over gloo")
+
+SCRIPT = str(ROOT / "examples" / "serve_many.py")
+NEW = 8
+BLOCKS = 40
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of prompts, with the pass key that each hides."""
+    pairs = [passkey_prompt(300 + 60 * i, depth=0.5, seed=i) for i in range(5)]
+    lines = [json.dumps({"prompt": prompt, "key": key}) + "\n" for prompt, key in pairs]
+    (path := tmp_path / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def arguments(prompts: Path, tp: int, new: int = NEW) -> list[str]:
+    answers = prompts.with_name("answers.jsonl")
+    named = {"prompts": prompts, "answers": answers, "tp": tp, "new-tokens": new, "blocks": BLOCKS}
+    return [str(SHIPPED_MODEL), *(f"--{name}={value}" for name, value in named.items())]
+
+
+def alone(prompts: Path) -> tuple[list[str], int]:
+    """The answers of one process, and the tokens that its pool has room for."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    batching = TurboQuantBatching(AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32))
+    ids = [tokenizer(json.loads(line)["prompt"]).input_ids for line in prompts.read_text(encoding="utf-8").splitlines()]
+    eos = batching.generation_config.eos_token_id
+    results = batching.generate_batch(ids, GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=eos))
+    texts = [tokenizer.decode(each.generated_tokens, skip_special_tokens=True) for each in results.values()]
+    return texts, BLOCKS * 256
+
+
+@pytest.mark.parametrize(
+    ("processes", "tp"),
+    [
+        pytest.param(2, 2, id="one replica of two"),
+        pytest.param(2, 1, id="two replicas", marks=pytest.mark.slow),
+        pytest.param(4, 2, id="two replicas of two", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_are_those_of_one_process(processes: int, tp: int, prompts: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    run = subprocess.run(
+        [*command, SCRIPT, *arguments(prompts, tp)], env=os.environ | ENVIRONMENT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-8000:]
+    rows = [json.loads(line) for line in prompts.with_name("answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    expected, room = alone(prompts)
+    assert [row["answer"] for row in rows] == expected
+    assert all(row["answer"].startswith(row["key"]) for row in rows)
+    title, _, values = run.stdout.splitlines()[-3:]
+    assert title.startswith("| replicas | GPUs each |")
+    found = re.findall(r"[\d.,]+", values)
+    assert found[:3] == [str(processes // tp), str(tp), "5"] and all(float(x.replace(",", "")) > 0 for x in found)
+    # Less than a page of each replica is in its request's ring.
+    assert 0.7 < int(found[-1].replace(",", "")) / (room * (processes // tp)) <= 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_other_with_a_sentence_within_seconds(prompts: Path) -> None:
+    """Without torchrun, which would end it before it could say anything."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "tests.support.dying_rank", SCRIPT, *arguments(prompts, 2, new=200)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | ENVIRONMENT | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        ranks[1].communicate(timeout=300)
+        died = time.monotonic()
+        _, output = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[1].returncode == -9 and ranks[0].returncode == 1
+    assert time.monotonic() - died < 20
+    assert "Rank 0 of the 2 that hold this model together cannot go on" in output
+    assert "another rank has died: see the output of that one, and start all of them again." in output
+
+
+def test_what_cannot_be_replicas_is_said(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from examples import serve_many
+
+    def said(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["serve_many.py", str(SHIPPED_MODEL), "--prompts", str(prompts), *options])
+        with pytest.raises(SystemExit):
+            serve_many.main()
+        return capsys.readouterr().err
+
+    assert "torchrun --nproc-per-node 2" in said()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert "6 processes are not replicas of --tp 4" in said("--tp", "4")
+    assert "more than the 5 prompts" in said()
