@@ -66,7 +66,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1780,
-        "batching": 1590,
+        "batching": 1680,  # shortest prompts first; scratch that is reserved; dense layers
         "graph_decoding": 520,
         "saving": 920,
         "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read
