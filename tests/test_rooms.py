@@ -55,7 +55,7 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 BUDGETS = {
     "tq_kernels": {
         "decode": 2630,
-        "prefix": 1600,
+        "prefix": 1630,  # what scratch the largest step takes
         "codec": 1350,
         "turing": 1310,
         "common": 930,
@@ -66,12 +66,12 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1780,
-        "batching": 1680,  # shortest prompts first; scratch that is reserved; dense layers
+        "batching": 1640,  # shortest prompts first
         "graph_decoding": 520,
         "saving": 920,
         "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read
         "stores": 1100,
-        "ops": 1880,
+        "ops": 1930,  # scratch that is reserved, then locked
         "codec": 710,
         "tensors": 580,
         "cache": 450,

@@ -30,6 +30,7 @@ from tests.support.batching_cases import (
     model_of,
     options,
     prompts,
+    take_scratch,
 )
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp, scheduler_class
@@ -225,6 +226,24 @@ def test_most_have_their_first_token_earlier_if_shorter_prompts_go_first(batchin
 
     assert first_tokens("fifo")[:2] == [0, 1]
     assert first_tokens("shortest_first")[:3] == [2, 3, 4]
+
+
+def test_scratch_is_what_was_reserved_and_a_step_beyond_it_fails_its_requests_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_scratch(monkeypatch, 200 << 10)
+    inputs = prompts([40, 190, 7])
+    with Session(model_of(), max_batch_tokens=512, overrides=dict(balance=False), allow_block_sharing=False) as session:
+        first = [session.run([prompt], greedy(4)) for prompt in inputs]
+        held = session.cache.scratch.nbytes
+        session.manager.start()
+        long = session.manager.add_request(prompts([300])[0], max_new_tokens=4)
+        refused = session.manager.get_result(long, timeout=60)
+        session.manager.stop(block=True, keep_for_next_session=True)
+        assert refused is not None and "Attention over pages needs 307,200 bytes of scratch" in str(refused.error)
+        assert [session.run([prompt], greedy(4)) for prompt in inputs] == first
+        assert session.cache.scratch.nbytes == held == 200 << 10
+        assert session.cache.memory.scratch_bytes == held
 
 
 @pytest.mark.usefixtures("padded")
