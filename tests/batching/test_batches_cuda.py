@@ -89,6 +89,18 @@ def test_memory_stays_within_the_prediction(model: PreTrainedModel) -> None:
     assert torch.cuda.max_memory_allocated() - before < 1.1 * predicted + 2 * 2**25
 
 
+def test_memory_is_what_it_was_at_the_start(model: PreTrainedModel) -> None:
+    """Prompts and answers of all lengths, again and again: neither scratch nor the allocator's peak grows."""
+    with Session(model, num_blocks=600, max_batch_tokens=1024, max_requests_per_batch=32) as session:
+        scratch, peaks = set(), []
+        for part in range(4):
+            session.run(prompts([1 + (37 * i) % 900 for i in range(50)], seed=part), greedy(20))
+            scratch.add(session.cache.scratch.nbytes)
+            peaks.append(torch.cuda.max_memory_allocated())
+        assert len(scratch) == 1 and scratch.pop() > 0
+        assert peaks[-1] - peaks[0] <= 1 << 20, peaks
+
+
 def test_a_step_without_room_for_scratch_fails_its_requests_only(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
+from transformers.generation.continuous_batching.requests import RequestState
 
 from tests.support.batching_cases import (
     Oracle,
@@ -28,9 +30,10 @@ from tests.support.batching_cases import (
     model_of,
     options,
     prompts,
+    take_scratch,
 )
 from tq_hf import TurboQuantBatching
-from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
+from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp, scheduler_class
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +192,58 @@ def test_a_paused_loop_makes_no_step(batching: TurboQuantBatching) -> None:
     assert last.generated_tokens == expected(batching, prompt, 40)
 
 
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
-def test_either_scheduler(batching: TurboQuantBatching, scheduler: str) -> None:
+@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first", "shortest_first"])
+def test_every_scheduler(batching: TurboQuantBatching, scheduler: str) -> None:
     inputs = prompts([40, 140])
     results = batching.generate_batch(inputs, greedy(6), options(scheduler_type=scheduler))
     assert answers(results) == [expected(batching, prompt, 6) for prompt in inputs]
+
+
+def test_shorter_prompts_go_first_until_a_longer_one_has_waited_its_time() -> None:
+    scheduler = scheduler_class("shortest_first")(SimpleNamespace(check_room=lambda state: None), None, 8)
+    arrivals = {
+        "long": (0.0, 4000),
+        "short": (1.0, 100),
+        "offloaded": (1.5, 50),
+        "same": (1.6, 100),
+        "late": (3.95, 90),
+    }
+    for name, (created, length) in arrivals.items():
+        scheduler.add_waiting_request(RequestState(name, [1] * length, created_time=created))
+    scheduler.waiting_requests["offloaded"].is_cpu_offloaded = True
+    order = [state.request_id for state in scheduler._get_waiting_candidates()]
+    # The long one may be passed for four seconds; what is on the CPU has every other turn, as in transformers.
+    assert order == ["offloaded", "short", "same", "long", "late"]
+
+
+def test_most_have_their_first_token_earlier_if_shorter_prompts_go_first(batching: TurboQuantBatching) -> None:
+    inputs = prompts([600, 500, 30, 40, 50])
+
+    def first_tokens(scheduler: str) -> list[int]:
+        chosen = options(scheduler_type=scheduler, max_batch_tokens=128, allow_block_sharing=False)
+        found = list(batching.generate_batch(inputs, greedy(3), chosen, record_timestamps=True).values())
+        return sorted(range(len(inputs)), key=lambda i: found[i].timestamps[0])
+
+    assert first_tokens("fifo")[:2] == [0, 1]
+    assert first_tokens("shortest_first")[:3] == [2, 3, 4]
+
+
+def test_scratch_is_what_was_reserved_and_a_step_beyond_it_fails_its_requests_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_scratch(monkeypatch, 200 << 10)
+    inputs = prompts([40, 190, 7])
+    with Session(model_of(), max_batch_tokens=512, overrides=dict(balance=False), allow_block_sharing=False) as session:
+        first = [session.run([prompt], greedy(4)) for prompt in inputs]
+        held = session.cache.scratch.nbytes
+        session.manager.start()
+        long = session.manager.add_request(prompts([300])[0], max_new_tokens=4)
+        refused = session.manager.get_result(long, timeout=60)
+        session.manager.stop(block=True, keep_for_next_session=True)
+        assert refused is not None and "Attention over pages needs 307,200 bytes of scratch" in str(refused.error)
+        assert [session.run([prompt], greedy(4)) for prompt in inputs] == first
+        assert session.cache.scratch.nbytes == held == 200 << 10
+        assert session.cache.memory.scratch_bytes == held
 
 
 @pytest.mark.usefixtures("padded")

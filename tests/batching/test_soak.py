@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Log, Oracle, Session, Tokens, greedy, mixed, model_of
+from tests.support.batching_cases import Log, Oracle, Session, Tokens, greedy, mixed, model_of, take_scratch
 
 NEAR = 0.05
 """So far may a token's logit be below the largest: rounding differs between batches, and now and then moves a code."""
@@ -46,6 +46,7 @@ def replay(oracle: Oracle, prompt: Tokens, answer: Tokens, lives: list[list[tupl
 
 def soak(count: int, model: PreTrainedModel, blocks: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Serve so many requests in so many blocks and check all of them. Returns what happened, in numbers."""
+    take_scratch(monkeypatch, 300 << 10)
     log, chance = Log(monkeypatch), random.Random(7)
     prefixes = [[chance.randrange(128) for _ in range(n)] for n in (128, 200, 300)]
     asked: dict[str, Tokens] = {}
@@ -98,6 +99,7 @@ def soak(count: int, model: PreTrainedModel, blocks: int, monkeypatch: pytest.Mo
         while manager.output_router.output_queue.qsize():
             receive(0.1)
         assert session.pages_in_use() == 0
+        assert session.cache.scratch.nbytes == 300 << 10, "scratch is what it was at the start"
         scheduler, allocator = processor.scheduler, session.cache.allocator
         assert not (scheduler.active_requests or scheduler.waiting_requests or scheduler._requests_to_fork)
         assert not (allocator.block_table or allocator.ledger.shared_ref_counts)

@@ -3,11 +3,14 @@ one."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from tq_kernels.common.device import Target
 from tq_kernels.decode import launch_paged as paged_launch
+from tq_kernels.prefix import launch as prefix_launch
 from tq_kernels.types import Sequences
 
 from tests.support.kernel_cases import INTERPRETED, child, gpu, relative_rms
@@ -15,6 +18,7 @@ from tests.support.paged_cases import Inputs, Step, cumulative, make, sequences_
 from tq_hf.config import PRESETS
 from tq_hf.ops.dispatch import paged_step
 from tq_hf.ops.triton import pages as triton_pages
+from tq_hf.ops.workspace import Scratch, Workspace
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DECODE = Step(past=(0, 5, 127, 300), new=(1, 1, 1, 1))
@@ -227,3 +231,47 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
 
 def test_cumulative_lengths_begin_with_0() -> None:
     assert cumulative((3, 0, 2)).tolist() == [0, 3, 3, 5]
+
+
+def reserved(inputs: Inputs, tokens: int, requests: int) -> Workspace:
+    """A locked workspace for steps of up to so many tokens and requests like these."""
+    pages, workspace = inputs.pages, Workspace(inputs.tokens[0].device)
+    shape = ((inputs.step.Hq, inputs.step.Hkv), pages.config, pages.layout, inputs.tokens[0])
+    size = triton_pages.step_scratch_bytes(tokens, requests, *shape)
+    workspace.reserve({triton_pages.SCRATCH: Scratch((size,), torch.uint8)})
+    workspace.lock()
+    return workspace
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU in the interpreter")
+@pytest.mark.parametrize("step", [DECODE, PROMPTS, PREFILLING[3], PREFILLING[4], DECODING[-1]], ids=str)
+def test_a_step_needs_no_more_scratch_than_what_is_reserved_for_the_largest(step: Step) -> None:
+    expected, inputs = make(step), make(step)
+    workspace = reserved(inputs, sum(step.new) + step.nobody, len(step.new))
+    held = workspace.nbytes
+    out = paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options, workspace)
+    assert torch.equal(out, run(expected)) and workspace.nbytes == held
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CPU in the interpreter")
+def test_a_step_beyond_what_is_reserved_is_refused_by_name() -> None:
+    inputs = make(Step(past=(0,), new=(600,), Hq=8, Hkv=2))
+    # The interpreter's device holds few programs, so a few tokens take little.
+    with pytest.raises(RuntimeError, match="Attention over pages needs .* bytes of scratch"):
+        paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options, reserved(inputs, 8, 1))
+
+
+@pytest.mark.parametrize("most", [64, 4096])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (40, 2)])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (0, 0)])
+def test_no_prompts_need_more_scratch_than_the_bound(
+    capability: tuple[int, int], heads: tuple[int, int], most: int
+) -> None:
+    on = Target(132, 227 * 1024, capability, True)
+    config, chance, dim = prefix_launch.prefix_config(128, 128, 4, 4, on), random.Random(0), 128
+    bound, largest = prefix_launch.many_scratch_bytes(most, 16, heads, dim, (4, 4), on), 0
+    for _ in range(2000):
+        total, count = int(most ** chance.random()), chance.randint(1, 16)
+        sizes = prefix_launch._many_sizes(total, count, int(2 ** chance.uniform(0, 11)), heads, dim, config, on)[2]
+        largest = max(largest, 4 * sum(sizes))
+    assert largest <= bound

@@ -156,6 +156,28 @@ def test_growing_frees_the_old_buffer_before_it_makes_the_new_one(space, monkeyp
     assert held_during == [(0, None)]
 
 
+# Reserve, lock, acquire
+
+
+def test_what_was_reserved_is_acquired_without_allocating(space, allocations):
+    space.reserve(scratch(4, 8, 64))
+    space.lock()
+    made, held = len(allocations), space.nbytes
+    for shape in [(4, 8, 64), (1, 2, 3), (2, 8, 64), (4, 8, 64)]:
+        assert space.acquire(scratch(*shape))["mid_o"].shape == shape
+    assert len(allocations) == made and space.nbytes == held == 4 * 8 * 64 * 4
+
+
+def test_more_than_was_reserved_is_refused_with_the_name_of_the_caller_and_changes_nothing(space):
+    space.reserve({"attention over pages": Scratch((64,), torch.float32)})
+    space.lock()
+    with pytest.raises(RuntimeError, match="Attention over pages needs 260 bytes of scratch .* and 256 were reserved"):
+        space.floats("attention over pages", 65)
+    with pytest.raises(RuntimeError, match="Another needs 4 bytes of scratch .* and 0 were"):
+        space.floats("another", 1)
+    assert space.floats("attention over pages", 64).nbytes == space.nbytes == 256
+
+
 # No workspace, devices, streams, threads
 
 

@@ -56,6 +56,18 @@ def answers(results: dict[str, Any]) -> list[Tokens]:
     return [result.generated_tokens for result in results.values()]
 
 
+def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
+    """Steps in torch take no scratch: let them take a kilobyte a token, and sessions reserve so many bytes."""
+    real = paged_cache.paged_step
+
+    def with_scratch(query: torch.Tensor, *args: Any) -> torch.Tensor:
+        args[-1].floats(paged_cache.SCRATCH, 256 * len(query))
+        return real(query, *args)
+
+    monkeypatch.setattr(paged_cache, "step_scratch_bytes", lambda *args: reserved)
+    monkeypatch.setattr(paged_cache, "paged_step", with_scratch)
+
+
 class Oracle:
     """What `generate()` answers on a cache of the same recipe."""
 

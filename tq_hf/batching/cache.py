@@ -25,7 +25,8 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 from ..config import TurboQuantConfig
 from ..ops.dispatch import paged_step
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
-from ..ops.triton.pages import decode_scratch_bytes
+from ..ops.triton.pages import SCRATCH, decode_scratch_bytes, step_scratch_bytes
+from ..ops.workspace import Scratch, Workspace
 from .allocators import TurboQuantAllocator, WindowAllocator
 from .geometry import sequences_of, windows_of
 
@@ -39,8 +40,7 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_attention_masks = 0
-        # Each token of a batch has its queries twice more: rotated, and as partial outputs.
-        self.kv_heads_at_peak = 2 * self.config.num_attention_heads
+        self.kv_heads_at_peak = self.config.num_attention_heads  # what attention returns
         self.scratch_bytes = 0
         """Bytes that every step needs beside, whatever its tokens."""
 
@@ -128,9 +128,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         most = continuous_batching_config.max_requests_per_batch or 1024
         groups = config.num_attention_heads // find_num_key_value_heads(config)
         like = torch.empty(0, dtype=dtype, device=device)
-        self.memory.scratch_bytes = decode_scratch_bytes(
-            most, (heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like
-        )
+        pages: Any = ((heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like)
+        tokens = continuous_batching_config.max_batch_tokens or self.memory._default_max_batch_tokens
+        reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
+        self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved
         if self.windows is not None:
             self.memory.scratch_bytes += WINDOW_BYTES
             self.memory.max_blocks_per_request = self.max_blocks_per_request
@@ -146,6 +147,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
             margin = continuous_batching_config.safety_margin
             free = 0.15 if margin is None else min(margin, 0.99)
             self.num_sectors = min(self.num_sectors, ceil(requests.num_requests * needed / (1 - free)))
+        self.scratch = Workspace(device)
+        """Of steps that are not captured, all of which the engine runs on one stream."""
+        self.scratch.reserve({SCRATCH: Scratch((reserved,), torch.uint8)})
+        self.scratch.lock()
         data_bytes = self.num_sectors * self.bytes_per_sector
         # Two leading sectors are never allocated: tokens that pad a batch point there.
         self.cache_tensor = torch.zeros(data_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
@@ -244,4 +249,5 @@ class TurboQuantPagedCache(PagedAttentionCache):
             return windowed_step(query, key, value, windows, self._window_step, options)[None]
         if self._sequences is None or first:
             self._sequences = sequences_of(kwargs, self.allocator.shape)
-        return paged_step(query, key, value, self.allocator.pages[layer_idx], self._sequences, options)[None]
+        pages = self.allocator.pages[layer_idx]
+        return paged_step(query, key, value, pages, self._sequences, options, self.scratch)[None]

@@ -34,6 +34,9 @@ class TurboQuantBatching(ContinuousMixin):
     captured: the first session of a process begins one to two minutes later, and on an H200 in an 8B shape a step of
     32 x 2k takes 7.1 ms instead of 9.4. That is worth it from some 40,000 steps on, and so not the default.
 
+    With `ContinuousBatchingConfig(scheduler_type="shortest_first")` shorter prompts are read before longer ones that
+    wait, which lets each pass for a millisecond a token of its own at most.
+
     Args:
         model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers have their
             windows, dense, in the same pool; a model with some of them shares no prefixes.

@@ -19,7 +19,7 @@ from . import reference
 from .cpu import attention as cpu_attention
 from .triton import blocks as triton_blocks
 from .triton import pages as triton_pages
-from .workspace import Scratch, current_workspace
+from .workspace import Scratch, Workspace, current_workspace
 
 
 def balance(
@@ -159,6 +159,7 @@ def paged_step(
     pages: LayerPages,
     sequences: Sequences,
     options: AttentionOptions,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Attention of every request's new tokens over its pages and themselves; then those tokens are stored.
 
@@ -173,12 +174,16 @@ def paged_step(
         pages: The layer's view of the pool, written in place.
         sequences: Whose tokens they are, and where their pages.
         options: Causal and without biases.
+        workspace: Where kernels take scratch, but not in a captured graph; by default it is allocated.
 
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
+
+    Raises:
+        RuntimeError: The workspace is locked, and the step needs more than was reserved.
     """
     if triton_pages.supports_paged_step(query, key, pages, sequences):
-        return triton_pages.paged_step(query, key, value, pages, sequences, options)
+        return triton_pages.paged_step(query, key, value, pages, sequences, options, workspace)
     out = torch.zeros_like(query)
     for request in reference.requests(sequences, pages.tensors):
         queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))

@@ -6,6 +6,9 @@ bytes per name. The buffer grows to the most bytes a request needs and never shr
 (few heads, large batch) alternate without reallocating. `acquire` returns views, valid until the next `acquire` of the
 same name.
 
+A session of continuous batching has one for itself, whose life has three parts: it reserves what its largest step takes
+before it makes its pages (`reserve`), and allocates nothing from then on (`lock`): a step that needs more is refused.
+
 Captured graphs take no scratch from here, neither those of `torch.compile` nor those of continuous batching: they are
 captured on a stream of their own and may be replayed on any, where no order protects a buffer that other calls share.
 They use memory of their own pool instead (`allocator` without a workspace).
@@ -61,9 +64,22 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, _Buffer] = {}
+        self._locked = False
+
+    def reserve(self, requests: Mapping[str, Scratch]) -> None:
+        """Make the shared buffers at least that large."""
+        self.acquire(requests)
+
+    def lock(self) -> None:
+        """Allocate nothing from now on."""
+        self._locked = True
 
     def acquire(self, requests: Mapping[str, Scratch]) -> dict[str, torch.Tensor]:
-        """Contiguous views of the shared buffers, uninitialised, valid until the next `acquire` of the same names."""
+        """Contiguous views of the shared buffers, uninitialised, valid until the next `acquire` of the same names.
+
+        Raises:
+            RuntimeError: The workspace is locked, and a request is larger than what was reserved.
+        """
         return {name: self._view(name, request) for name, request in requests.items()}
 
     def floats(self, name: str, size: int) -> torch.Tensor:
@@ -88,6 +104,13 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is not None and request.nbytes <= buffer.data.nbytes:
             return buffer.data
+        if self._locked:
+            reserved = 0 if buffer is None else buffer.data.nbytes
+            raise RuntimeError(
+                f"{name.capitalize()} needs {request.nbytes:,} bytes of scratch in this step, and {reserved:,} were "
+                "reserved before serving began, since when nothing is allocated. Put fewer tokens or requests into a "
+                "step (`max_batch_tokens`, `max_requests_per_batch` of the ContinuousBatchingConfig)."
+            )
         # Free the old buffer first: peak is the larger of the two, not their sum.
         del buffer
         self._buffers.pop(name, None)

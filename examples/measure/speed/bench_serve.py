@@ -54,16 +54,26 @@ class Engine:
     attention: str = "sdpa"
     config: TurboQuantConfig | None = None
     compile_level: int = 0
+    scheduler: str = "fifo"
+    batch_tokens: int | None = None
 
 
-def engines(configs: dict[str, TurboQuantConfig], levels: Sequence[int] = (0,)) -> list[Engine]:
-    """Those that are installed."""
+def engines(
+    configs: dict[str, TurboQuantConfig],
+    levels: Sequence[int] = (0,),
+    schedulers: Sequence[str] = ("fifo",),
+    batch_tokens: Sequence[int | None] = (None,),
+) -> list[Engine]:
+    """Those that are installed; packed pages with all combinations of options, named where they are not the default."""
     found = [Engine("stock, sdpa")]
     for version, available in ((2, is_flash_attn_2_available), (3, is_flash_attn_3_available)):
         if available():
             found.append(Engine(f"stock, flash {version}", f"flash_attention_{version}"))
-    for (name, config), level in itertools.product(configs.items(), levels):
-        found.append(Engine(f"{name}, compile level {level}" if level else name, config=config, compile_level=level))
+    for (name, config), *chosen in itertools.product(configs.items(), levels, schedulers, batch_tokens):
+        level, scheduler, most = chosen
+        said = [f"compile level {level}"] * bool(level) + [scheduler] * (scheduler != "fifo")
+        said += [] if most is None else [f"steps of {most}"]
+        found.append(Engine(", ".join([name, *said]), "sdpa", config, *chosen))
     return found
 
 
@@ -105,7 +115,12 @@ def release() -> None:
 def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cache_tokens: int | None) -> Iterator[Any]:
     """A running manager, sized for these requests as `generate_batch` would."""
     model.set_attn_implementation(engine.attention)
-    options = ContinuousBatchingConfig(auto_switch_to_flash=False, default_compile_level=engine.compile_level)
+    options = ContinuousBatchingConfig(
+        auto_switch_to_flash=False,
+        default_compile_level=engine.compile_level,
+        scheduler_type=engine.scheduler,
+        max_batch_tokens=engine.batch_tokens,
+    )
     if cache_tokens is not None:
         options.num_blocks = -(-cache_tokens // STOCK_PAGE)
     longest, most = max(len(r.prompt) for r in requests), max(r.new for r in requests)
@@ -266,7 +281,7 @@ def decoded(
     vocabulary, generator = model.config.get_text_config().vocab_size, random.Random(arguments.seed)
     prompts = [random_prompt(generator, context, vocabulary) for _ in range(batch)]
     # Those read first are answered while others are read, a step for each `max_batch_tokens` (8192, if nobody says).
-    new = arguments.steps + math.ceil(batch * context / 8192) + batch // 8 + 8
+    new = arguments.steps + math.ceil(batch * context / (engine.batch_tokens or 8192)) + batch // 8 + 8
     requests = [Request(prompt, new) for prompt in prompts]
     with session(model, engine, requests, arguments.cache_tokens) as manager:
         row: dict[str, Any] = held(manager)
@@ -326,7 +341,7 @@ def cells(
     vocabulary = model.config.get_text_config().vocab_size
     dense = dict(sink_tokens=arguments.sink_tokens, residual_length=arguments.residual_length)
     configs = {preset: TurboQuantConfig.from_preset(preset, **dense) for preset in arguments.presets}
-    chosen = engines(configs, arguments.compile_levels)
+    chosen = engines(configs, arguments.compile_levels, arguments.schedulers, arguments.batch_tokens)
     for shape in arguments.shapes:
         batch, context = map(int, shape.split("x"))
         named = {"kind": "decode", "batch": batch, "context": context}
@@ -363,6 +378,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--residual-length", type=int, default=TurboQuantConfig.residual_length)
     levels = [0, 1] if torch.cuda.is_available() else [0]
     parser.add_argument("--compile-levels", nargs="+", type=int, default=levels, help="of decode steps on packed pages")
+    parser.add_argument("--schedulers", nargs="+", default=["fifo"], help="of packed pages: fifo, shortest_first")
+    parser.add_argument("--batch-tokens", nargs="+", type=int, default=[None], help="most tokens of a step, likewise")
     parser.add_argument("--only", help="only cells whose name this finds, e.g. 'trace', '^decode 32x2048 4bit_nc$'")
     parser.add_argument("--shapes", nargs="*", default=sizes["shapes"], help="requests x tokens of decode cells")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that a decode cell measures")

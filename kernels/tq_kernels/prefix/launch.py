@@ -266,6 +266,33 @@ def takes_prompts(dim: int, device: torch.device) -> bool:
     return prefix_takes(dim, dim, device) and not target(device).fragments
 
 
+def _many_sizes(
+    total: int, count: int, width: int, heads: tuple[int, int], dim: int, config: PrefixConfig, on: Target
+) -> tuple[int, int, list[int]]:
+    """Tiles of rows of all sequences, programs that share a tile, and scratch for operands, outputs and their sums."""
+    query_heads, kv_heads = heads
+    rows = query_heads // kv_heads * total
+    # Each sequence's last tile may be a part of one.
+    row_tiles = -(-rows // config.block_rows) + min(count, total // 2)
+    splits = prefix_splits(row_tiles * kv_heads, width, on.multiprocessors * config.programs_per_multiprocessor)
+    sums = splits * kv_heads * rows
+    operands = splits * kv_heads * row_tiles * config.block_rows * block_of(dim) // 2
+    return row_tiles, splits, [operands, sums * dim if splits > 1 else 0, sums]
+
+
+def many_scratch_bytes(
+    total: int, count: int, heads: tuple[int, int], dim: int, bits: tuple[int, int], on: Target
+) -> int:
+    """Bytes of scratch that `attend_many` takes at most, for up to `total` new tokens of up to `count` sequences of any
+    lengths, with query and KV `heads`."""
+    config = prefix_config(dim, dim, *bits, on)
+    shared = 2 * on.multiprocessors * config.programs_per_multiprocessor
+    tiles, _, _ = _many_sizes(total, count, 1, heads, dim, config, on)
+    # Tiles are split only as long as there are no more parts than `shared`.
+    rows = max(heads[1] * tiles, shared) * config.block_rows
+    return 4 * (rows * block_of(dim) // 2 + rows + shared * config.block_rows * dim)
+
+
 def attend_many(
     tokens: Tokens,
     pages: Pages,
@@ -288,14 +315,7 @@ def attend_many(
     groups, width, on = query_heads // kv_heads, sequences.block_table.shape[1], target(query.device)
     config = prefix_config(dim, dim, pages.key_bits, pages.value_bits, on)
     rows = groups * total
-    # Each sequence's last tile may be a part of one.
-    row_tiles = -(-rows // config.block_rows) + min(count, total // 2)
-    resident = on.multiprocessors * config.programs_per_multiprocessor
-    splits = prefix_splits(row_tiles * kv_heads, width, resident)
-    sums = splits * kv_heads * rows
-    outputs = sums * dim if splits > 1 else 0
-    operands = splits * kv_heads * row_tiles * config.block_rows * block_of(dim) // 2
-    sizes = [operands, outputs, sums]
+    row_tiles, splits, sizes = _many_sizes(total, count, width, (query_heads, kv_heads), dim, config, on)
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
     if splits > 1:
         lse.fill_(-torch.inf)  # rows of sequences with one new token are written by nobody here

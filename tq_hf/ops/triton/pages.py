@@ -1,7 +1,8 @@
 """`tq_hf.ops.dispatch.paged_step` on the GPU: kernels that read lengths and tables on the device.
 
-The host knows shapes only, so a step can be captured as a CUDA graph and replayed. Scratch is allocated per call: in a
-graph it comes from the graph's own memory, where one layer's is free again for the next.
+The host knows shapes only, so a step can be captured as a CUDA graph and replayed. Scratch of a graph comes from the
+graph's own memory, where one layer's is free again for the next; that of other steps from the caller's workspace, which
+`step_scratch_bytes` is the most for.
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ import torch
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, Sequences
 
+from ...compat import is_capturing
 from ...config import TurboQuantConfig
 from ...tensors.pages import LayerPages, LayerWindows, Singles, ring_pages, rows_per_page
 from ..backend import HAS_TRITON, explains_failures
-from ..workspace import allocator
+from ..workspace import Workspace, allocator
 from . import blocks
 
 if HAS_TRITON:
+    from tq_kernels.common.device import target
     from tq_kernels.decode.launch_paged import append_new_rows, attend_single, encode_new_blocks, single_scratch_bytes
-    from tq_kernels.prefix.launch import attend_many, takes_prompts
+    from tq_kernels.prefix.launch import attend_many, many_scratch_bytes, takes_prompts
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
     from tq_kernels.types import Tokens
+
+
+SCRATCH = "attention over pages"
+"""The name of a step's scratch in a workspace."""
 
 
 def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
@@ -57,6 +64,17 @@ def decode_scratch_bytes(
     return single_scratch_bytes(requests, *heads, layout.key_dim, bits, rows, like.device)
 
 
+def step_scratch_bytes(
+    total: int, requests: int, heads: tuple[int, int], config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
+) -> int:
+    """Bytes of scratch of a step of up to so many new tokens and requests, at most; as `decode_scratch_bytes`."""
+    most = decode_scratch_bytes(requests, heads, config, layout, like)
+    if supports_paged_prompts(like, config, layout):
+        bits, on = (config.key_bits, config.value_bits), target(like.device)
+        most = max(most, many_scratch_bytes(total, requests, heads, layout.key_dim, bits, on))
+    return most
+
+
 def _rows(states: torch.Tensor) -> torch.Tensor:
     """`states` with rows at multiples of 8 elements, as models make them."""
     tokens, heads, channels = states.stride()
@@ -71,6 +89,7 @@ def paged_step(
     pages: LayerPages,
     sequences: Sequences,
     options: AttentionOptions,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """See `tq_hf.ops.dispatch.paged_step`, for steps that `supports_paged_step`."""
     config, layout, device = pages.config, pages.layout, query.device
@@ -83,7 +102,7 @@ def paged_step(
         return out
     tokens = Tokens(_rows(query), _rows(key), _rows(value))
     rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
-    scratch = allocator(None, "attention over pages", device)
+    scratch = allocator(None if is_capturing() else workspace, SCRATCH, device)
     with blocks.launching_on(device):
         if not single:
             attend_many(tokens, pages.tensors, sequences, rotation_fp16, options, allocate=scratch, out=out)
