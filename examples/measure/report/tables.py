@@ -346,7 +346,9 @@ def trellis(record: dict[str, Any]) -> str:
         row = [f"`{preset}`, {kind}" + ("" if stress == "x0" else f", {stress}")]
         for code in codes:
             pair = found.get((preset, kind, code, stress))
-            interval = " ({:.2f} to {:.2f})".format(*pair["over_scalar_95"]) if pair and "over_scalar_95" in pair else ""
+            interval = (
+                " ({:.2f} to {:.2f})".format(*pair["over_scalar_95"]) if pair and "over_scalar_95" in pair else ""
+            )
             row.append(f"**{pair['over_scalar']:.2f}×**{interval} {pair['kl']:.2g}" if pair else "–")
         rows.append(row)
     text = table(["KL over scalar codes (95%), KL", *codes], rows)
