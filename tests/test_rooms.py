@@ -73,7 +73,7 @@ BUDGETS = {
         "stores": 1100,
         "ops": 1930,  # scratch that is reserved, then locked
         "codec": 890,  # trellis codes: encoding by Viterbi's algorithm
-        "tensors": 580,
+        "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,
         "attention": 250,
         "memory": 110,

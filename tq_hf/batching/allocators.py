@@ -80,6 +80,14 @@ class TurboQuantAllocator(_PoolAllocator):
         self.tq_config = tq_config
         self.channel_scales = channel_scales
         super().__init__(**options)
+        by_layer = tq_config.by_layer(options["config"].num_hidden_layers)
+        self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
+        """Layers that are not compressed."""
+        rows = 2 * BLOCK_TOKENS * self.head_dim * self.cache_dtype.itemsize * self.num_key_value_heads
+        self.layer_bytes = [rows if layer in self.dense else self.bytes_per_page for layer in self.layer_indices]
+        # For transformers a block is a page of one layer.
+        self.bytes_per_block = self.bytes_per_page = sum(self.layer_bytes)
+        self.pages_per_block, self.tokens_per_block = 1, self.tokens_per_page
         self.shape = TableShape.of(tq_config, self.head_dim, self.cache_dtype)
         """What tables consist of."""
         self.prefix_blocks: dict[str, int] = {}
@@ -99,9 +107,13 @@ class TurboQuantAllocator(_PoolAllocator):
     ) -> None:
         """See the cache's bytes as packed pages of each layer."""
         super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
-        pages = cache_tensor.view(len(self._copy_view), self.pages_per_block, self.num_key_value_heads, -1)
-        for i, layer in enumerate(self.layer_indices):
-            view = LayerPages.of_pool(pages, i, self.tq_config, self.head_dim, self.cache_dtype)
+        layers = self._copy_view.split(self.layer_bytes, 1)
+        for layer, states in zip(self.layer_indices, layers, strict=True):
+            page = states.unflatten(1, (self.num_key_value_heads, -1))
+            if layer in self.dense:
+                self.pages[layer] = LayerPages.dense(page, self.tq_config, self.head_dim, self.cache_dtype)
+                continue
+            view = LayerPages.of_pool(page[:, None], 0, self.tq_config, self.head_dim, self.cache_dtype)
             scales = self.channel_scales.get(layer)
             self.pages[layer] = view if scales is None else view.with_channel_scales(scales)
 

@@ -17,7 +17,7 @@ from ..cache import TurboQuantCache
 from ..compat import layer_configs, takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
-from ..layers.dense import SlidingLayer
+from ..layers.dense import GrowingLayer, SlidingLayer
 from ..ops.triton.blocks import MAX_HEAD_DIM
 
 logger = logging.get_logger(__name__)
@@ -46,9 +46,11 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
         raise ValueError(
             f"`sink_tokens` is {config.sink_tokens}: a page of sinks has up to {MOST_SINKS}. Leave it out for 4."
         )
-    for name in ("skip_layers", "layers"):
-        if options := getattr(config, name):
-            raise ValueError(f"`{name}` is {options!r}: pages hold all layers of a model alike. Leave it out.")
+    if config.layers:
+        raise ValueError(
+            f"`layers` is {config.layers!r}: pages of all packed layers have one preset. Leave it out, or keep "
+            "layers dense (`None`, or `skip_layers`)."
+        )
     return config
 
 
@@ -73,7 +75,20 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
             f"{name} has sliding windows only, which are never packed: transformers' own `model.generate_batch` serves "
             "it in as much memory."
         )
-    other = [type(layer).__name__ for layer in layers if type(layer) not in (TurboQuantLayer, SlidingLayer)]
+    dense = [
+        i for i, each in enumerate(config.by_layer(len(layers))) if each is None and type(layers[i]) is GrowingLayer
+    ]
+    if dense and model.device.type == "cuda":
+        raise ValueError(
+            f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: every step would be "
+            f"computed in torch, request by request. Leave it out. {INSTEAD}"
+        )
+    if layers and len(dense) + sum(type(layer) is SlidingLayer for layer in layers) == len(layers):
+        raise ValueError(
+            f"`skip_layers` leaves no layer to pack: `model.generate_batch` serves {name} in as much memory."
+        )
+    taken = (TurboQuantLayer, SlidingLayer)
+    other = [type(layer).__name__ for i, layer in enumerate(layers) if i not in dense and type(layer) not in taken]
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
         raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")

@@ -197,6 +197,8 @@ def _attend_request(
 ) -> torch.Tensor:
     """Attention of a request's queries `[1, Hq, n, D]` before its `new` keys and values `[1, Hkv, n, D]` are stored,
     `[1, n, Hq, D]`."""
+    if pages.blocks is not None:
+        return attend_dense(query, *reference.rows_of(pages, request, new), None, options)
     if request.past or not cpu_attention.supports_sdpa(options):
         return attend(query, reference.view_of(pages, request, new), None, options)
     # A whole prompt, as generate() reads it.
@@ -218,10 +220,13 @@ def _store_request(pages: LayerPages, request: reference.Request, new: KeyValue)
             torch.cat([rows, states[:, :, max(0, start - past) : stop - past]], 2)
             for rows, states in zip(old, new, strict=True)
         )
-        blocks = PackedBlocks.allocate(pages.layout, 1, pages.kv_heads, end - first, keys.device)
-        blocks = replace(blocks, channel_scales=pages.channel_scales)
-        encode(pages.config, keys, values, blocks, 0)
-        pages.write_packed(request.blocks[first:end], blocks)
+        if pages.blocks is not None:
+            pages.write_block_rows(request.blocks[first:end], (keys, values))
+        else:
+            blocks = PackedBlocks.allocate(pages.layout, 1, pages.kv_heads, end - first, keys.device)
+            blocks = replace(blocks, channel_scales=pages.channel_scales)
+            encode(pages.config, keys, values, blocks, 0)
+            pages.write_packed(request.blocks[first:end], blocks)
     token = torch.arange(past, length, device=new[0].device)
     stays = (token < sinks) | (token >= length - ring)
     row = torch.where(token < sinks, ring + token, (token - sinks) % ring)

@@ -102,3 +102,20 @@ def view_of(pages: LayerPages, request: Request, new: KeyValue) -> StoreView:
     tensors = LayerTensors(pages.config, blocks, sinks, pages.ring(request.rows[:ring]))
     held = request.past - sinks[0].shape[2] - request.packed * BLOCK_TOKENS
     return StoreView(tensors, request.packed, held, request.past, None, new)
+
+
+def rows_of(pages: LayerPages, request: Request, new: KeyValue) -> KeyValue:
+    """What a request's queries attend to in a layer that is not compressed: keys and values `[1, Hkv, past + n, D]`."""
+    ring, sinks = pages.tensors.ring_pages, pages.tensors.sinks
+    parts = [new]
+    start = sinks + request.packed * BLOCK_TOKENS
+    if request.past > start:
+        row = (torch.arange(start, request.past, device=new[0].device) - sinks) % pages.tensors.ring_rows
+        keys, values = pages.ring(request.rows[:ring])
+        parts.insert(0, (keys[:, :, row], values[:, :, row]))
+    if request.packed:
+        parts.insert(0, pages.block_rows(request.blocks[: request.packed]))
+    if sinks:
+        parts.insert(0, pages.sinks(request.rows[ring:], min(request.past, sinks)))
+    keys, values = (torch.cat(states, 2) for states in zip(*parts, strict=True))
+    return keys, values

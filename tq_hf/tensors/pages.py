@@ -15,6 +15,9 @@ The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head'
 value words | scales | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
 rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
 
+A layer that is not compressed (`skip_layers`) has the same table: its part of a block's page is the rows of all 128
+tokens, and its ring and sinks are as those of other layers. So pages are shared, copied and offloaded alike.
+
 Sliding layers keep dense rows in pages of the same pool. A request has room for its last `window` tokens. The token at
 position p is in row p % window, and takes the place of the one that just slid out; row r is row `r % rows_per_page` of
 page `r // rows_per_page` of the request's table. Such a page is as large as one or several pages of packed blocks
@@ -59,11 +62,13 @@ class LayerPages:
         config: What blocks are encoded with.
         layout: Sizes of a block.
         tensors: The pages, as packed blocks and as dense rows.
+        blocks: Of a layer that is not compressed, blocks as keys and values, `[pages, Hkv, 2, 128, D]`.
     """
 
     config: TurboQuantConfig
     layout: BlockLayout
     tensors: Pages
+    blocks: torch.Tensor | None = None
 
     @classmethod
     def of_pool(
@@ -92,6 +97,26 @@ class LayerPages:
             *words, scales.view(torch.int32), key_means, dense, *factors, *layout.bits, config.sink_tokens, ring
         )
         return cls(config, layout, tensors)
+
+    @classmethod
+    def dense(cls, page: torch.Tensor, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype) -> LayerPages:
+        """The view of a layer that is not compressed: its blocks are rows, its rings and sinks those of other layers.
+
+        Args:
+            page: `[pages, Hkv, 128 * 2 * D * bytes of a number]` uint8.
+            config: What other layers' blocks are encoded with.
+            head_dim: D.
+            dtype: The model's.
+        """
+        layout = config.layout(head_dim)
+        states, rows = page.view(dtype), rows_per_page(layout, dtype)
+        dense = states[..., : 2 * rows * head_dim].unflatten(-1, (2, rows, head_dim))
+        ones = ChannelScales.ones(1, page.shape[1], head_dim, head_dim, page.device)
+        empty = page.new_empty(0).view(torch.int32)
+        ring = ring_pages(config, layout, dtype)
+        scales = (ones.keys[0], ones.values[0])
+        tensors = Pages(empty, empty, empty, None, dense, *scales, *layout.bits, config.sink_tokens, ring)
+        return cls(config, layout, tensors, states.unflatten(-1, (2, BLOCK_TOKENS, head_dim)))
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
         """This view with other channel scales, `[1, Hkv, D]` on any device.
@@ -127,6 +152,18 @@ class LayerPages:
         for field, states in zip(self.tensors[:4], held, strict=True):
             if field is not None and states is not None:
                 field[pages] = states[0].transpose(0, 1)
+
+    def block_rows(self, pages: torch.Tensor) -> KeyValue:
+        """Keys and values `[1, Hkv, n * 128, D]` of the blocks in `pages` `[n]` of a layer that is not compressed."""
+        assert self.blocks is not None
+        held = self.blocks[pages].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, None]
+        return held[0], held[1]
+
+    def write_block_rows(self, pages: torch.Tensor, states: KeyValue) -> None:
+        """Write keys and values `[1, Hkv, n * 128, D]` to the blocks in `pages` `[n]`, likewise."""
+        assert self.blocks is not None
+        rows = [x[0].unflatten(1, (len(pages), BLOCK_TOKENS)) for x in states]
+        self.blocks[pages] = torch.stack(rows).permute(2, 1, 0, 3, 4)
 
     def ring(self, pages: torch.Tensor) -> KeyValue:
         """A copy of the ring in `pages` `[ring_pages]`: keys and values `[1, Hkv, ring_rows, D]`."""

@@ -35,7 +35,8 @@ def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPage
     """Whether kernels compute this step: its heads, dtypes and device, and rows of whole 16 bytes."""
     supports = supports_paged_decode if sequences.max_q == 1 else supports_paged_prompts
     return (
-        supports(query, pages.config, pages.layout)
+        pages.blocks is None
+        and supports(query, pages.config, pages.layout)
         and blocks.supports_states(key)
         and key.dtype == pages.tensors.rows.dtype
     )
