@@ -85,7 +85,7 @@ def test_no_change_of_two_neighbouring_codes_is_better(bits: int) -> None:
     """At 2 bits a word is closed with a code that need not be the best: changes there are left out."""
     x = trellis.rounded(gaussian(1, seed=2), bits)
     codes = trellis.encode(x, bits, is_value=True)
-    x, codes = (trellis.chains(part, is_value=True)[0].T for part in (x, codes))
+    x, codes = (trellis.chains(part.long(), is_value=True)[0].T for part in (x, codes))
     least = chain_error(x, codes, bits)
     places = range(16) if bits == 3 else range(13)
     for place, (first, second) in itertools.product(places, itertools.product(range(2**bits), repeat=2)):

@@ -79,7 +79,7 @@ def _looked_up(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """What codes `[..., 128, D]` from `quantize` stand for, float32, in units of their vectors' scales."""
     if bits < 4:
-        codes = trellis.windows(codes, bits, is_value=is_value)
+        codes = trellis.windows(codes, bits, is_value=is_value).int()
     return _looked_up(levels(bits, codes.device), codes)
 
 
@@ -96,7 +96,8 @@ def quantize(
         is_value: Whether they are values, whose words run along tokens: at 2 and 3 bits codes depend on it.
 
     Returns:
-        Codes `[..., 128, D]` int32 and scales `[..., 128]` float16, with `z ~ scale * levels_of(codes)`.
+        Codes `[..., 128, D]`, uint8 at 2 and 3 bits and else int32, and scales `[..., 128]` float16, with
+        `z ~ scale * levels_of(codes)`.
     """
     if bits == 8:
         scale = _half(z.abs().amax(-1) / (FP8_MAX * FP8_LEVEL_SCALE))

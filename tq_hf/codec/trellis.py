@@ -80,16 +80,17 @@ def _errors(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _two(x: torch.Tensor) -> torch.Tensor:
-    """Codes of 2 bits of chains `[16, N]` int32.
+    """Codes of 2 bits, uint8, of chains `[16, N]` int32.
 
     A state 2 b + p is what the next codes need: b of the code, and the lowest bit p of the next code's index.
     """
     a, b = (table[..., None] for table in _errors(2, x.device))
     state = torch.arange(4, dtype=torch.int32, device=x.device)[:, None]
+    paths = x.new_empty(4, 4, x.shape[1])  # once: to make it costs more than to compute it
 
     def step(error: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Least errors of paths to each state, `[4, N]`, with the label of where they come from."""
-        return (b * row).add_(a).add_(error[:, None]).amin(0)
+        return torch.mul(b, row, out=paths).add_(a).add_(error[:, None]).amin(0)
 
     # Which state the chain is closed with: once round from its middle, with the state at the seam as label.
     error = x.new_zeros(4, x.shape[1])
@@ -104,36 +105,39 @@ def _two(x: torch.Tensor) -> torch.Tensor:
     came = []
     for row in x:
         found = step(error, row)
-        came.append(found & 3)
+        came.append((found & 3).byte())
         error = found.bitwise_and_(-4).add_(state)
-    at, states = last.long()[None], []
+    at, states = last.byte()[None], []
     for before in reversed(came):
         states.append(at)
-        at = before.gather(0, at).long()
+        at = before.gather(0, at.long())
     path = torch.cat(states[::-1])
     b = path >> 1
-    return b + 2 * ((path ^ b.roll(1, 0)) & 1)
+    return b.roll(1, 0).bitwise_xor_(path).bitwise_and_(1).mul_(2).add_(b)
 
 
 def _three(x: torch.Tensor) -> torch.Tensor:
-    """Codes of 3 bits of chains `[16, N]` int32: crumbs with the sign above."""
+    """Codes of 3 bits, uint8, of chains `[16, N]` int32: crumbs with the sign above."""
     a, b = (table.view(2, 2, 2, 1).transpose(0, 1) for table in _errors(3, x.device))  # [high, before, low, 1]
     zero, one = (a[0], b[0]), (a[1] + 2, b[1])  # labels: the high bit, and the bit before
     label = torch.arange(2, dtype=torch.int32, device=x.device)[:, None]
     errors = torch.stack([label + FAR * label, label + FAR * (1 - label)])  # [first, before, 1]
+    first, second = x.new_empty(2, 2, 2, x.shape[1])  # once: to make them costs more than to compute them
     came = []
-    for row in x.abs().flip(0):
-        best = torch.minimum((zero[1] * row).add_(zero[0]), (one[1] * row).add_(one[0]))  # [before, low, N]
+    for row in reversed(x):
+        size = row.abs()
+        torch.mul(zero[1], size, out=first).add_(zero[0])
+        best = torch.minimum(first, torch.mul(one[1], size, out=second).add_(one[0]), out=first)  # [before, low, N]
         found = torch.minimum(errors[:, :1] + best[0], errors[:, 1:] + best[1])  # [first, low, N]
-        came.append(found & 3)
+        came.append((found & 3).byte())
         errors = found.bitwise_and_(-4).add_(label)
-    low = (errors[1, 1] - 1 < errors[0, 0]).long()[None]
-    first, crumbs = low, []
+    low = (errors[1, 1] - 1 < errors[0, 0]).byte()[None]
+    closing, crumbs = 2 * low, []
     for labels in reversed(came):  # from crumb 0 on
-        taken = labels.flatten(0, 1).gather(0, 2 * first + low).long()
+        taken = labels.flatten(0, 1).gather(0, (closing + low).long())
         crumbs.append(low + (taken & 2))
         low = taken & 1
-    return torch.cat(crumbs).add_((x < 0).long(), alpha=4)
+    return torch.cat(crumbs).add_(x < 0, alpha=4)
 
 
 def encode(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
@@ -145,11 +149,11 @@ def encode(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
         is_value: Whether they are values, whose words run along tokens.
 
     Returns:
-        `[..., 128, D]` int32, as `tq_hf.codec.packing.pack` takes them.
+        `[..., 128, D]` uint8, as `tq_hf.codec.packing.pack` takes them.
     """
     words = chains(x, is_value=is_value)
     flat = words.movedim(-2, 0).reshape(CHAIN, -1).contiguous()
-    codes = (_two if bits == 2 else _three)(flat).int()
+    codes = (_two if bits == 2 else _three)(flat)
     return from_chains(codes.view(CHAIN, *words.shape[:-2], -1).movedim(0, -2), is_value=is_value)
 
 
