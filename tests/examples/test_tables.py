@@ -150,6 +150,21 @@ SERVE = {
         SERVED | {"engine": "stock, sdpa", "error": "out of memory"},
     ],
 }
+OFFLOAD = {
+    "preset": "4bit_nc",
+    "tokens": 16384,
+    "pages_checked": 138,
+    "pages_equal": 137,
+    "copies": {
+        "out": {"ms": 5.5, "bytes": 289 * 2**20, "gb_s": 55.1, "copies": 3},
+        "back": {"ms": 7.25, "bytes": 289 * 2**20, "gb_s": 41.8, "copies": 3},
+    },
+    "next_token": {
+        "pages from the CPU": {"ms": 14.5, "all_ms": [14.9, 14.5, 14.2], "step_ms": 3.6, "tokens_left": [181] * 3},
+        "prompt read again": {"ms": 362.5, "all_ms": [387.4, 362.5], "step_ms": 3.7, "tokens_left": [181] * 2},
+    },
+    "request": {"pages": 136, "bytes": 256 * 2**20, "bf16_bytes": 2**30, "bf16_copy_ms": 20.0},
+}
 ABLATION = {key: value for key, value in QUALITY.items() if key not in ("comparisons", "skipped")}
 
 TRELLIS = QUALITY | {
@@ -202,6 +217,9 @@ EXPECTED = [
             "| stock, sdpa | all at once | out of memory | – |",
         ],
     ),
+    ("offload", OFFLOAD, ["| pages from the CPU | **14.5** ms (1.0×) | 14.2 to 14.9 ms, 3 | 3.60 ms |"]),
+    ("offload", OFFLOAD, ["| prompt read again | **362.5** ms (25.0×) |", "back | 289 MiB | 7.25 ms | 41.8 GB/s |"]),
+    ("offload", OFFLOAD, ["1,024 MiB | 20.00 ms | 53.7 GB/s |", "137 of 138 pages", "1,024 MiB, 4.00 times as many"]),
     (
         "cpu",
         CPU,

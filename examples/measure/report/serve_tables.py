@@ -1,4 +1,4 @@
-"""How results of many requests at once are shown."""
+"""How results of many requests at once are shown, and of requests whose pages wait on the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from examples.measure.report.page import cache_name, note, shape, source, table
 
+MIB = 2**20
 GIB = 2**30
 
 
@@ -68,4 +69,35 @@ def serve(record: dict[str, Any]) -> str:
         text += f"{asked['requests']} requests, prompts of {' tokens, answers of '.join(lengths)}:\n\n"
         headings = ["engine", "arrivals", "tokens/s", "first token, p50 / p99", "per token, p50 / p99"]
         text += table([*headings, "in flight, most / mean", "room for tokens (stock flash 1×)", "pages"], traces)
+    return text + note(record) + source(record)
+
+
+def offload(record: dict[str, Any]) -> str:
+    """What a preempted request waits for its next token, the copies of its pages, and their bytes against bf16's."""
+    waits, held = record["next_token"], record["request"]
+    fastest = min(row["ms"] for row in waits.values())
+    rows = [
+        [
+            way,
+            f"**{row['ms']:.1f}** ms ({row['ms'] / fastest:.1f}×)",
+            f"{min(row['all_ms']):.1f} to {max(row['all_ms']):.1f} ms, {len(row['all_ms'])}",
+            f"{row['step_ms']:.2f} ms",
+        ]
+        for way, row in waits.items()
+    ]
+    preset = cache_name(record["preset"])
+    headings = [f"{record['tokens']:,} tokens, {preset}", "to the next token", "all, measured", "a step after it"]
+    text = f"{record['model']}:\n\n" + table(headings, rows) + "\n"
+    copies = [
+        [f"{preset}, {label}", f"{one['bytes'] / MIB:,.0f} MiB", f"{one['ms']:.2f} ms", f"{one['gb_s']:.1f} GB/s"]
+        for label, one in (("to the CPU", record["copies"]["out"]), ("back", record["copies"]["back"]))
+    ]
+    if "bf16_copy_ms" in held:
+        ms, size = held["bf16_copy_ms"], held["bf16_bytes"]
+        bf16 = ["as many bytes as bf16 pages have, in one copy", f"{size / MIB:,.0f} MiB", f"{ms:.2f} ms"]
+        copies.append([*bf16, f"{size / ms / 1e6:.1f} GB/s"])
+    text += table(["copy of a request's pages", "bytes", "time", "speed"], copies)
+    text += f"\n{record['pages_equal']} of {record['pages_checked']} pages came back byte for byte. "
+    text += f"A request of {record['tokens']:,} tokens holds {held['pages']} pages, {held['bytes'] / MIB:,.0f} MiB; "
+    text += f"in bf16 {held['bf16_bytes'] / MIB:,.0f} MiB, {held['bf16_bytes'] / held['bytes']:.2f} times as many.\n"
     return text + note(record) + source(record)

@@ -8,7 +8,7 @@ from typing import Any
 
 from examples.measure.report.card_tables import cards, compile_matrix
 from examples.measure.report.page import cache_name, details, note, shape, source, table
-from examples.measure.report.serve_tables import serve
+from examples.measure.report.serve_tables import offload, serve
 from tq_hf import PRESETS
 
 MIB = 2**20
@@ -367,6 +367,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": models,
     "kernels": kernels,
     "multi-gpu": multi_gpu,
+    "offload": offload,
     "passkey": passkey,
     "prefill": prefill,
     "prefix": prefix,
