@@ -80,7 +80,9 @@ class TurboQuantAllocator(_PoolAllocator):
         self.tq_config = tq_config
         self.channel_scales = channel_scales
         super().__init__(**options)
-        by_layer = tq_config.by_layer(options["config"].num_hidden_layers)
+        model = options["config"]
+        # As transformers groups them: `num_hidden_layers` may be another number.
+        by_layer = tq_config.by_layer(len(getattr(model, "layer_types", None) or range(model.num_hidden_layers)))
         self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
         """Layers that are not compressed."""
         rows = 2 * BLOCK_TOKENS * self.head_dim * self.cache_dtype.itemsize * self.num_key_value_heads
