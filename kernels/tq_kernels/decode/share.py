@@ -84,7 +84,9 @@ class Scratch(NamedTuple):
 
 
 @triton.jit
-def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, scaling_log2, cap_log2, C: tl.constexpr):
+def attend_share(
+    scratch, blocks, mask, first, last, rows, slot, sink_count, scaling_log2, cap_log2, C: tl.constexpr, own=None
+):  # fmt: skip
     """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `slot`.
 
     Args:
@@ -95,8 +97,12 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         rows: `Rows` of the stream.
         sink_count: Tokens before block 0, of which the mask has columns.
         C: A `Shape`.
+        own: Rotated queries (`rotated_queries`), of a program that rotates its own.
     """
-    factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
+    if own is None:
+        factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
+    else:
+        factor = own[2]
     factor = factor * scaling_log2
     factor /= level_unit(C.KEY_BITS, C.SMALL)
 
@@ -109,17 +115,21 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DKP
     KEY_WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
     VALUE_HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
-    queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
-    rotated = queries_at + (rows.head + rows.r)[None, :] * C.DKP + kc[:, None]
-    q_mask = (kc < KEY_WIDTH)[:, None] & rows.inside[None, :]
-    q = ()
-    for chunk in tl.static_range(C.KEY_CHUNKS):
-        q += (tl.load(rotated + chunk * KEY_WIDTH, mask=q_mask, other=0.0),)  # [BKC, BR]
     km = tl.arange(0, C.BLOCK_MEAN)
-    q_mean = q[0]
-    if C.KEY_CHUNKS > 1 or C.BLOCK_MEAN != C.BLOCK_KC:
-        whole = queries_at + (rows.head + rows.r)[None, :] * C.DKP + km[:, None]
-        q_mean = tl.load(whole, mask=(km < C.DKP)[:, None] & rows.inside[None, :], other=0.0)  # [BM, BR]
+    if own is None:
+        queries_at = scratch.start.to(tl.pointer_type(tl.float16), bitcast=True) + ROTATED
+        rotated = queries_at + (rows.head + rows.r)[None, :] * C.DKP + kc[:, None]
+        q_mask = (kc < KEY_WIDTH)[:, None] & rows.inside[None, :]
+        q = ()
+        for chunk in tl.static_range(C.KEY_CHUNKS):
+            q += (tl.load(rotated + chunk * KEY_WIDTH, mask=q_mask, other=0.0),)  # [BKC, BR]
+        q_mean = q[0]
+        if C.KEY_CHUNKS > 1 or C.BLOCK_MEAN != C.BLOCK_KC:
+            whole = queries_at + (rows.head + rows.r)[None, :] * C.DKP + km[:, None]
+            q_mean = tl.load(whole, mask=(km < C.DKP)[:, None] & rows.inside[None, :], other=0.0)  # [BM, BR]
+    else:
+        q = own[0]
+        q_mean = own[1]
     acc = ()
     for _ in tl.static_range(C.VALUE_CHUNKS):
         acc += (tl.zeros([C.BLOCK_VC, C.BLOCK_R], tl.float32),)
