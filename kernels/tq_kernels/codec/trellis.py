@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import format as block_format
+from ..common.unpack import turned
 
 UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
 INNER_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
@@ -75,12 +76,6 @@ def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr)
     x = tl.minimum(tl.maximum(x, 0.0), 1.0)
     least = tl.where(finite, WHOLE + BIAS - LARGEST, WHOLE + BIAS)
     return (x * tl.where(finite, 2 * LARGEST, 0.0)[:, None] + least[:, None]).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _turned(words, LEFT: tl.constexpr):
-    """uint32 words, their bits rotated to the left by 0 to 31."""
-    return words if LEFT == 0 else (words << LEFT) | (words >> (32 - LEFT))
 
 
 @triton.jit
@@ -189,7 +184,7 @@ def codes2(a, b, c, d, T: tl.constexpr, ASM: tl.constexpr):
             state = (p3 >> (8 * state + 2 * step)) & 3
         p1, p2, p3 = p0, p1, p2
     # b of a code at bit 2 k + 1, and its upper bit, p and b of the code before, at 2 k + 2.
-    return (path & 0xAAAAAAAA) | _turned((path ^ _turned(path, 1)) & 0x55555555, 2)
+    return (path & 0xAAAAAAAA) | turned((path ^ turned(path, 1)) & 0x55555555, 2)
 
 
 @triton.jit
@@ -284,10 +279,10 @@ def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """What the codes of words stand for, as bytes of four uint32: planes 0 and 1, 2 and 3 of one quarter, then of the
     other. At 2 bits levels in 1/32 plus 128, at 3 magnitudes in 1/64."""
-    first, second = words, _turned(words, 30)
+    first, second = words, turned(words, 30)
     if BITS == 2:
-        first ^= _turned(words, 3) & 0x11111111
-        second ^= _turned(words, 1) & 0x11111111
+        first ^= turned(words, 3) & 0x11111111
+        second ^= turned(words, 1) & 0x11111111
     return _looked_up(first, T, BITS, ASM) + _looked_up(second, T, BITS, ASM)
 
 

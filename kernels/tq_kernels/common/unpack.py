@@ -159,8 +159,8 @@ def _level(index, sign, BITS: tl.constexpr, SMALL: tl.constexpr):
 
 
 @triton.jit
-def _turned(words, LEFT: tl.constexpr):
-    """uint32 words, their bits rotated to the left."""
+def turned(words, LEFT: tl.constexpr):
+    """uint32 words, their bits rotated to the left by 0 to 31."""
     return words if LEFT == 0 else (words << LEFT) | (words >> (32 - LEFT))
 
 
@@ -230,7 +230,7 @@ def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: 
         )
     else:
         e = odd.to(tl.uint32)
-        m = _turned(words.to(tl.uint32, bitcast=True), 30 if QUARTER % 2 else 0) >> (4 * e)
+        m = turned(words.to(tl.uint32, bitcast=True), 30 if QUARTER % 2 else 0) >> (4 * e)
         s = signs.to(tl.uint32, bitcast=True) >> (8 * e)
         return (
             _level3(m, s, 0, QUARTER, SMALL),
@@ -262,7 +262,7 @@ def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
         )
     else:
         w = words.to(tl.uint32, bitcast=True)
-        index = _turned(w, 30 if QUARTER % 2 else 0) ^ (_turned(w, 1 if QUARTER % 2 else 3) & 0x11111111)
+        index = turned(w, 30 if QUARTER % 2 else 0) ^ (turned(w, 1 if QUARTER % 2 else 3) & 0x11111111)
         m = index >> (4 * odd.to(tl.uint32))
         return (_half(_entry(m, 0)), _half(_entry(m >> 8, 0)), _half(_entry(m >> 16, 0)), _half(_entry(m >> 24, 0)))
 
