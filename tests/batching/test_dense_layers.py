@@ -66,10 +66,7 @@ def test_requests_that_are_preempted_finish_and_others_are_undisturbed(model: Pr
     inputs, small = prompts([100] * 6, seed=3), dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0)
     with session_of(model, dict(skip_layers=(0,)), allow_block_sharing=False, **small) as session:
         session.run(inputs[:1], greedy(1))
-        resets: list[str] = []
-        scheduler = session.manager.batch_processor.scheduler
-        add = scheduler.add_waiting_request
-        scheduler.add_waiting_request = lambda state: resets.append(state.request_id) or add(state)
+        resets = session.recorded_waiting()
         found = session.run(inputs, greedy(36))
         counts = {name: resets.count(name) - 1 for name in resets}
         assert sum(counts.values()) > 0

@@ -90,10 +90,7 @@ def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() 
         model_of(), num_blocks=88, max_batch_tokens=700, safety_margin=0.0, allow_block_sharing=False
     ) as session:
         session.run(inputs[:1], greedy(1))
-        resets: list[str] = []
-        scheduler = session.manager.batch_processor.scheduler
-        add = scheduler.add_waiting_request
-        scheduler.add_waiting_request = lambda state: resets.append(state.request_id) or add(state)
+        resets = session.recorded_waiting()
         found = session.run(inputs, greedy(36))
         assert session.pages_in_use() == 0
         counts = {name: resets.count(name) - 1 for name in resets}

@@ -104,10 +104,7 @@ def small_pool(**changes: Any) -> Session:
 def test_requests_that_outgrow_the_pool_together_are_preempted_and_all_finish() -> None:
     with small_pool() as session:
         session.run(PREEMPTED[:1], greedy(1))
-        resets: list[str] = []
-        scheduler = session.manager.batch_processor.scheduler
-        add = scheduler.add_waiting_request
-        scheduler.add_waiting_request = lambda state: resets.append(state.request_id) or add(state)
+        resets = session.recorded_waiting()
         found = session.run(PREEMPTED, greedy(60))
         assert session.pages_in_use() == 0
         counts = {name: resets.count(name) - 1 for name in resets}

@@ -154,6 +154,14 @@ class Session:
     def cache(self) -> TurboQuantPagedCache:
         return self.manager.batch_processor.cache
 
+    def recorded_waiting(self) -> list[str]:
+        """A list that gets the id of a request each time that it begins to wait: once, and again when preempted."""
+        ids: list[str] = []
+        scheduler = self.manager.batch_processor.scheduler
+        add = scheduler.add_waiting_request
+        scheduler.add_waiting_request = lambda state: ids.append(state.request_id) or add(state)
+        return ids
+
     def pages_in_use(self) -> int:
         """Pages that are neither free nor kept for requests to come."""
         cache = self.cache
