@@ -66,7 +66,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1790,  # `serve` under torchrun is refused
-        "batching": 1680,  # shortest prompts first; what is said when a rank dies, and of NCCL within graphs
+        "batching": 1700,  # dense layers of pages on a GPU; what is said when a rank dies, and of NCCL within graphs
         "graph_decoding": 520,
         "saving": 920,
         "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, greedy, model_of, options, prompts
+from tests.support.batching_cases import Session, agreement, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
 
 pytestmark = pytest.mark.cuda
@@ -18,14 +18,6 @@ NEW = 40
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return model_of(head_dim=128, num_attention_heads=8).cuda().to(torch.bfloat16)
-
-
-def agreement(found: list[list[int]], expected: list[list[int]]) -> float:
-    """Share of the tokens before the first that differs."""
-    same = 0
-    for a, b in zip(found, expected, strict=True):
-        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-    return same / sum(map(len, expected))
 
 
 def test_graphs_and_asynchronous_batches_are_on(model: PreTrainedModel) -> None:

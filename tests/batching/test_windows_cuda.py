@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_batches_cuda import LENGTHS, NEW, agreement
+from test_batches_cuda import LENGTHS, NEW
 from transformers import PreTrainedModel
 
-from tests.support.batching_cases import Session, greedy, mixed, prompts
+from tests.support.batching_cases import Session, agreement, greedy, mixed, prompts
 
 pytestmark = pytest.mark.cuda
 

@@ -227,3 +227,11 @@ class Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+def agreement(found: list[list[int]], expected: list[list[int]]) -> float:
+    """Share of the tokens before the first that differs."""
+    same = 0
+    for a, b in zip(found, expected, strict=True):
+        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    return same / sum(map(len, expected))

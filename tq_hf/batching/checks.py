@@ -54,6 +54,14 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
     return config
 
 
+def dense_layers(model: Any, config: TurboQuantConfig) -> list[int]:
+    """The full-attention layers that a configuration keeps dense."""
+    layers = TurboQuantCache(model.config, config).layers
+    return [
+        i for i, each in enumerate(config.by_layer(len(layers))) if each is None and type(layers[i]) is GrowingLayer
+    ]
+
+
 def check_model(model: Any, config: TurboQuantConfig) -> None:
     """Raise a `ValueError` if pages cannot hold a model's layers, or if none of them can be packed."""
     name, decoder = type(model).__name__, model.config.get_text_config()
@@ -75,14 +83,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
             f"{name} has sliding windows only, which are never packed: transformers' own `model.generate_batch` serves "
             "it in as much memory."
         )
-    dense = [
-        i for i, each in enumerate(config.by_layer(len(layers))) if each is None and type(layers[i]) is GrowingLayer
-    ]
-    if dense and model.device.type == "cuda":
-        raise ValueError(
-            f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: every step would be "
-            f"computed in torch, request by request. Leave it out. {INSTEAD}"
-        )
+    dense = dense_layers(model, config)
     if layers and len(dense) + sum(type(layer) is SlidingLayer for layer in layers) == len(layers):
         raise ValueError(
             f"`skip_layers` leaves no layer to pack: `model.generate_batch` serves {name} in as much memory."
@@ -158,12 +159,23 @@ def check_generation(config: GenerationConfig) -> None:
         )
 
 
-def paged_options(model: Any, config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]) -> ContinuousBatchingConfig:
     """A copy with `page_size` and `num_blocks` of packed pages, which have 128 tokens.
 
+    Args:
+        model: The model that is served.
+        config: The options that were asked for.
+        dense: Its full-attention layers that are not packed.
+
     Raises:
-        ValueError: Another page size is set, or graphs of steps with prompts for a model with sliding windows.
+        ValueError: Another page size is set, or graphs of steps that read lengths on the host: all of a model with
+            layers that are not packed, those with prompts of a model with sliding windows.
     """
+    if dense and any(config.cuda_graph_booleans):
+        raise ValueError(
+            f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps that read dense blocks of pages (layers {dense} "
+            "by `skip_layers`) cannot be captured: torch computes them, and reads lengths on the host. Leave it out."
+        )
     if config.cuda_graph_booleans[0] and SLIDING_ATTENTION in group_layers_by_attn_type(model.config.get_text_config()):
         raise ValueError(
             f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows "

@@ -44,7 +44,8 @@ class TurboQuantBatching(ContinuousMixin):
         preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. As in a `TurboQuantCache`, sinks and
             the last `residual_length` tokens of each request are dense: its answer is that of `generate()` with the
             same channel scales. (A request that begins with blocks of others reads all of those packed.) Dense layers
-            (`skip_layers`) are for a CPU: no kernel reads their pages yet. All packed layers have one preset.
+            (`skip_layers`) are computed in torch, request by request, without CUDA graphs: no kernel reads their pages
+            yet. All packed layers have one preset.
         balance: Whether a short run of the model finds channel scales before the first request (by default as the
             preset says); or the channel scales themselves.
         **overrides: Options of `TurboQuantConfig` that replace the preset's.

@@ -32,7 +32,7 @@ from ..ops.triton.pages import supports_paged_decode
 from ..saving import fingerprint
 from .attention import NAME
 from .cache import TurboQuantPagedCache
-from .checks import check_generation, check_model, paged_options
+from .checks import check_generation, check_model, dense_layers, paged_options
 from .geometry import TableShape
 
 logger = logging.get_logger(__name__)
@@ -259,7 +259,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         check_model(model, config)
         check_generation(generation_config)
         requested = continuous_batching_config
-        options = paged_options(model, requested)
+        dense = dense_layers(model, config)
+        options = paged_options(model, requested, dense)
         self.config, self.balance = config, balance
         self._computing = False
         hints = workload_hints or WorkloadHints()
@@ -273,7 +274,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         layout = config.layout(find_head_dim(model.config.get_text_config()))
-        kernels = on_cuda and supports_paged_decode(states, config, layout)
+        kernels = on_cuda and not dense and supports_paged_decode(states, config, layout)
+        if on_cuda and dense:
+            logger.warning_once(
+                f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
+                "these layers, request by request, and steps are not captured in CUDA graphs."
+            )
         if on_cuda and requested.use_cuda_graph is None:
             # Steps with prompts have all sizes, each of which would need a graph. Without kernels, lengths are read on
             # the host, which no graph can capture.

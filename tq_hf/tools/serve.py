@@ -92,8 +92,8 @@ def refusal(sentence: str, status: int = 400) -> Any:
 
 
 class TurboQuantServer(Serve):
-    """A server of one model, whose requests share one pool of packed pages. Of those that wait, shorter prompts are read
-    first, for a while (`ShortestFirst`).
+    """A server of one model, whose requests share one pool of packed pages. Shorter prompts are read before longer ones
+    that wait, for a while (`ShortestFirst`).
 
     The constructor loads the model and serves until the server is stopped.
 
