@@ -69,7 +69,16 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     of it. A cache that was filled there must still serve a plain `generate()`, so what it keeps is made outside.
     """
     # In this order: leaving inference mode turns gradients on.
-    return torch.inference_mode(False)(torch.no_grad()(function))
+    guarded = torch.inference_mode(False)(torch.no_grad()(function))
+
+    @wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Under `generate()` there is nothing to leave, and the two decorators take as long as two kernel launches.
+        if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
+            return guarded(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return outside
 
 
 def cached_table(make: Callable[P, R]) -> Callable[P, R]:

@@ -52,7 +52,7 @@ def test_reserves_stay_within_the_growth_factor(config):
 
 def test_a_residual_that_holds_everything_grows_geometrically():
     config = TurboQuantConfig(residual_length=10**6)
-    store = GrowingStore.allocate(config, *states(28, dim=8))
+    store = GrowingStore.allocate(config, *states(28, tokens=60, dim=8))
     capacities = set()
     for start in range(0, 6000, 60):
         store.append(*states(start, tokens=60, dim=8))

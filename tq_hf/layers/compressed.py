@@ -131,7 +131,6 @@ class TurboQuantLayer(FullAttentionLayer):
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0)."""
-        check_states(key_states, value_states)
         store: LayerStore
         if self.max_cache_len is None:
             store = GrowingStore.allocate(self.config, key_states, value_states)
@@ -165,8 +164,8 @@ class TurboQuantLayer(FullAttentionLayer):
         if not key_states.dtype == value_states.dtype == dtype:
             key_states, value_states = widened(key_states, value_states, dtype)
         if self.store is None:
-            check_states(key_states, value_states)
             if self.max_cache_len is not None:
+                check_states(key_states, value_states)
                 check_room(key_states.shape[2], 0, self.max_cache_len)
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None

@@ -78,7 +78,7 @@ class GrowingStore(LayerStore):
     def allocate(
         cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int | None = None
     ) -> GrowingStore:
-        """An empty store for states like keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`.
+        """An empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them.
 
         Raises:
             ValueError: The tensors do not fit each other.
@@ -86,10 +86,12 @@ class GrowingStore(LayerStore):
         check_states(keys, values)
         layout = config.layout(keys.shape[-1], values.shape[-1])
         batch, heads = keys.shape[:2]
-        num_blocks = 0 if max_cache_len is None else config.num_blocks(max_cache_len)
+        due = config.num_blocks(keys.shape[2])
+        num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
         blocks = PackedBlocks.allocate(layout, batch, heads, num_blocks, keys.device)
         sinks = Residual.allocate((keys, values), config.sink_tokens).ring
-        ring = Residual.allocate((keys, values), residual_capacity(config, 0, max_cache_len)).ring
+        rows = max(0, keys.shape[2] - config.sink_tokens) - due * BLOCK_TOKENS
+        ring = Residual.allocate((keys, values), residual_capacity(config, rows, max_cache_len)).ring
         return cls(LayerTensors(config, blocks, sinks, ring), max_cache_len=max_cache_len)
 
     @property
@@ -226,7 +228,8 @@ class GrowingStore(LayerStore):
 
         The block that the old residual began is completed by `lead` new tokens in a copy of the residual, and encoded
         from there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
-        residual. The old ring stays as it is, because the view of this call reads it.
+        residual. The old ring stays as it is, because the view of this call reads it, unless it holds nothing and has
+        room.
         """
         rows, held = rest[0].shape[2], self.residual.count
         due = max(0, self.config.num_blocks(self.length + rows) - self.num_blocks)
@@ -243,7 +246,9 @@ class GrowingStore(LayerStore):
         keys, values = (x[:, :, lead:end] for x in rest)
         self._encode((keys, values), self.num_blocks + begun)
         capacity = residual_capacity(self.config, held + rows - due * BLOCK_TOKENS, self.max_cache_len)
-        residual = completed.copied(capacity, begun * BLOCK_TOKENS)
+        if held or capacity > completed.capacity:
+            completed = completed.copied(capacity, begun * BLOCK_TOKENS)
+        residual = completed
         residual.first += whole * BLOCK_TOKENS
         residual.append(*(x[:, :, end:] for x in rest))
         self._replace_residual(residual)

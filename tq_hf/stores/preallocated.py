@@ -32,7 +32,7 @@ from ..ops.triton import blocks as triton_blocks
 from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from ..tensors.residual import Residual
 from . import graph_ops
-from .base import Counts, LayerStore, check_fits, check_room
+from .base import NOTHING, Counts, LayerStore, check_fits, check_room
 from .growing import GrowingStore
 
 
@@ -81,7 +81,9 @@ class PreallocatedStore(LayerStore):
         triton_blocks.prepare(config, tensors.layout, keys)
         for tensor in (*tensors.arguments(), *counts):
             mark_static_address(tensor)
-        return cls(tensors, counts, max_cache_len)
+        store = cls(tensors, counts, max_cache_len)
+        store.num_held = 0
+        return store
 
     @property
     def state(self) -> torch.Tensor:
@@ -137,9 +139,10 @@ class PreallocatedStore(LayerStore):
     def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         """A prompt or several tokens, with counts on the host: by the methods of a `GrowingStore`."""
         store = self.as_growing()
-        # Of its own: what is returned reads the old rows, and outlives the writing back.
-        store.residual = store.residual.copied(store.residual.capacity)
-        store.tensors = store.tensors.with_ring(store.residual.ring)
+        if store.residual.count:
+            # Of its own: what is returned reads the old rows, and outlives the writing back.
+            store.residual = store.residual.copied(store.residual.capacity)
+            store.tensors = store.tensors.with_ring(store.residual.ring)
         view = store.append(keys, values, defer)
         self._appending = store
         if not store.is_deferred:
@@ -162,9 +165,9 @@ class PreallocatedStore(LayerStore):
             self._take(store)
 
     def as_growing(self) -> GrowingStore:
-        """A store over the same tensors, with counts on the host. Waits for the device."""
+        """A store over the same tensors, with counts on the host. Waits for the device, unless nothing is held."""
         self.encode_deferred()
-        counts = Counts(*self.state.tolist())
+        counts = NOTHING if self.num_held == 0 else Counts(*self.state.tolist())
         return GrowingStore(self.tensors, counts, self.max_cache_len, self.scales_are_fixed)
 
     @outside_inference_mode
