@@ -54,7 +54,7 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 
 BUDGETS = {
     "tq_kernels": {
-        "decode": 2630,
+        "decode": 2640,  # fewer launches, as measured
         "prefix": 1630,  # what scratch the largest step takes
         "codec": 1660,  # choosing trellis codes is Viterbi's algorithm, where a scalar code was a staircase
         "turing": 1310,
@@ -66,7 +66,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1790,  # `serve` under torchrun is refused
-        "batching": 1700,  # dense layers of pages on a GPU; what is said when a rank dies, and of NCCL within graphs
+        "batching": 1710,  # dense layers of pages on a GPU; what is said when a rank dies, and of NCCL within graphs
         "graph_decoding": 520,
         "saving": 920,
         "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read
@@ -80,7 +80,7 @@ BUDGETS = {
         "balance": 120,
         "auto": 220,
         "config": 250,
-        "compat": 280,
+        "compat": 290,  # no decorators where there is nothing to leave
         "__init__": 60,
     },
 }

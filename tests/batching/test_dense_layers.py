@@ -89,8 +89,9 @@ def test_a_dense_layer_takes_a_page_of_rows_and_the_others_packed_ones(model: Pr
         session.run(prompts([5]), greedy(1))
         allocator = session.cache.allocator
         packed = allocator.tq_config.layout(allocator.head_dim).block_bytes
-        dense = 2 * 128 * allocator.head_dim * 4
-        assert allocator.bytes_per_block == allocator.num_key_value_heads * (2 * packed + dense)
+        heads, rows = allocator.num_key_value_heads, 2 * 128 * allocator.head_dim * 4
+        dense = -(-heads * rows // packed) * packed
+        assert allocator.bytes_per_block == heads * 2 * packed + dense
         pages: LayerPages = allocator.pages[2]
         assert pages.blocks is not None and pages.blocks.shape[1:] == (2, 2, 128, allocator.head_dim)
         assert pages.blocks.dtype == torch.float32

@@ -85,7 +85,11 @@ class TurboQuantAllocator(_PoolAllocator):
         by_layer = tq_config.by_layer(len(getattr(model, "layer_types", None) or range(model.num_hidden_layers)))
         self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
         """Layers that are not compressed."""
-        rows = 2 * BLOCK_TOKENS * self.head_dim * self.cache_dtype.itemsize * self.num_key_value_heads
+        self.row_bytes = 2 * BLOCK_TOKENS * self.head_dim * self.cache_dtype.itemsize * self.num_key_value_heads
+        """Bytes of a block's rows of a layer that is not compressed."""
+        # Kernels count from page to page in packed blocks.
+        unit = tq_config.layout(self.head_dim).block_bytes
+        rows = -(-self.row_bytes // unit) * unit
         self.layer_bytes = [rows if layer in self.dense else self.bytes_per_page for layer in self.layer_indices]
         # For transformers a block is a page of one layer.
         self.bytes_per_block = self.bytes_per_page = sum(self.layer_bytes)
@@ -111,10 +115,11 @@ class TurboQuantAllocator(_PoolAllocator):
         super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
         layers = self._copy_view.split(self.layer_bytes, 1)
         for layer, states in zip(self.layer_indices, layers, strict=True):
-            page = states.unflatten(1, (self.num_key_value_heads, -1))
             if layer in self.dense:
+                page = states[:, : self.row_bytes].unflatten(1, (self.num_key_value_heads, -1))
                 self.pages[layer] = LayerPages.dense(page, self.tq_config, self.head_dim, self.cache_dtype)
                 continue
+            page = states.unflatten(1, (self.num_key_value_heads, -1))
             view = LayerPages.of_pool(page[:, None], 0, self.tq_config, self.head_dim, self.cache_dtype)
             scales = self.channel_scales.get(layer)
             self.pages[layer] = view if scales is None else view.with_channel_scales(scales)

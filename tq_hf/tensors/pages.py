@@ -16,7 +16,8 @@ value words | scales | key mean]`, and starts at a multiple of 128 bytes at head
 rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
 
 A layer that is not compressed (`skip_layers`) has the same table: its part of a block's page is the rows of all 128
-tokens, and its ring and sinks are as those of other layers. So pages are shared, copied and offloaded alike.
+tokens (a whole number of blocks in bytes), and its ring and sinks are as those of other layers. So pages are shared,
+copied and offloaded alike.
 
 Sliding layers keep dense rows in pages of the same pool. A request has room for its last `window` tokens. The token at
 position p is in row p % window, and takes the place of the one that just slid out; row r is row `r % rows_per_page` of
@@ -77,13 +78,14 @@ class LayerPages:
         """The view of the `index`-th layer of a pool, with channel scales of one.
 
         Args:
-            pool: `[pages, layers, Hkv, layout.block_bytes]` uint8, contiguous.
+            pool: `[pages, layers, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks.
             index: Which layer.
             config: What blocks are encoded with.
             head_dim: Channels of a key and of a value, D.
             dtype: The model's.
         """
         layout, page = config.layout(head_dim), pool[:, index]
+        assert page.stride(0) % layout.block_bytes == 0
         sizes = (4 * layout.key_words, 4 * layout.value_words, 4 * layout.tokens, layout.mean_bytes)
         key_words, value_words, scales, means = page.split(sizes, -1)
         rows = rows_per_page(layout, dtype)

@@ -2,6 +2,16 @@
 
 Everything here depends on shapes and the device alone and is planned once per combination. Lengths live in device
 tensors and no integer argument is specialised, so nothing is compiled while a sequence grows.
+
+Three launches (rotate, split, reduce) were measured against fewer (one H200, 4 bits, microseconds of a call):
+
+|                                                 | 1 x 512 | 1 x 2k | 1 x 8k | 1 x 32k | 8 x 32k |
+| three launches                                  |    17.1 |   18.5 |   20.5 |    26.3 |    97.1 |
+| programs of the split rotate their queries      |    16.1 |   19.6 |   22.8 |    32.0 |   104.1 |
+| the same with a split that only this call needs |    17.1 |   17.6 |   21.6 |    31.6 |   109.3 |
+| one: the last program of a head merges          |    20.1 |   22.0 |   31.8 |    41.4 |         |
+
+A launch that does nothing takes 4.2 of these. The split begins 0.8 after the rotation does, whose rest it hides.
 """
 
 from __future__ import annotations
