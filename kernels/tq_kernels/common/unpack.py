@@ -304,8 +304,8 @@ def unpack_scales(scales):
 
 @triton.jit
 def load_signs(words, row, column, mask, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr):
-    """Words of the signs of a block's keys or values at 3 bits, the same for all quarters; as for `load_levels`, `words`
-    those of the channels from a quarter's first on."""
+    """Words of the signs of a block's keys or values at 3 bits, the same for all quarters; as for `load_levels`, but
+    `words` begin with the part's channels."""
     return load_words(words + 8 * DIM, row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
 
 

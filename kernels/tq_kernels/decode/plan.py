@@ -39,7 +39,7 @@ def _chunks(dim: int, bits: int, least: int) -> int:
     Tiles are powers of two, of `least` channels or more: as many parts as leave the fewest channels of them empty (3 of
     32 for 96). Fewer channels at a time need fewer registers.
     """
-    whole, most = dim, 64 if 128 < dim <= 256 or bits < 4 else 128
+    whole, most = dim, 64 if 128 < dim <= 256 or dim > 128 and least > 16 or bits < 4 else 128
     if bits < 4:
         whole //= 4
     tiles = {n: max(least, triton.next_power_of_2(whole // n)) for n in range(1, 9) if whole % (2 * n) == 0}
@@ -65,7 +65,9 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     )
     mean_tile = _mean_tile(key_dim, key_chunks, warps)
     block_bytes = BLOCK_TOKENS * (key_tile * key_bits + value_tile * value_bits) // 8 + 2 * max(key_tile, mean_tile)
-    query_bytes = 2 * block_rows * (key_tile + (mean_tile if key_chunks > 1 and mean_tile * key_chunks > key_dim else 0))
+    query_bytes = (
+        2 * block_rows * (key_tile + (mean_tile if key_chunks > 1 and mean_tile * key_chunks > key_dim else 0))
+    )
     probability_bytes = 64 * block_rows * (4 if value_chunks > 1 else 2)
     dense_bytes = 2 * DENSE_TOKENS.value * sum(map(triton.next_power_of_2, (key_dim, value_dim)))
     dense_bytes += 2 * block_rows * triton.next_power_of_2(key_dim)
@@ -176,6 +178,7 @@ class Plan:
     scratch: ScratchLayout
     rotate_grid: tuple[int, int, int]
     reduce_grid: tuple[int, int, int]
+    rotate_warps: int
     reduce_warps: int
     rotate_constants: tuple[Any, ...]
     tile_constants: tuple[Any, ...]
@@ -220,7 +223,7 @@ def plan_decode(
     # not change as it grows).
     reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
     # Without matrix units the rotation is held in shared memory as float32.
-    block_columns = 128 if on.asm else 32
+    block_columns = min(128 if on.asm else 32, 32768 // triton.next_power_of_2(dvp))
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
     tile_constants = _tile_constants(config, dkp, dvp, value_dim, on)
     return Plan(
@@ -233,6 +236,7 @@ def plan_decode(
         scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
         rotate_grid=(heads, -(-rows // rotate_rows), -(-dkp // 32)),
         reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
+        rotate_warps=2 if dkp <= 256 else 4,
         # Two need no more registers than a program of the split, and so begin as soon as one of those ends.
         reduce_warps=2 if reduce_rows == 1 and reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
         rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),

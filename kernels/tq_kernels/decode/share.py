@@ -114,7 +114,9 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     q_mask = (kc < KEY_WIDTH)[:, None] & rows.inside[None, :]
     q = ()
     for chunk in tl.static_range(C.KEY_CHUNKS):
-        q += (tl.load(rotated + chunk_start(chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS), mask=q_mask, other=0.0),)  # [BKC, BR]
+        q += (
+            tl.load(rotated + chunk_start(chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS), mask=q_mask, other=0.0),
+        )  # [BKC, BR]
     km = tl.arange(0, C.BLOCK_MEAN)
     q_mean = q  # of parts that are as long as those of the mean
     if C.BLOCK_MEAN != C.BLOCK_KC:
