@@ -144,9 +144,7 @@ def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     """`rotate_and_append`."""
     p = plan(arch, *bits, dim=dim)
     types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
-    return build(
-        rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=p.rotate_warps
-    )
+    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=p.rotate_warps)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:

@@ -163,8 +163,14 @@ def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> Dequa
         return DequantizeConfig(
             4 if bits < 4 else 1, columns, resident=True, warps=warps, programs_per_multiprocessor=2
         )
-    columns = 128 if capability[0] >= 8 and dim <= 256 else 64
-    return DequantizeConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
+    columns = 128 if capability[0] >= 8 else 64
+    return DequantizeConfig(
+        8 if dim > 256 and bits >= 4 else 4,
+        columns,
+        resident=False,
+        warps=8 if dim > 32 else 4,
+        programs_per_multiprocessor=2,
+    )
 
 
 def dequantize(
