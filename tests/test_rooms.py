@@ -54,9 +54,9 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 
 BUDGETS = {
     "tq_kernels": {
-        "decode": 2630,
+        "decode": 2670,  # channels in as many parts as leave the fewest empty
         "prefix": 1630,  # what scratch the largest step takes
-        "codec": 1660,  # choosing trellis codes is Viterbi's algorithm, where a scalar code was a staircase
+        "codec": 1730,  # trellis codes by Viterbi's algorithm; heads of 512 in parts of 256 channels
         "turing": 1310,
         "common": 950,  # three tables of magnitudes, and signs from two bits
         "types": 280,  # the options of a call, once for both attention functions

@@ -67,6 +67,7 @@ CASES = [
         for name, dtype in (("4bit_nc", BF16), ("k8v4", FP16))
     ],
     *[Case(PRESETS[name], 384, 320, FP16, heads=1, balanced=True) for name in ("3bit_nc", "2bit_nc")],
+    *[Case(PRESETS[name], 512, 192, FP16, heads=1) for name in ("3bit_nc", "2bit_nc")],
 ]
 
 SPOILT = ("k8v4", "4bit_nc", "2.5bit_nc", "2bit_nc")
