@@ -221,11 +221,11 @@ def encode_block(
     WORDS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS * C.DIM * C.BITS // 32
     SCALES_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else 2 * TOKENS
     WIDTH: tl.constexpr = part_width(C.TILE)
-    words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
     states = States(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
     if WIDTH == C.TILE:
         y0, y1 = _rotated(states, out, home, 0, C)
-        sizes = row_sizes(y0, y1, C.BITS)
+        sizes = None
+        words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
         inner = store_codes(y0, y1, sizes, words, 0, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
     else:
         # Registers hold no more: once for the sizes of rows, once more to quantize them.
@@ -233,7 +233,7 @@ def encode_block(
         size1, size2, size3 = size0, size0, size0
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
             y0, y1 = _rotated(states, out, home, part, C)
-            added = row_sizes(y0, y1, C.BITS)
+            added = row_sizes(y0, C.BITS) + row_sizes(y1, C.BITS)
             if C.BITS == 8:
                 size0, size1 = tl.maximum(size0, added[0]), tl.maximum(size1, added[1])
                 size2, size3 = tl.maximum(size2, added[2]), tl.maximum(size3, added[3])
@@ -241,6 +241,7 @@ def encode_block(
                 size0, size1, size2, size3 = size0 + added[0], size1 + added[1], size2 + added[2], size3 + added[3]
         sizes = (size0, size1, size2, size3)
         inner = tl.zeros([PLANE, 2, 2], tl.float32)
+        words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
             y0, y1 = _rotated(states, out, home, part, C)
             inner += store_codes(y0, y1, sizes, words, part, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)

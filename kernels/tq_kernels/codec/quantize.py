@@ -77,11 +77,14 @@ def _fp8_scale(largest, DIM: tl.constexpr):
 
 @triton.jit
 def _quantize_fp8(z, largest, DIM: tl.constexpr):
-    """Codes `[32, TILE]` int32 of rows whose true value is `z` over sqrt(DIM)."""
-    unit = _fp8_scale(largest, DIM).to(tl.float32) * FP8_LEVEL_SCALE  # [32]
+    """Codes `[32, part_width(TILE)]` int32 and scales `[32]` fp16 of rows whose true value is `z` over sqrt(DIM), given
+    the largest magnitudes of all channels, or None where these are all."""
+    scale = _fp8_scale(tl.max(tl.abs(z), axis=1) if largest is None else largest, DIM)
+    unit = scale.to(tl.float32) * FP8_LEVEL_SCALE  # [32]
     inverse = tl.where(unit > 0.0, DIM**-0.5 / tl.where(unit > 0.0, unit, 1.0), 0.0)
     # The scale's rounding to fp16 can push the largest channel past 448.
-    return _float_to_e4m3(tl.clamp(z * inverse[:, None], -FP8_MAX, FP8_MAX))
+    x = tl.clamp(z * inverse[:, None], -FP8_MAX, FP8_MAX)
+    return _float_to_e4m3(x), scale
 
 
 @triton.jit
@@ -112,7 +115,8 @@ def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl
     if DIM != TILE:
         _, inside = part_channels(part, DIM, TILE)
         level = tl.where(inside[None, :], level, 0.0)
-    return biased.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True), tl.sum(z * level, axis=1)
+    inner = tl.sum(z * level, axis=1)
+    return biased.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True), inner
 
 
 @triton.jit
@@ -178,18 +182,43 @@ def _store_words(pointer, words, row_stride, tile_stride, column_stride, columns
 
 
 @triton.jit
-def row_sizes(y0, y1, BITS: tl.constexpr):
-    """Of the rows of four planes what codes are in units of, `[32]` each: sums of squares, of FP8 the largest
-    magnitudes. Arguments as for `store_codes`."""
-    sizes = ()
-    for half in tl.static_range(2):
-        y = y0 if half == 0 else y1
-        if BITS == 8:
-            even, odd = _planes(tl.max(tl.abs(y), axis=1))
-        else:
-            even, odd = _planes(tl.sum(y * y, axis=1))
-        sizes += (even, odd)
-    return sizes
+def row_sizes(y, BITS: tl.constexpr):
+    """Of the rows of two planes what codes are in units of, `[32]` each: sums of squares, of FP8 the largest
+    magnitudes. `y` as for `store_codes`."""
+    if BITS == 8:
+        even, odd = _planes(y)
+        even, odd = tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1)
+    else:
+        even, odd = _planes(tl.sum(y * y, axis=1))
+    return even, odd
+
+
+@triton.jit
+def _sizes_of(y, sizes, HALF: tl.constexpr, BITS: tl.constexpr):
+    """`row_sizes` of half HALF, given those of both halves or None."""
+    if sizes is None:
+        even, odd = row_sizes(y, BITS)
+    else:
+        even, odd = sizes[2 * HALF], sizes[2 * HALF + 1]
+    return even, odd
+
+
+@triton.jit
+def _scales_of(inner, size, BITS: tl.constexpr, DIM: tl.constexpr):
+    """fp16 scales of rows, from their sums of level times channel and from `row_sizes`."""
+    if BITS == 8:
+        return _fp8_scale(size, DIM)
+    else:
+        if BITS < 4:
+            inner = inner * tl.sqrt(size * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
+        # NaN is no 0: a row that is not finite has no scale.
+        return to_half(tl.where(inner == 0.0, 0.0, size / tl.where(inner == 0.0, 1.0, inner)) * DIM**-0.5)
+
+
+@triton.jit
+def _result(inner, size, sizes, BITS: tl.constexpr, DIM: tl.constexpr):
+    """What `store_codes` returns of rows: scales if it has all of their channels, in half of the bytes."""
+    return _scales_of(inner, size, BITS, DIM) if sizes is None else inner
 
 
 @triton.jit
@@ -197,18 +226,11 @@ def store_scales(inner, sizes, scales, BITS: tl.constexpr, DIM: tl.constexpr):
     """Store a block's scales.
 
     Args:
-        inner: Sums of what `store_codes` returns of all parts.
-        sizes: From `row_sizes`, of all channels.
+        inner: What `store_codes` returns, summed over parts.
+        sizes: As `store_codes` was given them.
         scales: Pointer to the block's first scale of this kind; every other fp16 is one.
     """
-    size = _joined(sizes)  # [32, 2, 2]
-    if BITS == 8:
-        scale = _fp8_scale(size, DIM)
-    else:
-        if BITS < 4:
-            inner = inner * tl.sqrt(size * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
-        # NaN is no 0: a row that is not finite has no scale.
-        scale = to_half(tl.where(inner == 0.0, 0.0, size / tl.where(inner == 0.0, 1.0, inner)) * DIM**-0.5)
+    scale = inner if sizes is None else _scales_of(inner, _joined(sizes), BITS, DIM)  # [32, 2, 2]
     plane = 32 * tl.arange(0, 2)
     token = tl.arange(0, 32)[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :]
     tl.store(scales + token * 2, scale)
@@ -218,7 +240,7 @@ def store_scales(inner, sizes, scales, BITS: tl.constexpr, DIM: tl.constexpr):
 def store_codes(
     y0,  # [64, part_width(TILE)] sqrt(D) times part `part` of the rotated (and centred) rows of planes 0 and 1
     y1,  # of planes 2 and 3
-    sizes,  # from `row_sizes`, of all channels
+    sizes,  # `row_sizes` of four planes and all channels, or None if these are all: then found half by half
     words,  # block's first word
     part, IS_VALUE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     ASM: tl.constexpr,
@@ -226,7 +248,7 @@ def store_codes(
     """Quantize and pack a part of a block and store its words.
 
     Returns:
-        Sums of level times channel, by token `[32, 2, 2]`, of which `store_scales` makes scales; of FP8 zeros.
+        By token `[32, 2, 2]` sums of level times channel (of FP8 nothing of use); scales where `sizes` are None.
     """
     WIDTH: tl.constexpr = part_width(TILE)
     PARTS: tl.constexpr = TILE // WIDTH
@@ -245,11 +267,13 @@ def store_codes(
         columns: tl.constexpr = DIM // 8
         row_stride: tl.constexpr = DIM // 2 if BITS >= 4 else DIM // 8
         column_stride: tl.constexpr = 1
+    results = ()
     if BITS == 8:
         for half in tl.static_range(2):
             even, odd = _planes(y0 if half == 0 else y1)
-            even = _quantize_fp8(even, sizes[2 * half], DIM)
-            odd = _quantize_fp8(odd, sizes[2 * half + 1], DIM)
+            even, even_scale = _quantize_fp8(even, None if sizes is None else sizes[2 * half], DIM)
+            odd, scale = _quantize_fp8(odd, None if sizes is None else sizes[2 * half + 1], DIM)
+            results += (even_scale, scale)
             word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, WIDTH)
             # Both signs of a half word to its top, two codes at a time.
             word = (word & 0x807F807F) | ((word >> 1) & 0x3F803F80) | ((word & 0x00800080) << 7)
@@ -257,35 +281,41 @@ def store_codes(
             _store_words(
                 words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns, part, PARTS
             )
-        return tl.zeros([32, 2, 2], tl.float32)
+        return _joined(results)
     elif BITS == 4:
-        inners = ()
         for half in tl.static_range(2):
-            even, odd = _planes(y0 if half == 0 else y1)
-            even_index, even_x, even_inner = _quantize(even, sizes[2 * half], part, LEVELS, DIM, TILE)
-            index, x, inner = _quantize(odd, sizes[2 * half + 1], part, LEVELS, DIM, TILE)
+            y = y0 if half == 0 else y1
+            even_size, odd_size = _sizes_of(y, sizes, half, BITS)
+            even, odd = _planes(y)
+            even_index, even_x, even_inner = _quantize(even, even_size, part, LEVELS, DIM, TILE)
+            results += (_result(even_inner, even_size, sizes, BITS, DIM),)
+            index, x, inner = _quantize(odd, odd_size, part, LEVELS, DIM, TILE)
+            results += (_result(inner, odd_size, sizes, BITS, DIM),)
             # Whole bytes, because one permute moves those of two codes; their bits are picked below.
             half_word = low_bytes(even_index, index, ASM)
             half_signs = _high_bytes(even_x, x, ASM)
-            inners += (even_inner, inner)
             if half == 0:
                 word = half_word
                 signs = half_signs & 0x00800080
             else:
                 word = low_halves(word, half_word, ASM) & 0x07070707
                 signs |= (half_signs >> 4) & 0x00080008
+        result = _joined(results)
         word = _merge_neighbours(word, 4, IS_VALUE, WIDTH)
         signs = _merge_neighbours(signs, 8, IS_VALUE, WIDTH)
         word = tl.reshape(word | signs, [ROWS, 4, COLUMNS])
         _store_words(words, word, row_stride, columns * column_stride, column_stride, columns, part, PARTS)
-        return _joined(inners)
+        return result
     else:
         pairs = ()
         for half in tl.static_range(2):
-            even, odd = _planes(y0 if half == 0 else y1)
-            even = trellis.rounded(even, sizes[2 * half], BITS, DIM, ASM)
-            odd = trellis.rounded(odd, sizes[2 * half + 1], BITS, DIM, ASM)
+            y = y0 if half == 0 else y1
+            even_size, odd_size = _sizes_of(y, sizes, half, BITS)
+            even, odd = _planes(y)
+            even = trellis.rounded(even, even_size, BITS, DIM, ASM)
+            odd = trellis.rounded(odd, odd_size, BITS, DIM, ASM)
             pairs += (low_bytes(even, odd, ASM),)
+            results += (even_size, odd_size)
         a, b, c, d = trellis.neighbours(low_halves(pairs[0], pairs[1], ASM), IS_VALUE)  # [ROWS, 2, COLUMNS] each
         if BITS == 2:
             word = trellis.codes2(a, b, c, d, LEVELS, ASM)
@@ -312,4 +342,4 @@ def store_codes(
             for plane in tl.static_range(4):
                 of_first = of_first[1:] + (of_first[0] + of_second[plane],)
             inner = _joined(_row_sums(of_first))
-        return inner
+        return _result(inner, _joined(results), sizes, BITS, DIM)
