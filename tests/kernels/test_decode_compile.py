@@ -41,6 +41,26 @@ def test_instructions_per_element_on_sm_90(preset: str) -> None:
     assert loop["I2F"] == loop["F2F"] == 0 and loop["STS"] <= 8 and loop["LDG"] <= 8
 
 
+@pytest.mark.parametrize(
+    ("dim", "preset", "budget"),
+    [(80, "4bit_nc", 3.1), (96, "4bit_nc", 2.45), (192, "4bit_nc", 2.1), (384, "3bit_nc", 2.1), (512, "4bit_nc", 1.9)],
+)
+def test_no_instructions_for_channels_that_there_are_not(dim: int, preset: str, budget: float) -> None:
+    key_bits, value_bits = BITS[preset]
+    loop = build_split(90, key_bits=key_bits, value_bits=value_bits, dim=dim)
+    assert per_element(loop, plan(90, key_bits, value_bits, dim=dim), dim, False)["total"] <= budget
+
+
+@pytest.mark.parametrize("preset", [slow(p) if p in ("3.5bit_nc", "k3v4_nc") else p for p in BITS])
+def test_heads_of_512_have_no_stack_in_the_loop(preset: str) -> None:
+    key_bits, value_bits = BITS[preset]
+    compiled = build_split(90, key_bits=key_bits, value_bits=value_bits, dim=512)
+    on = plan(90, key_bits, value_bits, dim=512).config
+    assert inner_loop(compiled)["STL"] == inner_loop(compiled)["LDL"] == 0
+    # As many programs as the plan counts on are resident.
+    assert on.programs_per_multiprocessor * (compiled.metadata.shared + 1024) <= SHARED[90] * 1024
+
+
 @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])
 def test_instructions_per_element_on_turing(preset: str) -> None:
     key_bits, value_bits = BITS[preset]

@@ -28,6 +28,11 @@ SHAPES = [
     BASE.with_(Hkv=2, Hq=8, Dk=256, Dv=256, blocks=2),
     BASE.with_(Hkv=1, Hq=5, Dk=192, Dv=128, blocks=2, residual=53),
     BASE.with_(Hkv=1, Hq=8, Dk=72, Dv=100, blocks=2, preset="3bit_nc"),
+    BASE.with_(Hkv=1, Hq=8, Dk=512, Dv=512, blocks=2, balanced=True),
+    BASE.with_(Hkv=1, Hq=16, Dk=512, Dv=512, blocks=2, preset="k8v4", dtype=BF16),
+    BASE.with_(Hkv=1, Hq=6, Dk=512, Dv=320, blocks=1, preset="3bit_nc"),
+    BASE.with_(Hkv=1, Hq=7, Dk=384, Dv=512, blocks=1, preset="2bit_nc"),
+    BASE.with_(Hkv=1, Hq=4, Dk=192, Dv=192, blocks=1, preset="2.5bit_nc"),
 ]
 OPTIONS = [
     BASE.with_(dtype=BF16, Hq=8, Hkv=2),

@@ -59,6 +59,8 @@ CASES = [
     Case(Ablation(key_mean=False), 64, 64, batch=2, heads=3, start=0, stop=4),
     Case(PRESETS["4bit_nc"], 64, 128, batch=2, heads=3, balanced=True),
     Case(PRESETS["3bit_nc"], 100, 80, FP16, balanced=True),
+    Case(PRESETS["k8v4"], 512, 320, FP16, heads=1, balanced=True),
+    Case(PRESETS["2bit_nc"], 384, 512, BF16, heads=1, balanced=True),
 ]
 
 

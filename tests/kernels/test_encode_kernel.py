@@ -62,6 +62,12 @@ CASES = [
     *[Case(PRESETS["4bit_nc"], 64, 32, dtype, batch=2, heads=3, balanced=True) for dtype in (BF16, FP16, FP32)],
     Case(PRESETS["2.5bit_nc"], 96, 100, FP16, balanced=True),
     Case(PRESETS["k8v4"], 256, 24, BF16, balanced=True),
+    *[
+        Case(PRESETS[name], 512, 512, dtype, heads=1, balanced=True)
+        for name, dtype in (("4bit_nc", BF16), ("k8v4", FP16))
+    ],
+    *[Case(PRESETS[name], 384, 320, FP16, heads=1, balanced=True) for name in ("3bit_nc", "2bit_nc")],
+    *[Case(PRESETS[name], 512, 192, FP16, heads=1) for name in ("3bit_nc", "2bit_nc")],
 ]
 
 SPOILT = ("k8v4", "4bit_nc", "2.5bit_nc", "2bit_nc")

@@ -25,9 +25,9 @@ HEADS, GROUP, DIM = 2, 3, 32
 test_under_the_interpreter = child(__file__)
 
 
-def states(tokens: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def states(tokens: int, device: str, seed: int = 0, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    keys, values = (torch.randn(2, HEADS, tokens, DIM, generator=generator).half() for _ in range(2))
+    keys, values = (torch.randn(2, HEADS, tokens, dim, generator=generator).half() for _ in range(2))
     return keys.to(device), values.to(device)
 
 
@@ -36,17 +36,30 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("prompt", [1, 3, 5, 200])
-@pytest.mark.parametrize("preset", ["4bit_nc", "k8v4", "2.5bit_nc"])
-def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset, prompt, device):
+@pytest.mark.parametrize(
+    ("preset", "prompt", "steps", "dim"),
+    [
+        *[
+            (preset, prompt, steps, DIM)
+            for preset in ("4bit_nc", "k8v4", "2.5bit_nc")
+            for prompt, steps in ((1, 6), (3, 6), (5, 140), (200, 140))
+        ],
+        ("4bit_nc", 130, 4, 512),
+        *[
+            pytest.param(preset, 130, 4, dim, marks=pytest.mark.slow)
+            for preset, dim in (("2.5bit_nc", 384), ("k8v4", 320))
+        ],
+    ],
+)
+def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset, prompt, steps, dim, device):
     config = TurboQuantConfig.from_preset(preset, residual_length=0, sink_tokens=4)
-    total = prompt + 140 if prompt > 3 else prompt + 6
-    keys, values = states(total, device)
+    total = prompt + steps
+    keys, values = states(total, device, dim=dim)
     preallocated = PreallocatedStore.allocate(config, keys, values, total)
     growing = GrowingStore.allocate(config, keys, values)
     growing.append(keys[:, :, :prompt], values[:, :, :prompt])
     preallocated.append(keys[:, :, :prompt], values[:, :, :prompt])
-    query = torch.randn(2, HEADS * GROUP, 1, DIM, generator=torch.Generator().manual_seed(1)).half().to(device)
+    query = torch.randn(2, HEADS * GROUP, 1, dim, generator=torch.Generator().manual_seed(1)).half().to(device)
     # Every step matters near an event; the rest are appended only.
     for token in range(prompt, total):
         new = keys[:, :, token : token + 1], values[:, :, token : token + 1]
@@ -54,8 +67,8 @@ def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset
         view = growing.append(*new)
         # Attention appends the token in passing, once, and anybody may be next to read it.
         for _ in range(2 if token in (prompt, total - 1) or growing.num_pending else 0):
-            actual = attend_token(step, query, None, AttentionOptions(DIM**-0.5))
-            expected = reference.attend(query, view, None, AttentionOptions(DIM**-0.5))
+            actual = attend_token(step, query, None, AttentionOptions(dim**-0.5))
+            expected = reference.attend(query, view, None, AttentionOptions(dim**-0.5))
             assert relative_error(actual, expected) < 2e-3
         assert preallocated.length.item() == token + 1
         assert tuple(preallocated.state.tolist()) == tuple(growing.counts)

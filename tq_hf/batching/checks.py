@@ -18,7 +18,7 @@ from ..compat import layer_configs, takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
-from ..ops.triton.blocks import MAX_HEAD_DIM
+from ..ops.triton.pages import MAX_PAGED_DIM
 
 logger = logging.get_logger(__name__)
 
@@ -143,9 +143,9 @@ def _check_heads(model: Any, name: str) -> None:
             f"{name} has keys of {widths[0]} and values of {values.pop()} channels, and pages hold equal ones. "
             f"{INSTEAD}"
         )
-    if model.device.type == "cuda" and widths and widths[0] > MAX_HEAD_DIM:
+    if model.device.type == "cuda" and widths and widths[0] > MAX_PAGED_DIM:
         raise ValueError(
-            f"{name} has heads of {widths[0]} channels, and kernels read pages of up to {MAX_HEAD_DIM}: every step "
+            f"{name} has heads of {widths[0]} channels, and kernels read pages of up to {MAX_PAGED_DIM}: every step "
             f"would be computed in torch, request by request. {INSTEAD}"
         )
 

@@ -136,15 +136,15 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
 
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`rotate_query`."""
-    types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
-    return build(rotate_query, types, plan(arch, *bits, dim=dim).rotate_constants, arch, num_warps=2)
+    types, p = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8], plan(arch, *bits, dim=dim)
+    return build(rotate_query, types, p.rotate_constants, arch, num_warps=p.rotate_warps)
 
 
 def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`rotate_and_append`."""
-    constants = (dim, tile_of(dim, 1), *plan(arch, *bits, dim=dim).rotate_constants)
+    p = plan(arch, *bits, dim=dim)
     types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
-    return build(rotate_and_append, types, constants, arch, num_warps=2)
+    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=p.rotate_warps)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:

@@ -50,6 +50,7 @@ SERVES = Version(transformers.__version__) >= Version("5.19")
 """Older ones have another engine for many requests."""
 SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
 HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
+HEADS += [(48, 8, 128), (64, 4, 128), (32, 8, 80), (32, 8, 96), (32, 8, 192), (32, 4, 512)]
 PRESETS = ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"]
 SINKS, WINDOW_CAPACITY = 4, 256
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}

@@ -22,8 +22,8 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
-from ..format import TOKENS, due_blocks_in_kernel
-from .quantize import store_codes
+from ..format import PLANE, TOKENS, due_blocks_in_kernel
+from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -57,22 +57,20 @@ class EncodeShape(NamedTuple):
 def load_rotation(
     rotation, channel_scales, first,
     ROWS: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, part=0,
 ):  # fmt: skip
-    """Rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales, with columns in the order of
-    quarters, `[ROWS, TILE]`.
+    """Rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales, with the columns of part `part` in the
+    order of quarters, `[ROWS, part_width(TILE)]`.
 
     Returns:
         High and low parts in MATRIX's dtype, one and the same where SPLIT is not set.
     """
     k = first + tl.arange(0, ROWS)[:, None]
-    n = tl.arange(0, TILE)[None, :]
-    QUARTER: tl.constexpr = TILE // 4
-    channel = n // QUARTER * (DIM // 4) + n % QUARTER
+    channel, inside = part_channels(part, DIM, TILE)
     if DIM == TILE:
-        r = tl.load(rotation + channel * DIM + k)  # [ROWS, TILE]
+        r = tl.load(rotation + channel[None, :] * DIM + k)  # [ROWS, part_width(TILE)]
     else:
-        r = tl.load(rotation + channel * DIM + k, mask=(n % QUARTER < DIM // 4) & (k < DIM), other=0.0)
+        r = tl.load(rotation + channel[None, :] * DIM + k, mask=inside[None, :] & (k < DIM), other=0.0)
     if DIM & (DIM - 1) == 0:
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
@@ -159,6 +157,54 @@ def block_rows():
     return 32 * ((row >> 3) & 1) + 8 * (row >> 4) + (row & 7)
 
 
+class States(NamedTuple):
+    """What `encode_block` is given of a block's rows and of what rotates them."""
+
+    early: Any
+    late: Any
+    early_offsets: Any
+    late_offsets: Any
+    rotation: Any
+    channel_scales: Any
+    high: Any
+    low: Any
+
+
+@triton.jit
+def _rotated(states, out, home, part, C: tl.constexpr):
+    """Part `part` of the channels of a block's rotated rows, two tiles [64, part_width(TILE)], without the mean, which
+    is stored."""
+    UNIT: tl.constexpr = C.DIM**-0.5
+    MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DIM
+    SPLIT: tl.constexpr = _takes_two(C.MATRIX, C.DIM)
+    early, late, early_offsets, late_offsets, rotation, channel_scales, high, low = states
+    k = tl.arange(0, C.K_STEP)
+    y0 = tl.zeros([HALF_TOKENS, part_width(C.TILE)], tl.float32)
+    y1 = tl.zeros([HALF_TOKENS, part_width(C.TILE)], tl.float32)
+    if C.K_STEP == C.TILE:
+        x0 = _load_rows(early + early_offsets, k, C.HEAD_DIM, C.TILE)  # [64, TILE]
+        x1 = _load_rows(late + late_offsets, k, C.HEAD_DIM, C.TILE)
+        y0 = _add_product(x0, high, low, y0, SPLIT, C.PRECISION)
+        y1 = _add_product(x1, high, low, y1, SPLIT, C.PRECISION)
+    else:
+        for first in tl.range(0, C.TILE, C.K_STEP):
+            x0 = _load_rows(early + first + early_offsets, first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
+            x1 = _load_rows(late + first + late_offsets, first + k, C.HEAD_DIM, C.TILE)
+            step_high, step_low = load_rotation(
+                rotation, channel_scales, first, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE, SPLIT, part
+            )
+            y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.PRECISION)
+            y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.PRECISION)
+    if out.means is not None:
+        mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), C.ASM)
+        channel, inside = part_channels(part, C.DIM, C.TILE)
+        tl.store(out.means + home * MEAN_SIZE + channel, mean, mask=inside)
+        stored = mean.to(tl.float32) * (1 / UNIT)
+        y0 -= stored[None, :]
+        y1 -= stored[None, :]
+    return y0, y1
+
+
 @triton.jit
 def encode_block(
     early, late, early_offsets, late_offsets, out: Output, home, rotation, channel_scales, high, low, C: tl.constexpr
@@ -172,41 +218,34 @@ def encode_block(
         high, low: All of `load_rotation` where K_STEP is TILE, else anything.
         C: An `EncodeShape`.
     """
-    UNIT: tl.constexpr = C.DIM**-0.5
-    QUARTER: tl.constexpr = C.TILE // 4
     WORDS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS * C.DIM * C.BITS // 32
     SCALES_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else 2 * TOKENS
-    MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DIM
-    SPLIT: tl.constexpr = _takes_two(C.MATRIX, C.DIM)
-    k = tl.arange(0, C.K_STEP)
-    y0 = tl.zeros([HALF_TOKENS, C.TILE], tl.float32)
-    y1 = tl.zeros([HALF_TOKENS, C.TILE], tl.float32)
-    if C.K_STEP == C.TILE:
-        x0 = _load_rows(early + early_offsets, k, C.HEAD_DIM, C.TILE)  # [64, TILE]
-        x1 = _load_rows(late + late_offsets, k, C.HEAD_DIM, C.TILE)
-        y0 = _add_product(x0, high, low, y0, SPLIT, C.PRECISION)
-        y1 = _add_product(x1, high, low, y1, SPLIT, C.PRECISION)
+    WIDTH: tl.constexpr = part_width(C.TILE)
+    states = States(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
+    if WIDTH == C.TILE:
+        y0, y1 = _rotated(states, out, home, 0, C)
+        sizes = None
+        words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
+        inner = store_codes(y0, y1, sizes, words, 0, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
     else:
-        for first in tl.range(0, C.TILE, C.K_STEP):
-            x0 = _load_rows(early + first + early_offsets, first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
-            x1 = _load_rows(late + first + late_offsets, first + k, C.HEAD_DIM, C.TILE)
-            step_high, step_low = load_rotation(
-                rotation, channel_scales, first, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE, SPLIT
-            )
-            y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.PRECISION)
-            y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.PRECISION)
-    if out.means is not None:
-        mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), C.ASM)  # [TILE]
-        n = tl.arange(0, C.TILE)
-        channel = n // QUARTER * (C.DIM // 4) + n % QUARTER
-        tl.store(out.means + home * MEAN_SIZE + channel, mean, mask=n % QUARTER < C.DIM // 4)
-        stored = mean.to(tl.float32) * (1 / UNIT)
-        y0 -= stored[None, :]
-        y1 -= stored[None, :]
-    store_codes(
-        y0, y1, out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE,
-        C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM,
-    )  # fmt: skip
+        # Registers hold no more: once for the sizes of rows, once more to quantize them.
+        size0 = tl.zeros([PLANE], tl.float32)
+        size1, size2, size3 = size0, size0, size0
+        for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
+            y0, y1 = _rotated(states, out, home, part, C)
+            added = row_sizes(y0, C.BITS) + row_sizes(y1, C.BITS)
+            if C.BITS == 8:
+                size0, size1 = tl.maximum(size0, added[0]), tl.maximum(size1, added[1])
+                size2, size3 = tl.maximum(size2, added[2]), tl.maximum(size3, added[3])
+            else:
+                size0, size1, size2, size3 = size0 + added[0], size1 + added[1], size2 + added[2], size3 + added[3]
+        sizes = (size0, size1, size2, size3)
+        inner = tl.zeros([PLANE, 2, 2], tl.float32)
+        words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
+        for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
+            y0, y1 = _rotated(states, out, home, part, C)
+            inner += store_codes(y0, y1, sizes, words, part, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
+    store_scales(inner, sizes, scales, C.BITS, C.DIM)
 
 
 @triton.jit

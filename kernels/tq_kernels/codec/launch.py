@@ -54,7 +54,7 @@ def encode_config(
     if capability[0] < 8:
         return EncodeConfig(k_step=16, warps=8, stages=1, programs_per_multiprocessor=1)
     # Two matrices of 256 channels, or one of fp32, do not fit in shared memory.
-    if capability[0] != 9 or itemsize == 4 or tile > 128 and tile != dim:
+    if capability[0] != 9 or itemsize == 4 or tile > 128 and tile != dim or tile > 256:
         return EncodeConfig(k_step=min(tile, 32), warps=4 if tile < 64 else 8, stages=1, programs_per_multiprocessor=2)
     if tile != dim or tile > 128:
         return EncodeConfig(k_step=tile, warps=4 if tile < 64 else 8, stages=1, programs_per_multiprocessor=1)
@@ -157,14 +157,20 @@ class DequantizeConfig:
 
 def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantizeConfig:
     """The heuristic table; `capability` of an NVIDIA GPU or (0, 0)."""
-    if capability[0] == 9:
+    if capability[0] == 9 and dim <= 256:
         warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
         columns = 64 if bits < 4 and dim > 128 else 128
         return DequantizeConfig(
             4 if bits < 4 else 1, columns, resident=True, warps=warps, programs_per_multiprocessor=2
         )
     columns = 128 if capability[0] >= 8 else 64
-    return DequantizeConfig(4, columns, resident=False, warps=8 if dim > 32 else 4, programs_per_multiprocessor=2)
+    return DequantizeConfig(
+        8 if dim > 256 and bits >= 4 else 4,
+        columns,
+        resident=False,
+        warps=8 if dim > 32 else 4,
+        programs_per_multiprocessor=2,
+    )
 
 
 def dequantize(

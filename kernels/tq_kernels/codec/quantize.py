@@ -30,6 +30,21 @@ LEVELS: dict[int, tuple[float, ...]] = block_format.LEVEL_TABLES | {
 """What the encoder chooses from: in 1/64 at 2 and 3 bits, at 4 as it is."""
 
 
+@triton.constexpr_function
+def part_width(tile):
+    """Channels that are encoded at a time, of a block padded to `tile`: registers hold two tiles of 256."""
+    return min(tile, 256)
+
+
+@triton.jit
+def part_channels(part, DIM: tl.constexpr, TILE: tl.constexpr):
+    """The channels of part `part`, `[part_width(TILE)]` in the order of quarters, and which of them exist."""
+    QUARTER: tl.constexpr = part_width(TILE) // 4
+    n = tl.arange(0, part_width(TILE))
+    column = part * QUARTER + n % QUARTER
+    return n // QUARTER * (DIM // 4) + column, column < DIM // 4
+
+
 @triton.jit
 def to_half(x):
     """float16, saturated: what is too large for it must not become infinite. NaN stays NaN."""
@@ -55,29 +70,35 @@ def _float_to_e4m3(x):
 
 
 @triton.jit
-def _quantize_fp8(z, UNIT: tl.constexpr):
-    """Codes `[32, TILE]` int32 and scales `[32]` fp16 of rows whose true value is `UNIT * z`."""
-    scale = to_half(tl.max(tl.abs(z), axis=1) * (UNIT / (FP8_MAX * FP8_LEVEL_SCALE)))  # [32]
-    unit = scale.to(tl.float32) * FP8_LEVEL_SCALE
-    inverse = tl.where(unit > 0.0, UNIT / tl.where(unit > 0.0, unit, 1.0), 0.0)
+def _fp8_scale(largest, DIM: tl.constexpr):
+    """fp16 scales of rows whose largest element is `largest`, times sqrt(DIM)."""
+    return to_half(largest * (DIM**-0.5 / (FP8_MAX * FP8_LEVEL_SCALE)))
+
+
+@triton.jit
+def _quantize_fp8(z, largest, DIM: tl.constexpr):
+    """Codes `[32, part_width(TILE)]` int32 and scales `[32]` fp16 of rows whose true value is `z` over sqrt(DIM), given
+    the largest magnitudes of all channels, or None where these are all."""
+    scale = _fp8_scale(tl.max(tl.abs(z), axis=1) if largest is None else largest, DIM)
+    unit = scale.to(tl.float32) * FP8_LEVEL_SCALE  # [32]
+    inverse = tl.where(unit > 0.0, DIM**-0.5 / tl.where(unit > 0.0, unit, 1.0), 0.0)
     # The scale's rounding to fp16 can push the largest channel past 448.
     x = tl.clamp(z * inverse[:, None], -FP8_MAX, FP8_MAX)
     return _float_to_e4m3(x), scale
 
 
 @triton.jit
-def _quantize(z, square, LEVELS: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Indices and signs of the nearest levels, at 4 bits, of a plane whose true value is `UNIT * z`, and what to scale
-    them with.
+def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Indices and signs of the nearest levels, at 4 bits, of part `part` of a plane.
 
     Args:
-        z: `[32, TILE]` float32.
-        square: `[32]` sums of its squares.
+        z: `[32, part_width(TILE)]` float32.
+        square: `[32]` sums of squares of all channels.
 
     Returns:
-        index: `[32, TILE]` uint32 whose low three bits are the index of the magnitude.
-        sign: `[32, TILE]` uint32 whose top bit is the sign.
-        scale: `[32]` fp16.
+        index: uint32 whose low three bits are the index of the magnitude.
+        sign: uint32 whose top bit is the sign.
+        inner: `[32]` sums of level times channel.
     """
     # Puts every biased level in [4, 8), where fp32 has one exponent.
     BIAS: tl.constexpr = 4.0
@@ -92,11 +113,10 @@ def _quantize(z, square, LEVELS: tl.constexpr, UNIT: tl.constexpr, DIM: tl.const
         biased += step * (LEVELS[i + 1] - LEVELS[i] + INDEX_UNIT)
     level = biased - BIAS
     if DIM != TILE:
-        level = tl.where((tl.arange(0, TILE) % (TILE // 4) < DIM // 4)[None, :], level, 0.0)
-    inner = tl.sum(z * level, axis=1)  # [32]
-    # NaN is no 0: a row that is not finite has no scale.
-    scale = tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner))
-    return biased.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True), to_half(scale * UNIT)
+        _, inside = part_channels(part, DIM, TILE)
+        level = tl.where(inside[None, :], level, 0.0)
+    inner = tl.sum(z * level, axis=1)
+    return biased.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True), inner
 
 
 @triton.jit
@@ -148,31 +168,91 @@ def _merge_neighbours(words, SHIFT: tl.constexpr, IS_VALUE: tl.constexpr, DIM: t
 
 
 @triton.jit
-def _store_words(pointer, words, row_stride, tile_stride, column_stride, columns):
-    """Store words `[R, T, C]`, of which the first `columns` of C exist."""
+def _store_words(pointer, words, row_stride, tile_stride, column_stride, columns, part, PARTS: tl.constexpr):
+    """Store words `[R, T, C]` of part `part`, of all parts of which the first `columns` of C exist."""
     row = tl.arange(0, words.shape[0])[:, None, None]
     tile = tl.arange(0, words.shape[1])[None, :, None]
-    column = tl.arange(0, words.shape[2])[None, None, :]
+    column = part * words.shape[2] + tl.arange(0, words.shape[2])[None, None, :]
     offsets = row * row_stride + tile * tile_stride + column * column_stride
     words = words.to(tl.int32, bitcast=True)
-    if columns == words.shape[2]:
+    if columns == words.shape[2] * PARTS:
         tl.store(pointer + offsets, words)
     else:
         tl.store(pointer + offsets, words, mask=column < columns)
 
 
 @triton.jit
+def row_sizes(y, BITS: tl.constexpr):
+    """Of the rows of two planes what codes are in units of, `[32]` each: sums of squares, of FP8 the largest
+    magnitudes. `y` as for `store_codes`."""
+    if BITS == 8:
+        even, odd = _planes(y)
+        even, odd = tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1)
+    else:
+        even, odd = _planes(tl.sum(y * y, axis=1))
+    return even, odd
+
+
+@triton.jit
+def _sizes_of(y, sizes, HALF: tl.constexpr, BITS: tl.constexpr):
+    """`row_sizes` of half HALF, given those of both halves or None."""
+    if sizes is None:
+        even, odd = row_sizes(y, BITS)
+    else:
+        even, odd = sizes[2 * HALF], sizes[2 * HALF + 1]
+    return even, odd
+
+
+@triton.jit
+def _scales_of(inner, size, BITS: tl.constexpr, DIM: tl.constexpr):
+    """fp16 scales of rows, from their sums of level times channel and from `row_sizes`."""
+    if BITS == 8:
+        return _fp8_scale(size, DIM)
+    else:
+        if BITS < 4:
+            inner = inner * tl.sqrt(size * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
+        # NaN is no 0: a row that is not finite has no scale.
+        return to_half(tl.where(inner == 0.0, 0.0, size / tl.where(inner == 0.0, 1.0, inner)) * DIM**-0.5)
+
+
+@triton.jit
+def _result(inner, size, sizes, BITS: tl.constexpr, DIM: tl.constexpr):
+    """What `store_codes` returns of rows: scales if it has all of their channels, in half of the bytes."""
+    return _scales_of(inner, size, BITS, DIM) if sizes is None else inner
+
+
+@triton.jit
+def store_scales(inner, sizes, scales, BITS: tl.constexpr, DIM: tl.constexpr):
+    """Store a block's scales.
+
+    Args:
+        inner: What `store_codes` returns, summed over parts.
+        sizes: As `store_codes` was given them.
+        scales: Pointer to the block's first scale of this kind; every other fp16 is one.
+    """
+    scale = inner if sizes is None else _scales_of(inner, _joined(sizes), BITS, DIM)  # [32, 2, 2]
+    plane = 32 * tl.arange(0, 2)
+    token = tl.arange(0, 32)[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :]
+    tl.store(scales + token * 2, scale)
+
+
+@triton.jit
 def store_codes(
-    y0,  # [64, TILE] sqrt(D) times the rotated (and centred) rows of planes 0 and 1
-    y1,  # [64, TILE] of planes 2 and 3
+    y0,  # [64, part_width(TILE)] sqrt(D) times part `part` of the rotated (and centred) rows of planes 0 and 1
+    y1,  # of planes 2 and 3
+    sizes,  # `row_sizes` of four planes and all channels, or None if these are all: then found half by half
     words,  # block's first word
-    scales,  # block's first scale of this kind; every other fp16 is one
-    IS_VALUE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    part, IS_VALUE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and pack a block and store its words and scales."""
-    QUARTER: tl.constexpr = TILE // 4
-    UNIT: tl.constexpr = DIM**-0.5
+    """Quantize and pack a part of a block and store its words.
+
+    Returns:
+        By token `[32, 2, 2]` sums of level times channel (of FP8 nothing of use); scales where `sizes` are None.
+    """
+    WIDTH: tl.constexpr = part_width(TILE)
+    PARTS: tl.constexpr = TILE // WIDTH
+    QUARTER: tl.constexpr = WIDTH // 4
     # Words [R, T, C]: of R rows (keys: tokens; values: pairs of tokens), T channel quarters, C channels of one (keys:
     # pairs of them).
     if IS_VALUE:
@@ -187,71 +267,74 @@ def store_codes(
         columns: tl.constexpr = DIM // 8
         row_stride: tl.constexpr = DIM // 2 if BITS >= 4 else DIM // 8
         column_stride: tl.constexpr = 1
+    results = ()
     if BITS == 8:
-        scales_of = ()
         for half in tl.static_range(2):
             even, odd = _planes(y0 if half == 0 else y1)
-            even, scale = _quantize_fp8(even, UNIT)
-            odd, odd_scale = _quantize_fp8(odd, UNIT)
-            scales_of += (scale, odd_scale)
-            word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, TILE)
+            even, even_scale = _quantize_fp8(even, None if sizes is None else sizes[2 * half], DIM)
+            odd, scale = _quantize_fp8(odd, None if sizes is None else sizes[2 * half + 1], DIM)
+            results += (even_scale, scale)
+            word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, WIDTH)
             # Both signs of a half word to its top, two codes at a time.
             word = (word & 0x807F807F) | ((word >> 1) & 0x3F803F80) | ((word & 0x00800080) << 7)
             word = tl.reshape(word, [ROWS, 4, COLUMNS])
-            _store_words(words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns)
-        scale = _joined(scales_of)
+            _store_words(
+                words + 16 * half * DIM, word, row_stride, columns * column_stride, column_stride, columns, part, PARTS
+            )
+        return _joined(results)
     elif BITS == 4:
-        scales_of = ()
         for half in tl.static_range(2):
             y = y0 if half == 0 else y1
-            even_square, odd_square = _planes(tl.sum(y * y, axis=1))
+            even_size, odd_size = _sizes_of(y, sizes, half, BITS)
             even, odd = _planes(y)
-            even_index, even_x, even_scale = _quantize(even, even_square, LEVELS, UNIT, DIM, TILE)
-            index, x, scale = _quantize(odd, odd_square, LEVELS, UNIT, DIM, TILE)
+            even_index, even_x, even_inner = _quantize(even, even_size, part, LEVELS, DIM, TILE)
+            results += (_result(even_inner, even_size, sizes, BITS, DIM),)
+            index, x, inner = _quantize(odd, odd_size, part, LEVELS, DIM, TILE)
+            results += (_result(inner, odd_size, sizes, BITS, DIM),)
             # Whole bytes, because one permute moves those of two codes; their bits are picked below.
             half_word = low_bytes(even_index, index, ASM)
             half_signs = _high_bytes(even_x, x, ASM)
-            scales_of += (even_scale, scale)
             if half == 0:
                 word = half_word
                 signs = half_signs & 0x00800080
             else:
                 word = low_halves(word, half_word, ASM) & 0x07070707
                 signs |= (half_signs >> 4) & 0x00080008
-        scale = _joined(scales_of)
-        word = _merge_neighbours(word, 4, IS_VALUE, TILE)
-        signs = _merge_neighbours(signs, 8, IS_VALUE, TILE)
+        result = _joined(results)
+        word = _merge_neighbours(word, 4, IS_VALUE, WIDTH)
+        signs = _merge_neighbours(signs, 8, IS_VALUE, WIDTH)
         word = tl.reshape(word | signs, [ROWS, 4, COLUMNS])
-        _store_words(words, word, row_stride, columns * column_stride, column_stride, columns)
+        _store_words(words, word, row_stride, columns * column_stride, column_stride, columns, part, PARTS)
+        return result
     else:
-        channels, squares = (), ()
+        pairs = ()
         for half in tl.static_range(2):
             y = y0 if half == 0 else y1
-            even_square, odd_square = _planes(tl.sum(y * y, axis=1))
+            even_size, odd_size = _sizes_of(y, sizes, half, BITS)
             even, odd = _planes(y)
-            even = trellis.rounded(even, even_square, BITS, DIM, ASM)
-            odd = trellis.rounded(odd, odd_square, BITS, DIM, ASM)
-            channels += (low_bytes(even, odd, ASM),)
-            squares += (even_square, odd_square)
-        channels = low_halves(channels[0], channels[1], ASM)
-        a, b, c, d = trellis.neighbours(channels, IS_VALUE)  # [ROWS, 2, COLUMNS] each
+            even = trellis.rounded(even, even_size, BITS, DIM, ASM)
+            odd = trellis.rounded(odd, odd_size, BITS, DIM, ASM)
+            pairs += (low_bytes(even, odd, ASM),)
+            results += (even_size, odd_size)
+        a, b, c, d = trellis.neighbours(low_halves(pairs[0], pairs[1], ASM), IS_VALUE)  # [ROWS, 2, COLUMNS] each
         if BITS == 2:
             word = trellis.codes2(a, b, c, d, LEVELS, ASM)
         else:
             word = trellis.codes3(a, b, c, d, LEVELS, ASM)
-        _store_words(words, word, row_stride, 4 * DIM, column_stride, columns)
+        _store_words(words, word, row_stride, 4 * DIM, column_stride, columns, part, PARTS)
         if BITS == 3:
             lower = trellis.signs_of(a) | trellis.signs_of(c) << 8
             upper = trellis.signs_of(b) | trellis.signs_of(d) << 8
             signs = tl.sum((lower | upper >> 2) >> (4 * tl.arange(0, 2))[None, :, None], axis=1)
-            _store_words(words + 8 * DIM, tl.expand_dims(signs, 1), row_stride, 0, column_stride, columns)
-        sizes = trellis.sizes(word, LEVELS, BITS, ASM)
+            signs = tl.expand_dims(signs, 1)
+            _store_words(words + 8 * DIM, signs, row_stride, 0, column_stride, columns, part, PARTS)
+        levels = trellis.sizes(word, LEVELS, BITS, ASM)
         of_first, of_second = (), ()  # sums of level times channel, by plane
         for plane in tl.static_range(4):
-            product = trellis.products(a, sizes, plane, 0, 0, BITS, ASM)
-            of_first += (product + trellis.products(b, sizes, plane, 0, 1, BITS, ASM),)
-            product = trellis.products(c, sizes, plane, 1, 0, BITS, ASM)
-            of_second += (product + trellis.products(d, sizes, plane, 1, 1, BITS, ASM),)
+            product = trellis.products(a, levels, plane, 0, 0, BITS, ASM)
+            of_first += (product + trellis.products(b, levels, plane, 0, 1, BITS, ASM),)
+            product = trellis.products(c, levels, plane, 1, 0, BITS, ASM)
+            of_second += (product + trellis.products(d, levels, plane, 1, 1, BITS, ASM),)
         if IS_VALUE:
             inner = tl.join(_joined(_row_sums(of_first)), _joined(_row_sums(of_second)))
             inner = tl.reshape(tl.permute(inner, [0, 3, 1, 2]), [32, 2, 2])
@@ -259,10 +342,4 @@ def store_codes(
             for plane in tl.static_range(4):
                 of_first = of_first[1:] + (of_first[0] + of_second[plane],)
             inner = _joined(_row_sums(of_first))
-        square = _joined(squares)
-        # NaN is no 0: a row that is not finite has no scale.
-        inner = inner * tl.sqrt(square * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
-        scale = to_half(tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner)) * UNIT)
-    plane = 32 * tl.arange(0, 2)
-    token = tl.arange(0, 32)[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :]
-    tl.store(scales + token * 2, scale)  # [32, 2, 2]
+        return _result(inner, _joined(results), sizes, BITS, DIM)

@@ -81,6 +81,12 @@ class Target:
         return self.capability == (7, 5)
 
     @property
+    def widest_head(self) -> int:
+        """Channels of the widest heads that kernels take: tiles of more do not fit Turing's registers, nor the shared
+        memory of AMD's cards."""
+        return 512 if self.small_levels and not self.fragments else 256
+
+    @property
     def narrow_products(self) -> bool:
         """Matrix products of 8 columns (NVIDIA; AMD's have 16 and more, and leave others to the vector ALU)."""
         return self.small_levels

@@ -304,7 +304,8 @@ def unpack_scales(scales):
 
 @triton.jit
 def load_signs(words, row, column, mask, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr):
-    """Words of the signs of a block's keys or values at 3 bits, the same for all parts; as for `load_levels`."""
+    """Words of the signs of a block's keys or values at 3 bits, the same for all quarters; as for `load_levels`, but
+    `words` begin with the part's channels."""
     return load_words(words + 8 * DIM, row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
 
 
@@ -312,8 +313,14 @@ def load_signs(words, row, column, mask, DIM: tl.constexpr, IS_VALUE: tl.constex
 def load_crumbs(
     words, row, column, mask, CHUNK: tl.constexpr, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Words of quarter CHUNK of a block's keys or values at 2 or 3 bits, and of its neighbour; as for `load_levels`."""
+    """Words of quarter CHUNK of a block's keys or values at 2 or 3 bits, and of its neighbour; as for `load_signs`."""
     return load_words(words + (CHUNK // 2) * (4 * DIM), row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
+
+
+@triton.constexpr_function
+def chunk_start(chunk, chunks, dim, bits):
+    """First channel of a part: at 2 and 3 bits parts 0 to 3 are the beginnings of the four quarters, and so on."""
+    return chunk * (dim // chunks) if bits >= 4 else chunk % 4 * (dim // 4) + chunk // 4 * (dim // chunks)
 
 
 @triton.jit
@@ -324,7 +331,7 @@ def load_levels(
     crumbs=None,
     odd=None,
 ):  # fmt: skip
-    """Levels of part CHUNK of a block's channels, cut into CHUNKS parts: four at 2 and 3 bits.
+    """Levels of part CHUNK of a block's channels, cut into CHUNKS parts, a multiple of four at 2 and 3 bits.
 
     Args:
         words: Pointer to the block's words of keys or values.
@@ -349,11 +356,13 @@ def load_levels(
         x2, x3 = unpack8(load_words(words + (16 * DIM + CHUNK * PART), row, column, mask, ROW, ASM), odd, ASM)
         return x0, x1, x2, x3
     else:
+        QUARTER: tl.constexpr = CHUNK % 4
+        words += CHUNK // 4 * PART
         if crumbs is None:
-            crumbs = load_crumbs(words, row, column, mask, CHUNK, DIM, IS_VALUE, ASM)
+            crumbs = load_crumbs(words, row, column, mask, QUARTER, DIM, IS_VALUE, ASM)
         if BITS == 3:
             if signs is None:
                 signs = load_signs(words, row, column, mask, DIM, IS_VALUE, ASM)
-            return unpack3(crumbs, signs, odd, CHUNK, SMALL, ASM)
+            return unpack3(crumbs, signs, odd, QUARTER, SMALL, ASM)
         else:
-            return unpack2(crumbs, odd, CHUNK, ASM)
+            return unpack2(crumbs, odd, QUARTER, ASM)

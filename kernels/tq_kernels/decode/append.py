@@ -274,8 +274,9 @@ APPEND = Kernel(append_and_encode)
 
 
 def rotate_columns(tile: int, warps: int) -> int:
-    """Channels of a program that rotates queries, of heads padded to `tile`: 16 for each warp's product."""
-    return max(32, min(tile, 16 * warps))
+    """Channels of a program that rotates queries, of heads padded to `tile`: 16 for each warp's product, and
+    no more than shared memory holds the rotation of."""
+    return max(32, min(tile, 16 * warps, 32768 // tile))
 
 
 class AppendLaunch:

@@ -332,7 +332,7 @@ class DecodeLaunch:
         if append is not None:
             kernel, first_options = APPEND_AND_ROTATE, append.launch.options
         else:
-            kernel, first_options = ROTATE_AND_APPEND if writes else ROTATE, {"num_warps": 2}
+            kernel, first_options = ROTATE_AND_APPEND if writes else ROTATE, {"num_warps": plan.rotate_warps}
         launchers = (
             kernel(grid, *rotate_arguments, constants, (constants, query.dtype, dense, device), **first_options),
             (SPLIT_FRAGMENTS if on.fragments else SPLIT)(

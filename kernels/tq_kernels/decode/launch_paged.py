@@ -100,7 +100,7 @@ def attend_single(
         (count, kv_heads, groups * count, *_strides(query, key, value), width, pages.page_blocks, at.plain, at.scale),
         constants,
         (constants, query.dtype, pages.rows.dtype, device.index),
-        num_warps=2,
+        num_warps=plan.rotate_warps,
     )  # fmt: skip
     bounds, _ = options.flags
     constants = (dim, rotations[0].shape[0], *bits, bounds, *place, block_b, *plan.tile_constants)

@@ -43,23 +43,45 @@ class SplitConfig:
     registers: int | None = None
 
 
+def _chunks(dim: int, bits: int, least: int) -> int:
+    """Parts that the channels are computed in, one after the other: of 2 and 3 bits those of four quarters.
+
+    Tiles are powers of two, of `least` channels or more: as many parts as leave the fewest channels of them empty (3 of
+    32 for 96). Fewer channels at a time need fewer registers.
+    """
+    whole, most = dim, 64 if 128 < dim <= 256 or dim > 128 and least > 16 or bits < 4 else 128
+    if bits < 4:
+        whole //= 4
+    tiles = {n: max(least, triton.next_power_of_2(whole // n)) for n in range(1, 9) if whole % (2 * n) == 0}
+    return dim // whole * min((n for n, tile in tiles.items() if tile <= most), key=lambda n: n * tiles[n])
+
+
 def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, rows: int, on: Target) -> SplitConfig:
     """The heuristic table; `key_dim` and `value_dim` are padded."""
     block_rows = 8 if rows <= 8 and on.narrow_products else 16
     warps = 2
-    # Fewer channels at a time need fewer registers; 2 and 3 bits are stored in quarters anyway.
-    key_chunks = 4 if key_bits < 4 or key_dim > 128 else 1
-    value_chunks = 4 if value_bits < 4 or value_dim > 128 else 1
+    # Two warps share the 16 rows of a product: values, whose rows are channels, in parts of 32 at least.
+    key_chunks, value_chunks = _chunks(key_dim, key_bits, 16), _chunks(value_dim, value_bits, 32)
     # Two buffers of a block, but one where they were measured to cost more in programs than they hide (8 x 32k at
     # D = 256: 185 us instead of 296 with 4 bits, 181 instead of 201 with 3; FP8 keys are read at 87% of the rate so).
-    buffers = 1 if max(key_dim, value_dim) > 128 and key_bits in (3, 4) else 2
+    # Of more than 256 channels two would leave room for one program.
+    wide = max(key_dim, value_dim)
+    buffers = 1 if wide > 256 or wide > 128 and key_bits in (3, 4) else 2
     # Shared memory of a program: its buffers, its queries, the exchange of probabilities between warps,
     # and what CUDA takes.
-    key_tile, value_tile = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    block_bytes = BLOCK_TOKENS * (key_tile * key_bits + value_tile * value_bits) // 8 + 2 * max(key_tile, 64 * warps)
-    query_bytes = 2 * key_tile * block_rows * (2 if key_chunks > 1 else 1)
+    key_tile, value_tile = (
+        chunks * triton.next_power_of_2(dim // chunks)
+        for dim, chunks in ((key_dim, key_chunks), (value_dim, value_chunks))
+    )
+    mean_tile = _mean_tile(key_dim, key_chunks, warps)
+    block_bytes = BLOCK_TOKENS * (key_tile * key_bits + value_tile * value_bits) // 8 + 2 * max(key_tile, mean_tile)
+    query_bytes = (
+        2 * block_rows * (key_tile + (mean_tile if key_chunks > 1 and mean_tile * key_chunks > key_dim else 0))
+    )
     probability_bytes = 64 * block_rows * (4 if value_chunks > 1 else 2)
-    program_bytes = buffers * block_bytes + query_bytes + probability_bytes + 1024
+    dense_bytes = 2 * DENSE_TOKENS.value * sum(map(triton.next_power_of_2, (key_dim, value_dim)))
+    dense_bytes += 2 * block_rows * triton.next_power_of_2(key_dim)
+    program_bytes = max(buffers * block_bytes + query_bytes + probability_bytes, dense_bytes) + 1024
     # 4 and 8 bits: two warps a scheduler keep it busy, and with all registers the loop is shortest; 2 and 3 bits gain
     # from more, but not with 256 channels. With 64, whose registers 8 programs would spill, 6 take 62.7 us instead of
     # 68.9 at 4 bits and 77.7 instead of 79.2 at 3 (8 x 32k, H200); at 2 bits 8 are as fast or faster. An even number,
@@ -73,6 +95,8 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     # warps (153), 8 of one warp (132), channels in quarters (102), three buffers (103), fragments (118), levels by a
     # cubic in fp16 (106 for values alone). Levels that cost nothing to look up would take 92.
     programs = max(1, min(on.shared_bytes // program_bytes, most) // 2 * 2)
+    if program_bytes > on.shared_bytes:
+        buffers = 0
     registers = 65536 // (32 * warps * programs) // 8 * 8
     return SplitConfig(
         key_chunks=key_chunks,
@@ -107,10 +131,18 @@ def _tile_constants(config: SplitConfig, dkp: int, dvp: int, value_dim: int, on:
         max(16, triton.next_power_of_2(dvp // config.value_chunks)),
         block_dk,
         block_dv,
-        # Asynchronous copies move at least 4 bytes a thread: a mean is loaded as a tile of so many elements.
-        max(block_dk, 64 * config.warps),
+        _mean_tile(dkp, config.key_chunks, config.warps),
         config.block_rows, on.small_levels, on.asm, on.dependent_launch,
     )  # fmt: skip
+
+
+def _mean_tile(key_dim: int, key_chunks: int, warps: int) -> int:
+    """Elements of a key mean that are loaded at a time: all, or as many as are in a part of the channels. Asynchronous
+    copies move at least 4 bytes a thread."""
+    part, least = key_dim // key_chunks, 64 * warps
+    if key_chunks > 1 and part >= least and part == triton.next_power_of_2(part):
+        return part
+    return max(16, triton.next_power_of_2(key_dim), least)
 
 
 def _blocks(dkp: int, dvp: int, value_dim: int) -> tuple[int, int]:
@@ -156,6 +188,7 @@ class Plan:
     scratch: ScratchLayout
     rotate_grid: tuple[int, int, int]
     reduce_grid: tuple[int, int, int]
+    rotate_warps: int
     reduce_warps: int
     rotate_constants: tuple[Any, ...]
     tile_constants: tuple[Any, ...]
@@ -200,7 +233,7 @@ def plan_decode(
     # not change as it grows).
     reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
     # Without matrix units the rotation is held in shared memory as float32.
-    block_columns = 128 if on.asm else 32
+    block_columns = min(128 if on.asm else 32, 32768 // triton.next_power_of_2(dvp))
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
     tile_constants = _tile_constants(config, dkp, dvp, value_dim, on)
     return Plan(
@@ -213,6 +246,7 @@ def plan_decode(
         scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
         rotate_grid=(heads, -(-rows // rotate_rows), -(-dkp // 32)),
         reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
+        rotate_warps=2 if dkp <= 256 else 4,
         # Two need no more registers than a program of the split, and so begin as soon as one of those ends.
         reduce_warps=2 if reduce_rows == 1 and reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
         rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..common.schedule import LINE, ROTATED
 from ..common.softmax import bounded, log2_sum, rescaled
-from ..common.unpack import PROBABILITY_BITS
+from ..common.unpack import PROBABILITY_BITS, chunk_start
 from ..format import TOKENS
 from .tiles import (
     ROWS32,
@@ -114,12 +114,14 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     q_mask = (kc < KEY_WIDTH)[:, None] & rows.inside[None, :]
     q = ()
     for chunk in tl.static_range(C.KEY_CHUNKS):
-        q += (tl.load(rotated + chunk * KEY_WIDTH, mask=q_mask, other=0.0),)  # [BKC, BR]
+        q += (
+            tl.load(rotated + chunk_start(chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS), mask=q_mask, other=0.0),
+        )  # [BKC, BR]
     km = tl.arange(0, C.BLOCK_MEAN)
-    q_mean = q[0]
-    if C.KEY_CHUNKS > 1 or C.BLOCK_MEAN != C.BLOCK_KC:
+    q_mean = q  # of parts that are as long as those of the mean
+    if C.BLOCK_MEAN != C.BLOCK_KC:
         whole = queries_at + (rows.head + rows.r)[None, :] * C.DKP + km[:, None]
-        q_mean = tl.load(whole, mask=(km < C.DKP)[:, None] & rows.inside[None, :], other=0.0)  # [BM, BR]
+        q_mean = (tl.load(whole, mask=(km < C.DKP)[:, None] & rows.inside[None, :], other=0.0),)  # [BM, BR]
     acc = ()
     for _ in tl.static_range(C.VALUE_CHUNKS):
         acc += (tl.zeros([C.BLOCK_VC, C.BLOCK_R], tl.float32),)
@@ -156,7 +158,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         x = ()
         for plane in tl.static_range(4):
             x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
-        shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C.DKP) * level_unit(C.KEY_BITS, C.SMALL)
+        shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C) * level_unit(C.KEY_BITS, C.SMALL)
         x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
         if C.BOUNDS:
             capped = ()
@@ -218,4 +220,5 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     out = out + rows.local[None, :] * C.DM + vc[:, None]
     out_mask = rows.stored[None, :] & (vc < VALUE_HEIGHT)[:, None]
     for chunk in tl.static_range(C.VALUE_CHUNKS):
-        tl.store(out + chunk * VALUE_HEIGHT, acc[chunk] * inverse[None, :], mask=out_mask)
+        at = out + chunk_start(chunk, C.VALUE_CHUNKS, C.DVP, C.VALUE_BITS)
+        tl.store(at, acc[chunk] * inverse[None, :], mask=out_mask)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..common.schedule import DENSE_TOKENS
 from ..common.softmax import bounded, finite
-from ..common.unpack import load_levels, load_signs, small_unit, unpack_scales
+from ..common.unpack import chunk_start, load_levels, load_signs, small_unit, unpack_scales
 
 ROWS32 = tl.constexpr(32)
 """Tokens of a plane."""
@@ -26,10 +26,10 @@ class Shape(NamedTuple):
         CAUSAL: Whether query s does not see the last S - 1 - s tokens.
         MASK: 0: none, 1: one row for all queries, 2: a row for each.
         BOUNDS: How logits are bounded (see `bounded`).
-        KEY_CHUNKS, VALUE_CHUNKS: Parts of the channels that are computed one after the other, 1 or 4.
+        KEY_CHUNKS, VALUE_CHUNKS: Parts of the channels that are computed one after the other.
         BLOCK_KC, BLOCK_VC: Channels of such a part, padded to a power of two.
         BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
-        BLOCK_MEAN: Elements of a key mean's tile.
+        BLOCK_MEAN: Elements of a key mean's tile: BLOCK_KC where the mean is taken in the same parts.
         BLOCK_R: Query rows of a tile.
         SMALL: Whether levels are small (`tq_kernels.common.unpack.SMALL_UNIT`).
         ASM: Whether words are unpacked by inline PTX.
@@ -111,9 +111,9 @@ def key_scores(words, q, row, column, C: tl.constexpr):
     for _ in tl.static_range(4):
         s += (tl.zeros([ROWS32, C.BLOCK_R], tl.float32),)
     signs = None
-    if C.KEY_BITS == 3:
-        signs = load_signs(words, row, column, mask, C.DKP, False, C.ASM)
     for chunk in tl.static_range(C.KEY_CHUNKS):
+        if C.KEY_BITS == 3 and chunk % 4 == 0:
+            signs = load_signs(words + chunk // 4 * (WIDTH // 2), row, column, mask, C.DKP, False, C.ASM)
         levels = load_levels(
             words, row, column, mask, chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS, False, C.SMALL, C.ASM, signs
         )
@@ -125,12 +125,18 @@ def key_scores(words, q, row, column, C: tl.constexpr):
 
 
 @triton.jit
-def mean_scores(means, q, channel, DIM: tl.constexpr):
-    """mean . q of a block, [32, BR] float32 with equal rows; `means` points to channel 0, `channel` is [BM], `q`
-    [BM, BR]."""
-    WHOLE: tl.constexpr = channel.shape[0] == DIM
-    mean = tl.load(means + channel, mask=None if WHOLE else channel < DIM, other=None if WHOLE else 0.0)  # [BM]
-    return tl.dot(tl.broadcast_to(mean[None, :], [ROWS32, channel.shape[0]]), q)
+def mean_scores(means, q, channel, C: tl.constexpr):
+    """mean . q of a block, [32, BR] float32 with equal rows; `means` points to channel 0, `channel` is [BM], `q` are
+    [BM, BR], the whole queries or their KEY_CHUNKS chunks of channels."""
+    CHUNKS: tl.constexpr = C.KEY_CHUNKS if C.BLOCK_MEAN == C.BLOCK_KC else 1
+    WIDTH: tl.constexpr = C.DKP // CHUNKS
+    WHOLE: tl.constexpr = C.BLOCK_MEAN == WIDTH
+    s = tl.zeros([ROWS32, C.BLOCK_R], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        at = means + chunk_start(chunk, CHUNKS, C.DKP, C.KEY_BITS if CHUNKS > 1 else 4) + channel
+        mean = tl.load(at, mask=None if WHOLE else channel < WIDTH, other=None if WHOLE else 0.0)  # [BM]
+        s = tl.dot(tl.broadcast_to(mean[None, :], [ROWS32, C.BLOCK_MEAN]), q[chunk], s)
+    return s
 
 
 @triton.jit

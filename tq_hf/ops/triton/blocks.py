@@ -39,20 +39,14 @@ MAX_QUERIES = 16
 MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
 """Over a short history it takes up to so many, as long as queries times tokens stay within the second number
 (measured on an H200: 64 on 4k tokens take 54 us here and 85 us in the prefix kernel; 32 on 32k 115 and 86 us)."""
-MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def supports_layout(layout: BlockLayout) -> bool:
-    """Whether kernels read blocks of this layout: with rotated values and key means, which an `Ablation` may leave out,
-    and heads that fit."""
-    fits = max(layout.key_dim, layout.value_dim) <= MAX_HEAD_DIM  # a multiple of what they are padded to
-    return fits and layout.rotated_values and layout.key_mean
-
-
 def supports_blocks(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """`supports_layout`, for states of this tensor's device and dtype."""
-    return supports_layout(layout) and supports_states(tensor)
+    """Whether kernels read blocks of this layout for states of this tensor's device and dtype: with rotated values and
+    key means, which an `Ablation` may leave out, and heads that fit."""
+    able = layout.rotated_values and layout.key_mean and supports_states(tensor)
+    return able and max(layout.key_dim, layout.value_dim) <= target(tensor.device).widest_head
 
 
 def supports_encode(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
@@ -147,7 +141,7 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
 
 def supports_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether kernels find the channel scales of these states' channels."""
-    return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= MAX_HEAD_DIM
+    return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= target(keys.device).widest_head
 
 
 @explains_failures

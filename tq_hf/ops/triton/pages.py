@@ -29,6 +29,8 @@ if HAS_TRITON:
 
 SCRATCH = "attention over pages"
 """The name of a step's scratch in a workspace."""
+MAX_PAGED_DIM = 256
+"""Channels of the widest heads whose pages kernels read."""
 
 
 def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
@@ -45,7 +47,8 @@ def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPage
 def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
     """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
     can be captured in a CUDA graph."""
-    return blocks.supports_encode(states, config, layout) and layout.key_dim % 8 == 0
+    fits = layout.key_dim % 8 == 0 and layout.key_dim <= MAX_PAGED_DIM
+    return fits and blocks.supports_encode(states, config, layout)
 
 
 def supports_paged_prompts(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
