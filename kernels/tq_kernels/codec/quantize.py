@@ -236,9 +236,9 @@ def store_codes(
         channels = low_halves(channels[0], channels[1], ASM)
         a, b, c, d = trellis.neighbours(channels, IS_VALUE)  # [ROWS, 2, COLUMNS] each
         if BITS == 2:
-            word = trellis.codes2(a, b, c, d, LEVELS, ASM)
+            word = trellis.codes2(a, b, c, d, ASM)
         else:
-            word = trellis.codes3(a, b, c, d, LEVELS, ASM)
+            word = trellis.codes3(a, b, c, d, ASM)
         _store_words(words, word, row_stride, 4 * DIM, column_stride, columns)
         if BITS == 3:
             lower = trellis.signs_of(a) | trellis.signs_of(c) << 8

@@ -1,8 +1,8 @@
 """Choose the trellis codes of a block's channels: Viterbi's algorithm by word, as `tq_hf.codec.trellis` defines it.
 
-Errors are whole numbers in [2**23, 2**24), where the last mantissa bit of a float32 counts one: they are added on the
-pipe of products, compared as numbers, and their two lowest bits are a label that says where a path comes from. The 16
-steps of a chain are a loop of four times four: unrolled, the code would not fit the instruction cache.
+Errors are below 2**15, so that a register has those of two words: they are added as one number, and which is less a
+GPU finds of both at once. The 16 steps of a chain are a loop of two times eight: unrolled, the code would not fit the
+instruction cache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
 INNER_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
 """What a product of a rounded channel and a size from `sizes` counts."""
 BIAS = tl.constexpr(128.0)
+BIAS_BYTE = tl.constexpr(128)
 LARGEST = tl.constexpr(127.0)
 """Largest rounded channel; bytes are channels plus 128."""
 WHOLE = tl.constexpr(2.0**23)
-START = tl.constexpr(3 * 2.0**22)
-"""The error of an empty path: 16 codes lower it by less than 2**22."""
-FAR = tl.constexpr(2.0**20)
-"""More than any two branches differ in error."""
+ERRORS = tl.constexpr(tuple(block_format.TRELLIS_ERRORS[bits] for bits in (2, 3)))
+LIMITS = tl.constexpr(tuple(block_format.TRELLIS_LIMITS[bits] for bits in (2, 3)))
+FAR = tl.constexpr(tuple(16 * block_format.TRELLIS_FAR[bits] for bits in (2, 3)))
+PAIR = tl.constexpr(0x10001)
+"""Times this a number is in both halves of a register."""
+NO_LABELS = tl.constexpr(0xFFF0FFF0)
 
 
 _BYTES = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x4B000000, 0x765{byte};" for byte in range(4)))
@@ -45,6 +48,15 @@ def low_halves(a, b, ASM: tl.constexpr):
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return (a & 0xFFFF) | b << 16
+
+
+@triton.jit
+def high_halves(a, b, ASM: tl.constexpr):
+    """Bytes 2 and 3 of a, bytes 2 and 3 of b."""
+    if ASM:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        return a >> 16 | (b & 0xFFFF0000)
 
 
 @triton.jit
@@ -78,163 +90,297 @@ def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr)
     return (x * tl.where(finite, 2 * LARGEST, 0.0)[:, None] + least[:, None]).to(tl.uint32, bitcast=True)
 
 
-@triton.jit
-def _bits(error):
-    return error.to(tl.uint32, bitcast=True)
+_LEAST = tl.constexpr(("min.f16x2 $0, $1, $2;", "min.u16x2 $0, $1, $2;"))
+"""Of sm_80 and of sm_90. Bits of positive fp16 numbers have the order of the numbers."""
 
 
 @triton.jit
-def _labelled(error, LABEL: tl.constexpr):
-    return ((_bits(error) & 0xFFFFFFFC) | LABEL).to(tl.float32, bitcast=True)
+def _least(a, b, ASM: tl.constexpr):
+    """The less of two pairs of numbers below 31 * 2**10."""
+    if ASM:
+        return tl.inline_asm_elementwise(_LEAST[ASM >= 9], "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        return tl.minimum(a & 0xFFFF, b & 0xFFFF) | tl.minimum(a & 0xFFFF0000, b & 0xFFFF0000)
 
 
 @triton.jit
-def _least(a, b, c, d):
-    return tl.minimum(tl.minimum(a, b), tl.minimum(c, d))
+def _least_sum(a, b, c, ASM: tl.constexpr):
+    """The less of pairs a + b and c."""
+    if ASM >= 9:
+        asm: tl.constexpr = "{ .reg .b32 s; add.u16x2 s, $1, $2; min.u16x2 $0, s, $3; }"
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, c], tl.uint32, True, 1)
+    else:
+        return _least(a + b, c, ASM)
+
+
+@triton.jit
+def _limited(x, LEAST: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr):
+    """Pairs of bytes from LEAST to MOST, less LEAST."""
+    if ASM >= 9:
+        asm: tl.constexpr = "{ .reg .b32 s; add.s16x2 s, $1, $2; min.s16x2.relu $0, s, $3; }"
+        less = tl.full(x.shape, PAIR * (0x10000 - LEAST), tl.uint32)
+        most = tl.full(x.shape, PAIR * (MOST - LEAST), tl.uint32)
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, less, most], tl.uint32, True, 1)
+    else:
+        # The greater is what is left of the sum.
+        least = tl.full(x.shape, PAIR * LEAST, tl.uint32)
+        x = _least(x, tl.full(x.shape, PAIR * MOST, tl.uint32), ASM)
+        return x - _least(x, least, ASM)
+
+
+@triton.jit
+def _channel_pairs(words, ODD: tl.constexpr, ASM: tl.constexpr):
+    """Bytes 0 and 2 of words, or 1 and 3, as numbers of 16 bits."""
+    if ASM and ODD:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [words], tl.uint32, True, 1)
+    else:
+        return (words >> (8 if ODD else 0)) & 0x00FF00FF
 
 
 @triton.constexpr_function
-def _level2(levels, old, new):
-    """The level between two states 2 b + p."""
-    return levels[4 * ((new ^ old // 2) % 2) + 2 * (new // 2) + old % 2]
+def _slope(bits, level):
+    """Times what a channel is in the error of a level; of pairs, too, as the sum is of positive numbers."""
+    return 16 * ERRORS[bits - 2][level][1] % 2**32
+
+
+@triton.constexpr_function
+def _constant(bits, level, place):
+    """The rest of the error of a level, a pair, with two bits of a label at `place`, if it is not `None`."""
+    a, b = ERRORS[bits - 2][level]
+    if bits == 2:  # channels are those above the lowest
+        a, label = a - b * LIMITS[0], level // 2  # the code 2 t + b
+    else:
+        label = level // 2 % 2 + level // 4 * 2  # the high bit, and the low bit behind
+    return PAIR * (16 * a + (0 if place is None else label << place)) % 2**32
 
 
 @triton.jit
-def _step2(e, x, T: tl.constexpr):
-    """Least errors of paths to each state 2 b + p of a chain of 2-bit codes, from those `e` to each state before."""
-    paths = ()
-    for new in tl.static_range(4):
-        for old in tl.static_range(4):
-            base = e[old] + 4 * _level2(T, old, new) * _level2(T, old, new)
-            paths += (base - x * (16 * _level2(T, old, new)),)
-    return (
-        _least(paths[0], paths[1], paths[2], paths[3]),
-        _least(paths[4], paths[5], paths[6], paths[7]),
-        _least(paths[8], paths[9], paths[10], paths[11]),
-        _least(paths[12], paths[13], paths[14], paths[15]),
-    )
+def _step2(e, x, PLACE: tl.constexpr, ASM: tl.constexpr):
+    """Least errors of paths from each state 2 b + p before a code of 2 bits, of those `e` from each state behind it.
+
+    PLACE: Where in a label the code goes, or `None`.
+    """
+    added = ()  # of level 4 t + 2 b + p
+    for level in tl.static_range(8):
+        added += (x * _slope(2, level) + _constant(2, level, PLACE),)
+    least = ()
+    for before in tl.static_range(4):
+        found = e[before // 2] + added[before % 2]
+        found = _least_sum(e[before // 2 + 2], added[before % 2 + 2], found, ASM)
+        found = _least_sum(e[1 - before // 2], added[before % 2 + 4], found, ASM)
+        least += (_least_sum(e[3 - before // 2], added[before % 2 + 6], found, ASM),)
+    return least
 
 
 @triton.jit
-def _with_labels(labels, e, ASM: tl.constexpr):
-    """A byte for each state, with the labels of four errors behind those of steps before."""
-    low = low_bytes(_bits(e[0]), _bits(e[1]), ASM)
-    high = low_bytes(_bits(e[2]), _bits(e[3]), ASM)
-    return labels << 2 | low_halves(low, high, ASM) & 0x03030303
+def _cleared(e, ASM: tl.constexpr):
+    return e[0] & NO_LABELS, e[1] & NO_LABELS, e[2] & NO_LABELS, e[3] & NO_LABELS
+
+
+@triton.jit
+def _less_the_least(e, ASM: tl.constexpr):
+    """Errors without labels, less the least of them, so that they stay small."""
+    e = _cleared(e, ASM)
+    least = _least(_least(e[0], e[1], ASM), _least(e[2], e[3], ASM), ASM)
+    return e[0] - least, e[1] - least, e[2] - least, e[3] - least
+
+
+@triton.jit
+def _label_bytes(a, b, ASM: tl.constexpr):
+    """Byte 0 of a and of b, then byte 2 of them: bytes with the labels of two errors, for both words of a pair."""
+    if ASM:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6240;", "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        return (a & 0x00FF00FF) | (b & 0x00FF00FF) << 8
 
 
 @triton.jit
 def _no_labels(like):
-    """Labels of four groups of steps, before there are any: one and the same would be taken for constants of the loop
+    """Labels of four pairs of codes, before there are any: one and the same would be taken for constants of the loop
     (seen in Triton 3.6)."""
     zero = tl.zeros(like.shape, tl.uint32)
-    return zero, zero + 1, zero + 2, zero + 3
+    return zero, zero + 1, zero + 2, zero + 3, zero + 4, zero + 5, zero + 6, zero + 7
 
 
 @triton.jit
-def _half_chain2(e0, e1, e2, e3, a, b, c, d, T: tl.constexpr, ASM: tl.constexpr):
-    """Eight steps, of planes 0 and 1 of words a, b, c, d."""
-    for _ in tl.range(2):
-        e = _step2((e0, e1, e2, e3), _channel(a, 0, ASM), T)
-        e = _step2(e, _channel(b, 0, ASM), T)
-        e = _step2(e, _channel(c, 0, ASM), T)
-        e0, e1, e2, e3 = _step2(e, _channel(d, 0, ASM), T)
-        a, b, c, d = a >> 8, b >> 8, c >> 8, d >> 8
-    return e0, e1, e2, e3
+def _seam2(e, a, b, c, d, ASM: tl.constexpr):
+    """Eight steps without labels, of two planes of words of pairs from `_planes_of_pairs`."""
+    for step in tl.static_range(8):
+        if step == 4:
+            least = _least(_least(e[0], e[1], ASM), _least(e[2], e[3], ASM), ASM) & NO_LABELS
+            e = (e[0] - least, e[1] - least, e[2] - least, e[3] - least)
+        words = d if step % 4 == 0 else (c if step % 4 == 1 else (b if step % 4 == 2 else a))
+        x = _limited(_channel_pairs(words, step < 4, ASM), BIAS_BYTE - LIMITS[0], BIAS_BYTE + LIMITS[0], ASM)
+        e = _step2(e, x, None, ASM)
+    return e
 
 
 @triton.jit
-def codes2(a, b, c, d, T: tl.constexpr, ASM: tl.constexpr):
+def _in_pairs(words):
+    """Words `[R, 2, C]` as two `[R, 2, C / 2]`."""
+    HALF: tl.constexpr = words.shape[2] // 2
+    return tl.split(tl.permute(tl.reshape(words, [words.shape[0], 2, 2, HALF]), [0, 1, 3, 2]))
+
+
+@triton.jit
+def _planes_of_pairs(words, ASM: tl.constexpr):
+    """Two pairs of planes of words `[R, 2, C]`, `[R, 2, C / 2]`: each a plane's bytes of two words at bytes 0 and 2, and
+    those of the next plane above."""
+    first, second = _in_pairs(words)
+    return low_halves(first, second, ASM), high_halves(first, second, ASM)
+
+
+@triton.jit
+def _picked(low, high, state, WORD: tl.constexpr, ASM: tl.constexpr):
+    """Byte 0: the label of a word of a pair, from what `_label_bytes` gave of states 0 and 1, and of states 2 and 3.
+    `state` has the state's bits at 0 and 2."""
+    select = state | (2 * WORD)
+    if ASM:
+        asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, select], tl.uint32, True, 1)
+    else:
+        return tl.where(select < 4, low, high) >> (8 * (select & 3))
+
+
+@triton.jit
+def codes2(a, b, c, d, ASM: tl.constexpr):
     """Words of 2-bit codes. Their order in a word is that of planes, then of neighbours e, then of quarters h.
 
     Args:
-        a, b, c, d: uint32 words of four planes' bytes from `rounded`, of a word's two neighbours e and two quarters h:
-            (0, 0), (0, 1), (1, 0), (1, 1).
-        T: The eight levels, whole numbers of 1/64.
+        a, b, c, d: uint32 words `[R, 2, C]` of four planes' bytes from `rounded`, of a word's two neighbours e and two
+            quarters h: (0, 0), (0, 1), (1, 0), (1, 1).
     """
-    e0 = tl.full(a.shape, START, tl.float32)
+    a0, a1 = _planes_of_pairs(a, ASM)
+    b0, b1 = _planes_of_pairs(b, ASM)
+    c0, c1 = _planes_of_pairs(c, ASM)
+    d0, d1 = _planes_of_pairs(d, ASM)
+    e0 = tl.zeros(a0.shape, tl.uint32)
     e1, e2, e3 = e0, e0, e0
-    e0, e1, e2, e3 = _half_chain2(e0, e1, e2, e3, a >> 16, b >> 16, c >> 16, d >> 16, T, ASM)
-    e1, e2, e3 = _labelled(e1, 1), _labelled(e2, 2), _labelled(e3, 3)
-    e0, e1, e2, e3 = _half_chain2(_labelled(e0, 0), e1, e2, e3, a, b, c, d, T, ASM)
-    last = _bits(_least(e0, e1, e2, e3)) & 3
+    for _ in tl.range(2):
+        e = _less_the_least((e0, e1, e2, e3), ASM)
+        e = (e[0], e[1] + PAIR, e[2] + 2 * PAIR, e[3] + 3 * PAIR)
+        e0, e1, e2, e3 = _seam2(e, a0, b0, c0, d0, ASM)
+        a0, a1, b0, b1, c0, c1, d0, d1 = a1, a0, b1, b0, c1, c0, d1, d0
+    last = _least(_least(e0, e1, ASM), _least(e2, e3, ASM), ASM) & (3 * PAIR)
 
-    e0 = tl.where(last == 0, START, START + FAR)
-    e1 = tl.where(last == 1, START, START + FAR) + 1
-    e2 = tl.where(last == 2, START, START + FAR) + 2
-    e3 = tl.where(last == 3, START, START + FAR) + 3
-    p0, p1, p2, p3 = _no_labels(a)
-    for _ in tl.range(4):  # planes
+    e0 = last * FAR[0]
+    e1 = (last ^ PAIR) * FAR[0]
+    e2 = (last ^ (2 * PAIR)) * FAR[0]
+    e3 = (last ^ (3 * PAIR)) * FAR[0]
+    p0, p1, p2, p3, p4, p5, p6, p7 = _no_labels(a0)
+    q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
+    for _ in tl.range(2):
+        q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
         e = (e0, e1, e2, e3)
-        labels = tl.zeros(a.shape, tl.uint32)
-        for step in tl.static_range(4):
-            words = a if step == 0 else (b if step == 1 else (c if step == 2 else d))
-            e = _step2(e, _channel(words, 0, ASM), T)
-            labels = _with_labels(labels, e, ASM)
-            e = (_labelled(e[0], 0), _labelled(e[1], 1), _labelled(e[2], 2), _labelled(e[3], 3))
+        labels = ()
+        for step in tl.static_range(8):
+            if step % 4 == 0:
+                e = _less_the_least(e, ASM)
+            elif step % 2 == 0:
+                e = _cleared(e, ASM)
+            words = d1 if step % 4 == 0 else (c1 if step % 4 == 1 else (b1 if step % 4 == 2 else a1))
+            x = _limited(_channel_pairs(words, step < 4, ASM), BIAS_BYTE - LIMITS[0], BIAS_BYTE + LIMITS[0], ASM)
+            e = _step2(e, x, 2 - step % 2 * 2, ASM)
+            if step % 2 == 1:
+                labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
         e0, e1, e2, e3 = e
-        p0, p1, p2, p3 = p1, p2, p3, labels
-        a, b, c, d = a >> 8, b >> 8, c >> 8, d >> 8
+        p0, p1, p2, p3, p4, p5, p6, p7 = labels
+        a0, a1, b0, b1, c0, c1, d0, d1 = a1, a0, b1, b0, c1, c0, d1, d0
 
-    path = tl.zeros(a.shape, tl.uint32)  # states, the first in the lowest bits
-    state = last
-    for _ in tl.range(4):
-        for step in tl.static_range(4):
-            path = (path << 2) | state
-            state = (p3 >> (8 * state + 2 * step)) & 3
-        p1, p2, p3 = p0, p1, p2
-    # b of a code at bit 2 k + 1, and its upper bit, p and b of the code before, at 2 k + 2.
-    return (path & 0xAAAAAAAA) | turned((path ^ turned(path, 1)) & 0x55555555, 2)
+    labels = (p6, p7, p4, p5, p2, p3, p0, p1, q6, q7, q4, q5, q2, q3, q0, q1)  # codes 0 and 1 first
+    words = ()
+    for word in tl.static_range(2):
+        path = tl.zeros(a0.shape, tl.uint32)
+        state = last >> (16 * word)
+        state = (state & 1) | (state & 2) << 1
+        for pair in tl.static_range(8):
+            label = _picked(labels[2 * pair], labels[2 * pair + 1], state, word, ASM)  # t, b, t, b from bit 3 down
+            path = (path >> 4) | (label << 28)
+            state = (label & 4) | ((label ^ (label >> 3)) & 1)
+        words += (turned(path, 1),)
+    return _out_of_pairs(words[0], words[1])
 
 
 @triton.jit
-def _step3(e, x, M: tl.constexpr):
-    """Least errors of paths to each low bit of a crumb, `[first low bit, low bit]`, from those to the bit before."""
-    size = tl.abs(x)
-    best = ()  # [low bit before, low bit], with the high bit as label 2
-    for before in tl.static_range(2):
-        for low in tl.static_range(2):
-            zero = 4 * M[low + 4 * before] * M[low + 4 * before] - size * (16 * M[low + 4 * before])
-            one = 4 * M[low + 2 + 4 * before] * M[low + 2 + 4 * before] + 2 - size * (16 * M[low + 2 + 4 * before])
-            best += (tl.minimum(zero, one),)
+def _out_of_pairs(first, second):
+    """Inverse of `_in_pairs`."""
+    words = tl.permute(tl.join(first, second), [0, 1, 3, 2])
+    return tl.reshape(words, [first.shape[0], 2, 2 * first.shape[2]])
+
+
+@triton.jit
+def _sizes(words):
+    """Bytes from `rounded` as sizes of channels."""
+    words ^= 0x80808080
+    negative = (words >> 7) & 0x01010101
+    return (words ^ (negative * 0xFF)) + negative
+
+
+@triton.jit
+def _step3(e, x, PLACE: tl.constexpr, ASM: tl.constexpr):
+    """Least errors of paths to each low bit of a crumb, `[first low bit, low bit]`, from those to the bit behind it.
+
+    PLACE: Where in a label the high bit goes, and then the bit behind it.
+    """
+    best = ()  # [low bit behind, low bit]
+    for magnitude in tl.static_range(8):
+        added = x * _slope(3, magnitude) + _constant(3, magnitude, PLACE)
+        if magnitude % 4 < 2:
+            best += (added,)
+        else:
+            best = best[:-2] + (best[-1], _least(best[-2], added, ASM))
     return (
-        tl.minimum(e[0] + best[0], e[1] + best[2]),
-        tl.minimum(e[0] + best[1], e[1] + best[3]),
-        tl.minimum(e[2] + best[0], e[3] + best[2]),
-        tl.minimum(e[2] + best[1], e[3] + best[3]),
+        _least_sum(e[1], best[2], e[0] + best[0], ASM),
+        _least_sum(e[1], best[3], e[0] + best[1], ASM),
+        _least_sum(e[3], best[2], e[2] + best[0], ASM),
+        _least_sum(e[3], best[3], e[2] + best[1], ASM),
     )
 
 
 @triton.jit
-def codes3(a, b, c, d, M: tl.constexpr, ASM: tl.constexpr):
+def codes3(a, b, c, d, ASM: tl.constexpr):
     """Words of the crumbs of 3-bit codes; arguments as for `codes2`."""
-    e0 = tl.full(a.shape, START, tl.float32)
-    e1 = e0 + (FAR + 1)
-    e2 = e0 + FAR
-    e3 = e0 + 1
-    p0, p1, p2, p3 = _no_labels(a)
-    for _ in tl.range(4):  # planes 3 to 0
+    a0, a1 = _planes_of_pairs(_sizes(a), ASM)
+    b0, b1 = _planes_of_pairs(_sizes(b), ASM)
+    c0, c1 = _planes_of_pairs(_sizes(c), ASM)
+    d0, d1 = _planes_of_pairs(_sizes(d), ASM)
+    e0 = tl.zeros(a0.shape, tl.uint32)
+    e1 = e0 + PAIR * FAR[1]
+    e2, e3 = e1, e0
+    p0, p1, p2, p3, p4, p5, p6, p7 = _no_labels(a0)
+    q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
+    for _ in tl.range(2):
+        q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
         e = (e0, e1, e2, e3)
-        labels = tl.zeros(a.shape, tl.uint32)
-        for step in tl.static_range(4):
-            words = d if step == 0 else (c if step == 1 else (b if step == 2 else a))
-            e = _step3(e, _channel(words, 3, ASM), M)
-            labels = _with_labels(labels, e, ASM)
-            e = (_labelled(e[0], 0), _labelled(e[1], 1), _labelled(e[2], 0), _labelled(e[3], 1))
+        labels = ()
+        for step in tl.static_range(8):
+            if step % 4 == 0:
+                e = _less_the_least(e, ASM)
+            elif step % 2 == 0:
+                e = _cleared(e, ASM)
+            words = d1 if step % 4 == 0 else (c1 if step % 4 == 1 else (b1 if step % 4 == 2 else a1))
+            x = _channel_pairs(words, step < 4, ASM)
+            x = _least(x, tl.full(x.shape, PAIR * LIMITS[1], tl.uint32), ASM)
+            e = _step3(e, x, 2 - step % 2 * 2, ASM)
+            if step % 2 == 1:
+                labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
         e0, e1, e2, e3 = e
-        p0, p1, p2, p3 = p1, p2, p3, labels
-        a, b, c, d = a << 8, b << 8, c << 8, d << 8
+        p0, p1, p2, p3, p4, p5, p6, p7 = labels
+        a1, b1, c1, d1 = a0, b0, c0, d0
 
-    first = (e3 - 1 < e0).to(tl.uint32)
-    low = first
-    word = tl.zeros(a.shape, tl.uint32)
-    for _ in tl.range(4):
-        for step in tl.static_range(4):
-            label = (p3 >> (16 * first + 8 * low + 2 * step)) & 3
-            word = (word >> 2) | ((label & 2 | low) << 30)
-            low = label & 1
-        p1, p2, p3 = p0, p1, p2
-    return word
+    labels = (p6, p7, p4, p5, p2, p3, p0, p1, q6, q7, q4, q5, q2, q3, q0, q1)
+    words = ()
+    for word in tl.static_range(2):
+        first = (((e3 >> (16 * word)) & 0xFFFF) < ((e0 >> (16 * word)) & 0xFFFF)).to(tl.uint32)
+        state = first * 5
+        path = tl.zeros(a0.shape, tl.uint32)
+        for pair in tl.static_range(8):
+            # From bit 3 down: the low bit behind both crumbs, crumb, high bit.
+            label = _picked(labels[2 * pair], labels[2 * pair + 1], state, word, ASM)
+            path = (path >> 4) | (label << 28)
+            state = (first * 4) | ((label >> 3) & 1)
+        words += (turned(path, 1),)
+    return _out_of_pairs(words[0], words[1])
 
 
 @triton.constexpr_function
