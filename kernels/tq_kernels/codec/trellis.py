@@ -114,11 +114,22 @@ def _least_sum(a, b, c, ASM: tl.constexpr):
 
 
 @triton.jit
-def _limited(x, LEAST: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr):
-    """Pairs of bytes from LEAST to MOST, less LEAST."""
+def _one(ASM: tl.constexpr):
+    """1, `[1, 1, 1]`, from bit 31 of `%lanemask_lt`, which is 0 of all lanes: constants times it stay in registers. Else
+    they would be copied there before each use, and products with powers of two would be shifts, on the busier pipe."""
+    if ASM:
+        asm: tl.constexpr = "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.u32 $0, z, $1; }"
+        return tl.inline_asm_elementwise(asm, "=r,r", [tl.full([1, 1, 1], 1, tl.uint32)], tl.uint32, True, 1)
+    else:
+        return tl.full([1, 1, 1], 1, tl.uint32)
+
+
+@triton.jit
+def _limited(x, one, LEAST: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr):
+    """Pairs of bytes from LEAST to MOST, less LEAST; `one` from `_one`."""
     if ASM >= 9:
         asm: tl.constexpr = "{ .reg .b32 s; add.s16x2 s, $1, $2; min.s16x2.relu $0, s, $3; }"
-        less = tl.full(x.shape, PAIR * (0x10000 - LEAST), tl.uint32)
+        less = tl.broadcast_to(one * (PAIR * (0x10000 - LEAST)), x.shape)
         most = tl.full(x.shape, PAIR * (MOST - LEAST), tl.uint32)
         return tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, less, most], tl.uint32, True, 1)
     else:
@@ -155,14 +166,14 @@ def _constant(bits, level, place):
 
 
 @triton.jit
-def _step2(e, x, PLACE: tl.constexpr, ASM: tl.constexpr):
+def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """Least errors of paths from each state 2 b + p before a code of 2 bits, of those `e` from each state behind it.
 
     PLACE: Where in a label the code goes, or `None`.
     """
     added = ()  # of level 4 t + 2 b + p
     for level in tl.static_range(8):
-        added += (x * _slope(2, level) + _constant(2, level, PLACE),)
+        added += (x * (one * _slope(2, level)) + _constant(2, level, PLACE),)
     least = ()
     for before in tl.static_range(4):
         found = e[before // 2] + added[before % 2]
@@ -203,15 +214,15 @@ def _no_labels(like):
 
 
 @triton.jit
-def _seam2(e, a, b, c, d, ASM: tl.constexpr):
+def _seam2(e, a, b, c, d, one, ASM: tl.constexpr):
     """Eight steps without labels, of two planes of words of pairs from `_planes_of_pairs`."""
     for step in tl.static_range(8):
         if step == 4:
             least = _least(_least(e[0], e[1], ASM), _least(e[2], e[3], ASM), ASM) & NO_LABELS
             e = (e[0] - least, e[1] - least, e[2] - least, e[3] - least)
         words = d if step % 4 == 0 else (c if step % 4 == 1 else (b if step % 4 == 2 else a))
-        x = _limited(_channel_pairs(words, step < 4, ASM), BIAS_BYTE - LIMITS[0], BIAS_BYTE + LIMITS[0], ASM)
-        e = _step2(e, x, None, ASM)
+        x = _limited(_channel_pairs(words, step < 4, ASM), one, BIAS_BYTE - LIMITS[0], BIAS_BYTE + LIMITS[0], ASM)
+        e = _step2(e, x, one, None, ASM)
     return e
 
 
@@ -254,12 +265,13 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
     b0, b1 = _planes_of_pairs(b, ASM)
     c0, c1 = _planes_of_pairs(c, ASM)
     d0, d1 = _planes_of_pairs(d, ASM)
+    one = _one(ASM)
     e0 = tl.zeros(a0.shape, tl.uint32)
     e1, e2, e3 = e0, e0, e0
     for _ in tl.range(2):
         e = _less_the_least((e0, e1, e2, e3), ASM)
         e = (e[0], e[1] + PAIR, e[2] + 2 * PAIR, e[3] + 3 * PAIR)
-        e0, e1, e2, e3 = _seam2(e, a0, b0, c0, d0, ASM)
+        e0, e1, e2, e3 = _seam2(e, a0, b0, c0, d0, one, ASM)
         a0, a1, b0, b1, c0, c1, d0, d1 = a1, a0, b1, b0, c1, c0, d1, d0
     last = _least(_least(e0, e1, ASM), _least(e2, e3, ASM), ASM) & (3 * PAIR)
 
@@ -279,8 +291,8 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
             elif step % 2 == 0:
                 e = _cleared(e, ASM)
             words = d1 if step % 4 == 0 else (c1 if step % 4 == 1 else (b1 if step % 4 == 2 else a1))
-            x = _limited(_channel_pairs(words, step < 4, ASM), BIAS_BYTE - LIMITS[0], BIAS_BYTE + LIMITS[0], ASM)
-            e = _step2(e, x, 2 - step % 2 * 2, ASM)
+            x = _limited(_channel_pairs(words, step < 4, ASM), one, BIAS_BYTE - LIMITS[0], BIAS_BYTE + LIMITS[0], ASM)
+            e = _step2(e, x, one, 2 - step % 2 * 2, ASM)
             if step % 2 == 1:
                 labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
         e0, e1, e2, e3 = e
@@ -317,14 +329,14 @@ def _sizes(words):
 
 
 @triton.jit
-def _step3(e, x, PLACE: tl.constexpr, ASM: tl.constexpr):
+def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """Least errors of paths to each low bit of a crumb, `[first low bit, low bit]`, from those to the bit behind it.
 
     PLACE: Where in a label the high bit goes, and then the bit behind it.
     """
     best = ()  # [low bit behind, low bit]
     for magnitude in tl.static_range(8):
-        added = x * _slope(3, magnitude) + _constant(3, magnitude, PLACE)
+        added = x * (one * _slope(3, magnitude)) + _constant(3, magnitude, PLACE)
         if magnitude % 4 < 2:
             best += (added,)
         else:
@@ -344,6 +356,7 @@ def codes3(a, b, c, d, ASM: tl.constexpr):
     b0, b1 = _planes_of_pairs(_sizes(b), ASM)
     c0, c1 = _planes_of_pairs(_sizes(c), ASM)
     d0, d1 = _planes_of_pairs(_sizes(d), ASM)
+    one = _one(ASM)
     e0 = tl.zeros(a0.shape, tl.uint32)
     e1 = e0 + PAIR * FAR[1]
     e2, e3 = e1, e0
@@ -361,7 +374,7 @@ def codes3(a, b, c, d, ASM: tl.constexpr):
             words = d1 if step % 4 == 0 else (c1 if step % 4 == 1 else (b1 if step % 4 == 2 else a1))
             x = _channel_pairs(words, step < 4, ASM)
             x = _least(x, tl.full(x.shape, PAIR * LIMITS[1], tl.uint32), ASM)
-            e = _step3(e, x, 2 - step % 2 * 2, ASM)
+            e = _step3(e, x, one, 2 - step % 2 * 2, ASM)
             if step % 2 == 1:
                 labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
         e0, e1, e2, e3 = e
