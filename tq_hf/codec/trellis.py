@@ -88,7 +88,7 @@ def _clear(errors: torch.Tensor, k: int) -> torch.Tensor:
     return errors.sub_(errors.flatten(0, -2).amin(0)) if k % 4 == 3 else errors
 
 
-def _two(x: torch.Tensor) -> torch.Tensor:
+def two(x: torch.Tensor) -> torch.Tensor:
     """Codes of 2 bits, uint8, of chains `[16, N]` int16.
 
     A state 2 b + p is what the codes from one on need of those before it: b of the last, and the lowest bit p of the
@@ -102,7 +102,7 @@ def _two(x: torch.Tensor) -> torch.Tensor:
 
     def step(error: torch.Tensor, row: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """Least errors of paths from each state before a code, `[4, N]`, of those from the states behind it."""
-        torch.mul(b, row, out=added).add_(a)
+        torch.mul(b, row.clamp(-TRELLIS_LIMITS[2], TRELLIS_LIMITS[2]), out=added).add_(a)
         behind = error.view(2, 2, -1).transpose(0, 1)[:, :, None]  # [p, b, 1, N]
         torch.add(added, behind, out=paths[0])
         torch.add(added, behind.flip(0), out=paths[1])
@@ -133,7 +133,7 @@ def _two(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(codes)
 
 
-def _three(x: torch.Tensor) -> torch.Tensor:
+def three(x: torch.Tensor) -> torch.Tensor:
     """Codes of 3 bits, uint8, of chains `[16, N]` int16: crumbs with the sign above."""
     a, b, label = _errors(3, x.device)
     labelled = (a + label, a + 4 * label)
@@ -171,9 +171,7 @@ def encode(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """
     words = chains(x, is_value=is_value)
     flat = words.movedim(-2, 0).reshape(CHAIN, -1).short()
-    if bits == 2:
-        flat = flat.clamp_(-TRELLIS_LIMITS[2], TRELLIS_LIMITS[2])
-    codes = (_two if bits == 2 else _three)(flat)
+    codes = (two if bits == 2 else three)(flat)
     return from_chains(codes.view(CHAIN, *words.shape[:-2], -1).movedim(0, -2), is_value=is_value)
 
 
