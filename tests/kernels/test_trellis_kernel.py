@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from tq_kernels.codec import trellis
 from tq_kernels.common.device import target
+from tq_kernels.format import LEVEL_TABLES
 
 from tests.support.kernel_cases import INTERPRETED, child, gpu
+from tests.support.ptx import run_inline_asm
 from tq_hf.codec import trellis as reference
 
 ROWS, COLUMNS = 32, 64
@@ -18,8 +20,12 @@ CPU = torch.device("cpu")
 
 
 @triton.jit
-def choose(channels, words, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """`words` [R, 2, C] of `channels` [4, R, 2, C], bytes of words."""
+def choose(
+    channels, words, sums, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
+    IS_VALUE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`words` [R, 2, C] of `channels` [4, R, 2, C], bytes of words; `sums` [4, R] of level times channel of their
+    planes, for values [2, 4, R]."""
     row = tl.arange(0, R)[:, None, None]
     at = (row * 2 + tl.arange(0, 2)[None, :, None]) * C + tl.arange(0, C)[None, None, :]
     a = tl.load(channels + at).to(tl.uint32, bitcast=True)
@@ -28,6 +34,9 @@ def choose(channels, words, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr
     d = tl.load(channels + 6 * R * C + at).to(tl.uint32, bitcast=True)
     found = trellis.codes2(a, b, c, d, ASM) if BITS == 2 else trellis.codes3(a, b, c, d, ASM)
     tl.store(words + at, found.to(tl.int32, bitcast=True))
+    product = trellis.products(a, b, c, d, trellis.sizes(found, LEVELS, BITS, ASM), IS_VALUE, BITS, ASM)
+    for i in tl.static_range(8 if IS_VALUE else 4):
+        tl.store(sums + i * R + tl.arange(0, R), tl.sum(tl.sum(product[i], axis=2), axis=1))
 
 
 def samples() -> torch.Tensor:
@@ -42,32 +51,46 @@ def samples() -> torch.Tensor:
     return torch.cat([gaussian, uniform, extremes, few], 1).int()
 
 
-def check(bits: int, device: torch.device) -> None:
+def check(bits: int, is_value: bool, device: torch.device, asm: int) -> None:
     x = samples()
     channels = ((x + 128).long().view(4, 4, -1) << torch.tensor([0, 8, 16, 24])[:, None, None]).sum(0)
-    channels = channels.int().view(4, ROWS, 2, COLUMNS).to(device)  # plane, then neighbour and quarter
+    channels = channels.int().view(4, ROWS, 2, COLUMNS).to(device)
     words = torch.empty(ROWS, 2, COLUMNS, dtype=torch.int32, device=device)
-    choose[(1,)](channels, words, ROWS, COLUMNS, bits, target(device).asm)
-    code = (reference.two if bits == 2 else reference.three)(x.short()).long() & 3
+    sums = torch.empty(2 if is_value else 1, 4, ROWS, dtype=torch.int32, device=device)
+    choose[(1,)](channels, words, sums, ROWS, COLUMNS, bits, LEVEL_TABLES[bits], is_value, asm)
+    code = (reference.two if bits == 2 else reference.three)(x.short()).long()
     # The code k of 2 bits is at bits 2 k + 1 and 2 k + 2, a crumb at 2 k and 2 k + 1.
-    expected = (code << 2 * torch.arange(16)[:, None]).sum(0)
+    expected = ((code & 3) << 2 * torch.arange(16)[:, None]).sum(0)
     if bits == 2:
         expected = (expected << 1 | expected >> 31) & 0xFFFFFFFF
+        level = torch.tensor(LEVEL_TABLES[2])[2 * code + (code.roll(1, 0) >> 1 ^ code.roll(2, 0) & 1)] // 2
+    else:
+        level = torch.tensor(LEVEL_TABLES[3])[(code & 3) + 4 * (code.roll(-1, 0) & 1)] * x.sign()
     assert torch.equal(words.cpu().view(-1).long() & 0xFFFFFFFF, expected)
+    product = (level * x).view(4, 2, 2, ROWS, -1).sum((2, 4))  # [plane, e, row]
+    assert torch.equal(sums.cpu().long(), product.transpose(0, 1) if is_value else product.sum(1)[None])
 
 
 test_all_cases_in_the_interpreter = child(__file__)
 BITS = pytest.mark.parametrize("bits", [2, 3])
 
 
+SIDES = pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
+
+
 if INTERPRETED:
+    run_inline_asm()
 
     @BITS
-    def test_finds_the_codes_of_the_reference(bits: int) -> None:
-        check(bits, CPU)
+    @SIDES
+    @pytest.mark.parametrize("asm", [0, 8, 9], ids=["no PTX", "sm_80", "sm_90"])
+    def test_finds_the_codes_of_the_reference(bits: int, is_value: bool, asm: int) -> None:
+        check(bits, is_value, CPU, asm)
 
 
 @gpu
 @BITS
-def test_finds_the_codes_of_the_reference_on_a_gpu(bits: int) -> None:
-    check(bits, torch.device("cuda", 0))
+@SIDES
+def test_finds_the_codes_of_the_reference_on_a_gpu(bits: int, is_value: bool) -> None:
+    device = torch.device("cuda", 0)
+    check(bits, is_value, device, target(device).asm)

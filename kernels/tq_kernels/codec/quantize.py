@@ -246,22 +246,14 @@ def store_codes(
             signs = tl.sum((lower | upper >> 2) >> (4 * tl.arange(0, 2))[None, :, None], axis=1)
             _store_words(words + 8 * DIM, tl.expand_dims(signs, 1), row_stride, 0, column_stride, columns)
         sizes = trellis.sizes(word, LEVELS, BITS, ASM)
-        of_first, of_second = (), ()  # sums of level times channel, by plane
-        for plane in tl.static_range(4):
-            product = trellis.products(a, sizes, plane, 0, 0, BITS, ASM)
-            of_first += (product + trellis.products(b, sizes, plane, 0, 1, BITS, ASM),)
-            product = trellis.products(c, sizes, plane, 1, 0, BITS, ASM)
-            of_second += (product + trellis.products(d, sizes, plane, 1, 1, BITS, ASM),)
+        product = trellis.products(a, b, c, d, sizes, IS_VALUE, BITS, ASM)
+        inner = _joined(_row_sums(product[:4]))
         if IS_VALUE:
-            inner = tl.join(_joined(_row_sums(of_first)), _joined(_row_sums(of_second)))
+            inner = tl.join(inner, _joined(_row_sums(product[4:])))
             inner = tl.reshape(tl.permute(inner, [0, 3, 1, 2]), [32, 2, 2])
-        else:
-            for plane in tl.static_range(4):
-                of_first = of_first[1:] + (of_first[0] + of_second[plane],)
-            inner = _joined(_row_sums(of_first))
         square = _joined(squares)
         # NaN is no 0: a row that is not finite has no scale.
-        inner = inner * tl.sqrt(square * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
+        inner = inner.to(tl.float32) * tl.sqrt(square * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
         scale = to_half(tl.where(inner == 0.0, 0.0, square / tl.where(inner == 0.0, 1.0, inner)) * UNIT)
     plane = 32 * tl.arange(0, 2)
     token = tl.arange(0, 32)[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :]

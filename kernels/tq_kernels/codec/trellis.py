@@ -29,9 +29,6 @@ PAIR = tl.constexpr(0x10001)
 NO_LABELS = tl.constexpr(0xFFF0FFF0)
 
 
-_BYTES = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x4B000000, 0x765{byte};" for byte in range(4)))
-
-
 @triton.jit
 def low_bytes(a, b, ASM: tl.constexpr):
     """Byte 0 of a, byte 0 of b, anything, anything."""
@@ -57,21 +54,6 @@ def high_halves(a, b, ASM: tl.constexpr):
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return a >> 16 | (b & 0xFFFF0000)
-
-
-@triton.jit
-def _byte(words, BYTE: tl.constexpr, ASM: tl.constexpr):
-    """A byte of uint32 words, plus 2**23, as float32."""
-    if ASM:
-        return tl.inline_asm_elementwise(_BYTES[BYTE], "=r,r", [words], tl.float32, True, 1)
-    else:
-        return ((words >> (8 * BYTE)) & 0xFF | 0x4B000000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _channel(words, BYTE: tl.constexpr, ASM: tl.constexpr):
-    """A byte of words from `rounded`, as the number it stands for."""
-    return _byte(words, BYTE, ASM) - (WHOLE + BIAS)
 
 
 @triton.jit
@@ -398,8 +380,8 @@ def codes3(a, b, c, d, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def _table(entries, first, bits):
-    """Four of the entries as bytes: at 2 bits half of them, plus 128."""
-    return sum((entries[first + i] // 2 + 128 if bits == 2 else entries[first + i]) << 8 * i for i in range(4))
+    """Four of the entries as bytes, at 2 bits half of them."""
+    return sum((entries[first + i] // (2 if bits == 2 else 1) & 0xFF) << 8 * i for i in range(4))
 
 
 @triton.jit
@@ -437,7 +419,7 @@ def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """What the codes of words stand for, as bytes of four uint32: planes 0 and 1, 2 and 3 of one quarter, then of the
-    other. At 2 bits levels in 1/32 plus 128, at 3 magnitudes in 1/64."""
+    other. At 2 bits levels in 1/32, at 3 magnitudes in 1/64."""
     first, second = words, turned(words, 30)
     if BITS == 2:
         first ^= turned(words, 3) & 0x11111111
@@ -446,19 +428,112 @@ def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _transposed(a, b, c, d, ASM: tl.constexpr):
+    """Bytes 0 of the four, bytes 1, bytes 2 and bytes 3."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s, t, u, v;
+            prmt.b32 s, $4, $5, 0x5140;
+            prmt.b32 t, $4, $5, 0x7362;
+            prmt.b32 u, $6, $7, 0x5140;
+            prmt.b32 v, $6, $7, 0x7362;
+            prmt.b32 $0, s, u, 0x5410;
+            prmt.b32 $1, s, u, 0x7632;
+            prmt.b32 $2, t, v, 0x5410;
+            prmt.b32 $3, t, v, 0x7632;
+            }""",
+            "=r,=r,=r,=r,r,r,r,r",
+            [a, b, c, d],
+            (tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            True,
+            1,
+        )
+    else:
+        found = ()
+        for byte in tl.static_range(4):
+            first = ((a >> 8 * byte) & 0xFF) | ((b >> 8 * byte) & 0xFF) << 8
+            found += (first | ((c >> 8 * byte) & 0xFF) << 16 | ((d >> 8 * byte) & 0xFF) << 24,)
+        return found
+
+
+_DOT = tl.constexpr(("dp4a.s32.s32 $0, $1, $2, 0;", "dp4a.u32.u32 $0, $1, $2, 0;"))
+
+
+@triton.jit
+def _dot(x, y, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Products of bytes, at 2 bits with sign, summed: int32."""
+    if ASM:
+        return tl.inline_asm_elementwise(_DOT[BITS - 2], "=r,r,r", [x, y], tl.int32, True, 1)
+    else:
+        SIGN: tl.constexpr = 128 if BITS == 2 else 0
+        total = tl.zeros(x.shape, tl.int32)
+        for byte in tl.static_range(4):
+            left = ((x >> 8 * byte) & 0xFF ^ SIGN).to(tl.int32) - SIGN
+            total += left * (((y >> 8 * byte) & 0xFF ^ SIGN).to(tl.int32) - SIGN)
+        return total
+
+
+@triton.jit
+def _two_of(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Channels' bytes by plane, of the two quarters of two words of a pair."""
+    a0, a1 = _in_pairs(first if BITS == 3 else first ^ 0x80808080)
+    b0, b1 = _in_pairs(second if BITS == 3 else second ^ 0x80808080)
+    return _transposed(a0, b0, a1, b1, ASM)
+
+
+@triton.jit
 def products(
-    x, sizes, PLANE: tl.constexpr, NEIGHBOUR: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr,
-    ASM: tl.constexpr,
+    a, b, c, d, sizes, IS_VALUE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Level times channel of words, for a code of each: whole numbers, float32.
+    """Level times channel, summed over the codes that a word, or for values a pair of words, has of a token: int32.
 
     Args:
-        x: The words from `neighbours` that have these channels.
-        sizes: What `sizes` gives.
+        a, b, c, d: Words from `neighbours`.
+        sizes: What `sizes` gives for the words of their codes.
+
+    Returns:
+        Planes 0 to 3 of neighbours e = 0, and for values those of e = 1: `[R, 2, C]`, or `[R, 2, C / 2]`.
     """
-    size = _byte(sizes[2 * QUARTER + PLANE // 2], 2 * (PLANE % 2) + NEIGHBOUR, ASM)
-    x = _channel(x, PLANE, ASM)
-    return x * (size - (WHOLE + BIAS)) if BITS == 2 else tl.abs(x) * (size - WHOLE)
+    if BITS == 3:
+        a, b, c, d = _sizes(a), _sizes(b), _sizes(c), _sizes(d)
+    if IS_VALUE:
+        lower, upper = _in_pairs(sizes[0]), _in_pairs(sizes[2])
+        low = _transposed(lower[0], upper[0], lower[1], upper[1], ASM)
+        lower, upper = _in_pairs(sizes[1]), _in_pairs(sizes[3])
+        low += _transposed(lower[0], upper[0], lower[1], upper[1], ASM)
+        channels = (_two_of(a, b, BITS, ASM), _two_of(c, d, BITS, ASM))
+        found = ()
+        for e in tl.static_range(2):
+            for plane in tl.static_range(4):
+                found += (_dot(channels[e][plane], low[2 * plane + e], BITS, ASM),)
+    else:
+        if BITS == 2:
+            a, b, c, d = a ^ 0x80808080, b ^ 0x80808080, c ^ 0x80808080, d ^ 0x80808080
+        channels = _transposed(a, b, c, d, ASM)
+        found = ()
+        for half in tl.static_range(2):
+            low, high = _zipped(sizes[half], sizes[half + 2], ASM)
+            found += (_dot(channels[2 * half], low, BITS, ASM), _dot(channels[2 * half + 1], high, BITS, ASM))
+    return found
+
+
+@triton.jit
+def _zipped(a, b, ASM: tl.constexpr):
+    """Bytes 0 of both, bytes 1, bytes 2, bytes 3, in two registers."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 s; prmt.b32 s, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362; mov.b32 $0, s; }",
+            "=r,=&r,r,r",
+            [a, b],
+            (tl.uint32, tl.uint32),
+            True,
+            1,
+        )
+    else:
+        low = (a & 0xFF) | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16
+        a, b = a >> 16, b >> 16
+        return low, (a & 0xFF) | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16
 
 
 @triton.jit
