@@ -30,9 +30,12 @@ mean squared error on N(0, 1) is least (tests/codec/test_codebook.py searches ar
 centroids the grid costs 0.06%. At 2 and 3 bits a trellis chooses among them (`tq_hf.codec.trellis`);
 `examples/measure/quality/trellis.py train` finds them."""
 
+TRELLIS_STEPS = {2: 24, 3: 32}
+"""A trellis codes channels rounded to one over this of a level of 1."""
+
 TRELLIS_UNITS = {2: 22.875, 3: 32.0}
-"""A trellis codes channels in standard deviations times this, rounded. At 2 bits a level of 1 stands for 24 of them, so
-that it is 1.05 standard deviations, with which the levels above have the least error."""
+"""Times this a channel in standard deviations is in such steps. At 2 bits a level of 1 is 1.05 standard deviations, with
+which the levels above have the least error."""
 
 TRELLIS_LIMITS = {2: 57, 3: 86}
 """Farther from 0 channels are coded as if they were there."""

@@ -17,7 +17,7 @@ UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
 INNER_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
 """What a product of a rounded channel and a size from `sizes` counts."""
 BIAS = tl.constexpr(128.0)
-BIAS_BYTE = tl.constexpr(128)
+BYTE_BIAS = tl.constexpr(128)
 LARGEST = tl.constexpr(127.0)
 """Largest rounded channel; bytes are channels plus 128."""
 WHOLE = tl.constexpr(2.0**23)
@@ -107,18 +107,17 @@ def _one(ASM: tl.constexpr):
 
 
 @triton.jit
-def _limited(x, one, LEAST: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr):
-    """Pairs of bytes from LEAST to MOST, less LEAST; `one` from `_one`."""
+def _limited(x, one, ASM: tl.constexpr):
+    """Pairs of bytes between limits of 2 bits, less the lower; `one` from `_one`."""
+    LOWER: tl.constexpr = BYTE_BIAS - LIMITS[0]
+    most = tl.full(x.shape, PAIR * 2 * LIMITS[0], tl.uint32)
     if ASM >= 9:
         asm: tl.constexpr = "{ .reg .b32 s; add.s16x2 s, $1, $2; min.s16x2.relu $0, s, $3; }"
-        less = tl.broadcast_to(one * (PAIR * (0x10000 - LEAST)), x.shape)
-        most = tl.full(x.shape, PAIR * (MOST - LEAST), tl.uint32)
+        less = tl.broadcast_to(one * (PAIR * (0x10000 - LOWER)), x.shape)
         return tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, less, most], tl.uint32, True, 1)
     else:
-        # The greater is what is left of the sum.
-        least = tl.full(x.shape, PAIR * LEAST, tl.uint32)
-        x = _least(x, tl.full(x.shape, PAIR * MOST, tl.uint32), ASM)
-        return x - _least(x, least, ASM)
+        lower = tl.full(x.shape, PAIR * LOWER, tl.uint32)
+        return _least(x - _least(x, lower, ASM), most, ASM)
 
 
 @triton.jit
@@ -166,16 +165,34 @@ def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _cleared(e, ASM: tl.constexpr):
+def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
+    """Least errors of paths to each low bit of a crumb, `[first low bit, low bit]`, from those to the bit behind it.
+
+    PLACE: Where in a label the high bit goes, and then the bit behind it.
+    """
+    best = ()  # [low bit behind, low bit]
+    for magnitude in tl.static_range(8):
+        added = x * (one * _slope(3, magnitude)) + _constant(3, magnitude, PLACE)
+        if magnitude % 4 < 2:
+            best += (added,)
+        else:
+            best = best[:-2] + (best[-1], _least(best[-2], added, ASM))
+    return (
+        _least_sum(e[1], best[2], e[0] + best[0], ASM),
+        _least_sum(e[1], best[3], e[0] + best[1], ASM),
+        _least_sum(e[3], best[2], e[2] + best[0], ASM),
+        _least_sum(e[3], best[3], e[2] + best[1], ASM),
+    )
+
+
+@triton.jit
+def _unlabelled(e):
     return e[0] & NO_LABELS, e[1] & NO_LABELS, e[2] & NO_LABELS, e[3] & NO_LABELS
 
 
 @triton.jit
-def _less_the_least(e, ASM: tl.constexpr):
-    """Errors without labels, less the least of them, so that they stay small."""
-    e = _cleared(e, ASM)
-    least = _least(_least(e[0], e[1], ASM), _least(e[2], e[3], ASM), ASM)
-    return e[0] - least, e[1] - least, e[2] - least, e[3] - least
+def _least_of(e, ASM: tl.constexpr):
+    return _least(_least(e[0], e[1], ASM), _least(e[2], e[3], ASM), ASM)
 
 
 @triton.jit
@@ -188,24 +205,48 @@ def _label_bytes(a, b, ASM: tl.constexpr):
 
 
 @triton.jit
-def _no_labels(like):
-    """Labels of four pairs of codes, before there are any: one and the same would be taken for constants of the loop
-    (seen in Triton 3.6)."""
-    zero = tl.zeros(like.shape, tl.uint32)
-    return zero, zero + 1, zero + 2, zero + 3, zero + 4, zero + 5, zero + 6, zero + 7
+def _eight_steps(e, planes, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.constexpr):
+    """Errors after the codes of two planes, and the labels of each two, states 0 and 1 and then 2 and 3.
+
+    planes: Those of a, b, c, d.
+    """
+    labels = ()
+    for step in tl.static_range(8):
+        if LABELLED and step % 2 == 0:
+            e = _unlabelled(e)
+        if step % 4 == 0:  # so that errors stay small
+            least = _least_of(e, ASM) if LABELLED else _least_of(e, ASM) & NO_LABELS
+            e = (e[0] - least, e[1] - least, e[2] - least, e[3] - least)
+        x = _channel_pairs(planes[3 - step % 4], step < 4, ASM)
+        if BITS == 2:
+            e = _step2(e, _limited(x, one, ASM), one, (2 - step % 2 * 2) if LABELLED else None, ASM)
+        else:
+            e = _step3(e, _least(x, tl.full(x.shape, PAIR * LIMITS[1], tl.uint32), ASM), one, 2 - step % 2 * 2, ASM)
+        if LABELLED and step % 2 == 1:
+            labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
+    return e, labels
 
 
 @triton.jit
-def _seam2(e, a, b, c, d, one, ASM: tl.constexpr):
-    """Eight steps without labels, of two planes of words of pairs from `_planes_of_pairs`."""
-    for step in tl.static_range(8):
-        if step == 4:
-            least = _least(_least(e[0], e[1], ASM), _least(e[2], e[3], ASM), ASM) & NO_LABELS
-            e = (e[0] - least, e[1] - least, e[2] - least, e[3] - least)
-        words = d if step % 4 == 0 else (c if step % 4 == 1 else (b if step % 4 == 2 else a))
-        x = _limited(_channel_pairs(words, step < 4, ASM), one, BIAS_BYTE - LIMITS[0], BIAS_BYTE + LIMITS[0], ASM)
-        e = _step2(e, x, one, None, ASM)
-    return e
+def _paths(e, low, high, one, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Errors after all codes, and labels of each two, those of codes 0 and 1 first.
+
+    low, high: Planes 0 and 1, and 2 and 3, of a, b, c, d, from `_planes_of_pairs`.
+    """
+    e0, e1, e2, e3 = e
+    a0, b0, c0, d0 = low
+    a, b, c, d = high
+    # Before there are any: one and the same would be taken for constants of the loop (seen in Triton 3.6).
+    p0 = tl.zeros(a.shape, tl.uint32)
+    p1, p2, p3, p4, p5, p6, p7 = p0 + 1, p0 + 2, p0 + 3, p0 + 4, p0 + 5, p0 + 6, p0 + 7
+    q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
+    for _ in tl.range(2):
+        q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
+        e, labels = _eight_steps((e0, e1, e2, e3), (a, b, c, d), one, BITS, True, ASM)
+        e0, e1, e2, e3 = e
+        p0, p1, p2, p3, p4, p5, p6, p7 = labels
+        a, b, c, d = a0, b0, c0, d0
+    return (e0, e1, e2, e3), (p6, p7, p4, p5, p2, p3, p0, p1, q6, q7, q4, q5, q2, q3, q0, q1)
 
 
 @triton.jit
@@ -216,11 +257,22 @@ def _in_pairs(words):
 
 
 @triton.jit
-def _planes_of_pairs(words, ASM: tl.constexpr):
-    """Two pairs of planes of words `[R, 2, C]`, `[R, 2, C / 2]`: each a plane's bytes of two words at bytes 0 and 2, and
-    those of the next plane above."""
-    first, second = _in_pairs(words)
-    return low_halves(first, second, ASM), high_halves(first, second, ASM)
+def _out_of_pairs(first, second):
+    """Inverse of `_in_pairs`."""
+    words = tl.permute(tl.join(first, second), [0, 1, 3, 2])
+    return tl.reshape(words, [first.shape[0], 2, 2 * first.shape[2]])
+
+
+@triton.jit
+def _planes_of_pairs(a, b, c, d, ASM: tl.constexpr):
+    """Planes 0 and 1 of four words, and 2 and 3, of pairs of words: of each pair bytes 0 and 2 are those of the even
+    plane."""
+    low, high = (), ()
+    for i in tl.static_range(4):
+        first, second = _in_pairs((a, b, c, d)[i])
+        low += (low_halves(first, second, ASM),)
+        high += (high_halves(first, second, ASM),)
+    return low, high
 
 
 @triton.jit
@@ -243,48 +295,25 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
         a, b, c, d: uint32 words `[R, 2, C]` of four planes' bytes from `rounded`, of a word's two neighbours e and two
             quarters h: (0, 0), (0, 1), (1, 0), (1, 1).
     """
-    a0, a1 = _planes_of_pairs(a, ASM)
-    b0, b1 = _planes_of_pairs(b, ASM)
-    c0, c1 = _planes_of_pairs(c, ASM)
-    d0, d1 = _planes_of_pairs(d, ASM)
     one = _one(ASM)
+    low, high = _planes_of_pairs(a, b, c, d, ASM)
+    a0, b0, c0, d0 = low
+    a1, b1, c1, d1 = high
     e0 = tl.zeros(a0.shape, tl.uint32)
     e1, e2, e3 = e0, e0, e0
     for _ in tl.range(2):
-        e = _less_the_least((e0, e1, e2, e3), ASM)
+        e = _unlabelled((e0, e1, e2, e3))
         e = (e[0], e[1] + PAIR, e[2] + 2 * PAIR, e[3] + 3 * PAIR)
-        e0, e1, e2, e3 = _seam2(e, a0, b0, c0, d0, one, ASM)
-        a0, a1, b0, b1, c0, c1, d0, d1 = a1, a0, b1, b0, c1, c0, d1, d0
-    last = _least(_least(e0, e1, ASM), _least(e2, e3, ASM), ASM) & (3 * PAIR)
-
-    e0 = last * FAR[0]
-    e1 = (last ^ PAIR) * FAR[0]
-    e2 = (last ^ (2 * PAIR)) * FAR[0]
-    e3 = (last ^ (3 * PAIR)) * FAR[0]
-    p0, p1, p2, p3, p4, p5, p6, p7 = _no_labels(a0)
-    q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
-    for _ in tl.range(2):
-        q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
-        e = (e0, e1, e2, e3)
-        labels = ()
-        for step in tl.static_range(8):
-            if step % 4 == 0:
-                e = _less_the_least(e, ASM)
-            elif step % 2 == 0:
-                e = _cleared(e, ASM)
-            words = d1 if step % 4 == 0 else (c1 if step % 4 == 1 else (b1 if step % 4 == 2 else a1))
-            x = _limited(_channel_pairs(words, step < 4, ASM), one, BIAS_BYTE - LIMITS[0], BIAS_BYTE + LIMITS[0], ASM)
-            e = _step2(e, x, one, 2 - step % 2 * 2, ASM)
-            if step % 2 == 1:
-                labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
+        e, _none = _eight_steps(e, (a0, b0, c0, d0), one, 2, False, ASM)
         e0, e1, e2, e3 = e
-        p0, p1, p2, p3, p4, p5, p6, p7 = labels
-        a0, a1, b0, b1, c0, c1, d0, d1 = a1, a0, b1, b0, c1, c0, d1, d0
+        a0, b0, c0, d0 = a1, b1, c1, d1
+    last = _least_of((e0, e1, e2, e3), ASM) & (3 * PAIR)
 
-    labels = (p6, p7, p4, p5, p2, p3, p0, p1, q6, q7, q4, q5, q2, q3, q0, q1)  # codes 0 and 1 first
+    e = (last * FAR[0], (last ^ PAIR) * FAR[0], (last ^ (2 * PAIR)) * FAR[0], (last ^ (3 * PAIR)) * FAR[0])
+    e, labels = _paths(e, low, high, one, 2, ASM)
     words = ()
     for word in tl.static_range(2):
-        path = tl.zeros(a0.shape, tl.uint32)
+        path = tl.zeros(last.shape, tl.uint32)
         state = last >> (16 * word)
         state = (state & 1) | (state & 2) << 1
         for pair in tl.static_range(8):
@@ -296,13 +325,6 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
 
 
 @triton.jit
-def _out_of_pairs(first, second):
-    """Inverse of `_in_pairs`."""
-    words = tl.permute(tl.join(first, second), [0, 1, 3, 2])
-    return tl.reshape(words, [first.shape[0], 2, 2 * first.shape[2]])
-
-
-@triton.jit
 def _sizes(words):
     """Bytes from `rounded` as sizes of channels."""
     words ^= 0x80808080
@@ -311,66 +333,19 @@ def _sizes(words):
 
 
 @triton.jit
-def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
-    """Least errors of paths to each low bit of a crumb, `[first low bit, low bit]`, from those to the bit behind it.
-
-    PLACE: Where in a label the high bit goes, and then the bit behind it.
-    """
-    best = ()  # [low bit behind, low bit]
-    for magnitude in tl.static_range(8):
-        added = x * (one * _slope(3, magnitude)) + _constant(3, magnitude, PLACE)
-        if magnitude % 4 < 2:
-            best += (added,)
-        else:
-            best = best[:-2] + (best[-1], _least(best[-2], added, ASM))
-    return (
-        _least_sum(e[1], best[2], e[0] + best[0], ASM),
-        _least_sum(e[1], best[3], e[0] + best[1], ASM),
-        _least_sum(e[3], best[2], e[2] + best[0], ASM),
-        _least_sum(e[3], best[3], e[2] + best[1], ASM),
-    )
-
-
-@triton.jit
 def codes3(a, b, c, d, ASM: tl.constexpr):
     """Words of the crumbs of 3-bit codes; arguments as for `codes2`."""
-    a0, a1 = _planes_of_pairs(_sizes(a), ASM)
-    b0, b1 = _planes_of_pairs(_sizes(b), ASM)
-    c0, c1 = _planes_of_pairs(_sizes(c), ASM)
-    d0, d1 = _planes_of_pairs(_sizes(d), ASM)
-    one = _one(ASM)
-    e0 = tl.zeros(a0.shape, tl.uint32)
-    e1 = e0 + PAIR * FAR[1]
-    e2, e3 = e1, e0
-    p0, p1, p2, p3, p4, p5, p6, p7 = _no_labels(a0)
-    q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
-    for _ in tl.range(2):
-        q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
-        e = (e0, e1, e2, e3)
-        labels = ()
-        for step in tl.static_range(8):
-            if step % 4 == 0:
-                e = _less_the_least(e, ASM)
-            elif step % 2 == 0:
-                e = _cleared(e, ASM)
-            words = d1 if step % 4 == 0 else (c1 if step % 4 == 1 else (b1 if step % 4 == 2 else a1))
-            x = _channel_pairs(words, step < 4, ASM)
-            x = _least(x, tl.full(x.shape, PAIR * LIMITS[1], tl.uint32), ASM)
-            e = _step3(e, x, one, 2 - step % 2 * 2, ASM)
-            if step % 2 == 1:
-                labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
-        e0, e1, e2, e3 = e
-        p0, p1, p2, p3, p4, p5, p6, p7 = labels
-        a1, b1, c1, d1 = a0, b0, c0, d0
-
-    labels = (p6, p7, p4, p5, p2, p3, p0, p1, q6, q7, q4, q5, q2, q3, q0, q1)
+    low, high = _planes_of_pairs(_sizes(a), _sizes(b), _sizes(c), _sizes(d), ASM)
+    near = tl.zeros(low[0].shape, tl.uint32)
+    far = near + PAIR * FAR[1]
+    e, labels = _paths((near, far, far, near), low, high, _one(ASM), 3, ASM)
     words = ()
     for word in tl.static_range(2):
-        first = (((e3 >> (16 * word)) & 0xFFFF) < ((e0 >> (16 * word)) & 0xFFFF)).to(tl.uint32)
+        first = (((e[3] >> (16 * word)) & 0xFFFF) < ((e[0] >> (16 * word)) & 0xFFFF)).to(tl.uint32)
+        path = tl.zeros(near.shape, tl.uint32)
         state = first * 5
-        path = tl.zeros(a0.shape, tl.uint32)
         for pair in tl.static_range(8):
-            # From bit 3 down: the low bit behind both crumbs, crumb, high bit.
+            # From bit 3 down: the low bit behind both crumbs, the second crumb, the first one's high bit.
             label = _picked(labels[2 * pair], labels[2 * pair + 1], state, word, ASM)
             path = (path >> 4) | (label << 28)
             state = (first * 4) | ((label >> 3) & 1)
