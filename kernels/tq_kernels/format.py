@@ -34,8 +34,8 @@ TRELLIS_STEPS = {2: 24, 3: 32}
 """A trellis codes channels rounded to one over this of a level of 1."""
 
 TRELLIS_UNITS = {2: 22.875, 3: 32.0}
-"""Times this a channel in standard deviations is in such steps. At 2 bits a level of 1 is 1.05 standard deviations, with
-which the levels above have the least error."""
+"""Such steps of a standard deviation. At 2 bits a level of 1 is 1.05 of it, with which the levels above have the least
+error."""
 
 TRELLIS_LIMITS = {2: 57, 3: 86}
 """Farther from 0 channels are coded as if they were there."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tq_kernels.format import LEVEL_TABLES, TRELLIS_ERRORS, TRELLIS_FAR, TRELLIS_LIMITS, TRELLIS_STEPS, TRELLIS_UNITS
 
-from tests.support.helpers import CPU
 from tq_hf.codec import trellis
 from tq_hf.codec.packing import pack, unpack
 from tq_hf.codec.reference import levels_of, quantize
@@ -89,7 +88,7 @@ def spread(errors: torch.Tensor, differences: torch.Tensor) -> torch.Tensor:
         errors: `[x, new, old]`, of the branch between two states for each channel.
         differences: `[i, j]`, error of i less error of j.
     """
-    # [x, i, j, old, old]: any path to the new state i is an upper bound of its error, and the best to j comes from some old one.
+    # [x, i, j, old, old]: any path to i is an upper bound of its error, and the best to j comes from some old state.
     paths = differences[None, None, None] + errors[:, :, None, :, None] - errors[:, None, :, None, :]
     return paths.amin(3).amax(3).amax(0)
 

@@ -97,8 +97,8 @@ def _least_sum(a, b, c, ASM: tl.constexpr):
 
 @triton.jit
 def _one(ASM: tl.constexpr):
-    """1, `[1, 1, 1]`, from bit 31 of `%lanemask_lt`, which is 0 of all lanes: constants times it stay in registers. Else
-    they would be copied there before each use, and products with powers of two would be shifts, on the busier pipe."""
+    """1, `[1, 1, 1]`, by way of bit 31 of `%lanemask_lt`, which is 0: constants times it stay in registers. They would
+    be copied there before each use, and products with powers of two would be shifts, on the busier pipe."""
     if ASM:
         asm: tl.constexpr = "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.u32 $0, z, $1; }"
         return tl.inline_asm_elementwise(asm, "=r,r", [tl.full([1, 1, 1], 1, tl.uint32)], tl.uint32, True, 1)
@@ -224,7 +224,7 @@ def _eight_steps(e, planes, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM
             e = _step3(e, _least(x, tl.full(x.shape, PAIR * LIMITS[1], tl.uint32), ASM), one, 2 - step % 2 * 2, ASM)
         if LABELLED and step % 2 == 1:
             labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
-    return e, labels
+    return e, labels if LABELLED else e
 
 
 @triton.jit
@@ -403,33 +403,27 @@ def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _zipped(a, b, ASM: tl.constexpr):
+    """Bytes 0 of both, then bytes 1; bytes 2, then bytes 3."""
+    if ASM:
+        asm: tl.constexpr = "{ .reg .b32 s; prmt.b32 s, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362; mov.b32 $0, s; }"
+        return tl.inline_asm_elementwise(asm, "=r,=r,r,r", [a, b], (tl.uint32, tl.uint32), True, 1)
+    else:
+        low = (a & 0xFF) | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16
+        return low, (a >> 16) & 0xFF | (b >> 8) & 0xFF00 | (a >> 8) & 0xFF0000 | b & 0xFF000000
+
+
+@triton.jit
 def _transposed(a, b, c, d, ASM: tl.constexpr):
     """Bytes 0 of the four, bytes 1, bytes 2 and bytes 3."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, t, u, v;
-            prmt.b32 s, $4, $5, 0x5140;
-            prmt.b32 t, $4, $5, 0x7362;
-            prmt.b32 u, $6, $7, 0x5140;
-            prmt.b32 v, $6, $7, 0x7362;
-            prmt.b32 $0, s, u, 0x5410;
-            prmt.b32 $1, s, u, 0x7632;
-            prmt.b32 $2, t, v, 0x5410;
-            prmt.b32 $3, t, v, 0x7632;
-            }""",
-            "=r,=r,=r,=r,r,r,r,r",
-            [a, b, c, d],
-            (tl.uint32, tl.uint32, tl.uint32, tl.uint32),
-            True,
-            1,
-        )
-    else:
-        found = ()
-        for byte in tl.static_range(4):
-            first = ((a >> 8 * byte) & 0xFF) | ((b >> 8 * byte) & 0xFF) << 8
-            found += (first | ((c >> 8 * byte) & 0xFF) << 16 | ((d >> 8 * byte) & 0xFF) << 24,)
-        return found
+    low, high = _zipped(a, b, ASM)
+    other_low, other_high = _zipped(c, d, ASM)
+    return (
+        low_halves(low, other_low, ASM),
+        high_halves(low, other_low, ASM),
+        low_halves(high, other_high, ASM),
+        high_halves(high, other_high, ASM),
+    )
 
 
 _DOT = tl.constexpr(("dp4a.s32.s32 $0, $1, $2, 0;", "dp4a.u32.u32 $0, $1, $2, 0;"))
@@ -491,24 +485,6 @@ def products(
             low, high = _zipped(sizes[half], sizes[half + 2], ASM)
             found += (_dot(channels[2 * half], low, BITS, ASM), _dot(channels[2 * half + 1], high, BITS, ASM))
     return found
-
-
-@triton.jit
-def _zipped(a, b, ASM: tl.constexpr):
-    """Bytes 0 of both, bytes 1, bytes 2, bytes 3, in two registers."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 s; prmt.b32 s, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362; mov.b32 $0, s; }",
-            "=r,=&r,r,r",
-            [a, b],
-            (tl.uint32, tl.uint32),
-            True,
-            1,
-        )
-    else:
-        low = (a & 0xFF) | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16
-        a, b = a >> 16, b >> 16
-        return low, (a & 0xFF) | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16
 
 
 @triton.jit
