@@ -56,12 +56,12 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2685,  # channels in as many parts as leave the fewest empty; fewer launches, as measured
         "prefix": 1630,  # what scratch the largest step takes
-        "codec": 1770,  # trellis codes by Viterbi's algorithm; heads of 512 in parts of 256 channels
+        "codec": 1945,  # heads of 512 in parts of 256 channels; trellis codes of two words in a register
         "turing": 1310,
         "common": 950,  # three tables of magnitudes, and signs from two bits
         "types": 280,  # the options of a call, once for both attention functions
         "layout": 110,
-        "format": 125,  # units of trellis codes
+        "format": 140,  # what decides trellis codes
         "__init__": 10,
     },
     "tq_hf": {
@@ -72,7 +72,7 @@ BUDGETS = {
         "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read
         "stores": 1100,
         "ops": 1940,  # scratch that is reserved, then locked
-        "codec": 890,  # trellis codes: encoding by Viterbi's algorithm
+        "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,
         "attention": 250,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tq_kernels.format import TRELLIS_UNITS
+from tq_kernels.format import TRELLIS_STEPS, TRELLIS_UNITS
 
 from tests.support.helpers import (
     BLOCK,
@@ -81,7 +81,7 @@ def test_each_correction_keeps_what_it_promises(bits):
     projected = restore("projection")
     assert (((z - projected) * projected).sum(-1).abs() <= 2 * fp16 * square).all()
     _, scale = quantize(z, bits, "none", is_value=False)
-    unit = TRELLIS_UNITS[bits] / 32 if bits == 2 else 1  # the level that stands for a standard deviation
+    unit = TRELLIS_UNITS[2] / TRELLIS_STEPS[2] if bits == 2 else 1  # the level that stands for a standard deviation
     torch.testing.assert_close(unit * scale.float(), z.square().mean(-1).sqrt(), rtol=2 * fp16, atol=0)
     assert (
         restore("norm").norm(dim=-1) / z.norm(dim=-1) - restore("none").norm(dim=-1) / z.norm(dim=-1)

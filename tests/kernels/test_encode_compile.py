@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 BUDGET = {4: 34.5, 8: 24.0}
 """Instructions per key element on sm_90 at D = 128, corrected for inner products as the product's blocks are (34.1 at 4
 bits with Triton 3.7.1)."""
-TRELLIS_CODE = {2: 5000, 3: 3700}
+TRELLIS_CODE = {2: 3200, 3: 2900}
 """Instructions of the encoder at 2 and 3 bits on sm_90: the steps of a chain are a loop, so that the code fits the
 instruction cache."""
 STACK = {75: 64, 100: 72}
@@ -71,7 +71,9 @@ def test_trellis_codes_are_found_in_little_code_on_sm_90(bits: int, is_value: bo
     compiled = build_encode(90, bits, dtype="bf16", is_value=is_value)
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", disassemble(compiled, "-sass"))
     assert within(len(lines), TRELLIS_CODE[bits])
-    assert within(stack_of(compiled), 112)  # around the matrix product, once a block
+    # Two words in a register, and sums of which the less is taken, in one instruction.
+    assert lines.count("VIADDMNMX") >= (400 if bits == 2 else 64)
+    assert within(stack_of(compiled), 72)  # around the matrix product, once a block
 
 
 @pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])

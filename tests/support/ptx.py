@@ -98,6 +98,23 @@ def store(addresses: np.ndarray, values: np.ndarray, size: int, active: np.ndarr
         ctypes.memmove(int(addresses[lane]), int(values[lane]).to_bytes(size, "little"), size)
 
 
+def pairs(register: np.ndarray) -> np.ndarray:
+    """The two int16 of 32-bit registers, `[..., 2]`."""
+    return register.astype(np.uint32)[..., None].view(np.int16)
+
+
+def of_halves(operation: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """What an instruction for two numbers of 16 bits writes."""
+    if operation.startswith("add"):
+        result = a + b
+    elif operation == "min.s16x2.relu":
+        result = np.maximum(np.minimum(a, b), 0)
+    else:
+        kind = np.float16 if "f16" in operation else np.uint16
+        result = np.minimum(a.view(kind), b.view(kind))
+    return np.ascontiguousarray(result).view(np.uint32)[..., 0].astype(np.int64)
+
+
 def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarray:
     """What an instruction without memory or vectors writes."""
     match operation:
@@ -123,6 +140,12 @@ def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarra
             return logic(x[0], x[1], x[2], int(names[3], 0))
         case "setp.ne.u32":
             return (x[0] != x[1]).astype(np.int64)
+        case "min.u16x2" | "min.f16x2" | "add.u16x2" | "add.s16x2" | "min.s16x2.relu":
+            return of_halves(operation, *(pairs(register) for register in x))
+        case "dp4a.s32.s32" | "dp4a.u32.u32":
+            kind = np.int8 if "s32" in operation else np.uint8
+            a, b = (register.astype(np.uint32)[..., None].view(kind).astype(np.int64) for register in x[:2])
+            return (a * b).sum(-1) + x[2]
         case "shfl.sync.bfly.b32":
             return x[0][LANE ^ x[1]]
         case "shfl.sync.idx.b32":

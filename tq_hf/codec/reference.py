@@ -15,7 +15,7 @@ per block.)
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import TRELLIS_UNITS
+from tq_kernels.format import TRELLIS_STEPS, TRELLIS_UNITS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import PackedBlocks
 
@@ -114,7 +114,7 @@ def quantize(
         channels = trellis.rounded(unit, bits)
         codes = trellis.encode(channels, bits, is_value=is_value)
         z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # what corrections are computed of, as kernels do
-        sigma = sigma * (32 / TRELLIS_UNITS[bits])
+        sigma = sigma * (TRELLIS_STEPS[bits] / TRELLIS_UNITS[bits])
     if correction == "none":
         return codes, _half(sigma)
     level = levels_of(codes, bits, is_value=is_value)

@@ -318,9 +318,9 @@ def store_codes(
             results += (even_size, odd_size)
         a, b, c, d = trellis.neighbours(low_halves(pairs[0], pairs[1], ASM), IS_VALUE)  # [ROWS, 2, COLUMNS] each
         if BITS == 2:
-            word = trellis.codes2(a, b, c, d, LEVELS, ASM)
+            word = trellis.codes2(a, b, c, d, ASM)
         else:
-            word = trellis.codes3(a, b, c, d, LEVELS, ASM)
+            word = trellis.codes3(a, b, c, d, ASM)
         _store_words(words, word, row_stride, 4 * DIM, column_stride, columns, part, PARTS)
         if BITS == 3:
             lower = trellis.signs_of(a) | trellis.signs_of(c) << 8
@@ -329,17 +329,9 @@ def store_codes(
             signs = tl.expand_dims(signs, 1)
             _store_words(words + 8 * DIM, signs, row_stride, 0, column_stride, columns, part, PARTS)
         levels = trellis.sizes(word, LEVELS, BITS, ASM)
-        of_first, of_second = (), ()  # sums of level times channel, by plane
-        for plane in tl.static_range(4):
-            product = trellis.products(a, levels, plane, 0, 0, BITS, ASM)
-            of_first += (product + trellis.products(b, levels, plane, 0, 1, BITS, ASM),)
-            product = trellis.products(c, levels, plane, 1, 0, BITS, ASM)
-            of_second += (product + trellis.products(d, levels, plane, 1, 1, BITS, ASM),)
+        product = trellis.products(a, b, c, d, levels, IS_VALUE, BITS, ASM)
+        inner = _joined(_row_sums(product[:4]))
         if IS_VALUE:
-            inner = tl.join(_joined(_row_sums(of_first)), _joined(_row_sums(of_second)))
+            inner = tl.join(inner, _joined(_row_sums(product[4:])))
             inner = tl.reshape(tl.permute(inner, [0, 3, 1, 2]), [32, 2, 2])
-        else:
-            for plane in tl.static_range(4):
-                of_first = of_first[1:] + (of_first[0] + of_second[plane],)
-            inner = _joined(_row_sums(of_first))
-        return _result(inner, _joined(results), sizes, BITS, DIM)
+        return _result(inner.to(tl.float32), _joined(results), sizes, BITS, DIM)

@@ -1,8 +1,8 @@
 """Choose the trellis codes of a block's channels: Viterbi's algorithm by word, as `tq_hf.codec.trellis` defines it.
 
-Errors are whole numbers in [2**23, 2**24), where the last mantissa bit of a float32 counts one: they are added on the
-pipe of products, compared as numbers, and their two lowest bits are a label that says where a path comes from. The 16
-steps of a chain are a loop of four times four: unrolled, the code would not fit the instruction cache.
+Errors are below 2**15, so that a register has those of two words: they are added as one number, and which is less a
+GPU finds of both at once. The 16 steps of a chain are a loop of two times eight: unrolled, the code would not fit the
+instruction cache.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
 INNER_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
 """What a product of a rounded channel and a size from `sizes` counts."""
 BIAS = tl.constexpr(128.0)
+BYTE_BIAS = tl.constexpr(128)
 LARGEST = tl.constexpr(127.0)
 """Largest rounded channel; bytes are channels plus 128."""
 WHOLE = tl.constexpr(2.0**23)
-START = tl.constexpr(3 * 2.0**22)
-"""The error of an empty path: 16 codes lower it by less than 2**22."""
-FAR = tl.constexpr(2.0**20)
-"""More than any two branches differ in error."""
-
-
-_BYTES = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x4B000000, 0x765{byte};" for byte in range(4)))
+ERRORS = tl.constexpr(tuple(block_format.TRELLIS_ERRORS[bits] for bits in (2, 3)))
+LIMITS = tl.constexpr(tuple(block_format.TRELLIS_LIMITS[bits] for bits in (2, 3)))
+FAR = tl.constexpr(tuple(16 * block_format.TRELLIS_FAR[bits] for bits in (2, 3)))
+PAIR = tl.constexpr(0x10001)
+"""Times this a number is in both halves of a register."""
+NO_LABELS = tl.constexpr(0xFFF0FFF0)
 
 
 @triton.jit
@@ -48,18 +48,12 @@ def low_halves(a, b, ASM: tl.constexpr):
 
 
 @triton.jit
-def _byte(words, BYTE: tl.constexpr, ASM: tl.constexpr):
-    """A byte of uint32 words, plus 2**23, as float32."""
+def high_halves(a, b, ASM: tl.constexpr):
+    """Bytes 2 and 3 of a, bytes 2 and 3 of b."""
     if ASM:
-        return tl.inline_asm_elementwise(_BYTES[BYTE], "=r,r", [words], tl.float32, True, 1)
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
-        return ((words >> (8 * BYTE)) & 0xFF | 0x4B000000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _channel(words, BYTE: tl.constexpr, ASM: tl.constexpr):
-    """A byte of words from `rounded`, as the number it stands for."""
-    return _byte(words, BYTE, ASM) - (WHOLE + BIAS)
+        return a >> 16 | (b & 0xFFFF0000)
 
 
 @triton.jit
@@ -78,169 +72,292 @@ def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr)
     return (x * tl.where(finite, 2 * LARGEST, 0.0)[:, None] + least[:, None]).to(tl.uint32, bitcast=True)
 
 
-@triton.jit
-def _bits(error):
-    return error.to(tl.uint32, bitcast=True)
+_LEAST = tl.constexpr(("min.f16x2 $0, $1, $2;", "min.u16x2 $0, $1, $2;"))
+"""Of sm_80 and of sm_90. Bits of positive fp16 numbers have the order of the numbers."""
 
 
 @triton.jit
-def _labelled(error, LABEL: tl.constexpr):
-    return ((_bits(error) & 0xFFFFFFFC) | LABEL).to(tl.float32, bitcast=True)
+def _least(a, b, ASM: tl.constexpr):
+    """The less of two pairs of numbers below 31 * 2**10."""
+    if ASM:
+        return tl.inline_asm_elementwise(_LEAST[ASM >= 9], "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        return tl.minimum(a & 0xFFFF, b & 0xFFFF) | tl.minimum(a & 0xFFFF0000, b & 0xFFFF0000)
 
 
 @triton.jit
-def _least(a, b, c, d):
-    return tl.minimum(tl.minimum(a, b), tl.minimum(c, d))
+def _least_sum(a, b, c, ASM: tl.constexpr):
+    """The less of pairs a + b and c."""
+    if ASM >= 9:
+        asm: tl.constexpr = "{ .reg .b32 s; add.u16x2 s, $1, $2; min.u16x2 $0, s, $3; }"
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, c], tl.uint32, True, 1)
+    else:
+        return _least(a + b, c, ASM)
+
+
+@triton.jit
+def _one(ASM: tl.constexpr):
+    """1, `[1, 1, 1]`, by way of bit 31 of `%lanemask_lt`, which is 0: constants times it stay in registers. They would
+    be copied there before each use, and products with powers of two would be shifts, on the busier pipe."""
+    if ASM:
+        asm: tl.constexpr = "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.u32 $0, z, $1; }"
+        return tl.inline_asm_elementwise(asm, "=r,r", [tl.full([1, 1, 1], 1, tl.uint32)], tl.uint32, True, 1)
+    else:
+        return tl.full([1, 1, 1], 1, tl.uint32)
+
+
+@triton.jit
+def _limited(x, one, ASM: tl.constexpr):
+    """Pairs of bytes between limits of 2 bits, less the lower; `one` from `_one`."""
+    LOWER: tl.constexpr = BYTE_BIAS - LIMITS[0]
+    most = tl.full(x.shape, PAIR * 2 * LIMITS[0], tl.uint32)
+    if ASM >= 9:
+        asm: tl.constexpr = "{ .reg .b32 s; add.s16x2 s, $1, $2; min.s16x2.relu $0, s, $3; }"
+        less = tl.broadcast_to(one * (PAIR * (0x10000 - LOWER)), x.shape)
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, less, most], tl.uint32, True, 1)
+    else:
+        lower = tl.full(x.shape, PAIR * LOWER, tl.uint32)
+        return _least(x - _least(x, lower, ASM), most, ASM)
+
+
+@triton.jit
+def _channel_pairs(words, ODD: tl.constexpr, ASM: tl.constexpr):
+    """Bytes 0 and 2 of words, or 1 and 3, as numbers of 16 bits."""
+    if ASM and ODD:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [words], tl.uint32, True, 1)
+    else:
+        return (words >> (8 if ODD else 0)) & 0x00FF00FF
 
 
 @triton.constexpr_function
-def _level2(levels, old, new):
-    """The level between two states 2 b + p."""
-    return levels[4 * ((new ^ old // 2) % 2) + 2 * (new // 2) + old % 2]
+def _slope(bits, level):
+    """Times what a channel is in the error of a level; of pairs, too, as the sum is of positive numbers."""
+    return 16 * ERRORS[bits - 2][level][1] % 2**32
+
+
+@triton.constexpr_function
+def _constant(bits, level, place):
+    """The rest of the error of a level, a pair, with two bits of a label at `place`, if it is not `None`."""
+    a, b = ERRORS[bits - 2][level]
+    if bits == 2:  # channels are those above the lowest
+        a, label = a - b * LIMITS[0], level // 2  # the code 2 t + b
+    else:
+        label = level // 2 % 2 + level // 4 * 2  # the high bit, and the low bit behind
+    return PAIR * (16 * a + (0 if place is None else label << place)) % 2**32
 
 
 @triton.jit
-def _step2(e, x, T: tl.constexpr):
-    """Least errors of paths to each state 2 b + p of a chain of 2-bit codes, from those `e` to each state before."""
-    paths = ()
-    for new in tl.static_range(4):
-        for old in tl.static_range(4):
-            base = e[old] + 4 * _level2(T, old, new) * _level2(T, old, new)
-            paths += (base - x * (16 * _level2(T, old, new)),)
+def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
+    """Least errors of paths from each state 2 b + p before a code of 2 bits, of those `e` from each state behind it.
+
+    PLACE: Where in a label the code goes, or `None`.
+    """
+    added = ()  # of level 4 t + 2 b + p
+    for level in tl.static_range(8):
+        added += (x * (one * _slope(2, level)) + _constant(2, level, PLACE),)
+    least = ()
+    for before in tl.static_range(4):
+        found = e[before // 2] + added[before % 2]
+        found = _least_sum(e[before // 2 + 2], added[before % 2 + 2], found, ASM)
+        found = _least_sum(e[1 - before // 2], added[before % 2 + 4], found, ASM)
+        least += (_least_sum(e[3 - before // 2], added[before % 2 + 6], found, ASM),)
+    return least
+
+
+@triton.jit
+def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
+    """Least errors of paths to each low bit of a crumb, `[first low bit, low bit]`, from those to the bit behind it.
+
+    PLACE: Where in a label the high bit goes, and then the bit behind it.
+    """
+    best = ()  # [low bit behind, low bit]
+    for magnitude in tl.static_range(8):
+        added = x * (one * _slope(3, magnitude)) + _constant(3, magnitude, PLACE)
+        if magnitude % 4 < 2:
+            best += (added,)
+        else:
+            best = best[:-2] + (best[-1], _least(best[-2], added, ASM))
     return (
-        _least(paths[0], paths[1], paths[2], paths[3]),
-        _least(paths[4], paths[5], paths[6], paths[7]),
-        _least(paths[8], paths[9], paths[10], paths[11]),
-        _least(paths[12], paths[13], paths[14], paths[15]),
+        _least_sum(e[1], best[2], e[0] + best[0], ASM),
+        _least_sum(e[1], best[3], e[0] + best[1], ASM),
+        _least_sum(e[3], best[2], e[2] + best[0], ASM),
+        _least_sum(e[3], best[3], e[2] + best[1], ASM),
     )
 
 
 @triton.jit
-def _with_labels(labels, e, ASM: tl.constexpr):
-    """A byte for each state, with the labels of four errors behind those of steps before."""
-    low = low_bytes(_bits(e[0]), _bits(e[1]), ASM)
-    high = low_bytes(_bits(e[2]), _bits(e[3]), ASM)
-    return labels << 2 | low_halves(low, high, ASM) & 0x03030303
+def _unlabelled(e):
+    return e[0] & NO_LABELS, e[1] & NO_LABELS, e[2] & NO_LABELS, e[3] & NO_LABELS
 
 
 @triton.jit
-def _no_labels(like):
-    """Labels of four groups of steps, before there are any: one and the same would be taken for constants of the loop
-    (seen in Triton 3.6)."""
-    zero = tl.zeros(like.shape, tl.uint32)
-    return zero, zero + 1, zero + 2, zero + 3
+def _least_of(e, ASM: tl.constexpr):
+    return _least(_least(e[0], e[1], ASM), _least(e[2], e[3], ASM), ASM)
 
 
 @triton.jit
-def _half_chain2(e0, e1, e2, e3, a, b, c, d, T: tl.constexpr, ASM: tl.constexpr):
-    """Eight steps, of planes 0 and 1 of words a, b, c, d."""
+def _label_bytes(a, b, ASM: tl.constexpr):
+    """Byte 0 of a and of b, then byte 2 of them: bytes with the labels of two errors, for both words of a pair."""
+    if ASM:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6240;", "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        return (a & 0x00FF00FF) | (b & 0x00FF00FF) << 8
+
+
+@triton.jit
+def _eight_steps(e, planes, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.constexpr):
+    """Errors after the codes of two planes, and the labels of each two, states 0 and 1 and then 2 and 3.
+
+    planes: Those of a, b, c, d.
+    """
+    labels = ()
+    for step in tl.static_range(8):
+        if LABELLED and step % 2 == 0:
+            e = _unlabelled(e)
+        if step % 4 == 0:  # so that errors stay small
+            least = _least_of(e, ASM) if LABELLED else _least_of(e, ASM) & NO_LABELS
+            e = (e[0] - least, e[1] - least, e[2] - least, e[3] - least)
+        x = _channel_pairs(planes[3 - step % 4], step < 4, ASM)
+        if BITS == 2:
+            e = _step2(e, _limited(x, one, ASM), one, (2 - step % 2 * 2) if LABELLED else None, ASM)
+        else:
+            e = _step3(e, _least(x, tl.full(x.shape, PAIR * LIMITS[1], tl.uint32), ASM), one, 2 - step % 2 * 2, ASM)
+        if LABELLED and step % 2 == 1:
+            labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
+    return e, labels if LABELLED else e
+
+
+@triton.jit
+def _paths(e, low, high, one, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Errors after all codes, and labels of each two, those of codes 0 and 1 first.
+
+    low, high: Planes 0 and 1, and 2 and 3, of a, b, c, d, from `_planes_of_pairs`.
+    """
+    e0, e1, e2, e3 = e
+    a0, b0, c0, d0 = low
+    a, b, c, d = high
+    # Numbers that nobody reads, each another one: a variable that begins as a second one and becomes that in the loop
+    # is none of the loop's variables for Triton (3.6, 3.7), and has its first value after it.
+    p0 = tl.zeros(a.shape, tl.uint32)
+    p1, p2, p3, p4, p5, p6, p7 = p0 + 1, p0 + 2, p0 + 3, p0 + 4, p0 + 5, p0 + 6, p0 + 7
+    q0, q1, q2, q3, q4, q5, q6, q7 = p0 + 8, p0 + 9, p0 + 10, p0 + 11, p0 + 12, p0 + 13, p0 + 14, p0 + 15
     for _ in tl.range(2):
-        e = _step2((e0, e1, e2, e3), _channel(a, 0, ASM), T)
-        e = _step2(e, _channel(b, 0, ASM), T)
-        e = _step2(e, _channel(c, 0, ASM), T)
-        e0, e1, e2, e3 = _step2(e, _channel(d, 0, ASM), T)
-        a, b, c, d = a >> 8, b >> 8, c >> 8, d >> 8
-    return e0, e1, e2, e3
+        q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
+        e, labels = _eight_steps((e0, e1, e2, e3), (a, b, c, d), one, BITS, True, ASM)
+        e0, e1, e2, e3 = e
+        p0, p1, p2, p3, p4, p5, p6, p7 = labels
+        a, b, c, d = a0, b0, c0, d0
+    return (e0, e1, e2, e3), (p6, p7, p4, p5, p2, p3, p0, p1, q6, q7, q4, q5, q2, q3, q0, q1)
 
 
 @triton.jit
-def codes2(a, b, c, d, T: tl.constexpr, ASM: tl.constexpr):
+def _in_pairs(words):
+    """Words `[R, 2, C]` as two `[R, 2, C / 2]`."""
+    HALF: tl.constexpr = words.shape[2] // 2
+    return tl.split(tl.permute(tl.reshape(words, [words.shape[0], 2, 2, HALF]), [0, 1, 3, 2]))
+
+
+@triton.jit
+def _out_of_pairs(first, second):
+    """Inverse of `_in_pairs`."""
+    words = tl.permute(tl.join(first, second), [0, 1, 3, 2])
+    return tl.reshape(words, [first.shape[0], 2, 2 * first.shape[2]])
+
+
+@triton.jit
+def _planes_of_pairs(a, b, c, d, ASM: tl.constexpr):
+    """Planes 0 and 1 of four words, and 2 and 3, of pairs of words: of each pair bytes 0 and 2 are those of the even
+    plane."""
+    low, high = (), ()
+    for i in tl.static_range(4):
+        first, second = _in_pairs((a, b, c, d)[i])
+        low += (low_halves(first, second, ASM),)
+        high += (high_halves(first, second, ASM),)
+    return low, high
+
+
+@triton.jit
+def _picked(low, high, state, WORD: tl.constexpr, ASM: tl.constexpr):
+    """Byte 0: the label of a word of a pair, from what `_label_bytes` gave of states 0 and 1, and of states 2 and 3.
+    `state` has the state's bits at 0 and 2."""
+    select = state | (2 * WORD)
+    if ASM:
+        asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, select], tl.uint32, True, 1)
+    else:
+        return tl.where(select < 4, low, high) >> (8 * (select & 3))
+
+
+@triton.jit
+def codes2(a, b, c, d, ASM: tl.constexpr):
     """Words of 2-bit codes. Their order in a word is that of planes, then of neighbours e, then of quarters h.
 
     Args:
-        a, b, c, d: uint32 words of four planes' bytes from `rounded`, of a word's two neighbours e and two quarters h:
-            (0, 0), (0, 1), (1, 0), (1, 1).
-        T: The eight levels, whole numbers of 1/64.
+        a, b, c, d: uint32 words `[R, 2, C]` of four planes' bytes from `rounded`, of a word's two neighbours e and two
+            quarters h: (0, 0), (0, 1), (1, 0), (1, 1).
     """
-    e0 = tl.full(a.shape, START, tl.float32)
+    one = _one(ASM)
+    low, high = _planes_of_pairs(a, b, c, d, ASM)
+    a0, b0, c0, d0 = low
+    a1, b1, c1, d1 = high
+    e0 = tl.zeros(a0.shape, tl.uint32)
     e1, e2, e3 = e0, e0, e0
-    e0, e1, e2, e3 = _half_chain2(e0, e1, e2, e3, a >> 16, b >> 16, c >> 16, d >> 16, T, ASM)
-    e1, e2, e3 = _labelled(e1, 1), _labelled(e2, 2), _labelled(e3, 3)
-    e0, e1, e2, e3 = _half_chain2(_labelled(e0, 0), e1, e2, e3, a, b, c, d, T, ASM)
-    last = _bits(_least(e0, e1, e2, e3)) & 3
-
-    e0 = tl.where(last == 0, START, START + FAR)
-    e1 = tl.where(last == 1, START, START + FAR) + 1
-    e2 = tl.where(last == 2, START, START + FAR) + 2
-    e3 = tl.where(last == 3, START, START + FAR) + 3
-    p0, p1, p2, p3 = _no_labels(a)
-    for _ in tl.range(4):  # planes
-        e = (e0, e1, e2, e3)
-        labels = tl.zeros(a.shape, tl.uint32)
-        for step in tl.static_range(4):
-            words = a if step == 0 else (b if step == 1 else (c if step == 2 else d))
-            e = _step2(e, _channel(words, 0, ASM), T)
-            labels = _with_labels(labels, e, ASM)
-            e = (_labelled(e[0], 0), _labelled(e[1], 1), _labelled(e[2], 2), _labelled(e[3], 3))
+    for _ in tl.range(2):
+        e = _unlabelled((e0, e1, e2, e3))
+        e = (e[0], e[1] + PAIR, e[2] + 2 * PAIR, e[3] + 3 * PAIR)
+        e, _none = _eight_steps(e, (a0, b0, c0, d0), one, 2, False, ASM)
         e0, e1, e2, e3 = e
-        p0, p1, p2, p3 = p1, p2, p3, labels
-        a, b, c, d = a >> 8, b >> 8, c >> 8, d >> 8
+        a0, b0, c0, d0 = a1, b1, c1, d1
+    last = _least_of((e0, e1, e2, e3), ASM) & (3 * PAIR)
 
-    path = tl.zeros(a.shape, tl.uint32)  # states, the first in the lowest bits
-    state = last
-    for _ in tl.range(4):
-        for step in tl.static_range(4):
-            path = (path << 2) | state
-            state = (p3 >> (8 * state + 2 * step)) & 3
-        p1, p2, p3 = p0, p1, p2
-    # b of a code at bit 2 k + 1, and its upper bit, p and b of the code before, at 2 k + 2.
-    return (path & 0xAAAAAAAA) | turned((path ^ turned(path, 1)) & 0x55555555, 2)
-
-
-@triton.jit
-def _step3(e, x, M: tl.constexpr):
-    """Least errors of paths to each low bit of a crumb, `[first low bit, low bit]`, from those to the bit before."""
-    size = tl.abs(x)
-    best = ()  # [low bit before, low bit], with the high bit as label 2
-    for before in tl.static_range(2):
-        for low in tl.static_range(2):
-            zero = 4 * M[low + 4 * before] * M[low + 4 * before] - size * (16 * M[low + 4 * before])
-            one = 4 * M[low + 2 + 4 * before] * M[low + 2 + 4 * before] + 2 - size * (16 * M[low + 2 + 4 * before])
-            best += (tl.minimum(zero, one),)
-    return (
-        tl.minimum(e[0] + best[0], e[1] + best[2]),
-        tl.minimum(e[0] + best[1], e[1] + best[3]),
-        tl.minimum(e[2] + best[0], e[3] + best[2]),
-        tl.minimum(e[2] + best[1], e[3] + best[3]),
-    )
+    e = (last * FAR[0], (last ^ PAIR) * FAR[0], (last ^ (2 * PAIR)) * FAR[0], (last ^ (3 * PAIR)) * FAR[0])
+    e, labels = _paths(e, low, high, one, 2, ASM)
+    words = ()
+    for word in tl.static_range(2):
+        path = tl.zeros(last.shape, tl.uint32)
+        state = last >> (16 * word)
+        state = (state & 1) | (state & 2) << 1
+        for pair in tl.static_range(8):
+            label = _picked(labels[2 * pair], labels[2 * pair + 1], state, word, ASM)  # t, b, t, b from bit 3 down
+            path = (path >> 4) | (label << 28)
+            state = (label & 4) | ((label ^ (label >> 3)) & 1)
+        words += (turned(path, 1),)
+    return _out_of_pairs(words[0], words[1])
 
 
 @triton.jit
-def codes3(a, b, c, d, M: tl.constexpr, ASM: tl.constexpr):
+def _sizes(words):
+    """Bytes from `rounded` as sizes of channels."""
+    words ^= 0x80808080
+    negative = (words >> 7) & 0x01010101
+    return (words ^ (negative * 0xFF)) + negative
+
+
+@triton.jit
+def codes3(a, b, c, d, ASM: tl.constexpr):
     """Words of the crumbs of 3-bit codes; arguments as for `codes2`."""
-    e0 = tl.full(a.shape, START, tl.float32)
-    e1 = e0 + (FAR + 1)
-    e2 = e0 + FAR
-    e3 = e0 + 1
-    p0, p1, p2, p3 = _no_labels(a)
-    for _ in tl.range(4):  # planes 3 to 0
-        e = (e0, e1, e2, e3)
-        labels = tl.zeros(a.shape, tl.uint32)
-        for step in tl.static_range(4):
-            words = d if step == 0 else (c if step == 1 else (b if step == 2 else a))
-            e = _step3(e, _channel(words, 3, ASM), M)
-            labels = _with_labels(labels, e, ASM)
-            e = (_labelled(e[0], 0), _labelled(e[1], 1), _labelled(e[2], 0), _labelled(e[3], 1))
-        e0, e1, e2, e3 = e
-        p0, p1, p2, p3 = p1, p2, p3, labels
-        a, b, c, d = a << 8, b << 8, c << 8, d << 8
-
-    first = (e3 - 1 < e0).to(tl.uint32)
-    low = first
-    word = tl.zeros(a.shape, tl.uint32)
-    for _ in tl.range(4):
-        for step in tl.static_range(4):
-            label = (p3 >> (16 * first + 8 * low + 2 * step)) & 3
-            word = (word >> 2) | ((label & 2 | low) << 30)
-            low = label & 1
-        p1, p2, p3 = p0, p1, p2
-    return word
+    low, high = _planes_of_pairs(_sizes(a), _sizes(b), _sizes(c), _sizes(d), ASM)
+    near = tl.zeros(low[0].shape, tl.uint32)
+    far = near + PAIR * FAR[1]
+    e, labels = _paths((near, far, far, near), low, high, _one(ASM), 3, ASM)
+    words = ()
+    for word in tl.static_range(2):
+        first = (((e[3] >> (16 * word)) & 0xFFFF) < ((e[0] >> (16 * word)) & 0xFFFF)).to(tl.uint32)
+        path = tl.zeros(near.shape, tl.uint32)
+        state = first * 5
+        for pair in tl.static_range(8):
+            # From bit 3 down: the low bit behind both crumbs, the second crumb, the first one's high bit.
+            label = _picked(labels[2 * pair], labels[2 * pair + 1], state, word, ASM)
+            path = (path >> 4) | (label << 28)
+            state = (first * 4) | ((label >> 3) & 1)
+        words += (turned(path, 1),)
+    return _out_of_pairs(words[0], words[1])
 
 
 @triton.constexpr_function
 def _table(entries, first, bits):
-    """Four of the entries as bytes: at 2 bits half of them, plus 128."""
-    return sum((entries[first + i] // 2 + 128 if bits == 2 else entries[first + i]) << 8 * i for i in range(4))
+    """Four of the entries as bytes, at 2 bits half of them."""
+    return sum((entries[first + i] // (2 if bits == 2 else 1) & 0xFF) << 8 * i for i in range(4))
 
 
 @triton.jit
@@ -278,7 +395,7 @@ def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """What the codes of words stand for, as bytes of four uint32: planes 0 and 1, 2 and 3 of one quarter, then of the
-    other. At 2 bits levels in 1/32 plus 128, at 3 magnitudes in 1/64."""
+    other. At 2 bits levels in 1/32, at 3 magnitudes in 1/64."""
     first, second = words, turned(words, 30)
     if BITS == 2:
         first ^= turned(words, 3) & 0x11111111
@@ -287,19 +404,88 @@ def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _zipped(a, b, ASM: tl.constexpr):
+    """Bytes 0 of both, then bytes 1; bytes 2, then bytes 3."""
+    if ASM:
+        asm: tl.constexpr = "{ .reg .b32 s; prmt.b32 s, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362; mov.b32 $0, s; }"
+        return tl.inline_asm_elementwise(asm, "=r,=r,r,r", [a, b], (tl.uint32, tl.uint32), True, 1)
+    else:
+        low = (a & 0xFF) | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16
+        return low, (a >> 16) & 0xFF | (b >> 8) & 0xFF00 | (a >> 8) & 0xFF0000 | b & 0xFF000000
+
+
+@triton.jit
+def _transposed(a, b, c, d, ASM: tl.constexpr):
+    """Bytes 0 of the four, bytes 1, bytes 2 and bytes 3."""
+    low, high = _zipped(a, b, ASM)
+    other_low, other_high = _zipped(c, d, ASM)
+    return (
+        low_halves(low, other_low, ASM),
+        high_halves(low, other_low, ASM),
+        low_halves(high, other_high, ASM),
+        high_halves(high, other_high, ASM),
+    )
+
+
+_DOT = tl.constexpr(("dp4a.s32.s32 $0, $1, $2, 0;", "dp4a.u32.u32 $0, $1, $2, 0;"))
+
+
+@triton.jit
+def _dot(x, y, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Products of bytes, at 2 bits with sign, summed: int32."""
+    if ASM:
+        return tl.inline_asm_elementwise(_DOT[BITS - 2], "=r,r,r", [x, y], tl.int32, True, 1)
+    else:
+        SIGN: tl.constexpr = 128 if BITS == 2 else 0
+        total = tl.zeros(x.shape, tl.int32)
+        for byte in tl.static_range(4):
+            left = ((x >> 8 * byte) & 0xFF ^ SIGN).to(tl.int32) - SIGN
+            total += left * (((y >> 8 * byte) & 0xFF ^ SIGN).to(tl.int32) - SIGN)
+        return total
+
+
+@triton.jit
+def _two_of(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Channels' bytes by plane, of the two quarters of two words of a pair."""
+    a0, a1 = _in_pairs(first if BITS == 3 else first ^ 0x80808080)
+    b0, b1 = _in_pairs(second if BITS == 3 else second ^ 0x80808080)
+    return _transposed(a0, b0, a1, b1, ASM)
+
+
+@triton.jit
 def products(
-    x, sizes, PLANE: tl.constexpr, NEIGHBOUR: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr,
-    ASM: tl.constexpr,
+    a, b, c, d, sizes, IS_VALUE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Level times channel of words, for a code of each: whole numbers, float32.
+    """Level times channel, summed over the codes that a word, or for values a pair of words, has of a token: int32.
 
     Args:
-        x: The words from `neighbours` that have these channels.
-        sizes: What `sizes` gives.
+        a, b, c, d: Words from `neighbours`.
+        sizes: What `sizes` gives for the words of their codes.
+
+    Returns:
+        Planes 0 to 3 of neighbours e = 0, and for values those of e = 1: `[R, 2, C]`, or `[R, 2, C / 2]`.
     """
-    size = _byte(sizes[2 * QUARTER + PLANE // 2], 2 * (PLANE % 2) + NEIGHBOUR, ASM)
-    x = _channel(x, PLANE, ASM)
-    return x * (size - (WHOLE + BIAS)) if BITS == 2 else tl.abs(x) * (size - WHOLE)
+    if BITS == 3:
+        a, b, c, d = _sizes(a), _sizes(b), _sizes(c), _sizes(d)
+    if IS_VALUE:
+        lower, upper = _in_pairs(sizes[0]), _in_pairs(sizes[2])
+        low = _transposed(lower[0], upper[0], lower[1], upper[1], ASM)
+        lower, upper = _in_pairs(sizes[1]), _in_pairs(sizes[3])
+        low += _transposed(lower[0], upper[0], lower[1], upper[1], ASM)
+        channels = (_two_of(a, b, BITS, ASM), _two_of(c, d, BITS, ASM))
+        found = ()
+        for e in tl.static_range(2):
+            for plane in tl.static_range(4):
+                found += (_dot(channels[e][plane], low[2 * plane + e], BITS, ASM),)
+    else:
+        if BITS == 2:
+            a, b, c, d = a ^ 0x80808080, b ^ 0x80808080, c ^ 0x80808080, d ^ 0x80808080
+        channels = _transposed(a, b, c, d, ASM)
+        found = ()
+        for half in tl.static_range(2):
+            low, high = _zipped(sizes[half], sizes[half + 2], ASM)
+            found += (_dot(channels[2 * half], low, BITS, ASM), _dot(channels[2 * half + 1], high, BITS, ASM))
+    return found
 
 
 @triton.jit

@@ -71,9 +71,9 @@ class Target:
     small_levels: bool
 
     @property
-    def asm(self) -> bool:
-        """Inline PTX unpacking (compute capability 8.0 and later)."""
-        return self.capability[0] >= 8
+    def asm(self) -> int:
+        """Inline PTX: the major compute capability if it is 8 or more, or 0."""
+        return self.capability[0] if self.capability[0] >= 8 else 0
 
     @property
     def fragments(self) -> bool:

@@ -94,11 +94,12 @@ def _asm(bits: int, quarter: int, small: bool) -> str:
 
 def _asm2(quarter: int) -> str:
     """The same at 2 bits, in one quarter: these levels have only high bytes. The lowest bit of a nibble is the upper
-    one of the code before, to which the lower one of the code before that is added."""
-    turn, other = ("shf.r.wrap.b32 t, $4, $4, 2;", 1) if quarter % 2 else ("mov.b32 t, $4;", 3)
+    one of the code before, to which the lower one of the code before that is added. Both quarters of a word begin with
+    the same rotation, so that it is done once."""
+    place, turn = (0x44444444, "shf.r.wrap.b32 s, s, s, 2;") if quarter % 2 else (0x11111111, "")
     return f"""{_REGISTERS}
-{_OPAQUE_ZERO} {turn} shf.l.wrap.b32 s, $4, $4, {other};
-lop3.b32 s, t, s, 0x11111111, 0x78; and.b32 s, s, 0x77777777;
+{_OPAQUE_ZERO} shf.l.wrap.b32 s, $4, $4, 3;
+lop3.b32 s, $4, s, {place:#x}, 0x78; {turn} and.b32 s, s, 0x77777777;
 {_looked_up(2, False)}
 mov.u32 l0, 0; mov.u32 l1, 0;
 {_INTERLEAVE} }}"""

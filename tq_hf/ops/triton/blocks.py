@@ -78,7 +78,7 @@ def once_per_layer(make: Callable[[LayerTensors], R]) -> Callable[[LayerTensors]
 def supports_inline_ptx(device: torch.device) -> bool:
     """Whether kernels unpack with inline PTX there: on NVIDIA, from Turing on."""
     on = target(device)
-    return on.asm or on.fragments
+    return on.asm > 0 or on.fragments
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
