@@ -277,15 +277,34 @@ def _planes_of_pairs(a, b, c, d, ASM: tl.constexpr):
 
 
 @triton.jit
-def _picked(low, high, state, WORD: tl.constexpr, ASM: tl.constexpr):
-    """Byte 0: the label of a word of a pair, from what `_label_bytes` gave of states 0 and 1, and of states 2 and 3.
-    `state` has the state's bits at 0 and 2."""
-    select = state | (2 * WORD)
+def _picked(low, high, select, ASM: tl.constexpr):
+    """Byte 0: a label, from what `_label_bytes` gave of states 0 and 1, and of states 2 and 3. `select` has the bits of
+    the state at 0 and 2, that of the word of a pair at 1."""
     if ASM:
         asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
         return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, select], tl.uint32, True, 1)
     else:
         return tl.where(select < 4, low, high) >> (8 * (select & 3))
+
+
+@triton.jit
+def _bit_3(label, others, ASM: tl.constexpr):
+    """Bit 3 of a label, as bit 0, with other bits."""
+    if ASM:
+        asm: tl.constexpr = "{ .reg .b32 t; shr.u32 t, $1, 3; lop3.b32 $0, t, 1, $2, 0xea; }"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [label, others], tl.uint32, True, 1)
+    else:
+        return ((label >> 3) & 1) | others
+
+
+@triton.jit
+def _followed(path, label, ASM: tl.constexpr):
+    """`path` with a label's four bits above."""
+    if ASM:  # spelled with shifts it is three instructions
+        asm: tl.constexpr = "shf.r.wrap.b32 $0, $1, $2, 4;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [path, label], tl.uint32, True, 1)
+    else:
+        return (path >> 4) | (label << 28)
 
 
 @triton.jit
@@ -316,11 +335,12 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
     for word in tl.static_range(2):
         path = tl.zeros(last.shape, tl.uint32)
         state = last >> (16 * word)
-        state = (state & 1) | (state & 2) << 1
+        of_word = tl.broadcast_to(one * (2 * word), last.shape)
+        select = (state & 1) | (state & 2) << 1 | of_word
         for pair in tl.static_range(8):
-            label = _picked(labels[2 * pair], labels[2 * pair + 1], state, word, ASM)  # t, b, t, b from bit 3 down
-            path = (path >> 4) | (label << 28)
-            state = (label & 4) | ((label ^ (label >> 3)) & 1)
+            label = _picked(labels[2 * pair], labels[2 * pair + 1], select, ASM)  # t, b, t, b from bit 3 down
+            path = _followed(path, label, ASM)
+            select = (label & 5) ^ _bit_3(label, of_word, ASM)
         words += (turned(path, 1),)
     return _out_of_pairs(words[0], words[1])
 
@@ -344,12 +364,13 @@ def codes3(a, b, c, d, ASM: tl.constexpr):
     for word in tl.static_range(2):
         first = (((e[3] >> (16 * word)) & 0xFFFF) < ((e[0] >> (16 * word)) & 0xFFFF)).to(tl.uint32)
         path = tl.zeros(near.shape, tl.uint32)
-        state = first * 5
+        of_word = first * 4 + 2 * word
+        select = first + of_word
         for pair in tl.static_range(8):
             # From bit 3 down: the low bit behind both crumbs, the second crumb, the first one's high bit.
-            label = _picked(labels[2 * pair], labels[2 * pair + 1], state, word, ASM)
-            path = (path >> 4) | (label << 28)
-            state = (first * 4) | ((label >> 3) & 1)
+            label = _picked(labels[2 * pair], labels[2 * pair + 1], select, ASM)
+            path = _followed(path, label, ASM)
+            select = _bit_3(label, of_word, ASM)
         words += (turned(path, 1),)
     return _out_of_pairs(words[0], words[1])
 
