@@ -56,7 +56,7 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2685,  # channels in as many parts as leave the fewest empty; fewer launches, as measured
         "prefix": 1630,  # what scratch the largest step takes
-        "codec": 1945,  # heads of 512 in parts of 256 channels; trellis codes of two words in a register
+        "codec": 1960,  # heads of 512 in parts of 256 channels; trellis codes of two words in a register
         "turing": 1310,
         "common": 950,  # three tables of magnitudes, and signs from two bits
         "types": 280,  # the options of a call, once for both attention functions
