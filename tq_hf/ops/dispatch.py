@@ -196,8 +196,9 @@ def paged_step(
     """
     if triton_pages.supports_paged_step(query, key, pages, sequences):
         return triton_pages.paged_step(query, key, value, pages, sequences, options, workspace)
-    what = "A decode step of a batch" if sequences.max_q == 1 else "A step with prompts of a batch"
-    say_torch_computes(what, query, query.shape[-1], value.shape[-1])
+    if pages.blocks is None:  # of dense ones the manager has told
+        what = "A decode step of a batch" if sequences.max_q == 1 else "A step with prompts of a batch"
+        say_torch_computes(what, query, query.shape[-1], value.shape[-1])
     out = torch.zeros_like(query)
     for request in reference.requests(sequences, pages.tensors):
         queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))
