@@ -19,17 +19,17 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 @triton.jit
 def _load_inverse(
-    rotation, channel_scales, chunk, column,
+    rotation, channel_scales, first, column,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' channel scales.
+    """WIDTH rows from `first` on and columns `column` [N] of sqrt(D) R, divided by the columns' channel scales.
 
     Returns:
         High and low parts, `[ROWS, N]` fp16; one and the same without SPLIT.
     """
     k = tl.arange(0, ROWS)[:, None]
     n = column[None, :]
-    r = tl.load(rotation + (chunk * WIDTH + k) * DIM + n, mask=(k < WIDTH) & (n < DIM), other=0.0)
+    r = tl.load(rotation + (first + k) * DIM + n, mask=(k < WIDTH) & (n < DIM), other=0.0)
     if DIM & (DIM - 1) == 0:
         r = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
     else:
@@ -69,6 +69,21 @@ def _add_product(levels, high, low, x, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _add_chunk(
+    levels, high, low, means, x0, x1, mean, WIDTH: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Tiles x0, x1 and mean [64, COLUMNS], with the products of a chunk added; `means` points to its first channel."""
+    x0 = _add_product(_two_planes(levels[0], levels[1], IS_VALUE, ASM), high, low, x0, SPLIT)
+    x1 = _add_product(_two_planes(levels[2], levels[3], IS_VALUE, ASM), high, low, x1, SPLIT)
+    if means is not None:
+        channel = tl.arange(0, high.shape[0])
+        m = tl.load(means + channel, mask=channel < WIDTH, other=0.0)
+        mean = _add_product(tl.broadcast_to(m[None, :], [HALF_TOKENS, high.shape[0]]), high, low, mean, SPLIT)
+    return x0, x1, mean
+
+
+@triton.jit
 def _store_rows(pointers, x, channel, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
     x = x.to(pointers.dtype.element_ty)
     if HEAD_DIM % COLUMNS == 0:
@@ -101,6 +116,8 @@ def dequantize_blocks(
     SPLIT: tl.constexpr = DIM & (DIM - 1) != 0
     WIDTH: tl.constexpr = DIM // CHUNKS
     CHANNELS: tl.constexpr = TILE // CHUNKS  # of a chunk, padded
+    PART: tl.constexpr = 16 * WIDTH if IS_VALUE else WIDTH // 2  # words to the next chunk
+    QUARTERS: tl.constexpr = 4 if BITS < 4 else 1
     # Word tiles are [M, K] as matrix operands see them: keys [32, CHANNELS], values [CHANNELS, 32].
     if IS_VALUE:
         row = tl.arange(0, CHANNELS)[:, None]
@@ -113,15 +130,20 @@ def dequantize_blocks(
     odd = column % 2
     token = tl.arange(0, HALF_TOKENS)
     channel = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    chunk_channel = tl.arange(0, CHANNELS)
     offsets = token[:, None] * stride_token + channel[None, :]  # [64, COLUMNS]
     channel_scales += tl.program_id(1) * HEAD_DIM
     if RESIDENT:
         high0, low0 = _load_inverse(rotation, channel_scales, 0, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
         if CHUNKS == 4:
-            high1, low1 = _load_inverse(rotation, channel_scales, 1, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            high2, low2 = _load_inverse(rotation, channel_scales, 2, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
-            high3, low3 = _load_inverse(rotation, channel_scales, 3, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT)
+            high1, low1 = _load_inverse(
+                rotation, channel_scales, 1 * WIDTH, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
+            )
+            high2, low2 = _load_inverse(
+                rotation, channel_scales, 2 * WIDTH, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
+            )
+            high3, low3 = _load_inverse(
+                rotation, channel_scales, 3 * WIDTH, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
+            )
 
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -135,28 +157,52 @@ def dequantize_blocks(
         x0 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         x1 = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
         mean = tl.zeros([HALF_TOKENS, COLUMNS], tl.float32)
-        signs, crumbs = None, None
-        if BITS == 3:
-            signs = load_signs(block_words, row, column, exists, DIM, IS_VALUE, ASM)
-        for chunk in tl.static_range(CHUNKS):
-            if RESIDENT:
-                high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
-                low = low0 if chunk == 0 else (low1 if chunk == 1 else (low2 if chunk == 2 else low3))
-            else:
-                high, low = _load_inverse(
-                    rotation, channel_scales, chunk, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
+        if RESIDENT or CHUNKS <= 4:
+            signs, crumbs = None, None
+            if BITS == 3:
+                signs = load_signs(block_words, row, column, exists, DIM, IS_VALUE, ASM)
+            for chunk in tl.static_range(CHUNKS):
+                if RESIDENT:
+                    high = high0 if chunk == 0 else (high1 if chunk == 1 else (high2 if chunk == 2 else high3))
+                    low = low0 if chunk == 0 else (low1 if chunk == 1 else (low2 if chunk == 2 else low3))
+                else:
+                    high, low = _load_inverse(
+                        rotation, channel_scales, chunk * WIDTH, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
+                    )
+                if BITS < 4 and chunk % 2 == 0:
+                    crumbs = load_crumbs(block_words, row, column, exists, chunk, DIM, IS_VALUE, ASM)
+                levels = load_levels(
+                    block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs, odd
                 )
-            if BITS < 4 and chunk % 2 == 0:
-                crumbs = load_crumbs(block_words, row, column, exists, chunk, DIM, IS_VALUE, ASM)
-            p0, p1, p2, p3 = load_levels(
-                block_words, row, column, exists, chunk, CHUNKS, DIM, BITS, IS_VALUE, False, ASM, signs, crumbs, odd
-            )
-            x0 = _add_product(_two_planes(p0, p1, IS_VALUE, ASM), high, low, x0, SPLIT)
-            x1 = _add_product(_two_planes(p2, p3, IS_VALUE, ASM), high, low, x1, SPLIT)
-            if means is not None:
-                m = tl.load(means + source * DIM + chunk * WIDTH + chunk_channel, mask=chunk_channel < WIDTH, other=0.0)
-                m = tl.broadcast_to(m[None, :], [HALF_TOKENS, CHANNELS])
-                mean = _add_product(m, high, low, mean, SPLIT)
+                m = None if means is None else means + source * DIM + chunk * WIDTH
+                x0, x1, mean = _add_chunk(levels, high, low, m, x0, x1, mean, WIDTH, IS_VALUE, ASM, SPLIT)
+        else:
+            # A loop: addresses of all chunks at once would take the registers.
+            for part in tl.range(0, CHUNKS // QUARTERS, num_stages=1):
+                for quarter in tl.static_range(QUARTERS):
+                    first = quarter * (DIM // QUARTERS) + part * WIDTH
+                    high, low = _load_inverse(
+                        rotation, channel_scales, first, channel, HEAD_DIM, DIM, WIDTH, CHANNELS, SPLIT
+                    )
+                    part_words = block_words + part * PART
+                    levels = load_levels(
+                        part_words,
+                        row,
+                        column,
+                        exists,
+                        quarter,
+                        CHUNKS,
+                        DIM,
+                        BITS,
+                        IS_VALUE,
+                        False,
+                        ASM,
+                        None,
+                        None,
+                        odd,
+                    )
+                    m = None if means is None else means + source * DIM + first
+                    x0, x1, mean = _add_chunk(levels, high, low, m, x0, x1, mean, WIDTH, IS_VALUE, ASM, SPLIT)
         block_scales = scales + source * (2 * TOKENS) + IS_VALUE + token * 2
         scale0 = tl.load(block_scales).to(tl.float32) * UNIT  # [64]
         scale1 = tl.load(block_scales + 2 * HALF_TOKENS).to(tl.float32) * UNIT

@@ -141,7 +141,7 @@ class DequantizeConfig:
     """Tile sizes and launch parameters of `dequantize_blocks`.
 
     Args:
-        chunks: Parts the packed channels are cut into; four where quarters are packed apart.
+        chunks: Parts the packed channels are cut into; a multiple of four where quarters are packed apart.
         columns: Channels a program writes.
         resident: Whether the rotation stays in shared memory for all blocks of a program.
         warps: Warps of a program.
@@ -165,7 +165,7 @@ def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> Dequa
         )
     columns = 128 if capability[0] >= 8 else 64
     return DequantizeConfig(
-        8 if dim > 256 and bits >= 4 else 4,
+        (8 if bits >= 4 else 16) if dim > 256 else 4,
         columns,
         resident=False,
         warps=8 if dim > 32 else 4,
