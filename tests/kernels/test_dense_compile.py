@@ -7,7 +7,7 @@ import re
 import pytest
 
 from examples.measure.compile.builds import build_dense
-from examples.measure.compile.sass import SHARED, disassemble, resources
+from examples.measure.compile.sass import SHARED, disassemble, loops, resources
 from tests.support.kernel_cases import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -21,6 +21,7 @@ SHAPES = [
     dict(dim=64, rows=8, split=True),
     dict(dim=256, rows=2, split=True, mask=1),
 ]
+WIDE = [dict(dim=512, softcap=True), dict(dim=512, mask=2), dict(dim=512, rows=8, split=True)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -37,6 +38,14 @@ def test_compiles_for(arch: int, shape) -> None:
     compiled = build_dense(arch, **shape)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
     assert resources(compiled).stack <= 64
+
+
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+@pytest.mark.parametrize("arch", [80, 90], ids=str)
+def test_heads_of_512_have_no_stack_in_a_loop(arch: int, shape) -> None:
+    compiled = build_dense(arch, **shape)
+    assert compiled.metadata.shared <= SHARED[86] * 1024 - 1024
+    assert not any(loop["STL"] + loop["LDL"] for loop in loops(compiled))
 
 
 @pytest.mark.slow

@@ -51,6 +51,8 @@ CASES = [
     replace(BASE, S=3, T=260, sliding=100, splits=3),
     replace(BASE, Dk=80, Dv=48, Hq=3, Hkv=1, S=60, T=60),
     replace(BASE, Dk=256, Dv=256, B=1, Hq=2, Hkv=1, softcap=50.0, sliding=20),
+    replace(BASE, Dk=512, Dv=512, B=1, Hq=2, Hkv=1, S=40, T=70, softcap=50.0, sliding=20),
+    replace(BASE, Dk=512, Dv=384, B=1, Hq=8, Hkv=1, S=1, T=150, s_aux=True, splits=2),
 ]
 
 

@@ -204,7 +204,6 @@ def dense_attention(
 
 
 ATTEND, SPANS = Kernel(dense_attention), Kernel(mask_spans)
-MAX_DIM = 256
 SPLIT_TOKENS = 128
 """Tokens that a program of few rows takes in the time that another split costs half of (`prefix_splits`)."""
 
@@ -237,6 +236,9 @@ def dense_config(dim: int, rows: int, masked: bool, on: Target) -> DenseConfig:
         on: The device.
     """
     large = on.asm and on.shared_bytes > 160 * 1024
+    if dim > 256:
+        # More rows need more registers than there are: 64 take 400 to 900 bytes of stack a thread.
+        return DenseConfig(16, 32, 8, 2) if rows <= 16 else DenseConfig(32, 32, 8, 1)
     if rows <= 16:
         return DenseConfig(16, 64 if dim <= 128 else 32, 4, 2)
     if not on.asm:
@@ -251,8 +253,8 @@ def dense_config(dim: int, rows: int, masked: bool, on: Target) -> DenseConfig:
 
 def attends_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the kernel takes these dtypes and heads on this device: matrix units that `tl.dot` uses, 16 bits."""
-    same = query.dtype == keys.dtype == values.dtype and query.dtype.itemsize == 2
-    return same and max(keys.shape[3], values.shape[3]) <= MAX_DIM and not target(query.device).fragments
+    same, on = query.dtype == keys.dtype == values.dtype and query.dtype.itemsize == 2, target(query.device)
+    return same and max(keys.shape[3], values.shape[3]) <= on.widest_head and not on.fragments
 
 
 @on_its_device

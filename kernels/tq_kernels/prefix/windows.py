@@ -18,7 +18,7 @@ from ..common.device import matrix_type, target
 from ..common.launcher import Kernel
 from ..common.softmax import LOG2E, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
-from .dense import MAX_DIM, SPLIT_TOKENS, dense_config
+from .dense import SPLIT_TOKENS, dense_config
 from .launch import merge, prefix_splits
 
 
@@ -114,6 +114,7 @@ def window_attention(
 
 
 ATTEND = Kernel(window_attention)
+MAX_DIM = 256
 STAGES = 3
 """Of these, one is ahead in loading rows, and two in looking up their pages."""
 
