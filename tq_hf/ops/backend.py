@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib.util import find_spec
 from traceback import walk_tb
 from types import TracebackType
@@ -36,6 +36,33 @@ def check_choice() -> None:
     """Raise a `ValueError` if the variable says what cannot be done."""
     if chosen not in ("", "torch"):
         raise ValueError(f"The environment variable {VARIABLE} is {chosen!r}; it must be torch or unset.")
+
+
+def say_torch_computes(what: str, states: torch.Tensor, *dims: int) -> None:
+    """Log, once for an operation and the sizes of heads, that no kernel takes what is on a GPU. Not of what the user
+    chose, nor while a graph is traced, which is made of torch's operations.
+
+    Args:
+        what: The operation, the subject of a sentence.
+        states: A tensor of the call.
+        dims: Channels of keys and of values.
+    """
+    if torch.compiler.is_compiling() or chosen == "torch" or not _is_on_gpu(states):
+        return
+    widths = " and ".join(map(str, dict.fromkeys(dims)))
+    _warn_once(
+        f"{what} is computed by torch, which is right but slower: no kernel takes heads of {widths} channels in "
+        f"{str(states.dtype).removeprefix('torch.')} on this GPU, or not with what this call asks for."
+    )
+
+
+def _is_on_gpu(states: torch.Tensor) -> bool:
+    return states.is_cuda
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def explained(error: Exception, device: torch.device) -> Exception:

@@ -16,6 +16,7 @@ from ..config import TurboQuantConfig
 from ..tensors.layer import LayerTensors, StoreView
 from ..tensors.pages import LayerPages
 from . import reference
+from .backend import say_torch_computes
 from .cpu import attention as cpu_attention
 from .triton import blocks as triton_blocks
 from .triton import pages as triton_pages
@@ -35,6 +36,7 @@ def balance(
     if triton_blocks.supports_balance(keys, values):
         triton_blocks.balance(queries, keys, values, out, first=first, valid=valid)
         return
+    say_torch_computes("Balancing channels", keys, keys.shape[-1], values.shape[-1])
     with outside_autocast(keys):
         for held, chosen in zip(out, channel_scales(queries, keys, values, first=first, valid=valid), strict=True):
             held.copy_(chosen)
@@ -43,14 +45,20 @@ def balance(
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
     """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
     of `out`."""
-    backend = triton_blocks if triton_blocks.supports_encode(keys, config, out.layout) else codec_reference
+    kernels = triton_blocks.supports_encode(keys, config, out.layout)
+    if not kernels:
+        say_torch_computes("Encoding", keys, out.layout.key_dim, out.layout.value_dim)
+    backend = triton_blocks if kernels else codec_reference
     with outside_autocast(keys):
         backend.encode(config, keys, values, out, start)
 
 
 def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write the N blocks of `blocks` densely to `keys` `[B, Hkv, N * 128, Dk]` and `values` `[B, Hkv, N * 128, Dv]`."""
-    backend = triton_blocks if triton_blocks.supports_blocks(keys, blocks.layout) else cpu_attention
+    kernels = triton_blocks.supports_blocks(keys, blocks.layout)
+    if not kernels:
+        say_torch_computes("Dequantizing", keys, blocks.layout.key_dim, blocks.layout.value_dim)
+    backend = triton_blocks if kernels else cpu_attention
     with outside_autocast(keys):
         backend.dequantize(config, blocks, keys, values)
 
@@ -137,6 +145,9 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
     # products repay dequantizing for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
     if triton_blocks.supports_attend_many(query, view, mask, options):
         return triton_blocks.attend_many(query, view, mask, options)
+    few = query.shape[2] <= triton_blocks.MAX_QUERIES
+    what = "Attention of decode steps" if few else "Attention of many queries over compressed tokens"
+    say_torch_computes(what, query, view.tensors.layout.key_dim, view.tensors.layout.value_dim)
     if supports_buffered_attend(query, options):
         return buffered_attend(query, view, mask, options).contiguous()
     return cpu_attention.attend(query, view, mask, options).contiguous()
@@ -148,6 +159,7 @@ def attend_dense(
     """`tq_hf.ops.cpu.attention.attend_dense`, contiguous, by a kernel where one takes the call."""
     if triton_blocks.supports_attend_dense(query, keys, values, mask, options):
         return triton_blocks.attend_dense(query, keys, values, mask, options)
+    say_torch_computes("Attention with capped logits or learned sinks", query, keys.shape[-1], values.shape[-1])
     return cpu_attention.attend_dense(query, keys, values, mask, options).contiguous()
 
 
@@ -184,6 +196,8 @@ def paged_step(
     """
     if triton_pages.supports_paged_step(query, key, pages, sequences):
         return triton_pages.paged_step(query, key, value, pages, sequences, options, workspace)
+    what = "A decode step of a batch" if sequences.max_q == 1 else "A step with prompts of a batch"
+    say_torch_computes(what, query, query.shape[-1], value.shape[-1])
     out = torch.zeros_like(query)
     for request in reference.requests(sequences, pages.tensors):
         queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, Sequences
 
 from ..tensors.pages import LayerWindows, Place, Prompt, Singles, WindowStep
+from .backend import say_torch_computes
 from .cpu.attention import attend_buffer, attend_dense, supports_sdpa
 from .triton import pages as triton_pages
 
@@ -104,6 +105,7 @@ def _attend_singles(
     """Store the new tokens `[N, *, D]` and attend to what is held then, `[N, Hq, D]`."""
     if triton_pages.supports_attend_windows(query, key, windows):
         return triton_pages.attend_windows(query, key, value, windows, singles, options)
+    say_torch_computes("A sliding layer's decode step of a batch", query, query.shape[-1], value.shape[-1])
     windows.write(*singles.written, key, value)
     count, heads = query.shape[:2]
     # What is gathered, and once more for what is made of it.

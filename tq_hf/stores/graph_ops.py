@@ -23,6 +23,7 @@ from ..codec.ablation import Ablation
 from ..compat import is_capturing
 from ..config import SETTLED, TurboQuantConfig
 from ..ops import dispatch
+from ..ops.backend import say_torch_computes
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from .base import Counts, check_room
@@ -87,6 +88,7 @@ def append_row(
     if triton_blocks.supports_encode(tensors.ring[0], tensors.config, tensors.layout):
         triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
         return
+    say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
     check_host_reads(tensors)
     store = GrowingStore(tensors, Counts(*counts.state.tolist()), max_cache_len)
     view = store.append(keys, values)
