@@ -149,12 +149,14 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
     return getattr(transformers, model_types()[model_type])
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The shrunk config of a model type: its text decoder's alone where the class takes that."""
-    return _tiny(model_class(model_type).config_class or CONFIG_MAPPING[model_type.partition("/")[0]])
+def tiny_config(model_type: str, kept: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """The shrunk config of a model type: its text decoder's alone where the class takes that. `kept` are fields that
+    have these values instead."""
+    kind = model_class(model_type).config_class or CONFIG_MAPPING[model_type.partition("/")[0]]
+    return _tiny(kind) if not kept else _tiny(kind, kept)
 
 
-def _tiny(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConfig:
+def _tiny(config_class: type[PreTrainedConfig], kept: dict[str, Any] | None = None, **given: Any) -> PreTrainedConfig:
     changes: dict[str, Any] = {}
     overrides = OVERRIDES.get(config_class.model_type, {})
     specs = getattr(config_class, "sub_configs_defaults", {})
@@ -176,6 +178,7 @@ def _tiny(config_class: type[PreTrainedConfig], **given: Any) -> PreTrainedConfi
     if "is_decoder" in fields and not getattr(config_class, "is_encoder_decoder", False):
         changes["is_decoder"] = True
     changes.update(overrides)
+    changes.update(kept or {})
     return config_class(**changes)
 
 
@@ -220,6 +223,13 @@ def tiny_model(model_type: str, attention: str | None = None, seed: int = 0) -> 
         size = sum(parameter.numel() for parameter in kind(tiny_config(model_type)).parameters())
     if size > LARGEST:
         raise ValueError(f"{model_type} has {size} parameters: not tiny.")
+    return random_model(kind, config, attention, seed)
+
+
+def random_model(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None, seed: int = 0
+) -> PreTrainedModel:
+    """A model as `tiny_model` makes them, of any config."""
     torch.manual_seed(seed)
     model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     model.generation_config.pad_token_id = 0

@@ -1,0 +1,189 @@
+"""Runs models at the sizes of heads that families are published in: what falls to torch there, and what is wrong.
+
+    python -m examples.measure.quality.published_runs                     # every family, on a GPU if there is one
+    python -m examples.measure.quality.published_runs gemma4_text llama   # these
+
+A model has one layer of each kind and the published numbers and widths of query and KV heads; hidden size (where it is
+not that of the heads), vocabulary and experts are cut. It reads a prompt, decodes, reads on after a history, fills a
+preallocated cache by `generate()` and by `graph_decoding`, and answers a batch. Logits are held to those of a cache
+that is read dequantized by eager attention, tokens of graphs to those of `generate()`. Printed, and not
+kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from examples.measure.quality.family_check import NOT_TESTABLE, difference
+from examples.measure.quality.family_configs import model_class, model_types, random_model, tiny_config
+from tq_hf import TurboQuantBatching, TurboQuantCache, graph_decoding
+from tq_hf.batching.checks import INSTEAD
+from tq_hf.ops import backend
+
+HEADS = (
+    r"(swa_|decoder_)?num_(attention|key_value|kv)_heads|n_heads?|num_heads|kv_heads|multi_query_group_num|"
+    r"(swa_|global_)?head_dim|d_kv|kv_channels|(q|kv)_lora_rank|qk_\w*head_dim|v_head_dim|num_global_key_value_heads"
+)
+"""Fields that stay as they are published."""
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+PROMPT, STEPS, ROOM, NEW_TOKENS = 150, (1, 1, 40, 1), 256, 6
+LARGEST = 1_500_000_000
+"""Parameters of the largest model that is run."""
+PACKED = dict(residual_length=0, sink_tokens=0)
+TOLERANCE = {torch.float32: 1e-1, torch.bfloat16: 2e-1}
+"""Of the largest logit: rounding may push an entry over a boundary of its codebook; a wrong mask makes more."""
+
+
+class Run(NamedTuple):
+    """What became of a family: by operation "right", "refused" by this package, how wrong it is or what was raised; and
+    what torch computed."""
+
+    heads: str
+    outcomes: dict[str, str]
+    in_torch: list[str]
+
+
+def published_heads(model_type: str) -> dict[str, Any]:
+    """Fields of a family's config that make its heads."""
+    defaults = {field.name: field.default for field in dataclasses.fields(type(tiny_config(model_type)))}
+    kept = {name: value for name, value in defaults.items() if re.fullmatch(HEADS, name) and isinstance(value, int)}
+    hidden = next((name for name in HIDDEN if name in defaults), None)
+    if hidden and "head_dim" in defaults:
+        kept.setdefault("head_dim", defaults[hidden] // defaults["num_attention_heads"])
+    elif hidden and not kept.keys() & {"d_kv", "kv_channels", "v_head_dim"}:
+        kept[hidden] = defaults[hidden]
+    return kept
+
+
+def published_model(model_type: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with published heads that attends by "turboquant".
+
+    Raises:
+        ValueError: It has too many parameters for a sweep.
+        Exception: Whatever the family raises where its config does not allow such sizes.
+    """
+    kind, config = model_class(model_type), tiny_config(model_type, published_heads(model_type))
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{model_type} has {size} parameters.")
+    return random_model(kind, config, "turboquant").to(device, dtype)
+
+
+def ids(model: PreTrainedModel, batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(3, 99, (batch, tokens), generator=torch.Generator().manual_seed(tokens)).to(model.device)
+
+
+def teacher_forced(model: PreTrainedModel, cache: Cache) -> list[torch.Tensor]:
+    """Logits of a prompt, then of `STEPS`."""
+    tokens, start, logits = ids(model, 2, PROMPT + sum(STEPS)), 0, []
+    for size in (PROMPT, *STEPS):
+        chunk = tokens[:, start : start + size]
+        start += size
+        logits.append(model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[:, -size:].float())
+    return logits
+
+
+def generated(model: PreTrainedModel, cache: Cache, **options: Any) -> torch.Tensor:
+    """New tokens."""
+    prompt = ids(model, 2, PROMPT)
+    options |= dict(max_new_tokens=NEW_TOKENS, do_sample=False, attention_mask=torch.ones_like(prompt))
+    return model.generate(input_ids=prompt, past_key_values=cache, **options)[:, PROMPT:]
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What is said to be computed by torch."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage().partition(" is computed by torch")[0])  # type: ignore[method-assign]
+    backend._warn_once.cache_clear()
+    backend.logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        backend.logger.removeHandler(handler)
+
+
+def outcome(check: Callable[[], str]) -> str:
+    """What a check returns, "refused", or the first line of what it raises."""
+    try:
+        return check()
+    except Exception as error:
+        if str(error).endswith(INSTEAD):
+            return "refused"
+        return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
+def run(model_type: str, device: torch.device, dtype: torch.dtype) -> Run:
+    """All operations of one family.
+
+    Raises:
+        Exception: The family cannot be built at these sizes.
+    """
+    model = published_model(model_type, device, dtype)
+    parts = [slice(0, 1), slice(1, 3), slice(3, None)]
+
+    def near(part: slice) -> str:
+        away = difference(packed[part], expected[part])
+        return "right" if away <= TOLERANCE[dtype] else f"{away:.2g} away"
+
+    def graphs() -> str:
+        caches = [TurboQuantCache(model.config, max_cache_len=ROOM, **PACKED) for _ in range(2)]
+        own, graph = (
+            generated(model, caches[0], disable_compile=True),
+            generated(model, caches[1], custom_generate=graph_decoding),
+        )
+        return "right" if torch.equal(own, graph) else f"{int((own != graph).sum())} tokens differ"
+
+    def batches() -> str:
+        config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        prompts = [row.tolist() for row in ids(model, 3, PROMPT)]
+        answers = TurboQuantBatching(model, "4bit_nc", balance=False).generate_batch(
+            prompts, generation_config=config, progress_bar=False
+        )
+        lengths = [len(answer.generated_tokens) for answer in answers.values()]
+        return "right" if lengths == [NEW_TOKENS] * 3 else f"answers of {lengths} tokens"
+
+    with listening() as said, torch.no_grad():
+        # A cache is read packed by "turboquant" whatever its config names: the model itself must attend otherwise.
+        model.set_attn_implementation("eager")
+        expected = teacher_forced(model, TurboQuantCache(model.config, **PACKED))
+        expected[0] = teacher_forced(model, DynamicCache(config=model.config))[0]
+        model.set_attn_implementation("turboquant")
+        packed = teacher_forced(model, TurboQuantCache(model.config, **PACKED))
+        outcomes = dict(zip(("prompt", "decode", "continuation"), map(near, parts), strict=True))
+        outcomes |= {"graph decoding": outcome(graphs), "batches": outcome(batches)}
+    layers = [layer for layer in TurboQuantCache(model.config).layers if hasattr(layer, "config")]
+    heads = f"{getattr(model.config, 'num_attention_heads', '?')} query heads, {len(layers)} layers packed"
+    return Run(heads, outcomes, said)
+
+
+def main(only: list[str]) -> None:
+    """Print a line a family."""
+    transformers_logging.set_verbosity_error()
+    on_gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    for model_type in only or [name for name in model_types() if name not in NOT_TESTABLE]:
+        try:
+            found = run(model_type, device, dtype)
+        except Exception as error:
+            print(f"{model_type}: not run, {type(error).__name__}: {error}".split("\n")[0][:200], flush=True)
+            continue
+        wrong = {name: kind for name, kind in found.outcomes.items() if kind != "right"}
+        print(f"{model_type} ({found.heads}): {wrong or 'right'}; torch: {found.in_torch or 'nothing'}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
