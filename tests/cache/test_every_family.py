@@ -11,6 +11,7 @@ import transformers
 
 from examples.measure.quality.family_check import NOT_TESTABLE, difference, examine, worst
 from examples.measure.quality.family_configs import model_types
+from tq_hf.ops import dispatch
 
 SAMPLE = (
     "afmoe",  # calls .view on what attention returns
@@ -72,3 +73,16 @@ def test_a_difference_is_noticed():
     right = [torch.tensor([1.0, -2.0])]
     assert difference([torch.tensor([1.0, -2.002])], right) == pytest.approx(1e-3, rel=1e-3)
     assert difference([torch.tensor([1.0, torch.nan])], right) == float("inf")
+
+
+def test_wrong_attention_over_packed_blocks_is_noticed(monkeypatch):
+    """What it is compared with does not read packed blocks itself."""
+    right = dispatch.attend
+    monkeypatch.setattr(dispatch, "attend", lambda *args: 2 * right(*args))
+    outcomes = examine("llama").outcomes
+    assert {mode for mode, outcome in outcomes.items() if outcome.kind == "differs"} == {
+        "turboquant, growing, dense",
+        "turboquant, growing, packed",
+        "turboquant, preallocated, dense",
+        "turboquant, preallocated, packed",
+    }

@@ -7,7 +7,6 @@ a difference, unless transformers' own cache of that kind differs or fails alike
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -231,33 +230,35 @@ def examine(model_type: str) -> Finding:
         raise own
     # transformers' preallocated cache must be right itself to be an example.
     preallocated = _run(model, lambda: StaticCache(model.config, ROOM)).logits
-    outcomes, layers, _ = _modes("default", model, own, preallocated)
+    outcomes, layers, _ = _modes("default", model, model, own, preallocated)
+    reader = model
     try:
         model = tiny_model(model_type, "turboquant")
     except Exception as error:
         outcomes["turboquant"] = Outcome("not loaded", f"{type(error).__name__}: {error}"[:300])
         return Finding(model_type, layers, "", outcomes)
-    more, layers, read = _modes("turboquant", model, own, preallocated)
+    more, layers, read = _modes("turboquant", model, reader, own, preallocated)
     return Finding(model_type, layers, read, outcomes | more)
 
 
 def _modes(
-    attention: str, model: PreTrainedModel, own: list[Logits], preallocated: list[Logits] | Exception
+    attention: str,
+    model: PreTrainedModel,
+    reader: PreTrainedModel,
+    own: list[Logits],
+    preallocated: list[Logits] | Exception,
 ) -> tuple[dict[str, Outcome], str, str]:
-    """Outcomes of the modes of one attention, what is compressed, and how that is read."""
+    """Outcomes of the modes of one attention, what is compressed, and how that is read. `reader` is the same model with
+    its default attention, which reads caches dequantized."""
     outcomes, layers, read = {}, "", ""
-    # A config of its own that names another attention: caches made from it are read dequantized.
-    elsewhere = copy.deepcopy(model.config)
-    elsewhere._attn_implementation = "eager"
     for growth, room in (("growing", None), ("preallocated", ROOM)):
         for window, options in (("dense", DENSE), ("packed", PACKED)):
             make = partial(TurboQuantCache, max_cache_len=room, **options)
             expected, tolerance = own, TOLERANCE
             if options is PACKED:
-                beside = room if attention == "turboquant" else None
-                tolerance = TOLERANCE if beside == room else CODES_TOLERANCE
-                reading = partial(TurboQuantCache, elsewhere, max_cache_len=beside, **options)
-                expected = _run(model, reading).logits
+                beside, tolerance = (room if attention == "turboquant" else None), CODES_TOLERANCE
+                reading = partial(TurboQuantCache, reader.config, max_cache_len=beside, **options)
+                expected = _run(reader, reading).logits
             got, cache = _run(model, partial(make, model.config))
             if isinstance(got, Exception) or isinstance(expected, Exception):
                 outcome = _failed(got if isinstance(got, Exception) else expected)

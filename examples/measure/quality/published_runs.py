@@ -2,6 +2,7 @@
 
     python -m examples.measure.quality.published_runs                     # every family, on a GPU if there is one
     python -m examples.measure.quality.published_runs gemma4_text llama   # these
+    python -m examples.measure.quality.published_runs --float32           # not in bf16, which may choose other experts
 
 A model has one layer of each kind and the published numbers and widths of query and KV heads; hidden size (where it is
 not that of the heads), vocabulary and experts are cut. It reads a prompt, decodes, reads on after a history, fills a
@@ -173,8 +174,9 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype) -> Run:
 def main(only: list[str]) -> None:
     """Print a line a family."""
     transformers_logging.set_verbosity_error()
-    on_gpu = torch.cuda.is_available()
-    device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" and "--float32" not in only else torch.float32
+    only = [name for name in only if name != "--float32"]
     for model_type in only or [name for name in model_types() if name not in NOT_TESTABLE]:
         try:
             found = run(model_type, device, dtype)
