@@ -56,7 +56,7 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2670,  # channels in as many parts as leave the fewest empty
         "prefix": 1630,  # what scratch the largest step takes
-        "codec": 1810,  # trellis codes by Viterbi's algorithm; heads of 512 in parts of 256 channels
+        "codec": 1815,  # trellis codes by Viterbi's algorithm; heads of 512 in parts of their channels
         "turing": 1310,
         "common": 950,  # three tables of magnitudes, and signs from two bits
         "types": 280,  # the options of a call, once for both attention functions

@@ -23,7 +23,7 @@ from triton.language.extra import cuda
 
 from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
 from ..format import PLANE, TOKENS, due_blocks_in_kernel
-from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
+from .quantize import part_channels, part_count, part_width, row_sizes, store_codes, store_scales
 
 HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
@@ -220,9 +220,8 @@ def encode_block(
     """
     WORDS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS * C.DIM * C.BITS // 32
     SCALES_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else 2 * TOKENS
-    WIDTH: tl.constexpr = part_width(C.TILE)
     states = States(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
-    if WIDTH == C.TILE:
+    if part_count(C.DIM, C.TILE) == 1:
         y0, y1 = _rotated(states, out, home, 0, C)
         sizes = None
         words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
@@ -231,7 +230,7 @@ def encode_block(
         # Registers hold no more: once for the sizes of rows, once more to quantize them.
         size0 = tl.zeros([PLANE], tl.float32)
         size1, size2, size3 = size0, size0, size0
-        for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
+        for part in tl.range(0, part_count(C.DIM, C.TILE), num_stages=1):
             y0, y1 = _rotated(states, out, home, part, C)
             added = row_sizes(y0, C.BITS) + row_sizes(y1, C.BITS)
             if C.BITS == 8:
@@ -242,7 +241,7 @@ def encode_block(
         sizes = (size0, size1, size2, size3)
         inner = tl.zeros([PLANE, 2, 2], tl.float32)
         words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
-        for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
+        for part in tl.range(0, part_count(C.DIM, C.TILE), num_stages=1):
             y0, y1 = _rotated(states, out, home, part, C)
             inner += store_codes(y0, y1, sizes, words, part, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
     store_scales(inner, sizes, scales, C.BITS, C.DIM)

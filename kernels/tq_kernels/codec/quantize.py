@@ -32,8 +32,15 @@ LEVELS: dict[int, tuple[float, ...]] = block_format.LEVEL_TABLES | {
 
 @triton.constexpr_function
 def part_width(tile):
-    """Channels that are encoded at a time, of a block padded to `tile`: registers hold two tiles of 256."""
-    return min(tile, 256)
+    """Channels that are encoded at a time, of a block padded to `tile`. Registers hold two tiles of 256, but not beside
+    what a loop over parts keeps."""
+    return tile if tile <= 256 else 128
+
+
+@triton.constexpr_function
+def part_count(dim, tile):
+    """Parts that have any of `dim` channels."""
+    return -(-dim // part_width(tile))
 
 
 @triton.jit
@@ -251,7 +258,7 @@ def store_codes(
         By token `[32, 2, 2]` sums of level times channel (of FP8 nothing of use); scales where `sizes` are None.
     """
     WIDTH: tl.constexpr = part_width(TILE)
-    PARTS: tl.constexpr = TILE // WIDTH
+    PARTS: tl.constexpr = part_count(DIM, TILE)
     QUARTER: tl.constexpr = WIDTH // 4
     # Words [R, T, C]: of R rows (keys: tokens; values: pairs of tokens), T channel quarters, C channels of one (keys:
     # pairs of them).
