@@ -29,7 +29,8 @@ CODES_TOLERANCE = 1e-1
 """The same where float32 noise may push an entry over a boundary of its codebook; a wrong mask makes two to ten times
 that."""
 DENSE = dict(residual_length=10**6)
-PACKED = dict(residual_length=0, sink_tokens=0)
+PACKED = dict(residual_length=0, sink_tokens=0, balance=False)
+"""Not balanced: only "turboquant" shows queries, so that channel scales, and codes, would differ with what reads."""
 
 Logits = list[torch.Tensor]
 

@@ -26,7 +26,7 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from examples.measure.quality.family_check import NOT_TESTABLE, difference
+from examples.measure.quality.family_check import NOT_TESTABLE, PACKED, difference
 from examples.measure.quality.family_configs import model_class, model_types, random_model, tiny_config
 from tq_hf import TurboQuantBatching, TurboQuantCache, graph_decoding
 from tq_hf.batching.checks import INSTEAD
@@ -41,7 +41,6 @@ HIDDEN = ("hidden_size", "n_embd", "d_model")
 PROMPT, STEPS, ROOM, NEW_TOKENS = 150, (1, 1, 40, 1), 256, 6
 LARGEST = 1_500_000_000
 """Parameters of the largest model that is run."""
-PACKED = dict(residual_length=0, sink_tokens=0)
 TOLERANCE = {torch.float32: 1e-1, torch.bfloat16: 2e-1}
 """Of the largest logit: rounding may push an entry over a boundary of its codebook; a wrong mask makes more."""
 
