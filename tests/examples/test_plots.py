@@ -40,7 +40,8 @@ def test_pictures_are_up_to_date() -> None:
 
 def test_engines_are_drawn_with_what_they_made_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds in one panel, requests in flight in the other; why there is none where there is none."""
-    monkeypatch.setattr(plots, "results", {"serve": [SERVED | {"device": "a GPU"}]}.get)
+    newest, older = (SERVED | {"device": "a GPU", "date": f"2026-11-{day}"} for day in (24, 22))
+    monkeypatch.setattr(plots, "results", {"serve": [newest, older | {"device": "another"}]}.get)
     speeds, flight = panels = plots.serve_numbers()
     assert speeds["bars"]["4bit_nc"] == {"all at once": (3855.4, None, None)}
     assert flight["bars"]["4bit_nc"] == {"all at once": (40.6, 64, None)}

@@ -222,9 +222,9 @@ def draw_quality(axes: Any, numbers: dict[str, Any]) -> None:
 
 
 def serve_numbers() -> list[dict[str, Any]]:
-    """What engines made of a trace: tokens a second, and requests in flight, in the mean and at most."""
+    """What engines made of the newest trace: tokens a second, and requests in flight, in the mean and at most."""
     panels = []
-    for record in results("serve"):
+    for record in sorted(results("serve"), key=lambda record: record["date"])[-1:]:
         rows = [row for row in record["rows"] if row["kind"] == "trace"]
         if not rows:
             continue
@@ -259,8 +259,8 @@ def draw_serve(axes: Any, numbers: dict[str, Any]) -> None:
             text += f", {arrival}" if len(arrivals) > 1 else ""
             end = max(value or 0, most or 0)
             axes.annotate(text, (end, y), (6, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(engines)), engines)
-    axes.invert_yaxis()
+    axes.set_yticks(range(len(engines)), [engine.replace(", ", "\n") for engine in engines])
+    axes.set_ylim(len(engines) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, 1.6 * axes.get_xlim()[1])
     axes.set_xlabel("tokens a second" if speed else "requests in flight")
