@@ -73,7 +73,8 @@ def test_trellis_codes_are_found_in_little_code_on_sm_90(bits: int, is_value: bo
     assert within(len(lines), TRELLIS_CODE[bits])
     # Two words in a register, and sums of which the less is taken, in one instruction.
     assert lines.count("VIADDMNMX") >= (400 if bits == 2 else 64)
-    assert within(stack_of(compiled), 72)  # around the matrix product, once a block
+    # Around the matrix product, once a block; at 3 bits also what the loop hands on of eight codes.
+    assert within(stack_of(compiled), 32 if bits == 2 else 128)
 
 
 @pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
