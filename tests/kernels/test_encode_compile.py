@@ -74,7 +74,7 @@ def test_trellis_codes_are_found_in_little_code_on_sm_90(bits: int, is_value: bo
     # Two words in a register, and sums of which the less is taken, in one instruction.
     assert lines.count("VIADDMNMX") >= (400 if bits == 2 else 64)
     # Around the matrix product, once a block; at 3 bits also what the loop hands on of eight codes.
-    assert within(stack_of(compiled), 32 if bits == 2 else 128)
+    assert within(stack_of(compiled), 72 if bits == 2 else 128)
 
 
 @pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
