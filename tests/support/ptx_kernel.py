@@ -32,7 +32,6 @@ INSTRUCTIONS: dict[str, Callable[[Values], np.ndarray]] = {
     "neg.s32": lambda x: -x[0],
     "or.b32": lambda x: x[0] | x[1],
     "bfe.u32": lambda x: x[0] >> x[1] & (1 << x[2]) - 1,
-    "shf.l.wrap.b32": lambda x: x[1] << (x[2] & 31) | x[0] >> 32 - (x[2] & 31),
     "selp.b32": lambda x: np.where(x[2] != 0, x[0], x[1]),
     "selp.b16": lambda x: np.where(x[2] != 0, x[0], x[1]) & 0xFFFF,
     "mov.pred": lambda x: _flag(x[0] != 0),

@@ -54,16 +54,9 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
     return config
 
 
-def dense_layers(model: Any, config: TurboQuantConfig) -> list[int]:
-    """The full-attention layers that a configuration keeps dense."""
-    layers = TurboQuantCache(model.config, config).layers
-    return [
-        i for i, each in enumerate(config.by_layer(len(layers))) if each is None and type(layers[i]) is GrowingLayer
-    ]
-
-
-def check_model(model: Any, config: TurboQuantConfig) -> None:
-    """Raise a `ValueError` if pages cannot hold a model's layers, or if none of them can be packed."""
+def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
+    """Raise a `ValueError` if pages cannot hold a model's layers, or if none of them can be packed. Returns the
+    full-attention layers that the configuration keeps dense."""
     name, decoder = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
@@ -83,7 +76,8 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
             f"{name} has sliding windows only, which are never packed: transformers' own `model.generate_batch` serves "
             "it in as much memory."
         )
-    dense = dense_layers(model, config)
+    presets = config.by_layer(len(layers))
+    dense = [i for i, layer in enumerate(layers) if presets[i] is None and type(layer) is GrowingLayer]
     if layers and len(dense) + sum(type(layer) is SlidingLayer for layer in layers) == len(layers):
         raise ValueError(
             f"`skip_layers` leaves no layer to pack: `model.generate_batch` serves {name} in as much memory."
@@ -104,6 +98,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> None:
             f"{name} is spread over {', '.join(sorted(map(str, devices)))}, and pages are on one device. Load it on "
             "one, or with tensor parallelism (`tp_plan='auto'`)."
         )
+    return dense
 
 
 def ask_for_plain_graphs(model: Any) -> None:

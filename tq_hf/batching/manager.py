@@ -32,7 +32,7 @@ from ..ops.triton.pages import supports_paged_decode
 from ..saving import fingerprint
 from .attention import NAME
 from .cache import TurboQuantPagedCache
-from .checks import check_generation, check_model, dense_layers, paged_options
+from .checks import check_generation, check_model, paged_options
 from .geometry import TableShape
 
 logger = logging.get_logger(__name__)
@@ -256,10 +256,9 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         balance: Balance | None = None,
     ) -> None:
         check_choice()
-        check_model(model, config)
+        dense = check_model(model, config)
         check_generation(generation_config)
         requested = continuous_batching_config
-        dense = dense_layers(model, config)
         options = paged_options(model, requested, dense)
         self.config, self.balance = config, balance
         self._computing = False

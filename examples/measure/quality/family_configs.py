@@ -153,7 +153,7 @@ def tiny_config(model_type: str, kept: dict[str, Any] | None = None) -> PreTrain
     """The shrunk config of a model type: its text decoder's alone where the class takes that. `kept` are fields that
     have these values instead."""
     kind = model_class(model_type).config_class or CONFIG_MAPPING[model_type.partition("/")[0]]
-    return _tiny(kind) if not kept else _tiny(kind, kept)
+    return _tiny(kind, kept)
 
 
 def _tiny(config_class: type[PreTrainedConfig], kept: dict[str, Any] | None = None, **given: Any) -> PreTrainedConfig:
