@@ -1,8 +1,8 @@
 """Choose the trellis codes of a block's channels: Viterbi's algorithm by word, as `tq_hf.codec.trellis` defines it.
 
 Errors are below 2**15, so that a register has those of two words: they are added as one number, and which is less a
-GPU finds of both at once. The 16 steps of a chain are a loop of two times eight: unrolled, the code would not fit the
-instruction cache.
+GPU finds of both at once. The 16 steps of a chain are a loop of two times eight, which keeps the code of a block below
+40 KB: unrolled, that of 2 bits has 54, which on an H100 takes as long as it saves.
 """
 
 from __future__ import annotations
@@ -186,6 +186,13 @@ def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _is_true():
+    """True, as Triton does not know. It copies the rows of the next block ahead only if the loop over blocks has no
+    other directly within it (3.5 to 3.7); in an `if` it does not see one."""
+    return tl.program_id(0) >= 0
+
+
+@triton.jit
 def _unlabelled(e):
     return e[0] & NO_LABELS, e[1] & NO_LABELS, e[2] & NO_LABELS, e[3] & NO_LABELS
 
@@ -241,12 +248,13 @@ def _paths(e, low, high, one, BITS: tl.constexpr, ASM: tl.constexpr):
     p0 = tl.zeros(a.shape, tl.uint32)
     p1, p2, p3, p4, p5, p6, p7 = p0 + 1, p0 + 2, p0 + 3, p0 + 4, p0 + 5, p0 + 6, p0 + 7
     q0, q1, q2, q3, q4, q5, q6, q7 = p0 + 8, p0 + 9, p0 + 10, p0 + 11, p0 + 12, p0 + 13, p0 + 14, p0 + 15
-    for _ in tl.range(2):
-        q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
-        e, labels = _eight_steps((e0, e1, e2, e3), (a, b, c, d), one, BITS, True, ASM)
-        e0, e1, e2, e3 = e
-        p0, p1, p2, p3, p4, p5, p6, p7 = labels
-        a, b, c, d = a0, b0, c0, d0
+    if _is_true():
+        for _ in tl.range(2):
+            q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
+            e, labels = _eight_steps((e0, e1, e2, e3), (a, b, c, d), one, BITS, True, ASM)
+            e0, e1, e2, e3 = e
+            p0, p1, p2, p3, p4, p5, p6, p7 = labels
+            a, b, c, d = a0, b0, c0, d0
     return (e0, e1, e2, e3), (p6, p7, p4, p5, p2, p3, p0, p1, q6, q7, q4, q5, q2, q3, q0, q1)
 
 
@@ -321,12 +329,13 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
     a1, b1, c1, d1 = high
     e0 = tl.zeros(a0.shape, tl.uint32)
     e1, e2, e3 = e0, e0, e0
-    for _ in tl.range(2):
-        e = _unlabelled((e0, e1, e2, e3))
-        e = (e[0], e[1] + PAIR, e[2] + 2 * PAIR, e[3] + 3 * PAIR)
-        e, _none = _eight_steps(e, (a0, b0, c0, d0), one, 2, False, ASM)
-        e0, e1, e2, e3 = e
-        a0, b0, c0, d0 = a1, b1, c1, d1
+    if _is_true():
+        for _ in tl.range(2):
+            e = _unlabelled((e0, e1, e2, e3))
+            e = (e[0], e[1] + PAIR, e[2] + 2 * PAIR, e[3] + 3 * PAIR)
+            e, _none = _eight_steps(e, (a0, b0, c0, d0), one, 2, False, ASM)
+            e0, e1, e2, e3 = e
+            a0, b0, c0, d0 = a1, b1, c1, d1
     last = _least_of((e0, e1, e2, e3), ASM) & (3 * PAIR)
 
     e = (last * FAR[0], (last ^ PAIR) * FAR[0], (last ^ (2 * PAIR)) * FAR[0], (last ^ (3 * PAIR)) * FAR[0])
