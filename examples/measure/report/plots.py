@@ -36,6 +36,7 @@ from examples.measure.report.drawing import (
     label_ends,
     label_points,
 )
+from examples.measure.report.page import shape
 from examples.provenance import BASELINE, LLAMA_8B, RESULTS
 from tq_hf import PRESETS
 from tq_hf.tools.estimate import Estimator
@@ -137,7 +138,7 @@ def kernel_numbers() -> list[dict[str, Any]]:
         shapes = sorted({(c["batch"], c["length"]) for c in cells}, key=lambda s: (s[0] * s[1], s))
         speedups = {(c["preset"], c["batch"], c["length"]): c["speedup"] for c in cells}
         presets = dict.fromkeys(cell["preset"] for cell in cells)
-        bars = {preset: [speedups.get((preset, *shape), 0.0) for shape in shapes] for preset in presets}
+        bars = {preset: [speedups.get((preset, *one), 0.0) for one in shapes] for preset in presets}
         panels.append({"gpu": record["device"], "heads": heads, "shapes": shapes, "bars": bars})
     return panels
 
@@ -151,7 +152,7 @@ def draw_kernels(axes: Any, numbers: dict[str, Any]) -> None:
         places = [place + offset for place in range(len(numbers["shapes"]))]
         axes.bar(places, numbers["bars"][preset], width, color=COLOURS[preset], label=preset)
     axes.axhline(1, color=INK, linestyle="--", linewidth=1)
-    labels = [f"{batch} × {length // 1024}k" for batch, length in numbers["shapes"]]
+    labels = [shape(*one) for one in numbers["shapes"]]
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("batch × context")

@@ -37,6 +37,7 @@ from transformers import LlamaConfig
 from triton.testing import do_bench
 
 from examples.measure.report import plots
+from examples.measure.report.page import shape
 from examples.measure.speed import bench_generate, bench_models, bench_prefix
 from examples.provenance import RESULTS, provenance, slug
 from tq_hf import TurboQuantCache, TurboQuantConfig
@@ -48,7 +49,7 @@ from tq_hf.tensors.layer import LayerTensors
 
 SERVES = Version(transformers.__version__) >= Version("5.19")
 """Older ones have another engine for many requests."""
-SHAPES = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
+SHAPES = [(1, 512), (1, 2048), (1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 16384)]
 HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
 HEADS += [(48, 8, 128), (64, 4, 128), (32, 8, 80), (32, 8, 96), (32, 8, 192), (32, 4, 512)]
 PRESETS = ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"]
@@ -208,6 +209,8 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = {"step": step_cost(device), "preallocated_step": step_cost(device, room=2048)}
     encoding = {preset: encode_microseconds(preset, device, arguments.repeat) for preset in PRESETS}
     print("encode 32k tokens x 16 vectors:", ", ".join(f"{preset} {us:.1f} us" for preset, us in encoding.items()))
+    record: dict[str, Any] = provenance(device, "attention alone")
+    record |= {"read_gb_s": read, "errors": errors, "encode_us": encoding, "cells": cells} | steps
     for heads in HEADS if arguments.all_heads else HEADS[:1]:
         query_heads, kv_heads, dim = heads
         for preset in PRESETS:
@@ -241,12 +244,12 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
                 }
                 cells.append(cell)
                 print(
-                    f"{heads} {batch} x {length // 1024}k {preset}: eager {eager:.1f} us, graph {graph:.1f} us, "
+                    f"{heads} {shape(batch, length)} {preset}: eager {eager:.1f} us, graph {graph:.1f} us, "
                     f"sdpa {best:.1f} us, {cell['speedup']:.2f}x, {cell['of_read']:.0%} of read"
                 )
                 del packed, call
-    record: dict[str, Any] = provenance(device, "attention alone")
-    return record | {"read_gb_s": read, "errors": errors, "encode_us": encoding, "cells": cells} | steps
+        arguments.save(record)  # a run that is cut short keeps what it measured
+    return record
 
 
 def main() -> None:
