@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 BUDGET = {4: 34.5, 8: 24.0}
 """Instructions per key element on sm_90 at D = 128, corrected for inner products as the product's blocks are (34.1 at 4
 bits with Triton 3.7.1)."""
-TRELLIS_CODE = {2: 3200, 3: 2900}
-"""Instructions of the encoder at 2 and 3 bits on sm_90: the steps of a chain are a loop, so that the code fits the
-instruction cache."""
+TRELLIS_CODE = {2: 3000, 3: 2600}
+"""Instructions of the loop over blocks at 2 and 3 bits on sm_90: with 3,400 (54 KB) it no longer fits the instruction
+cache."""
 STACK = {75: 64, 100: 72}
 """Bytes of stack the encoder is allowed where it is not 0."""
 
@@ -69,12 +69,11 @@ def test_instructions_per_element_on_sm_90(bits: int) -> None:
 @pytest.mark.parametrize("bits", TRELLIS_CODE)
 def test_trellis_codes_are_found_in_little_code_on_sm_90(bits: int, is_value: bool) -> None:
     compiled = build_encode(90, bits, dtype="bf16", is_value=is_value)
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", disassemble(compiled, "-sass"))
-    assert within(len(lines), TRELLIS_CODE[bits])
+    counts = body(compiled)  # which there is only if rows are copied ahead
+    assert within(counts.total(), TRELLIS_CODE[bits])
     # Two words in a register, and sums of which the less is taken, in one instruction.
-    assert lines.count("VIADDMNMX") >= (400 if bits == 2 else 64)
-    # Around the matrix product, once a block; at 3 bits also what the loop hands on of eight codes.
-    assert within(stack_of(compiled), 72 if bits == 2 else 128)
+    assert counts["VIADDMNMX"] >= (600 if bits == 2 else 128)
+    assert within(stack_of(compiled), 0 if bits == 2 else 48)
 
 
 @pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])

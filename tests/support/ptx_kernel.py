@@ -54,6 +54,7 @@ INSTRUCTIONS: dict[str, Callable[[Values], np.ndarray]] = {
 WIDE: dict[str, Callable[[Values], np.ndarray]] = {
     "cvt.u64.u32": lambda x: x[0],
     "mad.wide.u32": lambda x: x[0] * x[1] + x[2],
+    "mul.wide.u32": lambda x: x[0] * x[1],
     "add.s64": lambda x: x[0] + x[1],
     "shl.b64": lambda x: x[0] << x[1],
 }

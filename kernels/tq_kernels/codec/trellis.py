@@ -1,8 +1,7 @@
 """Choose the trellis codes of a block's channels: Viterbi's algorithm by word, as `tq_hf.codec.trellis` defines it.
 
 Errors are below 2**15, so that a register has those of two words: they are added as one number, and which is less a
-GPU finds of both at once. The 16 steps of a chain are a loop of two times eight, which keeps the code of a block below
-40 KB: unrolled, that of 2 bits has 54, which on an H100 takes as long as it saves.
+GPU finds of both at once.
 """
 
 from __future__ import annotations
@@ -240,22 +239,13 @@ def _paths(e, low, high, one, BITS: tl.constexpr, ASM: tl.constexpr):
 
     low, high: Planes 0 and 1, and 2 and 3, of a, b, c, d, from `_planes_of_pairs`.
     """
-    e0, e1, e2, e3 = e
-    a0, b0, c0, d0 = low
-    a, b, c, d = high
-    # Numbers that nobody reads, each another one: a variable that begins as a second one and becomes that in the loop
-    # is none of the loop's variables for Triton (3.6, 3.7), and has its first value after it.
-    p0 = tl.zeros(a.shape, tl.uint32)
-    p1, p2, p3, p4, p5, p6, p7 = p0 + 1, p0 + 2, p0 + 3, p0 + 4, p0 + 5, p0 + 6, p0 + 7
-    q0, q1, q2, q3, q4, q5, q6, q7 = p0 + 8, p0 + 9, p0 + 10, p0 + 11, p0 + 12, p0 + 13, p0 + 14, p0 + 15
-    if _is_true():
-        for _ in tl.range(2):
-            q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
-            e, labels = _eight_steps((e0, e1, e2, e3), (a, b, c, d), one, BITS, True, ASM)
-            e0, e1, e2, e3 = e
-            p0, p1, p2, p3, p4, p5, p6, p7 = labels
-            a, b, c, d = a0, b0, c0, d0
-    return (e0, e1, e2, e3), (p6, p7, p4, p5, p2, p3, p0, p1, q6, q7, q4, q5, q2, q3, q0, q1)
+    e, behind = _eight_steps(e, high, one, BITS, True, ASM)
+    e, labels = _eight_steps(e, low, one, BITS, True, ASM)
+    labels += behind
+    ordered = ()
+    for pair in tl.static_range(8):
+        ordered += (labels[6 - 2 * (pair % 4) + pair // 4 * 8], labels[7 - 2 * (pair % 4) + pair // 4 * 8])
+    return e, ordered
 
 
 @triton.jit
