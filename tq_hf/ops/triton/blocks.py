@@ -25,7 +25,7 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
     from tq_kernels.decode.append import AppendLaunch
-    from tq_kernels.decode.launch import Append, DecodeLaunch, device_int
+    from tq_kernels.decode.launch import DecodeLaunch, device_int
     from tq_kernels.decode.reorder import ReorderLaunch
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense import attends_dense
@@ -194,20 +194,16 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
     """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's pending token."""
     tensors, num_blocks, num_residual, _, pending, _ = view
     launch, device = decode_launch(tensors), query.device
-    token = None
-    if pending is not None and pending.states is not None:
-        token = PendingToken()
-        token.states, token.slot = (_rows(pending.states[0]), _rows(pending.states[1])), pending.slot
     try:
         out = launch(
-            _rows(query),
+            query,
             device_int(num_blocks, device),
             device_int(num_residual, device),
             device_int(launch.sinks, device),
             None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
             options,
-            allocate=allocator(current_workspace(device), "decode attention", device),
-            token=token,
+            allocator(current_workspace(device), "decode attention", device),
+            token=None if pending is None or pending.states is None else pending,
         )
     except Exception as error:
         better = backend.explained(error, device)
@@ -258,12 +254,16 @@ def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     _reorder_launch(tensors)(sources.contiguous())
 
 
-@once_per_layer
-def _append_launch(tensors: LayerTensors) -> AppendLaunch:
-    """The append kernel on these tensors, made once."""
-    config = tensors.config
-    rotation = rotations(config, tensors.layout, tensors.row.device, torch.float32)
-    return AppendLaunch(tensors.blocks, tensors.sinks, tensors.ring, rotation, config.residual_length)
+def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int) -> AppendLaunch:
+    """The append kernel on these tensors and counts, made once."""
+    launch: AppendLaunch | None = tensors.launches.get("append")
+    if launch is None or launch.counts is not counts:
+        config = tensors.config
+        rotation = rotations(config, tensors.layout, tensors.row.device, torch.float32)
+        launch = tensors.launches["append"] = AppendLaunch(
+            tensors.blocks, tensors.sinks, tensors.ring, rotation, config.residual_length, counts, max_cache_len
+        )
+    return launch
 
 
 def supports_attend_dense(
@@ -297,7 +297,7 @@ def append_token(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
     """`tq_hf.stores.graph_ops.append_row` on the GPU."""
-    _append_launch(tensors)(_rows(keys), _rows(values), counts, max_cache_len)
+    _append_launch(tensors, counts, max_cache_len)(_rows(keys), _rows(values))
 
 
 @explains_failures
@@ -319,16 +319,16 @@ def attend_token(
     num_sinks, num_blocks, num_residual = sizes
     token = append = None
     if row is not None:
-        token, append = PendingToken(), Append(counts, max_cache_len, _append_launch(tensors))
-        token.states = _rows(row[0]), _rows(row[1])
+        token, append = PendingToken(), _append_launch(tensors, counts, max_cache_len)
+        token.states = row
     return decode_launch(tensors)(
-        _rows(query),
+        query,
         num_blocks,
         num_residual,
         num_sinks,
         None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         options,
-        allocate=allocator(None, "decode attention", query.device),
+        allocator(None, "decode attention", query.device),
         token=token,
         append=append,
     )
