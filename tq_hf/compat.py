@@ -117,7 +117,7 @@ def outside_autocast(states: torch.Tensor) -> AbstractContextManager[object]:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured: the host can read nothing then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def current_raw_stream(device: int) -> int:

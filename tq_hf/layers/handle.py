@@ -60,7 +60,10 @@ class Handle:
     def lazy(self, bases: KeyValue) -> KeyValue:
         """Lazy keys and values. `bases` have their dtype and device."""
         self.is_lazy = True
-        keys, values = bases[0].as_subclass(LazyStates), bases[1].as_subclass(LazyStates)
+        keys: Any = bases[0].detach()
+        values: Any = bases[1].detach()
+        # In half the time of `as_subclass`.
+        keys.__class__ = values.__class__ = LazyStates
         keys._handle = values._handle = self
         keys._index, values._index = 0, 1
         return keys, values

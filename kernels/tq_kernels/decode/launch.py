@@ -6,7 +6,7 @@ fills in addresses and what belongs to the query.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,10 +39,6 @@ def device_int(value: int, device: torch.device) -> torch.Tensor:
     return _integers(max(4096, 1 << value.bit_length()), device)[4 * value]
 
 
-Pointers = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Pointers of a kernel; then its numbers and constants, in order."""
-
-
 class Step(NamedTuple):
     """What is the same for all steps with queries of one shape that write a token of the same strides, or none.
 
@@ -64,11 +60,14 @@ class Step(NamedTuple):
     reduce: tuple[Any, ...]
     launchers: list[Launcher]
 
-    def arguments(
+    def launch(
         self,
+        launchers: Sequence[Launcher],
+        stream: int,
         tensors: tuple[Any, ...],
         mask_strides: tuple[int, int, int],
-        token: Pointers,
+        row: tuple[Any, ...],
+        slot: tuple[int, ...],
         query: Any,
         scratch: Any,
         out: Any,
@@ -77,23 +76,26 @@ class Step(NamedTuple):
         num_sinks: Any,
         mask: Any,
         s_aux: Any,
-    ) -> tuple[Pointers, Pointers, Pointers]:
-        """What every kernel is given: tensors or their addresses, then numbers and constants.
+    ) -> None:
+        """Launch the three kernels, with tensors or their addresses.
 
-        `tensors` are a `DecodeLaunch`'s; `token` is what the first kernel takes before the rest. What a call does not
-        have stands for another tensor.
+        `tensors` are a `DecodeLaunch`'s; `row` and `slot` are what the first kernel takes before other tensors and
+        numbers. What a call does not have stands for another tensor.
         """
-        (row, slot), (before_mask, after_mask) = token, self.split
+        plan, (first, split, reduce), (before_mask, after_mask) = self.plan, launchers, self.split
         key_rotation, value_rotation, key_channel_scales, value_channel_scales = tensors[8:]
-        counts = (num_blocks, num_residual, num_sinks)
-        return (
-            ((*row, query, key_rotation, key_channel_scales, scratch), (*slot, *self.first)),
-            (
-                (scratch, *tensors[:4], num_blocks, *tensors[4:8], num_residual, num_sinks, mask),
-                (*before_mask, *mask_strides, *after_mask),
-            ),
-            ((scratch, *counts, value_rotation, value_channel_scales, s_aux, out), self.reduce),
-        )
+        first.call(
+            *self.first_grid, stream, *first.fixed, *row, query, key_rotation, key_channel_scales, scratch,
+            *slot, *self.first,
+        )  # fmt: skip
+        split.call(
+            plan.workers, 1, 1, stream, *split.fixed, scratch, *tensors[:4], num_blocks, *tensors[4:8], num_residual,
+            num_sinks, mask, *before_mask, *mask_strides, *after_mask,
+        )  # fmt: skip
+        reduce.call(
+            *plan.reduce_grid, stream, *reduce.fixed, scratch, num_blocks, num_residual, num_sinks, value_rotation,
+            value_channel_scales, s_aux, out, *self.reduce,
+        )  # fmt: skip
 
 
 ROTATE, ROTATE_AND_APPEND, APPEND_AND_ROTATE = (
@@ -130,10 +132,11 @@ class DecodeLaunch:
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
         self.aligned = all(address % 16 == 0 for address in self.addresses)
         self.ring, self.ring_at = self.tensors[6:8], self.addresses[6:8]
-        self.sinks, self.value_dim = sinks[0].shape[2], residual[1].shape[3]
+        num_sinks, self.value_dim = sinks[0].shape[2], residual[1].shape[3]
+        self.num_sinks = device_int(num_sinks, self.device)
         dense = (
             residual[0].dtype,
-            self.sinks,
+            num_sinks,
             residual[0].shape[2:],
             self.value_dim,
             sinks[0].stride(),
@@ -213,37 +216,34 @@ class DecodeLaunch:
         mask_at = scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
         bits = query_at | scratch_at | out_at | blocks_at | rows_at | sinks_at | mask_at | aux_at
-        token_at: Pointers = ((), ())
+        row_at: tuple[Any, ...] = ()
+        slot: tuple[int, ...] = ()
         if states is not None:
             keys_at, values_at = states[0].data_ptr(), states[1].data_ptr()
             bits |= keys_at | values_at
             if append is None:
-                token_at = (keys_at, values_at, *self.ring_at), (token.slot,)
+                row_at, slot = (keys_at, values_at, *self.ring_at), (token.slot,)
             else:
-                token_at = (keys_at, values_at, *append.addresses), ()
+                row_at = (keys_at, values_at, *append.addresses)
         aligned = bits & 15 == 0 and self.aligned
-        if not (aligned and step.launchers):
-            written = self.ring if append is None else append.tensors
-            arguments = step.arguments(
-                self.tensors,
-                mask_strides,
-                ((), ()) if states is None else ((*states, *written), token_at[1]),
-                query, scratch, out, num_blocks, num_residual, num_sinks,
-                scratch if mask is None else mask.view(torch.uint8),
-                scratch if s_aux is None else s_aux,
+        if aligned and step.launchers:
+            step.launch(
+                step.launchers, current_raw_stream(index), self.addresses, mask_strides, row_at, slot,
+                query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at,
             )  # fmt: skip
-            launched = self._launch(step, arguments, states is not None, append)
-            if aligned and None not in launched:
-                step.launchers[:] = launched
             return out
-        (first_at, first_rest), (split_at, split_rest), (reduce_at, reduce_rest) = step.arguments(
-            self.addresses, mask_strides, token_at,
-            query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at,
+        row = () if states is None else (*states, *(self.ring if append is None else append.tensors))
+        s_aux = scratch if s_aux is None else s_aux
+        launched: list[Launcher | None] = []
+        step.launch(
+            self._compiling(step, launched, append, states is not None, query.dtype, out.dtype, s_aux.dtype),
+            0, self.tensors, mask_strides, row, slot,
+            query, scratch, out, num_blocks, num_residual, num_sinks,
+            scratch if mask is None else mask.view(torch.uint8),
+            s_aux,
         )  # fmt: skip
-        plan, stream, (first, split, reduce) = step.plan, current_raw_stream(index), step.launchers
-        first.call(*step.first_grid, stream, *first.fixed, *first_at, *first_rest)
-        split.call(plan.workers, 1, 1, stream, *split.fixed, *split_at, *split_rest)
-        reduce.call(*plan.reduce_grid, stream, *reduce.fixed, *reduce_at, *reduce_rest)
+        if aligned and None not in launched:
+            step.launchers[:] = launched
         return out
 
     def _step(
@@ -309,49 +309,44 @@ class DecodeLaunch:
             launchers=[],
         )  # fmt: skip
 
-    def _launch(
+    def _compiling(
         self,
         step: Step,
-        arguments: tuple[Pointers, Pointers, Pointers],
-        writes: bool,
+        launched: list[Launcher | None],
         append: AppendLaunch | None,
-    ) -> tuple[Launcher | None, ...]:
-        """The same by kernels that find or compile the variant for these tensors."""
+        writes: bool,
+        query_type: torch.dtype,
+        out_type: torch.dtype,
+        aux_type: torch.dtype,
+    ) -> tuple[Launcher, ...]:
+        """Launchers that find or compile the variant for the tensors they are given, and add it to `launched`."""
         plan, device, on = step.plan, self.device.index, target(self.device)
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
-        # What decides a variant besides constants: the dtypes of pointers.
-        first_arguments, split_arguments, reduce_arguments = arguments
-        query, out, s_aux = first_arguments[0][-4], reduce_arguments[0][-1], reduce_arguments[0][-2]
+        warps = {"num_warps": plan.config.warps, "num_stages": plan.config.stages}
         dense = self.tensors[4].dtype
+
+        def by(kernel: Kernel, key: tuple[Any, ...], **options: Any) -> Launcher:
+            def call(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+                pointers = sum(isinstance(argument, torch.Tensor) for argument in arguments)
+                rest = arguments[pointers:]
+                launched.append(kernel((x, y, z), arguments[:pointers], rest, (), (*key, device), **options))
+
+            return Launcher(call, ())
+
         if append is not None:
             kernel, first_options = APPEND_AND_ROTATE, append.options
         else:
             kernel, first_options = ROTATE_AND_APPEND if writes else ROTATE, {"num_warps": plan.rotate_warps}
+        # What decides a variant besides constants: the dtypes of pointers.
         return (
-            kernel(
-                step.first_grid,
-                *first_arguments,
-                (),
-                (step.first_constants, query.dtype, dense, device),
-                **first_options,
-            ),
-            (SPLIT_FRAGMENTS if on.fragments else SPLIT)(
-                (plan.workers, 1, 1),
-                *split_arguments,
-                (),
-                (step.split_constants, plan.config, dense, device),
-                num_warps=plan.config.warps,
-                num_stages=plan.config.stages,
+            by(kernel, (step.first_constants, query_type, dense), **first_options),
+            by(
+                SPLIT_FRAGMENTS if on.fragments else SPLIT,
+                (step.split_constants, plan.config, dense),
+                **warps,
                 **limit,
                 **dependent,
             ),
-            REDUCE(
-                plan.reduce_grid,
-                *reduce_arguments,
-                (),
-                (plan.reduce_constants, out.dtype, s_aux.dtype, device),
-                num_warps=plan.reduce_warps,
-                **dependent,
-            ),
+            by(REDUCE, (plan.reduce_constants, out_type, aux_type), num_warps=plan.reduce_warps, **dependent),
         )
