@@ -234,9 +234,9 @@ class PendingToken:
     row of the residual's ring that is theirs, 0 where counts on the device say.
     """
 
-    def __init__(self) -> None:
-        self.states: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.slot = 0
+    def __init__(self, states: KeyValue | None = None, slot: int = 0) -> None:
+        self.states = states
+        self.slot = slot
 
 
 class Sequences(NamedTuple):

@@ -180,9 +180,7 @@ def _attend_token(
     device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config_from(config), tensors)
     if query.is_cpu and row:
         check_room(1, int(device_counts.length), max_cache_len)
-    pending = PendingToken()
-    if row:
-        pending.states = row[0], row[1]
+    pending = PendingToken((row[0], row[1]) if row else None)
     view = StepView(layer, device_counts, entries(device_counts.step_counts), config, max_cache_len, None, pending)
     return _attend(view, query, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
 
