@@ -77,7 +77,8 @@ def turboquant_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
     if isinstance(view, StepView) or (view is not None and view.past_length > 0):
-        if getattr(module, "masked_key_indices", None) is not None:
+        # In the dictionary: of what it does not have, a module takes as long to say so as a launch.
+        if module.__dict__.get("masked_key_indices") is not None:
             raise ValueError(
                 "`masked_key_indices` of the attention module (kvpress's AdaKV) name keys that single heads must not "
                 'see, and attention did not get them masked: kvpress patches "turboquant" if tq_hf is imported before '

@@ -100,7 +100,11 @@ def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
     A float32 model computes its matrix products in 16 bits there. Keys leave the rotary embedding in float32 all the
     same, and values do not. `DynamicCache` holds both in float32, and so does a cache of this package; sdpa then reads
     them, and the queries, in 16 bits. What this package computes itself, it computes in the dtypes that it names.
+    (`_is_any_autocast_enabled`: torch 2.9 to 2.15.)
     """
+    # Asked first: the kind of a device takes torch longer than the rest.
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = states.device.type
     # torch raises for the meta device.
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
@@ -113,7 +117,7 @@ def outside_autocast(states: torch.Tensor) -> AbstractContextManager[object]:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured: the host can read nothing then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def current_raw_stream(device: int) -> int:

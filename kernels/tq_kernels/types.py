@@ -36,7 +36,8 @@ class AttentionOptions(NamedTuple):
     @classmethod
     def of_call(cls, scaling: float, causal: bool, kwargs: dict[str, Any]) -> AttentionOptions:
         """The options of a model's call, the rest of which are taken out of its keyword arguments."""
-        return cls(scaling, causal, *[kwargs.pop(name, None) for name in cls._fields[2:]])
+        pop = kwargs.pop
+        return cls(scaling, causal, pop("softcap", None), pop("s_aux", None), pop("position_bias", None))
 
     def only_scales(self) -> bool:
         """Whether sdpa does all that is done to logits."""
@@ -233,9 +234,9 @@ class PendingToken:
     row of the residual's ring that is theirs, 0 where counts on the device say.
     """
 
-    def __init__(self) -> None:
-        self.states: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.slot = 0
+    def __init__(self, states: KeyValue | None = None, slot: int = 0) -> None:
+        self.states = states
+        self.slot = slot
 
 
 class Sequences(NamedTuple):

@@ -124,7 +124,7 @@ def test_a_capture_without_a_kernel_is_refused_in_a_sentence(appends, monkeypatc
         graph_ops.append_pending_token(view)
     before = [count.clone() for count in store.counts]
     with monkeypatch.context() as captured:
-        captured.setattr(torch.cuda, "is_available", lambda: True)
+        captured.setattr(torch.cuda, "is_initialized", lambda: True)
         captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="keys of 32 channels.*CUDA graph.*`disable_compile=True`"):
             graph_ops.attend_token(view, query, None, AttentionOptions(1.0))

@@ -47,22 +47,26 @@ class Handle:
         states: The keys and values themselves, if they are there already.
     """
 
+    is_lazy = False
+    touched = False
+    """Whether the model computed with the states."""
+    written = False
+    """Whether it wrote to them, so that attention reads them and not the store."""
+
     def __init__(self, layer: Owner, view: StoreView | StepView, states: KeyValue | None = None) -> None:
         self.layer = layer
         self.view = view
         self._states = states
-        self.is_lazy = False
-        self.touched = False
-        """Whether the model computed with the states."""
-        self.written = False
-        """Whether it wrote to them, so that attention reads them and not the store."""
 
     def lazy(self, bases: KeyValue) -> KeyValue:
         """Lazy keys and values. `bases` have their dtype and device."""
         self.is_lazy = True
-        keys, values = bases[0].as_subclass(LazyStates), bases[1].as_subclass(LazyStates)
+        keys: Any = bases[0].detach()
+        values: Any = bases[1].detach()
+        # In half the time of `as_subclass`.
+        keys.__class__ = values.__class__ = LazyStates
         keys._handle = values._handle = self
-        keys._index, values._index = 0, 1
+        values._index = 1
         return keys, values
 
     def attached(self, states: KeyValue) -> KeyValue:
@@ -93,7 +97,7 @@ class LazyStates(torch.Tensor):
     """Keys or values that are made at the first operation on them; see the module."""
 
     _handle: Handle
-    _index: int
+    _index = 0
 
     @classmethod
     def __torch_function__(
@@ -199,12 +203,12 @@ def resolve(
     have_one_handle = getattr(values, "_handle", None) is handle
     if not have_one_handle or handle.written:
         return None, _real(keys), _real(values)
-    if not torch.compiler.is_compiling():
-        layer, config = handle.layer, getattr(module, "config", None)
-        if layer.reader is None and config is not None:
-            layer.reader = weakref.ref(config)
-        if handle.is_lazy:
-            layer.is_untouched = not handle.touched
+    layer = handle.layer
+    if layer.reader is None and not torch.compiler.is_compiling():
+        config = getattr(module, "config", None)
+        layer.reader = None if config is None else weakref.ref(config)
+    if handle.is_lazy:  # of an eager call
+        layer.is_untouched = not handle.touched
     if isinstance(view, StoreView) and view.past_length == 0:
         states = handle.layer.dense(view) if handle._states is None else handle._states
         if has_forward_hooks(module):

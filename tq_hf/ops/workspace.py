@@ -147,10 +147,16 @@ _all: weakref.WeakSet[Workspace] = weakref.WeakSet()
 _all_lock = threading.Lock()
 
 
+@lru_cache
+def _is_cuda(device: torch.device) -> bool:
+    # torch makes a string of the type, which takes longer than all else here.
+    return device.type == "cuda"
+
+
 def current_workspace(device: torch.device) -> Workspace:
     """The workspace of `device`, its current stream and this thread; made on first use."""
     stream = 0
-    if device.type == "cuda":
+    if _is_cuda(device):
         stream = current_raw_stream(torch.cuda.current_device() if device.index is None else device.index)
     key = (device, stream)
     workspace = _local.workspaces.get(key)

@@ -147,9 +147,9 @@ def append_pending_token(view: StepView) -> None:
 
 def _attend(view: StepView, query: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Append the newest token, unless it is appended, and attend."""
-    tensors, counts, sizes, _, max_cache_len, _, pending = view
-    if triton_blocks.supports_encode(query, tensors.config, tensors.layout):
-        return triton_blocks.attend_token(tensors, counts, sizes, query, pending.states, mask, options, max_cache_len)
+    tensors, counts, _, _, max_cache_len, _, pending = view
+    if triton_blocks.supports_step(query, tensors):
+        return triton_blocks.attend_token(query, view, mask, options)
     if pending.states is not None:
         keys, values = pending.states
         append_row(tensors, counts, keys, values, max_cache_len)
@@ -180,9 +180,7 @@ def _attend_token(
     device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config_from(config), tensors)
     if query.is_cpu and row:
         check_room(1, int(device_counts.length), max_cache_len)
-    pending = PendingToken()
-    if row:
-        pending.states = row[0], row[1]
+    pending = PendingToken((row[0], row[1]) if row else None)
     view = StepView(layer, device_counts, entries(device_counts.step_counts), config, max_cache_len, None, pending)
     return _attend(view, query, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
 

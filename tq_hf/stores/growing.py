@@ -144,8 +144,7 @@ class GrowingStore(LayerStore):
         if residual.pending is not None and residual.pending.states is not None:
             write(residual.pending, residual.ring)
         past = self.num_sinks + self.num_blocks * BLOCK_TOKENS + residual.count
-        residual.pending = pending = PendingToken()
-        pending.states, pending.slot = (keys, values), (residual.first + residual.count) % residual.capacity
+        residual.pending = PendingToken((keys, values), (residual.first + residual.count) % residual.capacity)
         residual.count += 1
         view = StoreView(self.tensors, self.num_blocks, residual.count, past, residual.pending)
         if residual.count >= self._rows_of_due:

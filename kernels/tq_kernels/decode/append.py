@@ -288,22 +288,32 @@ class AppendLaunch:
         residual: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
         rotations: As for `encode`.
         residual_length: Tokens that stay dense.
+        counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
+        max_cache_len: Tokens there is room for. A full store is not written to, and on a GPU the launch fails.
     """
 
     def __init__(
-        self, packed: PackedBlocks, sinks: KeyValue, residual: KeyValue, rotations: KeyValue, residual_length: int
+        self,
+        packed: PackedBlocks,
+        sinks: KeyValue,
+        residual: KeyValue,
+        rotations: KeyValue,
+        residual_length: int,
+        counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        max_cache_len: int,
     ) -> None:
         ring = residual[0]
         self.device, on = ring.device, target(ring.device)
         scales, bits = packed.scales.view(torch.float16), packed.layout.bits
         blocks = (packed.key_words, packed.value_words, scales, packed.key_means)
-        self.tensors = (*sinks, *residual, *blocks, *rotations, packed.channel_scales.values)
+        self.counts = counts
+        self.tensors = (*counts, *sinks, *residual, *blocks, *rotations, packed.channel_scales.values)
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
         self.key_channel_scales = packed.channel_scales.keys
         self.heads, self.programs = ring.shape[1], ring.shape[0] * ring.shape[1]
-        self.sizes = (sinks[0].shape[2], ring.shape[2], residual_length)
-        self.block_strides = packed.block_strides
+        self.numbers = (sinks[0].shape[2], ring.shape[2], residual_length, max_cache_len, *packed.block_strides)
+        """What kernels take after the strides of keys and values."""
         constants: list[object] = []
         warps = 0
         for states, rotation, own in zip(residual, rotations, bits, strict=True):
@@ -319,19 +329,7 @@ class AppendLaunch:
         # `sanitize_overflow` is what `debug` turns on.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 
-    def numbers(
-        self, key_strides: tuple[int, ...], value_strides: tuple[int, ...], max_cache_len: int
-    ) -> tuple[int, ...]:
-        """The numbers that both kernels begin with, for states with these strides."""
-        return (*key_strides[:2], *value_strides[:2], *self.sizes, max_cache_len, *self.block_strides)
-
-    def __call__(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        max_cache_len: int,
-    ) -> None:
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one token's rows to the sinks or the ring, encode the block that becomes due, and write the counts.
 
         A decode step does so by `DecodeLaunch`, in the launch that rotates its queries; this is for other readers.
@@ -339,18 +337,16 @@ class AppendLaunch:
         Args:
             keys: `[B, Hkv, 1, Dk]` in the residual's dtype, last dimension contiguous.
             values: `[B, Hkv, 1, Dv]`.
-            counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
-            max_cache_len: Tokens there is room for. A full store is not written to, and on a GPU the launch fails.
         """
         index = self.device.index
         if self.device.type == "cuda" and index != current_device():
             # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
             with torch.cuda.device(self.device):
-                return self(keys, values, counts, max_cache_len)
+                return self(keys, values)
         APPEND(
             (self.programs, 2, 1),
-            (keys, values, *counts, *self.tensors, self.key_channel_scales),
-            (*self.numbers(keys.stride(), values.stride(), max_cache_len), self.heads),
+            (keys, values, *self.tensors, self.key_channel_scales),
+            (*keys.stride()[:2], *values.stride()[:2], *self.numbers, self.heads),
             self.constants,
             (self.constants, keys.dtype, index),
             **self.options,

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import torch
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, PackedBlocks
+from tq_kernels.types import AttentionOptions, ChannelScales, PackedBlocks
 
 from ...codec.rotation import rotation_matrix
-from ...compat import outside_inference_mode
+from ...compat import is_capturing, outside_inference_mode
 from ...config import INNER, TurboQuantConfig
-from ...tensors.layer import DeviceCounts, LayerTensors, StoreView
+from ...tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
 from ..workspace import allocator, current_workspace
@@ -25,12 +25,11 @@ if HAS_TRITON:
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
     from tq_kernels.decode.append import AppendLaunch
-    from tq_kernels.decode.launch import Append, DecodeLaunch, device_int
+    from tq_kernels.decode.launch import DecodeLaunch, device_int
     from tq_kernels.decode.reorder import ReorderLaunch
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense import attends_dense
     from tq_kernels.prefix.launch import attend_prefix, prefix_takes
-    from tq_kernels.types import PendingToken
 
 R = TypeVar("R")
 
@@ -75,6 +74,19 @@ def once_per_layer(make: Callable[[LayerTensors], R]) -> Callable[[LayerTensors]
     return launch_of
 
 
+@once_per_layer
+def _supports_layer(tensors: LayerTensors) -> bool:
+    """`supports_encode`, for the states and blocks of a layer."""
+    return supports_encode(tensors.ring[0], tensors.config, tensors.layout)
+
+
+def supports_step(query: torch.Tensor, tensors: LayerTensors) -> bool:
+    """Whether the kernels of decode steps read and write these tensors, for queries of this device and dtype."""
+    row = tensors.row
+    alike = query.dtype == row.dtype and query.device == row.device
+    return (alike or supports_states(query)) and _supports_layer(tensors)
+
+
 def supports_inline_ptx(device: torch.device) -> bool:
     """Whether kernels unpack with inline PTX there: on NVIDIA, from Turing on."""
     on = target(device)
@@ -102,8 +114,7 @@ def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | N
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
-    stored = few and view.new is None and supports_mask(mask, options)
-    return stored and supports_encode(query, view.tensors.config, view.tensors.layout)
+    return few and view.new is None and supports_mask(mask, options) and supports_step(query, view.tensors)
 
 
 def supports_prefix(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
@@ -194,20 +205,16 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
     """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's pending token."""
     tensors, num_blocks, num_residual, _, pending, _ = view
     launch, device = decode_launch(tensors), query.device
-    token = None
-    if pending is not None and pending.states is not None:
-        token = PendingToken()
-        token.states, token.slot = (_rows(pending.states[0]), _rows(pending.states[1])), pending.slot
     try:
         out = launch(
-            _rows(query),
+            query,
             device_int(num_blocks, device),
             device_int(num_residual, device),
-            device_int(launch.sinks, device),
+            launch.num_sinks,
             None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
             options,
-            allocate=allocator(current_workspace(device), "decode attention", device),
-            token=token,
+            allocator(current_workspace(device), "decode attention", device),
+            token=None if pending is None or pending.states is None else pending,
         )
     except Exception as error:
         better = backend.explained(error, device)
@@ -258,12 +265,16 @@ def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
     _reorder_launch(tensors)(sources.contiguous())
 
 
-@once_per_layer
-def _append_launch(tensors: LayerTensors) -> AppendLaunch:
-    """The append kernel on these tensors, made once."""
-    config = tensors.config
-    rotation = rotations(config, tensors.layout, tensors.row.device, torch.float32)
-    return AppendLaunch(tensors.blocks, tensors.sinks, tensors.ring, rotation, config.residual_length)
+def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: int) -> AppendLaunch:
+    """The append kernel on these tensors and counts, made once."""
+    launch: AppendLaunch | None = tensors.launches.get("append")
+    if launch is None or launch.counts is not counts:
+        config = tensors.config
+        rotation = rotations(config, tensors.layout, tensors.row.device, torch.float32)
+        launch = tensors.launches["append"] = AppendLaunch(
+            tensors.blocks, tensors.sinks, tensors.ring, rotation, config.residual_length, counts, max_cache_len
+        )
+    return launch
 
 
 def supports_attend_dense(
@@ -297,38 +308,29 @@ def append_token(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
     """`tq_hf.stores.graph_ops.append_row` on the GPU."""
-    _append_launch(tensors)(_rows(keys), _rows(values), counts, max_cache_len)
+    _append_launch(tensors, counts, max_cache_len)(_rows(keys), _rows(values))
 
 
 @explains_failures
 def attend_token(
-    tensors: LayerTensors,
-    counts: DeviceCounts,
-    sizes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    query: torch.Tensor,
-    row: KeyValue | None,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
-    max_cache_len: int,
+    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """`tq_hf.stores.graph_ops.attend_token` on the GPU; `sizes` are numbers of sinks, blocks and residual rows.
+    """`tq_hf.stores.graph_ops.attend_token` on the GPU.
 
-    Scratch is per call: in a captured graph it comes from the graph's own memory, where one layer's is free again for
-    the next (`tq_hf.ops.workspace` says why not from a workspace).
+    Scratch of a captured or compiled step is of the call alone: in a captured graph it comes from the graph's own
+    memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
-    num_sinks, num_blocks, num_residual = sizes
-    token = append = None
-    if row is not None:
-        token, append = PendingToken(), Append(counts, max_cache_len, _append_launch(tensors))
-        token.states = _rows(row[0]), _rows(row[1])
+    tensors, counts, (num_sinks, num_blocks, num_residual), _, max_cache_len, num_held, pending = view
+    writes, device = pending.states is not None, query.device
+    workspace = None if num_held is None or is_capturing() else current_workspace(device)
     return decode_launch(tensors)(
-        _rows(query),
+        query,
         num_blocks,
         num_residual,
         num_sinks,
         None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         options,
-        allocate=allocator(None, "decode attention", query.device),
-        token=token,
-        append=append,
+        allocator(workspace, "decode attention", device),
+        token=pending if writes else None,
+        append=_append_launch(tensors, counts, max_cache_len) if writes else None,
     )
