@@ -44,7 +44,7 @@ def kernels(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(Silent()))
     monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
-    for name in ("encode_blocks", "balance_channels"):
+    for name in ("encode_blocks", "store_prompt_rows"):
         monkeypatch.setattr(triton_blocks, name, lambda *arguments, **options: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     release_workspaces()

@@ -110,7 +110,7 @@ def test_channel_scales_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatc
         one.update(*prompt, 0)
     store, other = (one.layers[0].store for one in (cache, undisturbed))
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(triton_blocks, "balance_channels", fail, raising=False)
+        patch.setattr(triton_blocks, "store_prompt_rows", fail, raising=False)
         with pytest.raises(RuntimeError, match="does not compile or launch on cpu"):
             store.encode_deferred(queries)
     assert store.is_deferred and store.length == 300

@@ -52,12 +52,6 @@ def config_from(text: str) -> TurboQuantConfig:
     return kind(**options)
 
 
-def write_counts(counts: DeviceCounts, store: GrowingStore) -> None:
-    """Write what `store` holds."""
-    counts.state.copy_(torch.tensor(store.counts, dtype=torch.int32))
-    counts.length.fill_(store.length)
-
-
 def check_host_reads(tensors: LayerTensors) -> None:
     """Raise a `RuntimeError` where the host would have to read counts and cannot."""
     if is_capturing():
@@ -95,7 +89,7 @@ def append_row(
     slot = view.residual.first % view.residual.capacity
     attended = (view.tensors.sinks[0].shape[2], view.num_blocks, view.num_residual, slot, store.num_pending, 0)
     counts.step_counts[:, 0] = torch.tensor(attended, dtype=torch.int32)
-    write_counts(counts, store)
+    dispatch.write_counts(counts, store.counts)
 
 
 @torch.library.custom_op("tq_hf::tokens_held", mutates_args=())
