@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
-from tq_kernels.types import AttentionOptions
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue
 
 from tests.support.helpers import llama_config, states
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
-from tq_hf.ops import backend, dispatch
+from tq_hf.ops import backend, dispatch, reference
 from tq_hf.ops.triton import blocks as triton_blocks
 
 LAYOUT = TurboQuantConfig().layout(16)
@@ -24,6 +25,12 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on a GPU with Triton."""
     monkeypatch.setattr(triton_blocks, "HAS_TRITON", True)
     monkeypatch.setattr(triton_blocks, "interpreted", lambda: True, raising=False)
+
+    def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, statistics: Any) -> None:
+        queries, valid = (None, None) if statistics is None else statistics[:2]
+        reference.store_prompt(prompt, dense, scales, statistics is not None, queries, valid)
+
+    monkeypatch.setattr(triton_blocks, "store_prompt_rows", store, raising=False)
 
 
 @pytest.mark.parametrize(("chosen", "serves"), [("", True), ("torch", False)])

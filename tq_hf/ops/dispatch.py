@@ -10,12 +10,10 @@ from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, PackedBlocks, Sequences
 
 from ..codec import reference as codec_reference
-from ..codec.balance import channel_scales
 from ..compat import outside_autocast
 from ..config import TurboQuantConfig
-from ..tensors.layer import DeviceCounts, LayerTensors, StoreView
+from ..tensors.layer import LayerTensors, StoreView
 from ..tensors.pages import LayerPages
-from ..tensors.residual import Residual
 from . import reference
 from .backend import say_torch_computes
 from .cpu import attention as cpu_attention
@@ -42,32 +40,11 @@ def store_prompt(
         queries: `[B, Hq, T, Dk]`, or `None` where nobody has shown them.
         attended: Which tokens are not padding, `[B or 1, T]` bool; `None` for all.
     """
-    if triton_blocks.supports_balance(*prompt):
-        triton_blocks.store_prompt(prompt, dense, scales, balanced, queries, attended)
-        return
-    keys, values = prompt
-    if scales is not None and balanced:
-        say_torch_computes("Balancing channels", keys, keys.shape[-1], values.shape[-1])
-        with outside_autocast(keys):
-            chosen = channel_scales(queries, keys, values, first=dense.to_sinks, valid=attended)
-            for held, computed in zip(scales, chosen, strict=True):
-                held.copy_(computed)
-    elif scales is not None:
-        for held in scales:
-            held.fill_(1)
-    for buffer, states in zip(dense.sinks, prompt, strict=True):
-        buffer[:, :, dense.first_sink : dense.first_sink + dense.to_sinks] = states[:, :, : dense.to_sinks]
-    Residual(dense.ring, dense.slot).append(keys[:, :, dense.start :], values[:, :, dense.start :])
-    if dense.counts is not None:
-        write_counts(DeviceCounts(*dense.counts), dense.held)
-        dense.counts[1][5, 0] = 0
-
-
-def write_counts(counts: DeviceCounts, held: tuple[int, ...]) -> None:
-    """Write the numbers of sinks, blocks, residual rows and, by default none, pending blocks that a store holds."""
-    sinks, blocks, rows, pending = (*held, 0)[:4]
-    counts.state.copy_(torch.tensor((sinks, blocks, rows, pending), dtype=torch.int32))
-    counts.length.fill_(sinks + blocks * BLOCK_TOKENS + rows)
+    kernels = triton_blocks.supports_prompt(*prompt)
+    if not kernels and balanced and scales is not None:
+        say_torch_computes("Balancing channels", prompt[0], *(x.shape[-1] for x in prompt))
+    backend = triton_blocks if kernels else reference
+    backend.store_prompt(prompt, dense, scales, balanced, queries, attended)
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:

@@ -75,8 +75,8 @@ class Workspace:
         self._locked = True
 
     def acquire(self, requests: Mapping[str, Scratch]) -> dict[str, torch.Tensor]:
-        """Contiguous views of the shared buffers, valid until the next `acquire` of the same names. They hold zeros when
-        they are made, and whatever was written later.
+        """Contiguous views of the shared buffers, valid until the next `acquire` of the same names. Buffers hold zeros
+        when they are made, and whatever was written later.
 
         Raises:
             RuntimeError: The workspace is locked, and a request is larger than what was reserved.

@@ -29,7 +29,7 @@ from tq_kernels.types import KeyValue, PendingToken
 
 from ..compat import mark_static_address, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..ops import dispatch
+from ..ops import reference
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from ..tensors.residual import Residual
@@ -76,8 +76,8 @@ class PreallocatedStore(LayerStore):
         max_cache_len: int,
         prompt: bool = False,
     ) -> PreallocatedStore:
-        """Room for `max_cache_len` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`; `prompt` as
-        of a `GrowingStore`: counts are not filled either then."""
+        """Room for `max_cache_len` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`. If they
+        are a `prompt` that is appended next, counts, too, are not filled (see `GrowingStore.allocate`)."""
         tensors = GrowingStore.allocate(config, keys, values, max_cache_len, prompt).tensors
         # A model on the meta device has its counts on the CPU, where they are numbers.
         device = torch.device("cpu") if keys.is_meta else keys.device
@@ -166,7 +166,7 @@ class PreallocatedStore(LayerStore):
             yield
         except BaseException:
             held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
-            dispatch.write_counts(self.counts, held)
+            reference.write_counts(self.counts, held)
             raise
 
     @property
@@ -201,7 +201,7 @@ class PreallocatedStore(LayerStore):
             for _, part in store.residual.parts():
                 residual.append(*part)
         if store.device_counts is not None:
-            dispatch.write_counts(self.counts, store.counts)
+            reference.write_counts(self.counts, store.counts)
         self.num_held = store.length
 
     def dense(self, view: StoreView | StepView) -> KeyValue:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -197,9 +198,11 @@ def _copy_rows(
 
 @triton.jit(
     do_not_specialize=(
-        "kv_heads pieces kinds first size whole max_sinks first_sink to_sinks capacity slot start kept sinks blocks rows "
-        "key_b key_h key_s value_b value_h value_s query_b query_h query_s valid_b valid_t"
-    ).split()
+        "kv_heads pieces kinds first size whole max_sinks first_sink to_sinks capacity slot start kept sinks blocks "
+        "rows key_b key_h key_s value_b value_h value_s query_b query_h query_s valid_b valid_t"
+    ).split(),
+    # Else copies choose the layout of sums, too, and with it their order.
+    do_not_specialize_on_alignment="sink_keys sink_values ring_keys ring_values".split(),
 )
 def store_prompt(
     keys,  # [B, Hkv, T, DK]
@@ -256,31 +259,33 @@ def store_prompt(
     elif sums is not None:
         piece, kind = job // kinds, job % kinds
         begin = sampled_start(first, whole, pieces, piece)
-        if valid is not None:
-            valid += batch * valid_b
-        sums += program * pieces * kinds * (WIDTH + 1)
-        here = sums + job * (WIDTH + 1)
+        padding = None if valid is None else valid + batch * valid_b
+        of_head = sums + program * pieces * kinds * (WIDTH + 1)
+        here = of_head + job * (WIDTH + 1)
         if kind == 0:
-            _store_squares(here, keys, key_s, begin, size, valid, valid_t, dk, DK, WIDTH, ROWS, True)
+            _store_squares(here, keys, key_s, begin, size, padding, valid_t, dk, DK, WIDTH, ROWS, True)
         elif kind == 1:
-            _store_squares(here, values, value_s, begin, size, valid, valid_t, dv, DV, WIDTH, ROWS, False)
+            _store_squares(here, values, value_s, begin, size, padding, valid_t, dv, DV, WIDTH, ROWS, False)
         elif queries is not None:
-            queries += batch * query_b + (head * (kinds - 2) + kind - 2) * query_h
-            _store_squares(here, queries, query_s, begin, size, valid, valid_t, dk, DK, WIDTH, ROWS, False)
+            query = queries + batch * query_b + (head * (kinds - 2) + kind - 2) * query_h
+            _store_squares(here, query, query_s, begin, size, padding, valid_t, dk, DK, WIDTH, ROWS, False)
         tl.debug_barrier()
         if tl.atomic_add(counters.to(tl.pointer_type(tl.int32), bitcast=True) + program, 1) == pieces * kinds - 1:
             tl.store(counters + program, 0.0)
-            SHOWN: tl.constexpr = queries is not None
-            out = key_channel_scales + program * DK
-            _key_channel_scales(sums, out, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES, SHOWN)
-            out = value_channel_scales + program * DV
-            _value_channel_scales(sums, out, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES)
+            _key_channel_scales(
+                of_head, key_channel_scales + program * DK, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES,
+                queries is not None,
+            )  # fmt: skip
+            _value_channel_scales(
+                of_head, value_channel_scales + program * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES
+            )
 
 
 STORE = Kernel(store_prompt)
 WARPS = 8
 
 
+@lru_cache
 def prompt_constants(key_dim: int, value_dim: int) -> tuple[Any, ...]:
     """The constants of `store_prompt`."""
     tiles = tuple(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))

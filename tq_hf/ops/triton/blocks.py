@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tq_kernels.layout import BlockLayout
@@ -140,33 +140,9 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
             rotations(config, layout, like.device, dtype)
 
 
-def supports_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether kernels find the channel scales of these states' channels."""
+def supports_prompt(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a kernel stores what stays dense of these states, and finds the channel scales of their channels."""
     return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= target(keys.device).widest_head
-
-
-@explains_failures
-def _store_prompt(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    dense: DenseRows,
-    scales: ChannelScales | None,
-    balanced: bool,
-    queries: torch.Tensor | None,
-    attended: torch.Tensor | None,
-) -> None:
-    statistics = None
-    if balanced and scales is not None:
-        workspace = current_workspace(keys.device)
-        statistics = Statistics(
-            None if queries is None else _rows(queries),
-            None if attended is None else attended.expand(len(keys), -1),
-            dense.to_sinks,
-            partial(workspace.floats, "balance"),
-            partial(workspace.floats, "balance counters"),
-        )
-    with launching_on(keys.device):
-        store_prompt_rows((_rows(keys), _rows(values)), dense, scales, statistics)
 
 
 def store_prompt(
@@ -179,6 +155,23 @@ def store_prompt(
 ) -> None:
     """`tq_hf.ops.dispatch.store_prompt` on the GPU."""
     _store_prompt(*prompt, dense, scales, balanced, queries, attended)
+
+
+@explains_failures
+def _store_prompt(keys: torch.Tensor, values: torch.Tensor, dense: DenseRows, *options: Any) -> None:
+    scales, balanced, queries, attended = options
+    statistics = None
+    if balanced and scales is not None:
+        workspace = current_workspace(keys.device)
+        statistics = Statistics(
+            None if queries is None else _rows(queries),
+            None if attended is None else attended.expand(len(keys), -1),
+            dense.to_sinks,
+            partial(workspace.floats, "balance"),
+            partial(workspace.floats, "balance counters"),
+        )
+    with launching_on(keys.device):
+        store_prompt_rows((_rows(keys), _rows(values)), dense, scales, statistics)
 
 
 @explains_failures
