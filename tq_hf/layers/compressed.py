@@ -185,7 +185,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.reads_packed:
             return handle.lazy((self._nan, self._nan))
         if key_states.shape[2] == 1 and self._nan.is_cuda:
-            advice.of_dequantized_steps(self.store.layout, self._may_read_packed())
+            advice.of_dequantized_steps(view.tensors.layout, self._may_read_packed())
         return handle.attached(self.dense(view))
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:

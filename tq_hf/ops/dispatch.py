@@ -44,7 +44,7 @@ def store_prompt(
     if not kernels and balanced and scales is not None:
         say_torch_computes("Balancing channels", prompt[0], *(x.shape[-1] for x in prompt))
     backend = triton_blocks if kernels else reference
-    backend.store_prompt(prompt, dense, scales, balanced, queries, attended)
+    backend.store_prompt(*prompt, dense, scales, balanced, queries, attended)
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:

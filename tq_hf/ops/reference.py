@@ -19,7 +19,8 @@ from ..tensors.residual import Residual
 
 
 def store_prompt(
-    prompt: KeyValue,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     dense: DenseRows,
     scales: ChannelScales | None,
     balanced: bool,
@@ -27,15 +28,14 @@ def store_prompt(
     attended: torch.Tensor | None,
 ) -> None:
     """`tq_hf.ops.dispatch.store_prompt`."""
-    keys, values = prompt
     if scales is not None:
-        chosen = (1, 1)
+        chosen: tuple[torch.Tensor | float, ...] = (1.0, 1.0)
         if balanced:
             with outside_autocast(keys):
                 chosen = channel_scales(queries, keys, values, first=dense.to_sinks, valid=attended)
         for held, new in zip(scales, chosen, strict=True):
             held[:] = new
-    for buffer, states in zip(dense.sinks, prompt, strict=True):
+    for buffer, states in zip(dense.sinks, (keys, values), strict=True):
         buffer[:, :, dense.first_sink : dense.first_sink + dense.to_sinks] = states[:, :, : dense.to_sinks]
     Residual(dense.ring, dense.slot).append(keys[:, :, dense.start :], values[:, :, dense.start :])
     if dense.counts is not None:

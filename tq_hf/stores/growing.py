@@ -252,10 +252,8 @@ class GrowingStore(LayerStore):
         if held:
             completed = completed.copied(ring_capacity(held + lead))
             completed.append(*(x[:, :, to_sinks:start] for x in prompt))
-        residual, capacity = (
-            completed,
-            residual_capacity(self.config, held + rows - due * BLOCK_TOKENS, self.max_cache_len),
-        )
+        residual = completed
+        capacity = residual_capacity(self.config, held + rows - due * BLOCK_TOKENS, self.max_cache_len)
         if held or capacity > completed.capacity:
             residual = completed.copied(capacity, begun * BLOCK_TOKENS)
         residual.first += whole * BLOCK_TOKENS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial, wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from tq_kernels.layout import BlockLayout
@@ -145,8 +145,10 @@ def supports_prompt(keys: torch.Tensor, values: torch.Tensor) -> bool:
     return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= target(keys.device).widest_head
 
 
+@explains_failures
 def store_prompt(
-    prompt: KeyValue,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     dense: DenseRows,
     scales: ChannelScales | None,
     balanced: bool,
@@ -154,12 +156,6 @@ def store_prompt(
     attended: torch.Tensor | None,
 ) -> None:
     """`tq_hf.ops.dispatch.store_prompt` on the GPU."""
-    _store_prompt(*prompt, dense, scales, balanced, queries, attended)
-
-
-@explains_failures
-def _store_prompt(keys: torch.Tensor, values: torch.Tensor, dense: DenseRows, *options: Any) -> None:
-    scales, balanced, queries, attended = options
     statistics = None
     if balanced and scales is not None:
         workspace = current_workspace(keys.device)
