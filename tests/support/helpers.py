@@ -143,7 +143,7 @@ def prefill_bytes(
 
     Whole blocks older than the residual are packed without spare room; the residual is a ring of whole blocks with
     room for what decoding will need, up to an eighth and a block more than it holds; every channel of a head has a
-    factor; one element is the placeholder's NaN.
+    factor.
     """
     layout = config.layout(dim)
     sinks = min(config.sink_tokens, tokens)
@@ -155,8 +155,7 @@ def prefill_bytes(
     return {
         "packed": batch * heads * blocks * codes,
         "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
-        + layout.channel_scale_bytes * batch * heads
-        + itemsize,
+        + layout.channel_scale_bytes * batch * heads,
         "window": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }

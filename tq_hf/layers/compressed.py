@@ -29,7 +29,7 @@ CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
 
 @cached_table
 def _one_nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[1, 1, 1, 1]`, of all layers: nobody writes to it."""
+    """`[1, 1, 1, 1]`, of all layers of all caches: nobody writes to it."""
     return torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=device)
 
 
@@ -247,8 +247,7 @@ class TurboQuantLayer(FullAttentionLayer):
         """Every tensor of the layer, by the kind `memory_footprint` reports; `{}` before the first update."""
         if self.store is None:
             return {}
-        kinds = self.store.by_kind()
-        return kinds | {"metadata": [*kinds["metadata"], self._nan]}
+        return self.store.by_kind()
 
     def bytes_in_16_bits(self, tokens: int | None = None) -> int:
         """Bytes of `tokens` tokens with 16-bit keys and values, by default of all that are cached."""
