@@ -28,7 +28,8 @@ def storages_reachable_from(root: object) -> dict[int, int]:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             storage = item.untyped_storage()
-            if storage.nbytes() and item is not _one_nan(item.dtype, item.device):
+            is_nan = item.is_floating_point() and item is _one_nan(item.dtype, item.device)
+            if storage.nbytes() and not is_nan:
                 found[storage.data_ptr()] = storage.nbytes()
         queue.extend(gc.get_referents(item))
     return found
