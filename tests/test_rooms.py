@@ -56,10 +56,10 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2685,  # channels in as many parts as leave the fewest empty; fewer launches, as measured
         "prefix": 1630,  # what scratch the largest step takes
-        "codec": 1960,  # heads of 512 in parts of 256 channels; trellis codes of two words in a register
+        "codec": 2050,  # trellis codes of two words in a register; rows and channel scales of a prompt in one launch
         "turing": 1310,
         "common": 950,  # three tables of magnitudes, and signs from two bits
-        "types": 280,  # the options of a call, once for both attention functions
+        "types": 305,  # the options of a call, once for both attention functions; where rows of a prompt go
         "layout": 110,
         "format": 140,  # what decides trellis codes
         "__init__": 10,
@@ -69,9 +69,9 @@ BUDGETS = {
         "batching": 1710,  # dense layers of pages on a GPU; what is said when a rank dies, and of NCCL within graphs
         "graph_decoding": 520,
         "saving": 920,
-        "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read
-        "stores": 1110,
-        "ops": 1985,  # scratch that is reserved, then locked; what torch computes on a GPU is said
+        "layers": 1250,  # keys and values that are assigned (eviction), and what hooks read
+        "stores": 1150,  # counts of a prompt are written with its rows, and a failure undoes that
+        "ops": 2020,  # scratch that is reserved, then locked; what torch computes on a GPU is said
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,

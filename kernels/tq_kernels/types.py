@@ -68,11 +68,12 @@ class ChannelScales(NamedTuple):
     values: torch.Tensor
 
     @classmethod
-    def ones(cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device) -> ChannelScales:
-        """Channel scales that change nothing."""
-        keys, values = (
-            torch.ones(batch, heads, dim, dtype=torch.float16, device=device) for dim in (key_dim, value_dim)
-        )
+    def ones(
+        cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device, filled: bool = True
+    ) -> ChannelScales:
+        """Channel scales that change nothing, unless they are not `filled`."""
+        make = torch.ones if filled else torch.empty
+        keys, values = (make(batch, heads, dim, dtype=torch.float16, device=device) for dim in (key_dim, value_dim))
         return cls(keys, values)
 
     def check(self, others: ChannelScales) -> None:
@@ -112,19 +113,21 @@ class PackedBlocks:
     channel_scales: ChannelScales
 
     @classmethod
-    def allocate(cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device) -> PackedBlocks:
-        """Zero-filled room for `blocks` blocks of `heads` KV heads, with channel scales of one."""
+    def allocate(
+        cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device, scaled: bool = True
+    ) -> PackedBlocks:
+        """Room for `blocks` blocks of `heads` KV heads, not filled, with channel scales of one if `scaled`."""
 
-        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(batch, heads, blocks, size, dtype=dtype, device=device)
+        def room(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(batch, heads, blocks, size, dtype=dtype, device=device)
 
         return cls(
             layout=layout,
-            key_words=zeros(layout.key_words),
-            value_words=zeros(layout.value_words),
-            scales=zeros(layout.tokens),
-            key_means=zeros(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
-            channel_scales=ChannelScales.ones(batch, heads, layout.key_dim, layout.value_dim, device),
+            key_words=room(layout.key_words),
+            value_words=room(layout.value_words),
+            scales=room(layout.tokens),
+            key_means=room(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
+            channel_scales=ChannelScales.ones(batch, heads, layout.key_dim, layout.value_dim, device, scaled),
         )
 
     @property
@@ -161,7 +164,7 @@ class PackedBlocks:
         """A copy with room for `blocks` blocks that holds the first `used`."""
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
-            out = tensor.new_zeros(*tensor.shape[:2], blocks, tensor.shape[3])
+            out = tensor.new_empty(*tensor.shape[:2], blocks, tensor.shape[3])
             if used:
                 out[:, :, :used] = tensor[:, :, :used]
             return out
@@ -225,6 +228,31 @@ class Pages(NamedTuple):
     def first_block_column(self) -> int:
         """Column of a table that has the page of block 0."""
         return self.ring_pages + min(1, self.sinks) + 1
+
+
+class DenseRows(NamedTuple):
+    """Rows of a prompt's keys and values that stay dense, and where they go.
+
+    Args:
+        sinks: Buffers `[B, Hkv, S0, D]`, contiguous, `S0` possibly 0.
+        ring: Buffers of the residual, `[B, Hkv, capacity, D]`, contiguous.
+        first_sink: Row of `sinks` that the first token goes to.
+        to_sinks: Tokens at the start that go there.
+        start: The first of the tokens, to the last, that go to the ring, as many as it has room for.
+        slot: Slot of the ring for it.
+        held: Sinks, packed blocks and rows of the ring that a store holds then.
+        counts: Tensors to write those to (`state`, `step_counts` and `length` of `tq_hf.stores.preallocated`), or
+            `None`.
+    """
+
+    sinks: KeyValue
+    ring: KeyValue
+    first_sink: int
+    to_sinks: int
+    start: int
+    slot: int
+    held: tuple[int, int, int]
+    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 class PendingToken:

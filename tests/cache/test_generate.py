@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import pytest
@@ -432,3 +432,29 @@ def test_a_preallocated_cache_is_read_with_additive_masks():
             model(prompts(1, 1)["input_ids"], past_key_values=cache)
             steps.append(model(prompts(1, 1)["input_ids"], attention_mask=mask, past_key_values=cache).logits)
     torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def filled_with_nan() -> Iterator[Callable[[], None]]:
+    """A function from whose call on torch fills memory that is allocated with NaN, or with the largest number."""
+    was = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    yield lambda: torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(was[0])
+    torch.utils.deterministic.fill_uninitialized_memory = was[1]
+
+
+@pytest.mark.parametrize("room", [None, 300], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+def test_memory_that_nobody_filled_is_not_read(attention, room, filled_with_nan):
+    model = build("llama")
+    model.set_attn_implementation(attention)
+
+    def tokens(length: int) -> torch.Tensor:
+        cache = TurboQuantCache(model.config, max_cache_len=room, residual_length=0, sink_tokens=2)
+        return generate(model, cache, prompts(2, length), max_new_tokens=40, disable_compile=True)
+
+    lengths = (1, 100, 200)
+    expected = [tokens(length) for length in lengths]
+    filled_with_nan()
+    assert torch.empty(1).isnan()
+    assert all(torch.equal(tokens(length), once) for length, once in zip(lengths, expected, strict=True))

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tq_kernels.codec import balance as prompts
+from tq_kernels.codec import launch as encoding
 from tq_kernels.common.launcher import Kernel
 from tq_kernels.decode import append, launch
 from tq_kernels.types import PendingToken
@@ -15,12 +18,16 @@ from tq_kernels.types import PendingToken
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.layers.handle import resolve
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 
 KERNELS = {launch: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), append: ("APPEND",)}
+PROMPT_KERNELS = {prompts: ("STORE",), encoding: ("ENCODE",)}
+MAKE_NO_LAUNCH = ("empty", "new_empty")
+"""Operations that launch nothing on a GPU, beside those that make views."""
 
 
 class Silent:
@@ -44,7 +51,7 @@ def kernels(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(Silent()))
     monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
-    for name in ("encode_blocks", "balance_channels"):
+    for name in ("encode_blocks", "store_prompt_rows"):
         monkeypatch.setattr(triton_blocks, name, lambda *arguments, **options: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     release_workspaces()
@@ -131,6 +138,42 @@ def test_a_layer_of_a_step_runs_few_functions(preallocated, dispatched, most, ke
     layer = functions[start:end]
     backend = "tq_hf.ops.triton.blocks " + ("attend" if preallocated is None else "attend_token")
     assert layer.index(backend) < dispatched and len(layer) <= most, layer
+
+
+class Launching(TorchDispatchMode):
+    """Names of torch's operations on states `[B, H, T, D]` and what is made beside them, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in MAKE_NO_LAUNCH:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(2, 1), (128, 1), (259, 1), (260, 3), (1000, 3)])
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("room", [None, 1200], ids=["growing", "preallocated"])
+def test_a_first_prompt_launches_at_most_three_kernels_a_layer(room, balance, tokens, launches, kernels, monkeypatch):
+    for module, names in PROMPT_KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Kernel(Silent()))
+    monkeypatch.setattr(triton_blocks, "encode_blocks", encoding.encode)
+    monkeypatch.setattr(triton_blocks, "store_prompt_rows", prompts.store)
+    config = build("llama", num_hidden_layers=1).config
+    states = torch.zeros(2, tokens, 2, 16).transpose(1, 2)
+    query = torch.zeros(2, tokens, 4, 16).transpose(1, 2)
+    for warm in (True, False):  # tables and scratch are made once
+        layer = TurboQuantCache(config, balance=balance, max_cache_len=room).layers[0]
+        before = Silent.launches
+        with torch.no_grad(), Launching() as mode:
+            keys, values = layer.update(states, states)
+            resolve(keys, values, SimpleNamespace(config=None), query)
+        assert not layer.store.is_deferred and Silent.launches - before == launches
+        assert warm or mode.names == []
 
 
 @pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 3)], ids=["growing", "preallocated"])

@@ -1,5 +1,5 @@
-"""Channel scales by the kernel against those of torch: in Triton's interpreter, and on a GPU if there is
-one."""
+"""What a kernel stores of a prompt, rows and channel scales, against torch: in Triton's interpreter, and on a GPU if
+there is one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tq_kernels.types import ChannelScales
+from tq_kernels.types import ChannelScales, DenseRows, KeyValue
 
-from tests.support.helpers import states
+from tests.support.helpers import as_bytes, states
 from tests.support.kernel_cases import INTERPRETED, child, gpu
 from tq_hf import TurboQuantConfig
 from tq_hf.codec import balance
-from tq_hf.ops import dispatch
+from tq_hf.ops import backend, dispatch
 from tq_hf.stores.growing import GrowingStore
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -59,12 +59,60 @@ def prompt(
     return [x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in spread]
 
 
+def dense_rows(
+    pair: KeyValue, sinks: int = 4, first_sink: int = 0, to_sinks: int = 0, capacity: int = 128, **other: Any
+) -> DenseRows:
+    """Where rows of a prompt go, by default none of them; `other` are fields."""
+    buffers = [tuple(x.new_full((*x.shape[:2], rows, x.shape[3]), NAN) for x in pair) for rows in (sinks, capacity)]
+    fields = {"start": pair[0].shape[2], "slot": 0, "held": (0, 0, 0)} | other
+    return DenseRows(*buffers, first_sink=first_sink, to_sinks=to_sinks, **fields)
+
+
+ROWS: list[dict[str, Any]] = [
+    dict(tokens=100, to_sinks=4, start=4),
+    dict(tokens=300, to_sinks=4, start=132, capacity=256, slot=128, held=(4, 1, 168)),
+    dict(tokens=500, to_sinks=4, start=388, capacity=256, slot=200, held=(4, 3, 112), dtype=BF16, dims=(80, 512)),
+    dict(tokens=70, to_sinks=2, first_sink=2, start=2, dtype=FP16, dims=(512, 80), batch=3),
+    dict(tokens=1, to_sinks=1, start=1, dtype=BF16, dims=(12, 16)),
+    dict(tokens=40, sinks=0, start=0, slot=127, dtype=BF16, batch=3),
+    dict(tokens=200, start=200, sinks=0),
+]
+"""Rows that stay dense: numbers of them, places, shapes of heads and dtypes."""
+
+
+def check_rows(device: torch.device, scales: str, tokens: int, **case: Any) -> None:
+    """Every buffer is what torch makes of it, and rows of nobody are untouched."""
+    made = prompt(tokens, **{name: case.pop(name) for name in ("dims", "dtype", "batch") if name in case})
+    queries, keys, values = (x.to(device) for x in made)
+    there, found = [], []
+    for chosen in ("torch", ""):
+        dense = dense_rows((keys, values), **case)
+        counts = tuple(
+            torch.full(shape, 7, dtype=dtype, device=device)
+            for shape, dtype in (((4,), torch.int32), ((6, 4), torch.int32), ((), torch.int64))
+        )
+        dense = dense._replace(counts=counts if scales == "ones" else None)
+        out = ChannelScales.ones(*keys.shape[:2], keys.shape[3], values.shape[3], device)
+        out = out.map(lambda x: x * NAN)
+        given = None if scales == "left" else out
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "chosen", chosen)
+            dispatch.store_prompt((keys, values), dense, given, scales == "computed", queries)
+        (there if chosen else found).extend(
+            [*dense.sinks, *dense.ring, *counts, *(out if scales != "computed" else ())]
+        )
+    for a, b in zip(there, found, strict=True):
+        assert torch.equal(as_bytes(a), as_bytes(b))
+    if scales == "ones":
+        assert found[4].tolist() == [*case.get("held", (0, 0, 0)), 0] and found[5][5, 0] == 0
+
+
 def check(
     made: list[torch.Tensor], device: torch.device, first: int = 0, shown: bool = True, padding: int = 0
 ) -> ChannelScales:
     """The kernel's channel scales, which are torch's, but for the last of their 8 bits where sums differ in the last of
     24."""
-    from tq_kernels.codec.balance import balance as kernel
+    from tq_kernels.codec.balance import Statistics, store
 
     batch, heads, tokens, _ = made[1].shape
     valid = None
@@ -75,7 +123,12 @@ def check(
     expected = balance.channel_scales(queries, *made[1:], first=first, valid=valid)
     out = ChannelScales(*(torch.full_like(x, NAN).to(device) for x in expected))
     there = [None if x is None else x.to(device) for x in (queries, *made[1:], valid)]
-    kernel(*there[:3], *out, first=first, valid=there[3], allocate=partial(torch.empty, device=device))
+    counters = torch.zeros(batch * heads, device=device)
+    statistics = Statistics(
+        there[0], there[3], first, partial(torch.empty, device=device), lambda size: counters[:size]
+    )
+    store((there[1], there[2]), dense_rows((there[1], there[2])), out, statistics)
+    assert not counters.any()
     found = out.map(lambda x: x.cpu())
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, a.bfloat16().half())
@@ -130,6 +183,11 @@ def check_store(device: torch.device) -> None:
 
 if INTERPRETED:
 
+    @pytest.mark.parametrize("scales", ["left", "ones", "computed"])
+    @pytest.mark.parametrize("case", ROWS, ids=str)
+    def test_dense_rows_are_those_of_torch(case: dict[str, Any], scales: str) -> None:
+        check_rows(CPU, scales, **case)
+
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_channel_scales_are_those_of_torch(shape: dict[str, Any]) -> None:
         check_shape(CPU, **shape)
@@ -144,6 +202,13 @@ if INTERPRETED:
 
     def test_a_store_asks_for_them() -> None:
         check_store(CPU)
+
+
+@gpu
+@pytest.mark.parametrize("scales", ["left", "ones", "computed"])
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_dense_rows_are_those_of_torch_on_a_gpu(case: dict[str, Any], scales: str) -> None:
+    check_rows(GPU, scales, **case)
 
 
 @gpu
@@ -173,5 +238,6 @@ def test_wide_heads_are_left_to_torch() -> None:
     """Of more than 256 channels, as is everything of theirs."""
     made = prompt(dims=(264, 8), tokens=64)
     out = ChannelScales.ones(2, HEADS, 264, 8, CPU)
-    dispatch.balance(*made, out, first=0, valid=None)
+    pair = made[1], made[2]
+    dispatch.store_prompt(pair, dense_rows(pair), out, True, made[0])
     assert all(torch.equal(a, b) for a, b in zip(out, balance.channel_scales(*made, first=0), strict=True))

@@ -21,9 +21,9 @@ from triton.compiler import make_backend
 from examples.measure.compile import sass
 from examples.measure.compile.builds import (
     BUILDERS,
-    build_balance,
     build_completed,
     build_paged_split,
+    build_prompt,
     build_prompts,
     build_reorder,
     build_rotate,
@@ -108,13 +108,16 @@ def test_the_kernel_that_reorders_is_taken(arch: int | str, dtype: str) -> None:
 
 @pytest.mark.usefixtures("frontend_only")
 @pytest.mark.parametrize("shape", [(128, 128, "bf16"), (72, 12, "fp32"), (192, 256, "fp16")], ids=str)
+@pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("arch", [75, 80, 90, "gfx942"])
-def test_the_kernels_of_channel_scales_are_taken(arch: int | str, shape: tuple[int, int, str]) -> None:
-    build_balance(arch, dim=shape[0], value_dim=shape[1], dtype=shape[2])
+def test_the_kernel_of_prompts_is_taken(arch: int | str, balanced: bool, shape: tuple[int, int, str]) -> None:
+    build_prompt(arch, dim=shape[0], value_dim=shape[1], dtype=shape[2], balanced=balanced)
 
 
-def test_the_kernels_of_channel_scales_become_machine_code_that_keeps_to_registers() -> None:
-    assert [sass.resources(kernel).stack for kernel in build_balance(90, dtype="bf16")] == [0, 0]
+def test_the_kernel_of_prompts_becomes_machine_code_that_keeps_to_registers() -> None:
+    for dim in (128, 512):
+        for balanced in (True, False):
+            assert sass.resources(build_prompt(90, dim=dim, dtype="bf16", balanced=balanced)).stack == 0
 
 
 def test_the_kernel_that_reorders_becomes_machine_code_that_moves_16_bytes_at_a_time() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
-from tq_kernels.types import AttentionOptions
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue
 
 from tests.support.helpers import llama_config, states
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
-from tq_hf.ops import backend, dispatch
+from tq_hf.ops import backend, dispatch, reference
 from tq_hf.ops.triton import blocks as triton_blocks
 
 LAYOUT = TurboQuantConfig().layout(16)
@@ -24,6 +25,12 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on a GPU with Triton."""
     monkeypatch.setattr(triton_blocks, "HAS_TRITON", True)
     monkeypatch.setattr(triton_blocks, "interpreted", lambda: True, raising=False)
+
+    def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, statistics: Any) -> None:
+        queries, valid = (None, None) if statistics is None else statistics[:2]
+        reference.store_prompt(*prompt, dense, scales, statistics is not None, queries, valid)
+
+    monkeypatch.setattr(triton_blocks, "store_prompt_rows", store, raising=False)
 
 
 @pytest.mark.parametrize(("chosen", "serves"), [("", True), ("torch", False)])
@@ -98,6 +105,33 @@ def test_a_kernel_that_fails_names_the_switch_and_leaves_the_cache_as_it_was(ker
     assert torch.equal(cache.layers[0].keys, undisturbed.layers[0].keys)
 
 
+@pytest.mark.parametrize("room", [None, 700])
+@pytest.mark.parametrize("held", [0, 3, 150])
+def test_a_prompt_that_fails_after_its_rows_are_stored_leaves_no_trace(kernels_run, monkeypatch, held, room):
+    """Counts on the device are written with the rows, before blocks are encoded."""
+    options = dict(residual_length=0, balance=False, max_cache_len=room)
+    cache, undisturbed = (TurboQuantCache(llama_config(1), **options) for _ in range(2))
+    monkeypatch.setattr(triton_blocks, "encode_blocks", lambda *args, **kwargs: fail(), raising=False)
+    for one in (cache, undisturbed):
+        if held:
+            with monkeypatch.context() as patch, torch.no_grad():
+                patch.setattr(backend, "chosen", "torch")
+                one.update(*states(0, tokens=held), 0)
+
+    def fail():
+        raise FAILURES[0]
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not compile or launch"):
+        cache.update(*states(1, tokens=300), 0)
+    layer = cache.layers[0]
+    assert int(cache.get_seq_length()) == held and layer.is_initialized == (held > 0)
+    monkeypatch.setattr(backend, "chosen", "torch")
+    with torch.no_grad():
+        for call in (states(2, tokens=1), states(3, tokens=300), states(4, tokens=1)):
+            assert all(map(torch.equal, cache.update(*call, 0), undisturbed.update(*call, 0)))
+    assert torch.equal(layer.keys, undisturbed.layers[0].keys)
+
+
 def test_channel_scales_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatch):
     prompt = states(0, heads=2, tokens=300)
     queries = torch.randn(1, 4, 300, prompt[0].shape[3], generator=torch.Generator().manual_seed(1))
@@ -110,7 +144,7 @@ def test_channel_scales_that_fail_leave_a_prompt_waiting(kernels_run, monkeypatc
         one.update(*prompt, 0)
     store, other = (one.layers[0].store for one in (cache, undisturbed))
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(triton_blocks, "balance_channels", fail, raising=False)
+        patch.setattr(triton_blocks, "store_prompt_rows", fail, raising=False)
         with pytest.raises(RuntimeError, match="does not compile or launch on cpu"):
             store.encode_deferred(queries)
     assert store.is_deferred and store.length == 300

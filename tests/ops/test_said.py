@@ -46,8 +46,8 @@ def dequantize() -> None:
 
 
 def balance() -> None:
-    blocks = PackedBlocks.allocate(CONFIG.layout(16), 1, 2, 1, torch.device("cpu"))
-    dispatch.balance(None, *states(0, 1, 2, 128, 16), blocks.channel_scales, first=0, valid=None)
+    pair = states(0, 1, 2, 128, 16)
+    GrowingStore.allocate(CONFIG, *pair).append(*pair)
 
 
 def attend(queries: int) -> None:

@@ -38,15 +38,15 @@ def nothing_held(monkeypatch):
 
 @pytest.fixture
 def allocations(monkeypatch):
-    """The shapes `torch.empty` was asked for by the workspace module."""
+    """The shapes `torch.zeros` was asked for by the workspace module."""
     made = []
-    empty = torch.empty
+    zeros = torch.zeros
 
     def spy(*args, **kwargs):
         made.append(args)
-        return empty(*args, **kwargs)
+        return zeros(*args, **kwargs)
 
-    monkeypatch.setattr(workspace.torch, "empty", spy)
+    monkeypatch.setattr(workspace.torch, "zeros", spy)
     return made
 
 
@@ -145,13 +145,13 @@ def test_growing_frees_the_old_buffer_before_it_makes_the_new_one(space, monkeyp
     space.acquire(scratch(64))
     old = weakref.ref(space._buffers["mid_o"].data)
     held_during = []
-    empty = torch.empty
+    zeros = torch.zeros
 
     def spy(*args, **kwargs):
         held_during.append((space.nbytes, old()))
-        return empty(*args, **kwargs)
+        return zeros(*args, **kwargs)
 
-    monkeypatch.setattr(workspace.torch, "empty", spy)
+    monkeypatch.setattr(workspace.torch, "zeros", spy)
     space.acquire(scratch(128))
     assert held_during == [(0, None)]
 

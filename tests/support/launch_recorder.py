@@ -51,7 +51,7 @@ def recorded(
         for name in names:
             monkeypatch.setattr(module, name, Kernel(Recorder(name, log)))
     monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
-    monkeypatch.setattr(triton_blocks, "balance_channels", lambda *arguments, **options: None)
+    monkeypatch.setattr(triton_blocks, "store_prompt_rows", lambda *arguments, **options: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     # What earlier launches left to later ones is other kernels'.
     steps_of.cache_clear()

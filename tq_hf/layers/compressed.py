@@ -12,7 +12,7 @@ from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from transformers import PreTrainedConfig
 
-from ..compat import attention_implementation, outside_inference_mode
+from ..compat import attention_implementation, cached_table, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores.base import Counts, LayerStore, check_room, check_states, widened
@@ -25,6 +25,12 @@ from .handle import Handle, placeholders
 
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
 """Tensors in the file of a balanced layer."""
+
+
+@cached_table
+def _one_nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[1, 1, 1, 1]`, of all layers of all caches: nobody writes to it."""
+    return torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=device)
 
 
 class TurboQuantLayer(FullAttentionLayer):
@@ -129,20 +135,20 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store.assign(**assigned)
 
     @outside_inference_mode
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0)."""
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, prompt: bool = False) -> None:
+        """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0), or for this `prompt`."""
         store: LayerStore
         if self.max_cache_len is None:
-            store = GrowingStore.allocate(self.config, key_states, value_states)
+            store = GrowingStore.allocate(self.config, key_states, value_states, prompt=prompt)
         else:
-            store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len)
+            store = PreallocatedStore.allocate(self.config, key_states, value_states, self.max_cache_len, prompt)
         if self.channel_scales is not None:
             store.set_scales(self.channel_scales)
         self.store = store
         model_config = None if self._model_config is None else self._model_config()
         advice.warn_about_states(key_states, store.layout, getattr(model_config, "model_type", None))
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._nan = key_states.new_full((1, 1, 1, 1), torch.nan)
+        self._nan = _one_nan(key_states.dtype, key_states.device)
         self.is_initialized = True
 
     def update(
@@ -167,9 +173,9 @@ class TurboQuantLayer(FullAttentionLayer):
             if self.max_cache_len is not None:
                 check_states(key_states, value_states)
                 check_room(key_states.shape[2], 0, self.max_cache_len)
-            self.lazy_initialization(key_states, value_states)
-        assert self.store is not None
-        view = self.store.append(key_states, value_states, defer=self.needs_queries)
+            view = self._begin(key_states, value_states)
+        else:
+            view = self.store.append(key_states, value_states, defer=self.needs_queries)
         # Never of a `StepView`: even a prompt of one token is read from a preallocated store.
         if isinstance(view, StoreView) and view.past_length == 0:
             return self._first_states(view, self._shown((key_states, value_states)))
@@ -179,8 +185,18 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.reads_packed:
             return handle.lazy((self._nan, self._nan))
         if key_states.shape[2] == 1 and self._nan.is_cuda:
-            advice.of_dequantized_steps(self.store.layout, self._may_read_packed())
+            advice.of_dequantized_steps(view.tensors.layout, self._may_read_packed())
         return handle.attached(self.dense(view))
+
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:
+        """Make a store and append the first tokens; no store if that fails."""
+        self.lazy_initialization(keys, values, prompt=keys.shape[2] > 1)
+        assert self.store is not None
+        try:
+            return self.store.append(keys, values, defer=self.needs_queries)
+        except BaseException:
+            self.store, self.is_initialized = None, False
+            raise
 
     def _first_states(self, view: StoreView | StepView, states: KeyValue) -> KeyValue:
         """What a first call returns: its own states."""
@@ -231,8 +247,7 @@ class TurboQuantLayer(FullAttentionLayer):
         """Every tensor of the layer, by the kind `memory_footprint` reports; `{}` before the first update."""
         if self.store is None:
             return {}
-        kinds = self.store.by_kind()
-        return kinds | {"metadata": [*kinds["metadata"], self._nan]}
+        return self.store.by_kind()
 
     def bytes_in_16_bits(self, tokens: int | None = None) -> int:
         """Bytes of `tokens` tokens with 16-bit keys and values, by default of all that are cached."""

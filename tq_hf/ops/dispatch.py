@@ -7,10 +7,9 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
-from tq_kernels.types import AttentionOptions, ChannelScales, KeyValue, PackedBlocks, Sequences
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, PackedBlocks, Sequences
 
 from ..codec import reference as codec_reference
-from ..codec.balance import channel_scales
 from ..compat import outside_autocast
 from ..config import TurboQuantConfig
 from ..tensors.layer import LayerTensors, StoreView
@@ -23,23 +22,29 @@ from .triton import pages as triton_pages
 from .workspace import Scratch, Workspace, current_workspace
 
 
-def balance(
-    queries: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: ChannelScales,
-    *,
-    first: int,
-    valid: torch.Tensor | None,
+def store_prompt(
+    prompt: KeyValue,
+    dense: DenseRows,
+    scales: ChannelScales | None,
+    balanced: bool,
+    queries: torch.Tensor | None = None,
+    attended: torch.Tensor | None = None,
 ) -> None:
-    """Write channel scales; arguments as of `tq_hf.codec.balance.channel_scales`."""
-    if triton_blocks.supports_balance(keys, values):
-        triton_blocks.balance(queries, keys, values, out, first=first, valid=valid)
-        return
-    say_torch_computes("Balancing channels", keys, keys.shape[-1], values.shape[-1])
-    with outside_autocast(keys):
-        for held, chosen in zip(out, channel_scales(queries, keys, values, first=first, valid=valid), strict=True):
-            held.copy_(chosen)
+    """Store rows of a prompt that stay dense, and write the channel scales of its blocks.
+
+    Args:
+        prompt: Keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
+        dense: Which rows, and where they go.
+        scales: What is written; `None` to leave them.
+        balanced: Whether they are computed from the prompt without its sinks, or ones.
+        queries: `[B, Hq, T, Dk]`, or `None` where nobody has shown them.
+        attended: Which tokens are not padding, `[B or 1, T]` bool; `None` for all.
+    """
+    kernels = triton_blocks.supports_prompt(*prompt)
+    if not kernels and balanced and scales is not None:
+        say_torch_computes("Balancing channels", prompt[0], *(x.shape[-1] for x in prompt))
+    backend = triton_blocks if kernels else reference
+    backend.store_prompt(*prompt, dense, scales, balanced, queries, attended)
 
 
 def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:

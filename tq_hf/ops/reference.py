@@ -1,4 +1,5 @@
-"""Attention by its definition, the oracle of every backend; and what a request reads of its pages, as a `StoreView`."""
+"""Attention by its definition, the oracle of every backend; what is stored of a prompt beside its blocks; and what a
+request reads of its pages, as a `StoreView`."""
 
 from __future__ import annotations
 
@@ -7,11 +8,46 @@ from typing import NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from tq_kernels.types import AttentionOptions, KeyValue, Pages, Sequences
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, Pages, Sequences
 
+from ..codec.balance import channel_scales
 from ..codec.reference import dequantize
-from ..tensors.layer import LayerTensors, StoreView
+from ..compat import outside_autocast
+from ..tensors.layer import DeviceCounts, LayerTensors, StoreView
 from ..tensors.pages import LayerPages
+from ..tensors.residual import Residual
+
+
+def store_prompt(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    dense: DenseRows,
+    scales: ChannelScales | None,
+    balanced: bool,
+    queries: torch.Tensor | None,
+    attended: torch.Tensor | None,
+) -> None:
+    """`tq_hf.ops.dispatch.store_prompt`."""
+    if scales is not None:
+        chosen: tuple[torch.Tensor | float, ...] = (1.0, 1.0)
+        if balanced:
+            with outside_autocast(keys):
+                chosen = channel_scales(queries, keys, values, first=dense.to_sinks, valid=attended)
+        for held, new in zip(scales, chosen, strict=True):
+            held[:] = new
+    for buffer, states in zip(dense.sinks, (keys, values), strict=True):
+        buffer[:, :, dense.first_sink : dense.first_sink + dense.to_sinks] = states[:, :, : dense.to_sinks]
+    Residual(dense.ring, dense.slot).append(keys[:, :, dense.start :], values[:, :, dense.start :])
+    if dense.counts is not None:
+        write_counts(DeviceCounts(*dense.counts), (*dense.held, 0))
+        dense.counts[1][5, 0] = 0
+
+
+def write_counts(counts: DeviceCounts, held: tuple[int, int, int, int]) -> None:
+    """Write the numbers of sinks, blocks, residual rows and pending blocks that a store holds."""
+    sinks, blocks, rows, _ = held
+    counts.state.copy_(torch.tensor(held, dtype=torch.int32))
+    counts.length.fill_(sinks + blocks * BLOCK_TOKENS + rows)
 
 
 def dense_states(view: StoreView) -> KeyValue:

@@ -75,7 +75,8 @@ class Workspace:
         self._locked = True
 
     def acquire(self, requests: Mapping[str, Scratch]) -> dict[str, torch.Tensor]:
-        """Contiguous views of the shared buffers, uninitialised, valid until the next `acquire` of the same names.
+        """Contiguous views of the shared buffers, valid until the next `acquire` of the same names. Buffers hold zeros
+        when they are made, and whatever was written later.
 
         Raises:
             RuntimeError: The workspace is locked, and a request is larger than what was reserved.
@@ -114,7 +115,8 @@ class Workspace:
         # Free the old buffer first: peak is the larger of the two, not their sum.
         del buffer
         self._buffers.pop(name, None)
-        data = torch.empty(request.nbytes, dtype=torch.uint8, device=self.device)
+        # Zeros once: counters begin so, and are left so by those who count.
+        data = torch.zeros(request.nbytes, dtype=torch.uint8, device=self.device)
         self._buffers[name] = _Buffer(data)
         return data
 

@@ -148,17 +148,27 @@ def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
         keys: `[B, Hkv, S, Dk]`.
         values: `[B, Hkv, S, Dv]`.
     """
-    shapes = f"Keys {tuple(keys.shape)} and values {tuple(values.shape)}"
+    shape, values_shape = keys.shape, values.shape
+    kind, device = keys.dtype, keys.device
+    if (
+        len(shape) == len(values_shape) == 4
+        and shape[:3] == values_shape[:3]
+        and device == values.device
+        and kind == values.dtype
+        and kind.is_floating_point
+        and shape[1] * shape[3] * values_shape[3]
+    ):
+        return
+    shapes = f"Keys {tuple(shape)} and values {tuple(values_shape)}"
     if keys.dim() != 4 or values.dim() != 4:
         raise ValueError(f"{shapes} must both have the shape [batch, KV heads, tokens, head_dim].")
-    if keys.shape[:3] != values.shape[:3]:
+    if shape[:3] != values_shape[:3]:
         raise ValueError(f"{shapes} must agree in batch, heads and tokens.")
-    if keys.device != values.device:
+    if device != values.device:
         raise ValueError(f"Keys are on {keys.device} and values on {values.device}; move both to one device.")
-    if keys.dtype != values.dtype or not keys.dtype.is_floating_point:
+    if kind != values.dtype or not kind.is_floating_point:
         raise ValueError(f"Keys are {keys.dtype} and values {values.dtype}; both must have one floating-point dtype.")
-    if 0 in (keys.shape[1], keys.shape[3], values.shape[3]):
-        raise ValueError(f"{shapes} have no heads or a head_dim of 0; there is nothing to cache.")
+    raise ValueError(f"{shapes} have no heads or a head_dim of 0; there is nothing to cache.")
 
 
 def widened(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype) -> KeyValue:

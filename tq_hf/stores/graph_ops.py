@@ -22,7 +22,7 @@ from tq_kernels.types import AttentionOptions, KeyValue, PendingToken
 from ..codec.ablation import Ablation
 from ..compat import is_capturing
 from ..config import SETTLED, TurboQuantConfig
-from ..ops import dispatch
+from ..ops import dispatch, reference
 from ..ops.backend import say_torch_computes
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
@@ -50,12 +50,6 @@ def config_from(text: str) -> TurboQuantConfig:
     options = json.loads(text)
     kind = Ablation if options.keys() & SETTLED else TurboQuantConfig
     return kind(**options)
-
-
-def write_counts(counts: DeviceCounts, store: GrowingStore) -> None:
-    """Write what `store` holds."""
-    counts.state.copy_(torch.tensor(store.counts, dtype=torch.int32))
-    counts.length.fill_(store.length)
 
 
 def check_host_reads(tensors: LayerTensors) -> None:
@@ -95,7 +89,7 @@ def append_row(
     slot = view.residual.first % view.residual.capacity
     attended = (view.tensors.sinks[0].shape[2], view.num_blocks, view.num_residual, slot, store.num_pending, 0)
     counts.step_counts[:, 0] = torch.tensor(attended, dtype=torch.int32)
-    write_counts(counts, store)
+    reference.write_counts(counts, store.counts)
 
 
 @torch.library.custom_op("tq_hf::tokens_held", mutates_args=())

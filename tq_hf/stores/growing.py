@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from tq_kernels.types import KeyValue, PackedBlocks, PendingToken
+from tq_kernels.types import DenseRows, KeyValue, PackedBlocks, PendingToken
 
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..tensors.layer import LayerTensors, StoreView
+from ..tensors.layer import DeviceCounts, LayerTensors, StoreView
 from ..tensors.residual import Residual, ring_capacity, write
 from .base import NOTHING, Counts, LayerStore, check_fits, check_room, check_states
 
@@ -65,8 +65,10 @@ class GrowingStore(LayerStore):
         self.residual = Residual(tensors.ring, self.num_blocks * BLOCK_TOKENS, rows)
         self._rows_of_due = BLOCK_TOKENS + self.config.residual_length
         """Rows the residual has at least if one of its blocks is due."""
-        # States of a call that waits for its queries, of which the first rows, as many as the number, are sinks.
-        self._prompt: tuple[KeyValue, int] | None = None
+        self._prompt: KeyValue | None = None
+        """States of a call that waits for its queries."""
+        self.device_counts: DeviceCounts | None = None
+        """Where the counts after a long call go, too: they are written with its rows, and this is `None` then."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_deferred()
@@ -76,9 +78,22 @@ class GrowingStore(LayerStore):
     @classmethod
     @outside_inference_mode
     def allocate(
-        cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int | None = None
+        cls,
+        config: TurboQuantConfig,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        max_cache_len: int | None = None,
+        prompt: bool = False,
     ) -> GrowingStore:
         """An empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them.
+
+        Args:
+            config: What to compress to.
+            keys: The keys.
+            values: The values.
+            max_cache_len: Tokens to make room for, if not for these alone.
+            prompt: Whether they are a prompt that is appended next: that writes the channel scales, which are not
+                filled then.
 
         Raises:
             ValueError: The tensors do not fit each other.
@@ -88,7 +103,7 @@ class GrowingStore(LayerStore):
         batch, heads = keys.shape[:2]
         due = config.num_blocks(keys.shape[2])
         num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
-        blocks = PackedBlocks.allocate(layout, batch, heads, num_blocks, keys.device)
+        blocks = PackedBlocks.allocate(layout, batch, heads, num_blocks, keys.device, not prompt)
         sinks = Residual.allocate((keys, values), config.sink_tokens).ring
         rows = max(0, keys.shape[2] - config.sink_tokens) - due * BLOCK_TOKENS
         ring = Residual.allocate((keys, values), residual_capacity(config, rows, max_cache_len)).ring
@@ -103,7 +118,7 @@ class GrowingStore(LayerStore):
     @property
     def length(self) -> int:
         """Tokens held."""
-        deferred = 0 if self._prompt is None else self._prompt[0][0].shape[2] - self._prompt[1]
+        deferred = 0 if self._prompt is None else self._prompt[0].shape[2]
         return self.num_sinks + self.num_blocks * BLOCK_TOKENS + self.residual.count + deferred
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
@@ -159,7 +174,10 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         """Several tokens after others, or a first one: they are copied to the sinks and to the residual."""
-        past, to_sinks = self.length, self._fill_sinks(keys, values)
+        past, first, to_sinks = self.length, self.num_sinks, self._room_of_sinks(keys.shape[2])
+        for buffer, states in zip(self.tensors.sinks, (keys, values), strict=True):
+            buffer[:, :, first : first + to_sinks] = states[:, :, :to_sinks]
+        self.num_sinks += to_sinks
         rows = self.residual.count + keys.shape[2] - to_sinks
         if rows > self.residual.capacity:
             self._replace_residual(self.residual.copied(residual_capacity(self.config, rows, self.max_cache_len)))
@@ -174,39 +192,27 @@ class GrowingStore(LayerStore):
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
         tensors, past = self.tensors.with_sinks(self.num_sinks), self.length
         view = StoreView(tensors, self.num_blocks, self.residual.count, past, self.residual.pending, (keys, values))
-        self._prompt = ((keys, values), self._fill_sinks(keys, values))
-        if not defer or not self.config.balance or self.scales_are_fixed or self.num_blocks:
-            self.encode_deferred()
+        if defer and self.config.balance and not self.scales_are_fixed and not self.num_blocks:
+            self._prompt = keys, values
+        else:
+            self._append_long((keys, values))
         return view
 
-    def _fill_sinks(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """Copy the first tokens of a call to the sinks that are empty. Returns how many."""
-        first = self.num_sinks
-        count = min(keys.shape[2], self.config.sink_tokens - first) if self.length == first else 0
-        for buffer, states in zip(self.tensors.sinks, (keys, values), strict=True):
-            buffer[:, :, first : first + count] = states[:, :, :count]
-        self.num_sinks += count
-        return count
+    def _room_of_sinks(self, tokens: int) -> int:
+        """How many of the first `tokens` of a call are sinks."""
+        return min(tokens, self.config.sink_tokens - self.num_sinks) if self.length == self.num_sinks else 0
 
     @property
     def is_deferred(self) -> bool:
         return self._prompt is not None
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        if self._prompt is not None:
-            self._encode_deferred(*self._prompt, queries, attended)
-
-    @outside_inference_mode
-    def _encode_deferred(
-        self, prompt: KeyValue, to_sinks: int, queries: torch.Tensor | None, attended: torch.Tensor | None
-    ) -> None:
-        keys, values = prompt
+        if self._prompt is None:
+            return
         before = vars(self) | {"residual": self.residual.snapshot()}
-        self._prompt = None
+        prompt, self._prompt = self._prompt, None
         try:
-            if self.config.balance and not self.scales_are_fixed and not self.num_blocks:
-                dispatch.balance(queries, keys, values, self.blocks.channel_scales, first=to_sinks, valid=attended)
-            self._append_long((keys[:, :, to_sinks:], values[:, :, to_sinks:]))
+            self._append_long(prompt, queries, attended)
         except BaseException:
             vars(self).update(before)
             raise
@@ -218,40 +224,52 @@ class GrowingStore(LayerStore):
             for skipped, part in self.residual.parts(0, self.num_pending * BLOCK_TOKENS):
                 self._encode(part, self.num_blocks + skipped // BLOCK_TOKENS)
 
-    def _append_long(self, rest: KeyValue) -> None:
+    @outside_inference_mode
+    def _append_long(
+        self, prompt: KeyValue, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None
+    ) -> None:
         """Append the tokens of a long call, and encode what they make due without copying it.
 
-            residual before          new tokens
-            [ rows held | ....... ][ lead | whole blocks | kept ]
-            [ block ][ block begun  .... ][ block ][ ... ][ dense ]
+                      residual before          new tokens
+            [ sinks ][ rows held | ....... ][ lead | whole blocks | kept ]
+            [ dense ][ block ][ block begun  .... ][ block ][ ... ][ dense ]
 
         The block that the old residual began is completed by `lead` new tokens in a copy of the residual, and encoded
         from there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
         residual. The old ring stays as it is, because the view of this call reads it, unless it holds nothing and has
         room.
         """
-        rows, held = rest[0].shape[2], self.residual.count
-        due = max(0, self.config.num_blocks(self.length + rows) - self.num_blocks)
+        keys, values = prompt
+        first, to_sinks = self.num_sinks, self._room_of_sinks(keys.shape[2])
+        rows, held = keys.shape[2] - to_sinks, self.residual.count
+        due = max(0, self.config.num_blocks(self.length + keys.shape[2]) - self.num_blocks)
         lead = min(rows, -held % BLOCK_TOKENS)
         whole = max(0, due - (held + lead) // BLOCK_TOKENS)
         begun = due - whole  # blocks due that have rows in the old residual
+        start, end = to_sinks + lead, to_sinks + lead + whole * BLOCK_TOKENS
         completed = self.residual  # of no rows: nothing to complete
         if held:
             completed = completed.copied(ring_capacity(held + lead))
-            completed.append(*(x[:, :, :lead] for x in rest))
-        for skipped, part in completed.parts(0, begun * BLOCK_TOKENS):
-            self._encode(part, self.num_blocks + skipped // BLOCK_TOKENS)
-        end = lead + whole * BLOCK_TOKENS
-        keys, values = (x[:, :, lead:end] for x in rest)
-        self._encode((keys, values), self.num_blocks + begun)
+            completed.append(*(x[:, :, to_sinks:start] for x in prompt))
+        residual = completed
         capacity = residual_capacity(self.config, held + rows - due * BLOCK_TOKENS, self.max_cache_len)
         if held or capacity > completed.capacity:
-            completed = completed.copied(capacity, begun * BLOCK_TOKENS)
-        residual = completed
+            residual = completed.copied(capacity, begun * BLOCK_TOKENS)
         residual.first += whole * BLOCK_TOKENS
-        residual.append(*(x[:, :, end:] for x in rest))
+        slot = (residual.first + residual.count) % residual.capacity
+        residual.count += keys.shape[2] - end
+        counts = first + to_sinks, self.num_blocks + due, residual.count
+        scales = None if self.scales_are_fixed or self.num_blocks else self.blocks.channel_scales
+        dense = DenseRows(self.tensors.sinks, residual.ring, first, to_sinks, end, slot, counts, self.device_counts)
+        dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
+        if begun:
+            for skipped, part in completed.parts(0, begun * BLOCK_TOKENS):
+                self._encode(part, self.num_blocks + skipped // BLOCK_TOKENS)
+        if whole:
+            self._encode((keys[:, :, start:end], values[:, :, start:end]), self.num_blocks + begun)
         self._replace_residual(residual)
-        self.num_blocks += due
+        self.num_sinks, self.num_blocks, _ = counts
+        self.device_counts = None
 
     @outside_inference_mode
     def _encode(self, states: KeyValue, start: int) -> None:
@@ -271,7 +289,8 @@ class GrowingStore(LayerStore):
     def _replace_residual(self, residual: Residual) -> None:
         """Hold the rows of `residual`, in its ring."""
         self.residual = residual
-        self.tensors = self.tensors.with_ring(residual.ring)
+        if residual.ring is not self.tensors.ring:
+            self.tensors = self.tensors.with_ring(residual.ring)
 
     def drop_encoded_rows(self) -> None:
         """Drop the dense rows of pending blocks: they are only packed from now on."""

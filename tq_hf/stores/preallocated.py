@@ -20,7 +20,8 @@ next eager step reads `length` once. The compiled step itself asserts on the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from tq_kernels.types import KeyValue, PendingToken
 
 from ..compat import mark_static_address, outside_inference_mode
 from ..config import TurboQuantConfig
+from ..ops import reference
 from ..ops.triton import blocks as triton_blocks
 from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from ..tensors.residual import Residual
@@ -67,16 +69,23 @@ class PreallocatedStore(LayerStore):
     @classmethod
     @outside_inference_mode
     def allocate(
-        cls, config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
+        cls,
+        config: TurboQuantConfig,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        max_cache_len: int,
+        prompt: bool = False,
     ) -> PreallocatedStore:
-        """Room for `max_cache_len` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`."""
-        tensors = GrowingStore.allocate(config, keys, values, max_cache_len).tensors
+        """Room for `max_cache_len` tokens like those of keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]`. If they
+        are a `prompt` that is appended next, counts, too, are not filled (see `GrowingStore.allocate`)."""
+        tensors = GrowingStore.allocate(config, keys, values, max_cache_len, prompt).tensors
         # A model on the meta device has its counts on the CPU, where they are numbers.
         device = torch.device("cpu") if keys.is_meta else keys.device
+        make = torch.empty if prompt else torch.zeros
         counts = DeviceCounts(
-            state=torch.zeros(4, dtype=torch.int32, device=device),
-            step_counts=torch.zeros(6, 4, dtype=torch.int32, device=device),
-            length=torch.zeros((), dtype=torch.int64, device=device),
+            state=make(4, dtype=torch.int32, device=device),
+            step_counts=make(6, 4, dtype=torch.int32, device=device),
+            length=make((), dtype=torch.int64, device=device),
         )
         triton_blocks.prepare(config, tensors.layout, keys)
         for tensor in (*tensors.arguments(), *counts):
@@ -143,11 +152,22 @@ class PreallocatedStore(LayerStore):
             # Of its own: what is returned reads the old rows, and outlives the writing back.
             store.residual = store.residual.copied(store.residual.capacity)
             store.tensors = store.tensors.with_ring(store.residual.ring)
-        view = store.append(keys, values, defer)
+        with self._kept_if_it_fails(store):
+            view = store.append(keys, values, defer)
         self._appending = store
         if not store.is_deferred:
             self.encode_deferred()
         return view
+
+    @contextmanager
+    def _kept_if_it_fails(self, store: GrowingStore) -> Iterator[None]:
+        """Counts on the device that a failing call may have written are those of `store` again, which undoes it."""
+        try:
+            yield
+        except BaseException:
+            held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
+            reference.write_counts(self.counts, held)
+            raise
 
     @property
     def is_deferred(self) -> bool:
@@ -158,7 +178,8 @@ class PreallocatedStore(LayerStore):
         if self._pending.states is not None:
             graph_ops.append_pending_token(self._step_view())
         if (store := self._appending) is not None:
-            store.encode_deferred(queries, attended)
+            with self._kept_if_it_fails(store):
+                store.encode_deferred(queries, attended)
             self._appending = None
             if store.residual.count > self.tensors.ring[0].shape[2]:
                 store.drop_encoded_rows()
@@ -168,7 +189,9 @@ class PreallocatedStore(LayerStore):
         """A store over the same tensors, with counts on the host. Waits for the device, unless nothing is held."""
         self.encode_deferred()
         counts = NOTHING if self.num_held == 0 else Counts(*self.state.tolist())
-        return GrowingStore(self.tensors, counts, self.max_cache_len, self.scales_are_fixed)
+        store = GrowingStore(self.tensors, counts, self.max_cache_len, self.scales_are_fixed)
+        store.device_counts = self.counts
+        return store
 
     @outside_inference_mode
     def _take(self, store: GrowingStore) -> None:
@@ -177,7 +200,8 @@ class PreallocatedStore(LayerStore):
             residual = Residual(self.tensors.ring, store.residual.first)
             for _, part in store.residual.parts():
                 residual.append(*part)
-        graph_ops.write_counts(self.counts, store)
+        if store.device_counts is not None:
+            reference.write_counts(self.counts, store.counts)
         self.num_held = store.length
 
     def dense(self, view: StoreView | StepView) -> KeyValue:

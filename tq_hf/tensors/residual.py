@@ -55,15 +55,17 @@ class Residual:
 
     @classmethod
     def allocate(cls, like: KeyValue, capacity: int, first: int = 0) -> Residual:
-        """An empty residual.
+        """An empty residual, in buffers that are not filled: no one reads a row that is not held.
 
         Args:
             like: Keys and values whose batch, heads, head_dim, dtype and device the ring takes.
             capacity: Rows there is room for, a multiple of the block size.
             first: Position of the first row that will be held.
         """
-        keys, values = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in like)
-        return cls((keys, values), first)
+        keys, values = like
+        batch, heads, _, key_dim = keys.shape
+        shape = batch, heads, capacity
+        return cls((keys.new_empty(*shape, key_dim), values.new_empty(*shape, values.shape[3])), first)
 
     def write_pending_token(self) -> KeyValue:
         """Write the pending token, if there is one. Returns the ring, which then has every row."""

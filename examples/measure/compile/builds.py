@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.codec.balance import WARPS, balance_constants, sum_squares, write_channel_scales
+from tq_kernels.codec.balance import WARPS, prompt_constants, store_prompt
 from tq_kernels.codec.dequantize import dequantize_blocks
 from tq_kernels.codec.encode import encode_blocks, encode_completed
 from tq_kernels.codec.launch import dequantize_config, encode_config
@@ -87,14 +87,14 @@ def build_dequantize(
     return build(dequantize_blocks, types, constants, arch, num_warps=config.warps)
 
 
-def build_balance(arch: Arch, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16") -> list[Compiled]:
-    """`sum_squares` of a padded prompt whose queries were shown, and `write_channel_scales`."""
-    sums, scales = balance_constants(dim, value_dim or dim, True)
-    types = [*[f"*{dtype}"] * 3, "*u8", "*fp32", *["i32"] * 15]
-    return [
-        build(sum_squares, types, sums, arch, num_warps=WARPS),
-        build(write_channel_scales, ["*fp32", "*fp16", "*fp16", "i32", "i32"], scales, arch, num_warps=WARPS),
-    ]
+def build_prompt(
+    arch: Arch, *, dim: int = 128, value_dim: int | None = None, dtype: str = "fp16", balanced: bool = True
+) -> Compiled:
+    """`store_prompt` of a preallocated cache, and of a padded prompt whose queries were shown if `balanced`."""
+    own, statistics = f"*{dtype}", ["*u8", "*fp32", "*fp32"] if balanced else [None] * 3
+    types: list[str | None] = [own, own, own if balanced else None, *statistics, "*fp16", "*fp16", *[own] * 4]
+    types += ["*i32", "*i32", "*i64", *["i32"] * 27]
+    return build(store_prompt, types, prompt_constants(dim, value_dim or dim), arch, num_warps=WARPS)
 
 
 def build_prefix(

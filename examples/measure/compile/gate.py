@@ -51,7 +51,7 @@ def jobs(full: bool) -> Iterator[Job]:
                     paged = kernel.startswith("paged")
                     if paged and not isinstance(arch, int) or kernel == "paged prompts" and (arch == 75 or dim != 128):
                         continue
-                    of_any_preset = kernel in ("dense", "balance", "reorder", "paged small", "paged windows")
+                    of_any_preset = kernel in ("dense", "prompt", "reorder", "paged small", "paged windows")
                     if of_any_preset and preset != "4bit_nc":
                         continue
                     if builds.launched(kernel.removeprefix("paged ").replace("prompts", "prefix"), arch, dim):
@@ -77,7 +77,7 @@ def compilers() -> dict[str, Callable[[Any, str, int], Any]]:
             arch, bits_of(preset), dim=dim, mask=2, bounds=True, has_aux=True, split=True
         ),
         "dense": lambda arch, preset, dim: builds.build_dense(arch, dim=dim, mask=2, softcap=True, split=True),
-        "balance": lambda arch, preset, dim: builds.build_balance(arch, dim=dim),
+        "prompt": lambda arch, preset, dim: builds.build_prompt(arch, dim=dim),
         "reorder": lambda arch, preset, dim: builds.build_reorder(arch),
         "paged split": lambda arch, preset, dim: builds.build_paged_split(arch, preset, dim)[0],
         "paged split, softcap": lambda arch, preset, dim: builds.build_paged_split(arch, preset, dim, True)[0],

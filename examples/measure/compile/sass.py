@@ -80,7 +80,9 @@ def build(kernel: Any, types: list[str | None], constants: tuple[Any, ...], arch
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, kind in enumerate(types)
-            if kind is not None and (kind.startswith("*") or names[i] not in kernel.do_not_specialize)
+            if kind is not None
+            and (kind.startswith("*") or names[i] not in kernel.do_not_specialize)
+            and not kernel.params[i].do_not_specialize_on_alignment
         },
     )
     target = (

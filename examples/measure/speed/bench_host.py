@@ -52,7 +52,7 @@ def empty_launches() -> Iterator[list[int]]:
         patch.object(Kernel, "__call__", launch),
         patch.object(decode_launch, "current_raw_stream", lambda device: 0),
         patch.object(triton_blocks, "encode_blocks", lambda *_, **__: None),
-        patch.object(triton_blocks, "balance_channels", lambda *_, **__: None),
+        patch.object(triton_blocks, "store_prompt_rows", lambda *_, **__: None),
         patch.object(triton_blocks, "interpreted", lambda: True),
     ):
         yield launches

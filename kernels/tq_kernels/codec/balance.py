@@ -1,15 +1,17 @@
-"""Channel scales from a first prompt, in two launches: what `tq_hf.codec.balance` takes a thousand for.
+"""What is stored of a prompt beside its blocks, in one launch: rows that stay dense, and channel scales, for which
+`tq_hf.codec.balance` takes a thousand.
 
-The first sums squares: a program takes one piece of the prompt and one head of one sequence, of keys, of values or of
-queries. The second adds pieces up and makes the scales. Sums are in fp32, in an order that depends on shapes
-alone.
+Programs of one kind sum squares, of one piece of the prompt and one head of one sequence, of keys, of values or of
+queries; the last of a head to end adds its pieces up and makes the scales. Sums are in fp32, in an order that depends
+on shapes alone. Programs of the other kind copy rows of keys or of values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,6 +33,7 @@ from ..format import (
     sample,
     sampled_start,
 )
+from ..types import ChannelScales, DenseRows, KeyValue
 
 _LARGEST_STATE, _LARGEST_RATIO, _QUIETEST = map(tl.constexpr, (LARGEST_STATE, LARGEST_RATIO, QUIETEST))
 _OUT_OF_RANGE, _LEAST_TOKENS = tl.constexpr(OUT_OF_RANGE), tl.constexpr(LEAST_TOKENS)
@@ -95,42 +98,6 @@ def _store_squares(
     tl.store(sums + WIDTH + tl.arange(0, 1), number.to(tl.float32))
 
 
-@triton.jit(
-    do_not_specialize=(
-        "kv_heads first size whole query_b query_h query_s key_b key_h key_s value_b value_h value_s valid_b valid_t"
-    ).split()
-)
-def sum_squares(
-    keys,  # [B, Hkv, T, DK]
-    values,  # [B, Hkv, T, DV]
-    queries,  # [B, Hkv * group, T, DK], or None
-    valid,  # [B, T] uint8, or None
-    sums,  # [B * Hkv, pieces, 2 + group, WIDTH + 1] float32, each with its number of tokens behind
-    kv_heads,
-    first,  # of a `Sample`, like the next two
-    size, whole, key_b, key_h, key_s, value_b, value_h, value_s, query_b, query_h, query_s, valid_b, valid_t,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (B * Hkv, pieces, 2 + group): keys, values, and each head of queries."""
-    program, piece, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
-    first = sampled_start(first, whole, tl.num_programs(1), piece)
-    if valid is not None:
-        valid += batch * valid_b
-    dk, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    sums += ((program * tl.num_programs(1) + piece) * tl.num_programs(2) + kind) * (WIDTH + 1)
-    if kind == 0:
-        keys += batch * key_b + head * key_h
-        _store_squares(sums, keys, key_s, first, size, valid, valid_t, dk, DK, WIDTH, ROWS, True)
-    elif kind == 1:
-        values += batch * value_b + head * value_h
-        _store_squares(sums, values, value_s, first, size, valid, valid_t, dv, DV, WIDTH, ROWS, False)
-    elif queries is not None:
-        queries += batch * query_b + (head * (tl.num_programs(2) - 2) + kind - 2) * query_h
-        _store_squares(sums, queries, query_s, first, size, valid, valid_t, dk, DK, WIDTH, ROWS, False)
-
-
 @triton.jit
 def _rms(sums, pieces, kinds, first, last, channel, DIM: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr):
     """RMS of channels [D] from sums of squares of kinds `first` to `last` of all pieces, at least `QUIETEST` of the
@@ -140,8 +107,10 @@ def _rms(sums, pieces, kinds, first, last, channel, DIM: tl.constexpr, WIDTH: tl
     for kind in tl.range(first, last):
         at = sums + (piece * kinds + kind) * (WIDTH + 1)
         exists = (piece < pieces)[:, None] & (channel < DIM)[None, :]
-        squares += tl.sum(tl.load(at[:, None] + channel[None, :], mask=exists, other=0.0), 0)
-        number += tl.sum(tl.load(at + WIDTH, mask=piece < pieces, other=0.0), 0)
+        # From the cache that all programs share: others have written them.
+        at_channel = at[:, None] + channel[None, :]
+        squares += tl.sum(tl.load(at_channel, mask=exists, other=0.0, cache_modifier=".cg"), 0)
+        number += tl.sum(tl.load(at + WIDTH, mask=piece < pieces, other=0.0, cache_modifier=".cg"), 0)
     sigma = tl.sqrt(squares / tl.maximum(number, 1.0))
     known = (tl.max(number, 0) >= _LEAST_TOKENS) & (tl.max(squares, 0) > 0)
     return tl.maximum(sigma, tl.max(sigma, 0) * _QUIETEST), known
@@ -199,85 +168,196 @@ def _value_channel_scales(
     _store_inverse(out, wanted, sigma, known, d, DIM)
 
 
-@triton.jit(do_not_specialize=["pieces", "kinds"])
-def write_channel_scales(
-    sums,  # as `sum_squares` leaves them
-    key_channel_scales,  # [B, Hkv, DK] fp16
-    value_channel_scales,  # [B, Hkv, DV] fp16
-    pieces,
-    kinds,  # 2 + group
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
-    PIECES: tl.constexpr, SHOWN: tl.constexpr,
+class Rows(NamedTuple):
+    """Which rows of a prompt stay dense, and where they go, as of `DenseRows`; sizes of its buffers."""
+
+    max_sinks: Any
+    first_sink: Any
+    to_sinks: Any
+    capacity: Any
+    slot: Any
+    start: Any
+    kept: Any
+
+
+@triton.jit
+def _copy_rows(
+    states, stride, sinks, ring, place, head, tile, channel, DIM: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Grid: (B * Hkv, 2), of keys and of values."""
-    head = tl.program_id(0)
-    sums += head * pieces * kinds * (WIDTH + 1)
-    if tl.program_id(1) == 0:
-        _key_channel_scales(sums, key_channel_scales + head * DK, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES, SHOWN)
-    else:
-        _value_channel_scales(sums, value_channel_scales + head * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES)
+    """Copy rows `ROWS * tile` and on of those that stay dense, sinks first, of `head` of all sequences."""
+    i = tile * ROWS + tl.arange(0, ROWS)
+    is_sink = i < place.to_sinks
+    later = i - place.to_sinks
+    token = tl.where(is_sink, i, place.start + later).to(tl.int64)
+    sink = head.to(tl.int64) * place.max_sinks + place.first_sink + i
+    row = head.to(tl.int64) * place.capacity + (place.slot + later) % place.capacity
+    at = tl.where(is_sink[:, None], sinks + (sink * DIM)[:, None], ring + (row * DIM)[:, None]) + channel[None, :]
+    exists = (later < place.kept)[:, None] & (channel < DIM)[None, :]
+    tl.store(at, tl.load(states + (token * stride)[:, None] + channel[None, :], mask=exists), mask=exists)
 
 
-SUMS, SCALES = Kernel(sum_squares), Kernel(write_channel_scales)
+@triton.jit(
+    do_not_specialize=(
+        "kv_heads pieces kinds first size whole max_sinks first_sink to_sinks capacity slot start kept sinks blocks "
+        "rows key_b key_h key_s value_b value_h value_s query_b query_h query_s valid_b valid_t"
+    ).split(),
+    # Else copies choose the layout of sums, too, and with it their order.
+    do_not_specialize_on_alignment="sink_keys sink_values ring_keys ring_values".split(),
+)
+def store_prompt(
+    keys,  # [B, Hkv, T, DK]
+    values,  # [B, Hkv, T, DV]
+    queries,  # [B, Hkv * group, T, DK], or None
+    valid,  # [B, T] uint8, or None
+    sums,  # [B * Hkv, pieces, kinds, WIDTH + 1] float32, each with its number of tokens behind; or None
+    counters,  # [B * Hkv] of 32 bits, 0 between launches; or None
+    key_channel_scales,  # [B, Hkv, DK] fp16, of ones without sums; or None
+    value_channel_scales,  # [B, Hkv, DV] fp16
+    sink_keys,  # [B, Hkv, max_sinks, DK], contiguous, as are those after it; or None
+    sink_values,  # [B, Hkv, max_sinks, DV]
+    ring_keys,  # [B, Hkv, capacity, DK]
+    ring_values,  # [B, Hkv, capacity, DV]
+    state,  # [4] int32, or None, as are those after it
+    step_counts,  # [6, 4] int32
+    length,  # [] int64
+    kv_heads,
+    pieces,  # of a `Sample`, as are those after it, but for `kinds`
+    kinds,  # 2 + group
+    first, size, whole, max_sinks, first_sink, to_sinks, capacity, slot, start, kept,
+    sinks,  # what is held then
+    blocks, rows, key_b, key_h, key_s, value_b, value_h, value_s, query_b, query_h, query_s, valid_b, valid_t,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (pieces * kinds + 2 * tiles of ROWS rows that stay dense, B * Hkv)."""
+    job, program = tl.program_id(0), tl.program_id(1)
+    batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
+    keys += batch * key_b + head * key_h
+    values += batch * value_b + head * value_h
+    dk, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    if state is not None:
+        if (job == 0) & (program == 0):
+            tl.store(state, sinks)
+            tl.store(state + 1, blocks)
+            tl.store(state + 2, rows)
+            tl.store(state + 3, 0)
+            tl.store(step_counts + 5 * 4, 0)
+            tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
+    copying = job - pieces * kinds
+    if copying >= 0:
+        place = Rows(max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
+        if copying % 2 == 0:
+            _copy_rows(keys, key_s, sink_keys, ring_keys, place, program, copying // 2, dk, DK, ROWS)
+        else:
+            _copy_rows(values, value_s, sink_values, ring_values, place, program, copying // 2, dv, DV, ROWS)
+        if sums is None:
+            if key_channel_scales is not None:
+                if copying == 0:
+                    tl.store(key_channel_scales + program * DK + dk, 1.0, mask=dk < DK)
+                if copying == 1:
+                    tl.store(value_channel_scales + program * DV + dv, 1.0, mask=dv < DV)
+    elif sums is not None:
+        piece, kind = job // kinds, job % kinds
+        begin = sampled_start(first, whole, pieces, piece)
+        padding = None if valid is None else valid + batch * valid_b
+        of_head = sums + program * pieces * kinds * (WIDTH + 1)
+        here = of_head + job * (WIDTH + 1)
+        if kind == 0:
+            _store_squares(here, keys, key_s, begin, size, padding, valid_t, dk, DK, WIDTH, ROWS, True)
+        elif kind == 1:
+            _store_squares(here, values, value_s, begin, size, padding, valid_t, dv, DV, WIDTH, ROWS, False)
+        elif queries is not None:
+            query = queries + batch * query_b + (head * (kinds - 2) + kind - 2) * query_h
+            _store_squares(here, query, query_s, begin, size, padding, valid_t, dk, DK, WIDTH, ROWS, False)
+        tl.debug_barrier()
+        if tl.atomic_add(counters.to(tl.pointer_type(tl.int32), bitcast=True) + program, 1) == pieces * kinds - 1:
+            tl.store(counters + program, 0.0)
+            _key_channel_scales(
+                of_head, key_channel_scales + program * DK, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES,
+                queries is not None,
+            )  # fmt: skip
+            _value_channel_scales(
+                of_head, value_channel_scales + program * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES
+            )
+
+
+STORE = Kernel(store_prompt)
 WARPS = 8
 
 
-def balance_constants(key_dim: int, value_dim: int, shown: bool) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """The constants of both kernels."""
+@lru_cache
+def prompt_constants(key_dim: int, value_dim: int) -> tuple[Any, ...]:
+    """The constants of `store_prompt`."""
     tiles = tuple(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    sizes = (key_dim, value_dim, *tiles, max(key_dim, value_dim))
     # Of 128 channels 32 registers of a thread.
-    return (*sizes, 64 if max(tiles) <= 128 else 32), (*sizes, SAMPLED_BLOCKS, shown)
+    rows = 64 if max(tiles) <= 128 else 32
+    return key_dim, value_dim, *tiles, max(key_dim, value_dim), rows, SAMPLED_BLOCKS
 
 
-def balance(
-    queries: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_channel_scales: torch.Tensor,
-    value_channel_scales: torch.Tensor,
-    *,
-    first: int,
-    allocate: Callable[[int], torch.Tensor],
-    valid: torch.Tensor | None = None,
-) -> None:
-    """Write the channel scales of a first prompt's channels, in two launches.
+class Statistics(NamedTuple):
+    """What channel scales are made of, beside keys and values.
 
     Args:
-        queries: `[B, Hq, T, Dk]` of the same tokens, like `keys`, or `None` where nobody has shown them.
-        keys: `[B, Hkv, T, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
-        values: `[B, Hkv, T, Dv]`, like `keys`.
-        key_channel_scales, value_channel_scales: `[B, Hkv, D]` fp16, contiguous: written.
-        first: Tokens at the start that stay dense.
-        allocate: Gives scratch: float32, of at least so many elements.
+        queries: `[B, Hq, T, Dk]` of the same tokens, like keys, or `None` where nobody has shown them.
         valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
+        first: Tokens at the start that are not looked at.
+        allocate: Gives scratch: float32, of at least so many elements.
+        counters: The same, of at least `B * Hkv` zeros, which they are again after the launch.
     """
+
+    queries: torch.Tensor | None
+    valid: torch.Tensor | None
+    first: int
+    allocate: Callable[[int], torch.Tensor]
+    counters: Callable[[int], torch.Tensor]
+
+
+def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, statistics: Statistics | None) -> None:
+    """Store rows of a prompt that stay dense, and write channel scales.
+
+    Args:
+        prompt: Keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`, fp16, bf16 or fp32, last dimension contiguous,
+            other strides as they come.
+        dense: Which rows, and where they go.
+        scales: `[B, Hkv, D]` fp16, contiguous: written; `None` to leave them.
+        statistics: What to compute them from; without any they are ones.
+    """
+    keys, values = prompt
     batch, heads, tokens, key_dim = keys.shape
-    at = sample(tokens, first)
-    shown = queries is not None
-    constants, last_constants = balance_constants(key_dim, values.shape[-1], shown)
-    kinds = 2 if queries is None else 2 + queries.shape[1] // heads
-    sums = allocate(batch * heads * at.pieces * kinds * (max(key_dim, values.shape[-1]) + 1))
+    constants = prompt_constants(key_dim, values.shape[-1])
+    kept = tokens - dense.start
+    copies = 2 * max(1, -(-(dense.to_sinks + kept) // constants[5]))
+    queries = valid = sums = counters = None
+    at, kinds, jobs = (0, 0, 0, 0), 0, 0
+    if scales is not None and statistics is not None:
+        queries, valid, first, allocate, zeros = statistics
+        sample_of = sample(tokens, first)
+        at = (sample_of.pieces, sample_of.first, sample_of.size, sample_of.whole)
+        kinds = 2 if queries is None else 2 + queries.shape[1] // heads
+        jobs = sample_of.pieces * kinds
+        sums = allocate(batch * heads * jobs * (constants[4] + 1))
+        counters = zeros(batch * heads)
     strides = (
         *keys.stride()[:3],
         *values.stride()[:3],
         *((0, 0, 0) if queries is None else queries.stride()[:3]),
         *((0, 0) if valid is None else valid.stride()),
     )
-    kind = (keys.dtype, None if queries is None else queries.dtype, valid is None, keys.device.index)
-    SUMS(
-        (batch * heads, at.pieces, kinds),
-        (keys, values, queries, None if valid is None else valid.view(torch.uint8), sums),
-        (heads, at.first, at.size, at.whole, *strides),
+    kind = (keys.dtype, None if queries is None else queries.dtype, keys.device.index)
+    STORE(
+        (jobs + copies, batch * heads, 1),
+        (
+            *(keys, values, queries, None if valid is None else valid.view(torch.uint8), sums, counters),
+            *(scales or (None, None)),
+            *dense.sinks,
+            *dense.ring,
+            *(dense.counts or (None, None, None)),
+        ),
+        (
+            *(heads, at[0], kinds, *at[1:], dense.sinks[0].shape[2], dense.first_sink, dense.to_sinks),
+            *(dense.ring[0].shape[2], dense.slot, dense.start, kept, *dense.held, *strides),
+        ),
         constants,
         (constants, kind, specialised(strides)),
-        num_warps=WARPS,
-    )
-    SCALES(
-        (batch * heads, 2, 1),
-        (sums, key_channel_scales, value_channel_scales),
-        (at.pieces, kinds),
-        last_constants,
-        (last_constants, keys.device.index),
         num_warps=WARPS,
     )

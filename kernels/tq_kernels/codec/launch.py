@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
-from ..common.device import matrix_type, target
+from ..common.device import Target, matrix_type, target
 from ..common.launcher import Kernel, specialised
 from ..format import BLOCK_TOKENS
 from ..types import KeyValue, PackedBlocks
@@ -67,6 +68,23 @@ def encode_config(
     return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
 
 
+@lru_cache
+def _encode_launch(
+    is_value: bool, head_dim: int, dim: int, own: int, bits: tuple[int, int], itemsize: int, on: Target, matrix: Any
+) -> tuple[EncodeConfig, tuple[Any, ...], dict[str, Any]]:
+    """Tile sizes, constants and options of a launch; `own` are its bits, `bits` those of keys and of values."""
+    tile = max(16, triton.next_power_of_2(dim))
+    config = encode_config(tile, dim, bits, itemsize, on.capability)
+    options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
+    if on.dependent_launch and is_value:
+        options["launch_pdl"] = True
+    constants = (
+        *(head_dim, dim, tile, own, LEVELS[own], is_value, matrix),
+        *(config.k_step, "tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
+    )
+    return config, constants, {"num_warps": config.warps} | options
+
+
 def _keys_and_values(
     packed: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, rotations: KeyValue
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -113,25 +131,16 @@ def encode(keys: torch.Tensor, values: torch.Tensor, packed: PackedBlocks, start
     for is_value, states, words, means, channel_scales, rotation, bits in _keys_and_values(
         packed, keys, values, rotations
     ):
-        dim = rotation.shape[0]
-        tile = max(16, triton.next_power_of_2(dim))
-        config = encode_config(tile, dim, packed.layout.bits, states.element_size(), on.capability)
+        dims, itemsize = (states.shape[-1], rotation.shape[0]), states.element_size()
+        config, constants, options = _encode_launch(is_value, *dims, bits, packed.layout.bits, itemsize, on, matrix)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
-        options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
-        if on.dependent_launch and is_value:
-            options["launch_pdl"] = True
         strides = states.stride()[:3]
-        constants = (
-            *(states.shape[-1], dim, tile, bits, LEVELS[bits], is_value, matrix),
-            *(config.k_step, "tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
-        )
         ENCODE(
             (min(blocks, max(1, programs)), batch * heads, 1),
             (states, words, packed.scales.view(torch.float16), means, rotation, channel_scales),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
-            num_warps=config.warps,
             **options,
         )
 

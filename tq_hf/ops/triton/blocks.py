@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import TypeVar
 
 import torch
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, ChannelScales, PackedBlocks
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, PackedBlocks
 
 from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_inference_mode
@@ -20,7 +20,8 @@ from ..backend import HAS_TRITON, explains_failures
 from ..workspace import allocator, current_workspace
 
 if HAS_TRITON:
-    from tq_kernels.codec.balance import balance as balance_channels
+    from tq_kernels.codec.balance import Statistics
+    from tq_kernels.codec.balance import store as store_prompt_rows
     from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
     from tq_kernels.common.device import interpreted, target
@@ -150,32 +151,34 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
             rotations(config, layout, like.device, dtype)
 
 
-def supports_balance(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether kernels find the channel scales of these states' channels."""
+def supports_prompt(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a kernel stores what stays dense of these states, and finds the channel scales of their channels."""
     return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= target(keys.device).widest_head
 
 
 @explains_failures
-def balance(
-    queries: torch.Tensor | None,
+def store_prompt(
     keys: torch.Tensor,
     values: torch.Tensor,
-    out: ChannelScales,
-    *,
-    first: int,
-    valid: torch.Tensor | None,
+    dense: DenseRows,
+    scales: ChannelScales | None,
+    balanced: bool,
+    queries: torch.Tensor | None,
+    attended: torch.Tensor | None,
 ) -> None:
-    """`tq_hf.codec.balance.channel_scales` on the GPU."""
-    with launching_on(keys.device):
-        balance_channels(
+    """`tq_hf.ops.dispatch.store_prompt` on the GPU."""
+    statistics = None
+    if balanced and scales is not None:
+        workspace = current_workspace(keys.device)
+        statistics = Statistics(
             None if queries is None else _rows(queries),
-            _rows(keys),
-            _rows(values),
-            *out,
-            first=first,
-            valid=None if valid is None else valid.expand(len(keys), -1),
-            allocate=allocator(current_workspace(keys.device), "balance", keys.device),
+            None if attended is None else attended.expand(len(keys), -1),
+            dense.to_sinks,
+            partial(workspace.floats, "balance"),
+            partial(workspace.floats, "balance counters"),
         )
+    with launching_on(keys.device):
+        store_prompt_rows((_rows(keys), _rows(values)), dense, scales, statistics)
 
 
 @explains_failures
