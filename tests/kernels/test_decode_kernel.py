@@ -32,6 +32,7 @@ SHAPES = [
     BASE.with_(Hkv=1, Hq=16, Dk=512, Dv=512, blocks=2, preset="k8v4", dtype=BF16),
     BASE.with_(Hkv=1, Hq=6, Dk=512, Dv=320, blocks=1, preset="3bit_nc"),
     BASE.with_(Hkv=1, Hq=7, Dk=384, Dv=512, blocks=1, preset="2bit_nc"),
+    BASE.with_(Hkv=1, Hq=7, Dk=328, Dv=296, blocks=1, preset="3bit_nc"),  # no equal parts of whole words
     BASE.with_(Hkv=1, Hq=4, Dk=192, Dv=192, blocks=1, preset="2.5bit_nc"),
 ]
 OPTIONS = [

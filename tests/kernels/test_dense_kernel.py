@@ -103,6 +103,18 @@ def test_agrees_with_torch(case: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
+def test_values_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tq_kernels.prefix import dense
+
+    asked: list[int] = []
+    config = dense.DenseConfig(32, 32, 4, 1, value_channels=32)
+    monkeypatch.setattr(dense, "dense_config", lambda dim, *_: (asked.append(dim), config)[1])
+    for splits in (1, 2):
+        check(replace(BASE, Dk=64, Dv=80, splits=splits, s_aux=True, softcap=3.0, sliding=16), "cpu", torch.float16)
+    assert len(asked) == 2 * (1 + 3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs in a child process")
 def test_bf16_is_taken_too() -> None:
     check(replace(BASE, s_aux=True), "cpu", torch.bfloat16)
 

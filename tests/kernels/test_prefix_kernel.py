@@ -10,11 +10,12 @@ import torch
 from tq_kernels.types import AttentionOptions
 
 from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, relative_rms
-from tests.support.prefix_cases import make_prefix_inputs, oracle, run_prefix
+from tests.support.prefix_cases import make_prefix_inputs, oracle, run_prefix, view_of
 from tq_hf import TurboQuantConfig
 from tq_hf.config import PRESETS
 from tq_hf.ops import dispatch, reference
 from tq_hf.ops.triton import blocks as triton_blocks
+from tq_hf.ops.workspace import current_workspace, release_workspaces
 from tq_hf.stores.growing import GrowingStore
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -54,6 +55,29 @@ TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, BF16: 4.5e-3}
 the interpreter, which truncates)."""
 
 
+WIDE = BASE.with_(Dk=512, Dv=512, B=1, S=20, Hq=8, Hkv=2, blocks=1, capacity=2)
+WIDE_CASES = (
+    [(WIDE.with_(preset=preset), True) for preset in ("k8v4", "4bit_nc", "3bit_nc", "2bit_nc")]
+    + [(WIDE.with_(preset=p, Dk=d, Dv=d, balanced=True, B=2), False) for p, d in (("4bit_nc", 320), ("2bit_nc", 384))]
+    + [
+        (WIDE.with_(Dk=384, Dv=512, S=36, dtype=BF16, balanced=True), True),
+        (WIDE.with_(Dk=512, Dv=320, mask="full", softcap=20.0, preset="3bit_nc", B=2), True),
+        (WIDE.with_(Dk=320, Dv=320, mask="padding", s_aux=True, B=2, sinks=0), False),
+        (WIDE.with_(Dk=128, Dv=256, softcap=20.0, s_aux=True, Hq=6), True),
+    ]
+)
+"""Heads and options that `prefix_attention` or flash attention does not take: a head at a time is dequantized."""
+
+
+def check_wide(case: Case, beside: bool, device: torch.device) -> None:
+    prefix = make_prefix_inputs(case, device, beside=beside)
+    inputs, options = prefix.inputs, (case.causal, case.softcap, prefix.inputs.s_aux)
+    out = dispatch.attend(inputs.query, view_of(prefix), inputs.mask, AttentionOptions(inputs.scaling, *options))
+    assert out.dtype == case.dtype and out.is_contiguous()
+    # States are rounded to the model's dtype, as keys with a mean are.
+    assert relative_rms(out, oracle(inputs)) <= (1e-3 if case.dtype == torch.float16 else 1e-2)
+
+
 def check(case: Case, beside: bool, device: torch.device, **options: object) -> None:
     prefix = make_prefix_inputs(case, device, beside=beside)
     out = run_prefix(prefix, **options)
@@ -70,6 +94,19 @@ if INTERPRETED:
     @pytest.mark.parametrize(("case", "beside"), CASES, ids=str)
     def test_agrees_with_fp64(case: Case, beside: bool) -> None:
         check(case, beside, CPU, splits=1)
+
+    @pytest.mark.parametrize(("case", "beside"), WIDE_CASES, ids=str)
+    def test_wide_heads_are_dequantized_one_at_a_time(
+        case: Case, beside: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("attend", "attend_many"):
+            monkeypatch.setattr(dispatch.cpu_attention, name, None, raising=False)  # no torch
+            monkeypatch.setattr(triton_blocks, f"supports_{name}", lambda *_: False)
+        release_workspaces()
+        check_wide(case, beside, CPU)
+        scratch = current_workspace(CPU).nbytes
+        assert scratch >= 2 * case.B * case.length * (case.Dk + case.Dv)
+        assert scratch < 4 * case.B * case.length * (case.Dk + case.Dv) + 16 * case.B * case.S * case.Hq * case.Dv
 
     @pytest.mark.parametrize("splits", [2, 3, 7])
     def test_splits_merge_to_the_same(splits: int) -> None:
@@ -144,6 +181,12 @@ if INTERPRETED:
 @pytest.mark.parametrize(("case", "beside"), CASES, ids=str)
 def test_agrees_with_fp64_on_a_gpu(case: Case, beside: bool) -> None:
     check(case, beside, torch.device("cuda", 0))
+
+
+@gpu
+@pytest.mark.parametrize(("case", "beside"), WIDE_CASES, ids=str)
+def test_wide_heads_agree_with_fp64_on_a_gpu(case: Case, beside: bool) -> None:
+    check_wide(case, beside, torch.device("cuda", 0))
 
 
 @gpu

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.support.kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, residual_start
+from tq_hf.tensors.layer import LayerTensors, StoreView
 
 
 @dataclass
@@ -63,4 +64,12 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
     )
 
 
-__all__ = ["PrefixInputs", "make_prefix_inputs", "oracle", "run_prefix"]
+def view_of(prefix: PrefixInputs) -> StoreView:
+    """The same as attention is given it."""
+    inputs = prefix.inputs
+    tensors = LayerTensors(inputs.config, inputs.packed, inputs.sinks, prefix.residual)
+    past = inputs.case.length - inputs.case.S
+    return StoreView(tensors, inputs.case.blocks, prefix.num_residual, past, None, prefix.new)
+
+
+__all__ = ["PrefixInputs", "make_prefix_inputs", "oracle", "run_prefix", "view_of"]

@@ -99,12 +99,46 @@ def buffered_attend(
     query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
+    return cpu_attention.attend_buffer(query, *_buffered(view), mask, options)
+
+
+def _buffered(view: StoreView) -> KeyValue:
+    """`dense(view)` in the workspace that all layers share."""
     shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
     requests = {name: Scratch(shape, view.tensors.sinks[0].dtype) for name, shape in shapes}
-    workspace = current_workspace(query.device)
-    keys, values = workspace.acquire(requests).values()
+    keys, values = current_workspace(view.tensors.row.device).acquire(requests).values()
     _write_dense(view, keys, values)
-    return cpu_attention.attend_buffer(query, keys, values, mask, options)
+    return keys, values
+
+
+def _head(view: StoreView, head: int) -> StoreView:
+    """One KV head of a view without a pending token."""
+
+    def part(states: torch.Tensor) -> torch.Tensor:
+        own = states[:, head : head + 1]
+        return own if own.dim() == 4 else own.contiguous()  # channel scales have no strides
+
+    new = None if view.new is None else (part(view.new[0]), part(view.new[1]))
+    return view._replace(tensors=view.tensors.map(part), pending=None, new=new)
+
+
+def dequantized_attend(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """`attend` by the kernel of dense states, one KV head after the other: a head's states are dense in the workspace.
+
+    Of 500 queries of 8 heads each, attention takes twelve times the operations of dequantizing what they read.
+    """
+    view.residual.write_pending_token()
+    heads = view.tensors.sinks[0].shape[1]
+    groups = query.shape[1] // heads
+    out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], view.tensors.layout.value_dim)
+    for head in range(heads):
+        own = slice(head * groups, (head + 1) * groups)
+        keys, values = _buffered(_head(view, head))
+        s_aux = None if options.s_aux is None else options.s_aux[own]
+        triton_blocks.attend_dense(query[:, own], keys, values, mask, options._replace(s_aux=s_aux), out=out[:, :, own])
+    return out
 
 
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
@@ -150,6 +184,8 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
     # products repay dequantizing for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
     if triton_blocks.supports_attend_many(query, view, mask, options):
         return triton_blocks.attend_many(query, view, mask, options)
+    if triton_blocks.supports_attend_dequantized(query, view, mask, options):
+        return dequantized_attend(query, view, mask, options)
     few = query.shape[2] <= triton_blocks.MAX_QUERIES
     what = "Attention of decode steps" if few else "Attention of many queries over compressed tokens"
     say_torch_computes(what, query, view.tensors.layout.key_dim, view.tensors.layout.value_dim)

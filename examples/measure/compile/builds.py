@@ -123,7 +123,18 @@ def build_dense(
     tile = tile_of(dim)
     config = dense_config(tile, rows, mask == 2, target_of(arch))
     flags = (mask == 0, mask, softcap, True, split)
-    constants = (dim, dim, tile, tile, *flags, tl.bfloat16, config.block_rows, config.block_tokens, config.stages)
+    value_dim = min(dim, config.value_channels)
+    constants = (
+        dim,
+        value_dim,
+        tile,
+        tile_of(value_dim),
+        *flags,
+        tl.bfloat16,
+        config.block_rows,
+        config.block_tokens,
+        config.stages,
+    )
     types = [*["*bf16"] * 3, "*u8", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
     types += [*["i32"] * 20, "fp32", "fp32", "i32"]
     return build(dense_attention, types, constants, arch, num_warps=config.warps)

@@ -43,29 +43,38 @@ class SplitConfig:
     registers: int | None = None
 
 
-def _chunks(dim: int, bits: int, least: int) -> int:
+def _chunks(dim: int, bits: int, least: int, most: int) -> int:
     """Parts that the channels are computed in, one after the other: of 2 and 3 bits those of four quarters.
 
-    Tiles are powers of two, of `least` channels or more: as many parts as leave the fewest channels of them empty (3 of
-    32 for 96). Fewer channels at a time need fewer registers.
+    Tiles are powers of two, of `least` to `most` channels if the channels have such parts: as many as leave the fewest
+    channels of them empty (3 of 32 for 96). Fewer channels at a time need fewer registers.
     """
-    whole, most = dim, 64 if 128 < dim <= 256 or dim > 128 and least > 16 or bits < 4 else 128
-    if bits < 4:
-        whole //= 4
+    whole = dim if bits >= 4 else dim // 4
     tiles = {n: max(least, triton.next_power_of_2(whole // n)) for n in range(1, 9) if whole % (2 * n) == 0}
-    return dim // whole * min((n for n, tile in tiles.items() if tile <= most), key=lambda n: n * tiles[n])
+    fitting = [n for n, tile in tiles.items() if tile <= most] or [max(tiles)]
+    return dim // whole * min(fitting, key=lambda n: n * tiles[n])
 
 
 def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, rows: int, on: Target) -> SplitConfig:
     """The heuristic table; `key_dim` and `value_dim` are padded."""
     block_rows = 8 if rows <= 8 and on.narrow_products else 16
-    warps = 2
-    # Two warps share the 16 rows of a product: values, whose rows are channels, in parts of 32 at least.
-    key_chunks, value_chunks = _chunks(key_dim, key_bits, 16), _chunks(value_dim, value_bits, 32)
+    wide = max(key_dim, value_dim)
+    if wide > 256:
+        # Buffers leave room for three programs. Of their four warps two pairs compute the same logits, half as many
+        # instructions more, but each scheduler has three warps instead of one.
+        warps = 4
+        most_keys, most_values = 32 if key_bits < 4 else 2048 // block_rows, 64
+    else:
+        warps = 2
+        most_keys, most_values = (
+            64 if dim > 128 or bits < 4 else 128 for dim, bits in ((key_dim, key_bits), (value_dim, value_bits))
+        )
+    # Warps share a product by 16 rows: values, whose rows are channels, in parts of as many at least.
+    key_chunks = _chunks(key_dim, key_bits, 16, most_keys)
+    value_chunks = _chunks(value_dim, value_bits, 16 * warps, most_values)
     # Two buffers of a block, but one where they were measured to cost more in programs than they hide (8 x 32k at
     # D = 256: 185 us instead of 296 with 4 bits, 181 instead of 201 with 3; FP8 keys are read at 87% of the rate so).
     # Of more than 256 channels two would leave room for one program.
-    wide = max(key_dim, value_dim)
     buffers = 1 if wide > 256 or wide > 128 and key_bits in (3, 4) else 2
     # Shared memory of a program: its buffers, its queries, the exchange of probabilities between warps,
     # and what CUDA takes.
@@ -87,14 +96,16 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     # 68.9 at 4 bits and 77.7 instead of 79.2 at 3 (8 x 32k, H200); at 2 bits 8 are as fast or faster. An even number,
     # because a program's two warps occupy half of a multiprocessor's four schedulers: with an odd one, one half would
     # finish late.
-    if buffers == 1 or (min(key_bits, value_bits) >= 4 and max(key_tile, value_tile) > 64):
+    if warps == 4:
+        most = 3  # four would have 128 registers a thread
+    elif buffers == 1 or (min(key_bits, value_bits) >= 4 and max(key_tile, value_tile) > 64):
         most = 4
     else:
         most = 6 if min(key_bits, value_bits) > 2 and max(key_tile, value_tile) <= 64 else 8
     # Slower, when this took 98 us (4 bits, 128 channels, 8 x 32k): 6 programs (109), 8 with one buffer (143), 2 of four
     # warps (153), 8 of one warp (132), channels in quarters (102), three buffers (103), fragments (118), levels by a
     # cubic in fp16 (106 for values alone). Levels that cost nothing to look up would take 92.
-    programs = max(1, min(on.shared_bytes // program_bytes, most) // 2 * 2)
+    programs = max(1, min(on.shared_bytes // program_bytes, most) // (4 // warps) * (4 // warps))
     if program_bytes > on.shared_bytes:
         buffers = 0
     registers = 65536 // (32 * warps * programs) // 8 * 8

@@ -217,12 +217,14 @@ class DenseConfig:
         block_tokens: Tokens of a tile.
         warps: Warps of a program.
         stages: Tiles on their way at a time.
+        value_channels: Channels of values that a launch takes.
     """
 
     block_rows: int
     block_tokens: int
     warps: int
     stages: int
+    value_channels: int = 512
 
 
 @lru_cache
@@ -237,6 +239,10 @@ def dense_config(dim: int, rows: int, masked: bool, on: Target) -> DenseConfig:
     """
     large = on.asm and on.shared_bytes > 160 * 1024
     if dim > 256:
+        if on.capability[0] == 9 and rows > 64:
+            # A launch for each half of the values: logits are computed twice, which makes half as many operations more,
+            # but the products are Hopper's, on two and four times the rows. Masks have no registers for 128.
+            return DenseConfig(64 if masked else 128, 32, 8, 2, value_channels=256)
         # More rows need more registers than there are: 64 take 400 to 900 bytes of stack a thread.
         return DenseConfig(16, 32, 8, 2) if rows <= 16 else DenseConfig(32, 32, 8, 1)
     if rows <= 16:
@@ -266,6 +272,7 @@ def attend_dense(
     options: AttentionOptions,
     *,
     allocate: Callable[[int], torch.Tensor],
+    out: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
     """Attention of the newest S of T tokens over dense states.
@@ -276,10 +283,11 @@ def attend_dense(
         values: `[B, Hkv, T, Dv]`, likewise.
         mask: `[B, 1, S or 1, >= T]` bool, True attends.
         allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+        out: `[B, S, Hq, Dv]` in the query's dtype, last dimension contiguous; by default a new tensor.
         splits: Programs that share the tokens of a tile of rows, instead of what the table says.
 
     Returns:
-        `[B, S, Hq, Dv]`. Rows that attend to nothing are 0.
+        `out`. Rows that attend to nothing are 0.
     """
     device = query.device
     batch, query_heads, queries, key_dim = query.shape
@@ -289,6 +297,15 @@ def attend_dense(
     block_dk, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     kind, mask_strides = mask_layout(mask)
     config = dense_config(max(block_dk, block_dv), rows, kind == 2, on)
+    if out is None:
+        out = query.new_empty(batch, queries, query_heads, value_dim)
+    if value_dim > config.value_channels:
+        for first in range(0, value_dim, config.value_channels):
+            part = slice(first, first + config.value_channels)
+            attend_dense(
+                query, keys, values[..., part], mask, options, allocate=allocate, out=out[..., part], splits=splits
+            )
+        return out
     row_tiles = -(-rows // config.block_rows)
     if splits is None:
         # Rows of a mask have shares of their own width; there are enough of them.
@@ -297,7 +314,6 @@ def attend_dense(
             if kind == 2 and row_tiles > 1
             else prefix_splits(row_tiles * heads, -(-tokens // SPLIT_TOKENS), 2 * on.multiprocessors)
         )
-    out = query.new_empty(batch, queries, query_heads, value_dim)
     sums = splits * heads * rows if splits > 1 else 0
     sizes = [sums * value_dim, sums, 2 * batch * queries if kind == 2 else 0]
     partial, lse, spans = allocate(max(1, sum(sizes)))[: sum(sizes)].split(sizes)

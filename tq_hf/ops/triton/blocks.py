@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, PackedBlocks
+from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, PackedBlocks
 
 from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_inference_mode
@@ -39,6 +39,8 @@ MAX_QUERIES = 16
 MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
 """Over a short history it takes up to so many, as long as queries times tokens stay within the second number
 (measured on an H200: 64 on 4k tokens take 54 us here and 85 us in the prefix kernel; 32 on 32k 115 and 86 us)."""
+MAX_FLASH_DIM = 256
+"""Channels of the widest heads that torch's flash attention takes; beyond, sdpa holds all logits in float32."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -291,11 +293,27 @@ def supports_attend_dense(
     return not traced and attends_dense(query, keys, values)
 
 
+def supports_attend_dequantized(
+    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+) -> bool:
+    """Whether the kernels that dequantize and that attend to dense states compute this call together, and sdpa has no
+    flash attention for it: of heads wider than 256, capped logits or learned sinks."""
+    layout, sinks = view.tensors.layout, view.tensors.sinks
+    slow = max(layout.key_dim, layout.value_dim) > MAX_FLASH_DIM or not options.only_scales()
+    return slow and supports_blocks(query, layout) and supports_attend_dense(query, *sinks, mask, options)
+
+
 @explains_failures
 def attend_dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`tq_hf.ops.cpu.attention.attend_dense` on the GPU, for calls that `supports_attend_dense`."""
+    """`tq_hf.ops.cpu.attention.attend_dense` on the GPU, for calls that `supports_attend_dense`, into `out` if it is
+    given: `[B, S, Hq, Dv]` in the query's dtype, last dimension contiguous."""
     return attend_dense_states(
         _rows(query),
         _rows(keys),
@@ -303,6 +321,7 @@ def attend_dense(
         None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         options,
         allocate=allocator(current_workspace(query.device), "dense attention", query.device),
+        out=out,
     )
 
 
