@@ -160,6 +160,32 @@ def test_a_tensor_of_other_alignment_is_launched_by_its_own_variant(store, log):
         log.clear()
 
 
+def test_rows_that_are_not_contiguous_are_copied_for_kernels(store, log):
+    for _ in range(2):
+        spread = [torch.stack([states, states], -1)[..., 0] for states in (query(), *token(3))]
+        assert all(states.stride()[-1] == 2 for states in spread)
+        view = store.append(*spread[1:])
+        pending = view.pending
+        dispatch.attend(spread[0], view, None, AttentionOptions(0.3))
+        assert pending.states is None and not {states.data_ptr() for states in spread} & addresses(log)
+        assert [entry[0] for entry in log] == ["ROTATE_AND_APPEND", "SPLIT", "REDUCE"]
+        log.clear()
+
+
+def test_steps_share_scratch_unless_a_graph_keeps_it(preallocated, log, monkeypatch):
+    asked: list[Workspace | None] = []
+    allocator = triton_blocks.allocator
+    monkeypatch.setattr(triton_blocks, "allocator", lambda space, *rest: asked.append(space) or allocator(space, *rest))
+    shared = triton_blocks.current_workspace(torch.device("cpu"))
+    for capturing in (True, False):
+        monkeypatch.setattr(triton_blocks, "is_capturing", lambda capturing=capturing: capturing)
+        graph_ops.attend_token(preallocated.append(*token(2)), query(), None, AttentionOptions(0.3))
+    # What a compiled step calls does not count tokens.
+    compiled = preallocated.append(*token(3))._replace(num_held=None)
+    graph_ops.attend_token(compiled, query(), None, AttentionOptions(0.3))
+    assert [space is shared for space in asked] == [False, True, False] and asked[::2] == [None, None]
+
+
 @pytest.mark.parametrize("residual", [128, 1024])
 def test_nothing_is_compiled_while_a_residual_grows(log, residual):
     """A sequence decoded from 20 tokens to 1,420: every kernel has one variant, whatever the residual's capacity."""

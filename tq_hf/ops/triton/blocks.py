@@ -87,7 +87,7 @@ def supports_step(query: torch.Tensor, tensors: LayerTensors) -> bool:
     """Whether the kernels of decode steps read and write these tensors, for queries of this device and dtype."""
     row = tensors.row
     alike = query.dtype == row.dtype and query.device == row.device
-    return (alike or supports_states(query)) and _supports_layer(tensors)
+    return backend.chosen != "torch" and (alike or supports_states(query)) and _supports_layer(tensors)
 
 
 def supports_inline_ptx(device: torch.device) -> bool:
