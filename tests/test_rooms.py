@@ -70,7 +70,7 @@ BUDGETS = {
         "graph_decoding": 520,
         "saving": 920,
         "layers": 1250,  # keys and values that are assigned (eviction), and what hooks read
-        "stores": 1150,  # counts of a prompt are written with its rows, and a failure undoes that
+        "stores": 1155,  # counts of a prompt are written with its rows, and a failure undoes that
         "ops": 2070,  # scratch that is reserved, then locked; wide heads over a history, one dequantized at a time
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense

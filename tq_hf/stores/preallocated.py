@@ -14,6 +14,8 @@ Decode steps (one new token) never read them on the host. Everything else does, 
 token is appended by the attention that reads it, in the launch that rotates its queries, or before anything else is
 asked of the store.
 
+The counts after a prompt are known on the host, and written in the launch that stores its dense rows.
+
 The host counts the tokens too, to refuse one too many. A compiled step cannot count: it forgets the number, and the
 next eager step reads `length` once. The compiled step itself asserts on the device that there is room.
 """
