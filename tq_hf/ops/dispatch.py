@@ -199,7 +199,6 @@ def paged_step(
         RuntimeError: The workspace is locked, and the step needs more than was reserved.
     """
 
-
     def attend_prompts(out: torch.Tensor) -> None:
         for request in reference.requests(sequences, pages.tensors):
             if request.tokens.stop - request.tokens.start > 1:
