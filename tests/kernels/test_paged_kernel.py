@@ -33,7 +33,7 @@ DECODING = [
     Step(past=(140, 255), new=(1, 1), D=320, preset="3bit_nc", sinks=4),
     Step(past=(127,), new=(1,), D=384, Hq=2, Hkv=2, preset="k8v4", dtype=BF16),
     Step(past=(130, 3), new=(1, 1), D=512, Hq=8, sinks=4, dtype=BF16),
-    Step(past=(259, 131), new=(1, 1), D=512, Hq=2, sinks=4, residual=128, preset="2bit_nc"),
+    Step(past=(259, 131), new=(1, 1), D=512, Hq=2, sinks=4, residual=128),
     Step(past=(128, 383), new=(1, 1), Hq=20, Hkv=1, dtype=FP32, softcap=15.0, s_aux=True),
     # Sequences that pad, in the middle and at the end, and tokens of nobody.
     Step(past=(140, 0, 12, 0, 0), new=(1, 0, 1, 0, 0), nobody=3),
@@ -63,7 +63,7 @@ PREFILLING = [
     Step(past=(0, 2), new=(300, 150), preset="3bit_nc", Hq=8, Hkv=2, dtype=BF16, sinks=8),
     Step(past=(20, 700), new=(1, 3), softcap=15.0, s_aux=True, sinks=4),
     # Heads whose prompts torch attends from, beside single tokens.
-    Step(past=(0, 140, 131), new=(130, 1, 9), D=320, Hq=2, sinks=4, preset="3bit_nc", dtype=BF16),
+    Step(past=(0, 140, 131), new=(130, 1, 9), D=320, Hq=2, sinks=4, preset="k8v4", dtype=BF16),
     Step(past=(300, 20, 0), new=(20, 1, 5), D=512, Hq=4, Hkv=2, sinks=4, residual=128, nobody=2),
 ]
 TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
@@ -236,7 +236,9 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
         assert_same_pool(left, expected)
 
 
-@pytest.mark.parametrize("step", [PREFILLING[7], PREFILLING[-1], DECODING[-1]], ids=str)
+@pytest.mark.parametrize(
+    "step", [Step(past=(260,), new=(140,), sinks=4, residual=128), PREFILLING[-1], DECODING[-1]], ids=str
+)
 def test_layers_that_share_pages_all_read_what_was_there_before_the_step(step: Step) -> None:
     """Prompts are stored by the last of them; the rows of single tokens are written again."""
     expected, inputs = make(step), make(step)
