@@ -66,12 +66,12 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1790,  # `serve` under torchrun is refused
-        "batching": 1710,  # dense layers of pages on a GPU; what is said when a rank dies, and of NCCL within graphs
+        "batching": 1800,  # heads by kind of layer, layers that share keys; what drops the engine's arguments
         "graph_decoding": 520,
         "saving": 920,
         "layers": 1240,  # keys and values that are assigned (eviction), and what hooks read
         "stores": 1110,
-        "ops": 1985,  # scratch that is reserved, then locked; what torch computes on a GPU is said
+        "ops": 2050,  # prompts in batches of heads that no kernel of many queries takes; wide heads in torch, by head
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,

@@ -52,11 +52,11 @@ def test_kernels_read_and_write_pages_of_512_channels(monkeypatch: pytest.Monkey
         return step(*args, **options)
 
     monkeypatch.setattr(triton_pages, "paged_step", noted)
-    model = gemma4(layer_types=["sliding_attention", "full_attention"])
-    inputs = prompts([3, 140])
+    few = dict(num_attention_heads=2, num_key_value_heads=1, num_global_key_value_heads=1)  # the interpreter is slow
+    model = gemma4(layer_types=["sliding_attention", "full_attention"], **few)
+    (prompt,) = prompts([136])
     with Session(model, overrides=dict(balance=False), max_batch_tokens=130) as session:
-        found = session.run(inputs, greedy(3))
-        assert found == [session.oracle.chunked(prompt, 3, [127] * (len(prompt) > 127)) for prompt in inputs]
+        assert session.run([prompt], greedy(2)) == [session.oracle.chunked(prompt, 2, [130])]
     assert set(kernel_steps) == ({(512, True), (512, False)} if INTERPRETED else set())
 
 

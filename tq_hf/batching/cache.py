@@ -138,7 +138,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         pages: Any = ((heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like)
         tokens = continuous_batching_config.max_batch_tokens or self.memory._default_max_batch_tokens
         reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
-        longest = self.max_decode_fast_path_length or getattr(config, "max_position_embeddings", 0)
+        longest = self.max_decode_fast_path_length or getattr(config, "max_position_embeddings", None) or 0
         self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved + prompt_buffer_bytes(longest, *pages)
         if self.windows is not None:
             self.memory.scratch_bytes += WINDOW_BYTES
@@ -238,7 +238,9 @@ class TurboQuantPagedCache(PagedAttentionCache):
             )
         self._latest_layer = layer_idx
         owner = self.owners[layer_idx]
-        own, store = self.layer_to_allocator[layer_idx], layer_idx == self.last_readers[owner]
+        own = self.allocator if owner in self.allocator.pages else self.windows
+        assert own is not None
+        store = layer_idx == self.last_readers[owner]
         expected = (own.num_key_value_heads, own.head_dim)
         for states in (key, value):
             if (states.shape[1], states.shape[3]) != expected or states.dtype != self.dtype:

@@ -90,7 +90,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
         )
     taken = (TurboQuantLayer, SlidingLayer)
     other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in taken]
-    if other or not len(layers) == len(owners) == decoder.num_hidden_layers:
+    if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
         raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
     if len(own) < len(owners) and not _hand_states_on(model):
@@ -186,7 +186,8 @@ def _steps_to(path: str) -> Iterator[tuple[str, str]]:
 
 def _attends(module: Any) -> bool:
     """Whether a module calls the attention function of a layer of the cache."""
-    return hasattr(module, "layer_idx") and "ALL_ATTENTION_FUNCTIONS" in _source(type(module))
+    kind: Any = type(module)
+    return hasattr(module, "layer_idx") and "ALL_ATTENTION_FUNCTIONS" in _source(kind)
 
 
 def _hand_states_on(model: Any) -> bool:
@@ -196,10 +197,10 @@ def _hand_states_on(model: Any) -> bool:
 
 
 @cache
-def _source(kind: type) -> str:
+def _source(kind: Any) -> str:
     """The source of `forward`, empty if there is none."""
     try:
-        return dedent(getsource(kind.forward))  # type: ignore[attr-defined]
+        return dedent(getsource(kind.forward))
     except (AttributeError, OSError, TypeError):
         return ""
 

@@ -199,6 +199,7 @@ def paged_step(
         RuntimeError: The workspace is locked, and the step needs more than was reserved.
     """
 
+    # Of heads that no kernel of many queries takes: Hopper's of more than 256 channels, 8.x' of 128, Turing's of any.
     def attend_prompts(out: torch.Tensor) -> None:
         for request in reference.requests(sequences, pages.tensors):
             if request.tokens.stop - request.tokens.start > 1:
@@ -206,8 +207,9 @@ def paged_step(
 
     if triton_pages.supports_paged_step(query, key, pages):
         by_kernel = sequences.max_q == 1 or triton_pages.supports_paged_prompts(query, pages.config, pages.layout)
-        shared = dict(store=store, attend_prompts=None if by_kernel else attend_prompts)
-        return triton_pages.paged_step(query, key, value, pages, sequences, options, workspace, **shared)
+        by_torch = None if by_kernel else attend_prompts
+        arguments = (query, key, value, pages, sequences, options, workspace)
+        return triton_pages.paged_step(*arguments, store=store, attend_prompts=by_torch)
     if pages.blocks is None:  # of dense ones the manager has told
         what = "A decode step of a batch" if sequences.max_q == 1 else "A step with prompts of a batch"
         say_torch_computes(what, query, query.shape[-1], value.shape[-1])

@@ -316,6 +316,7 @@ def attend_buffer(
     for head in range(kv_heads):
         own = slice(head * groups, (head + 1) * groups)
         seen, shown = (x[:, head : head + 1].expand(-1, groups, -1, -1) for x in (keys, values))
-        of_head = mask if mask is None or mask.shape[1] == 1 or mask.dim() == 2 else mask[:, own]
+        by_head = mask is not None and mask.dim() == 4 and mask.shape[1] > 1
+        of_head = mask[:, own] if mask is not None and by_head else mask
         parts.append(scaled_dot_product_attention(query[:, own], seen, shown, attn_mask=of_head, scale=options.scaling))
     return torch.cat(parts, 1).transpose(1, 2)
