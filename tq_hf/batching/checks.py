@@ -93,7 +93,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
         raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
-    if len(own) < len(owners) and not _hand_states_on(model):
+    if len(own) < len(layers) and not _hand_states_on(model):
         raise ValueError(
             f"{name} has layers that read the keys and values of others from the cache, which pages are not. {INSTEAD}"
         )
