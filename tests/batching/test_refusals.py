@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import reduce
+from inspect import Signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,16 @@ def test_layers_that_do_not_hand_arguments_on_are_refused_at_the_start(family: s
     """The engine hands pages on in them. What says so is the source of the layers, not their names."""
     with pytest.raises(ValueError, match=r"DecoderLayer drops them\).*TurboQuantCache"):
         TurboQuantBatching(tiny_model(family))
+
+
+def test_layers_that_find_the_states_of_others_in_the_cache_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before transformers handed them on in an argument."""
+    model = build("gemma3n")
+    TurboQuantBatching(model, balance=False)
+    forward = type(model.model.layers[0].self_attn).forward
+    monkeypatch.setattr(forward, "__signature__", Signature(), raising=False)
+    with pytest.raises(ValueError, match="read the keys and values of others from the cache.*TurboQuantCache"):
+        TurboQuantBatching(model, balance=False)
 
 
 @pytest.mark.parametrize(
