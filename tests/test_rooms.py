@@ -59,19 +59,19 @@ BUDGETS = {
         "codec": 2050,  # trellis codes of two words in a register; rows and channel scales of a prompt in one launch
         "turing": 1310,
         "common": 950,  # three tables of magnitudes, and signs from two bits
-        "types": 305,  # the options of a call, once for both attention functions; where rows of a prompt go
+        "types": 310,  # the options of a call, once for both attention functions; where rows of a prompt go
         "layout": 110,
         "format": 140,  # what decides trellis codes
         "__init__": 10,
     },
     "tq_hf": {
         "tools": 1790,  # `serve` under torchrun is refused
-        "batching": 1710,  # dense layers of pages on a GPU; what is said when a rank dies, and of NCCL within graphs
+        "batching": 1800,  # heads by kind of layer, layers that share keys; what drops the engine's arguments
         "graph_decoding": 520,
         "saving": 920,
         "layers": 1250,  # keys and values that are assigned (eviction), and what hooks read
         "stores": 1155,  # counts of a prompt are written with its rows, and a failure undoes that
-        "ops": 2070,  # scratch that is reserved, then locked; wide heads over a history, one dequantized at a time
+        "ops": 2150,  # wide heads over a history, one dequantized at a time; prompts of them in batches; prompts are stored
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,

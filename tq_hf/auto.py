@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from .codec.reference import levels_of, quantize
 from .codec.rotation import rotate
+from .compat import layer_config
 from .config import TurboQuantConfig, with_bits
 
 logger = logging.get_logger(__name__)
@@ -130,6 +131,8 @@ def from_config(
         model: The model, if at hand: its weights tell how large a key bias is.
         base: The options other than bits.
     """
+    kinds = getattr(config, "layer_types", None) or ()
+    config = layer_config(config, kinds.index("full_attention") if "full_attention" in kinds else 0)
     query_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads

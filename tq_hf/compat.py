@@ -227,6 +227,11 @@ def layer_configs(config: PreTrainedConfig) -> Iterable[PreTrainedConfig]:
     return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
+def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
+    """The config of a decoder's layer."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
 def _takes(model: type[PreTrainedModel]) -> bool:
     if not model._can_set_attn_implementation():
         return False

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import reduce
+from inspect import Signature
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    ContinuousBatchingConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, T5Config, T5ForConditionalGeneration
 
 import tq_hf
 from examples.measure.quality.family_configs import tiny_model
@@ -32,12 +27,7 @@ def batching() -> TurboQuantBatching:
 
 
 @pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("gemma3n", "layers of another kind"),
-        ("qwen3_next", "layers of the kind linear_attention"),
-        ("deepseek_v3", "latent attention"),
-    ],
+    ("family", "words"), [("qwen3_next", "layers of the kind linear_attention"), ("deepseek_v3", "latent attention")]
 )
 def test_models_with_other_layers_are_refused(family: str, words: str) -> None:
     assert family in CONFIGS
@@ -67,41 +57,42 @@ def test_a_layer_that_attends_twice_fails_its_requests() -> None:
     assert all("Layer 1 attends twice in a step" in result.error for result in results.values())
 
 
-def test_heads_of_one_width_are_served_though_a_config_has_two_fields() -> None:
-    with Session(gemma4(global_head_dim=16).eval()) as session:
-        inputs = [[token % 60 + 3 for token in prompt] for prompt in prompts([20, 150])]
-        assert session.run(inputs, greedy(4)) == [session.oracle.generate(prompt, 4) for prompt in inputs]
+@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+def test_layers_that_do_not_hand_arguments_on_are_refused_at_the_start(family: str) -> None:
+    """The engine hands pages on in them. What says so is the source of the layers, not their names."""
+    with pytest.raises(ValueError, match=r"DecoderLayer drops them\).*TurboQuantCache"):
+        TurboQuantBatching(tiny_model(family))
 
 
-def gemma4(**sizes: Any) -> Gemma4ForCausalLM:
-    """Two layers, as Gemma 4 mixes them: heads of full attention are wider than those of sliding windows."""
-    torch.manual_seed(1)
-    shape = dict(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    shape |= dict(vocab_size=64, vocab_size_per_layer_input=64, hidden_size_per_layer_input=16, pad_token_id=0)
-    kinds = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=32)
-    return Gemma4ForCausalLM(Gemma4TextConfig(**(shape | kinds | dict(head_dim=16, global_head_dim=32) | sizes)))
+def test_layers_that_find_the_states_of_others_in_the_cache_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before transformers handed them on in an argument."""
+    model = build("gemma3n")
+    TurboQuantBatching(model, balance=False)
+    forward = type(model.model.layers[0].self_attn).forward
+    monkeypatch.setattr(forward, "__signature__", Signature(), raising=False)
+    with pytest.raises(ValueError, match="read the keys and values of others from the cache.*TurboQuantCache"):
+        TurboQuantBatching(model, balance=False)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({}, "heads of 16 and 32 channels"),
-        (dict(global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True), "number of KV heads"),
-    ],
+    ("change", "words"),
+    [(("head_dim", 96), "64 and 96 channels"), (("k_proj.out_features", 128), "another number of KV heads")],
     ids=["widths", "heads"],
 )
-def test_heads_that_differ_by_layer_are_refused_at_the_start(sizes: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=f"Gemma4ForCausalLM has .*{words} in different layers.*TurboQuantCache"):
-        TurboQuantBatching(gemma4(**sizes))
+def test_layers_of_a_kind_whose_heads_differ_are_refused_at_the_start(change: tuple[str, int], words: str) -> None:
+    model = build("gemma4")
+    name, size = change
+    *path, field = name.split(".")
+    setattr(reduce(getattr, path, model.model.layers[3].self_attn), field, size)
+    with pytest.raises(ValueError, match=f"{words} in different layers of full attention.*TurboQuantCache"):
+        TurboQuantBatching(model)
 
 
 def test_heads_wider_than_the_kernels_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", head_dim=320)
     TurboQuantBatching(model, balance=False)
-    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    with pytest.raises(ValueError, match="heads of 320 channels, and kernels read pages of up to 256"):
+    monkeypatch.setattr(checks, "widest_paged_head", lambda device: 256)
+    with pytest.raises(ValueError, match="heads of 320 channels, and this device's kernels read pages of up to 256"):
         TurboQuantBatching(model, balance=False)
 
 

@@ -23,7 +23,7 @@ from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.graph_decoding.step import LateFlags
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 @pytest.mark.parametrize("room", [None, 100])
 def test_a_filled_cache_is_read_as_after_a_prefill(name, room):
     model = build(name)

@@ -61,13 +61,13 @@ if INTERPRETED:
     def test_decode_over_pages_agrees_with_the_reference(step: Step) -> None:
         inputs = make(step)
         other = inputs.to(torch.device("cpu"))
-        assert triton_pages.supports_paged_step(other.tokens[0], other.tokens[1], other.pages, other.sequences)
+        assert triton_pages.supports_paged_step(other.tokens[0], other.tokens[1], other.pages)
         out = triton_pages.paged_step(*other.tokens, other.pages, other.sequences, other.options)
         assert relative_rms(out, inputs.expected().double()) <= (5e-3 if step.dtype == BF16 else 1.5e-3)
 
     def test_prompts_over_pages_are_not_for_these_cards() -> None:
         inputs = make(Step(past=(140,), new=(3,)))
-        assert not triton_pages.supports_paged_step(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
+        assert not triton_pages.supports_paged_prompts(inputs.tokens[0], inputs.pages.config, inputs.pages.layout)
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_decode_agrees_with_fp64(case: Case) -> None:

@@ -62,6 +62,24 @@ def test_decode_compiles_shape(arch: int, shape: dict[str, Any]) -> None:
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - 1024
 
 
+WIDE = [(90, 512, "4bit_nc"), (80, 512, "4bit_nc"), (100, 512, "4bit_nc"), (90, 512, "k8v4"), (90, 320, "4bit_nc")]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "preset"), [WIDE[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in WIDE[1:])]
+)
+def test_decode_of_wide_heads_compiles_for(arch: int, dim: int, preset: str) -> None:
+    compiled, p = build_paged_split(arch, preset, dim)
+    assert p.config.programs_per_multiprocessor * (compiled.metadata.shared + 1024) <= SHARED[arch] * 1024
+    if arch < 100:
+        # Of 3,800 instructions for a block one writes to the stack, and up to three read numbers from it.
+        loop = inner_loop(compiled)
+        assert within(loop["STL"], 1) and within(loop["LDL"], 3)
+    # Of 320 channels the kernel in front keeps two numbers there.
+    for small in build_small(arch, dim):
+        assert within(resources(small).stack, 8 if dim == 320 else 0)
+
+
 @pytest.mark.parametrize("arch", cards(CARDS))
 @pytest.mark.parametrize("dim", [128, 256])
 def test_small_kernels_compile_for(arch: int, dim: int) -> None:

@@ -30,6 +30,10 @@ DECODING = [
     Step(past=(255, 140), new=(1, 1), D=128, Hq=8, Hkv=1),
     Step(past=(130,), new=(1,), D=256, Hq=2, Hkv=2),
     Step(past=(200, 3), new=(1, 1), D=80, Hq=6, Hkv=2, preset="3bit_nc", dtype=BF16),
+    Step(past=(140, 255), new=(1, 1), D=320, preset="3bit_nc", sinks=4),
+    Step(past=(127,), new=(1,), D=384, Hq=2, Hkv=2, preset="k8v4", dtype=BF16),
+    Step(past=(130, 3), new=(1, 1), D=512, Hq=8, sinks=4, dtype=BF16),
+    Step(past=(259, 131), new=(1, 1), D=512, Hq=2, sinks=4, residual=128),
     Step(past=(128, 383), new=(1, 1), Hq=20, Hkv=1, dtype=FP32, softcap=15.0, s_aux=True),
     # Sequences that pad, in the middle and at the end, and tokens of nobody.
     Step(past=(140, 0, 12, 0, 0), new=(1, 0, 1, 0, 0), nobody=3),
@@ -58,6 +62,9 @@ PREFILLING = [
     Step(past=(300, 131, 520), new=(2, 130, 30), sinks=4, residual=128, prefix=3, preset="3bit_nc", dtype=BF16),
     Step(past=(0, 2), new=(300, 150), preset="3bit_nc", Hq=8, Hkv=2, dtype=BF16, sinks=8),
     Step(past=(20, 700), new=(1, 3), softcap=15.0, s_aux=True, sinks=4),
+    # Heads whose prompts torch attends from, beside single tokens.
+    Step(past=(0, 140, 131), new=(130, 1, 9), D=320, Hq=2, sinks=4, preset="k8v4", dtype=BF16),
+    Step(past=(300, 20, 0), new=(20, 1, 5), D=512, Hq=4, Hkv=2, sinks=4, residual=128, nobody=2),
 ]
 TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
 """Relative RMS; 1.1e-3 is what `DecodeLaunch` has on the same tokens. The reference rounds to the dtype too."""
@@ -65,7 +72,7 @@ TOLERANCE = {torch.float16: 1.5e-3, FP32: 1.5e-3, BF16: 5e-3}
 
 def run(inputs: Inputs) -> torch.Tensor:
     """The kernels' output."""
-    assert triton_pages.supports_paged_step(inputs.tokens[0], inputs.tokens[1], inputs.pages, inputs.sequences)
+    assert triton_pages.supports_paged_step(inputs.tokens[0], inputs.tokens[1], inputs.pages)
     return paged_step(*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
 
 
@@ -147,6 +154,11 @@ if INTERPRETED:
         monkeypatch.setattr("tq_hf.ops.backend.chosen", "torch")
         assert not decodes(80)
 
+    @pytest.mark.parametrize(("dim", "copied"), [(64, 0), (512, 2 * 1000 * (1024 * 2 + 516))])
+    def test_only_heads_without_a_kernel_of_many_queries_are_copied(dim: int, copied: int) -> None:
+        config, states = PRESETS["4bit_nc"], torch.empty(0, dtype=torch.float16)
+        assert triton_pages.prompt_buffer_bytes(1000, (8, 2), config, config.layout(dim), states) == copied
+
     def test_an_empty_step_returns_nothing() -> None:
         inputs = make(Step(past=(0,), new=(0,)))
         assert run(inputs).shape == (0, 4, 64)
@@ -160,7 +172,7 @@ def test_agrees_with_the_reference_on_a_gpu(step: Step) -> None:
 
 @gpu
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize(("dim", "sinks"), [(64, 0), (128, 0), (256, 0), (128, 4)])
+@pytest.mark.parametrize(("dim", "sinks"), [(64, 0), (128, 0), (256, 0), (128, 4), (320, 4), (512, 4)])
 def test_many_sequences_on_a_gpu(dim: int, sinks: int, preset: str) -> None:
     past = tuple((257 * i * i + 31 * i) % 3000 for i in range(37))
     new = tuple(1 if i % 3 else 40 * i for i in range(12))
@@ -227,6 +239,19 @@ def test_a_captured_step_is_right_for_sequences_that_grew(sinks: int) -> None:
         assert (out[own:] == 0).all()
         left = replace(static, pool=pool[: len(expected.pool)])
         assert_same_pool(left, expected)
+
+
+@pytest.mark.parametrize(
+    "step", [Step(past=(260,), new=(140,), sinks=4, residual=128), PREFILLING[-1], DECODING[-1]], ids=str
+)
+def test_layers_that_share_pages_all_read_what_was_there_before_the_step(step: Step) -> None:
+    """Prompts are stored by the last of them; the rows of single tokens are written again."""
+    expected, inputs = make(step), make(step)
+    arguments = (*inputs.tokens, inputs.pages, inputs.sequences, inputs.options)
+    first = paged_step(*arguments, store=False)
+    assert torch.equal(first, paged_step(*arguments))
+    expected.expected()
+    assert_same_pool(inputs, expected)
 
 
 def test_cumulative_lengths_begin_with_0() -> None:

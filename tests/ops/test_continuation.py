@@ -49,6 +49,17 @@ def test_buffered_attention_takes_masks(kind):
     assert relative_error(actual, reference.attend(query, view, mask, AttentionOptions(0.25))) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["causal", "one mask", "a mask a head"])
+def test_heads_that_no_fused_kernel_reads_in_groups_are_read_one_by_one(kind: str) -> None:
+    query, keys, values = random(1, 2, 4, 9, 320), random(2, 2, 2, 30, 320), random(3, 2, 2, 30, 320)
+    options = AttentionOptions(0.1)
+    heads = {"causal": 0, "one mask": 1, "a mask a head": 4}[kind]
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(2, heads, 9, 30, generator=generator) > 0.3 if heads else None
+    found = cpu_attention.attend_buffer(query, keys, values, mask, options)
+    assert relative_error(found, reference.attend(query, (keys, values), mask, options)) < 1e-5
+
+
 def test_one_buffer_serves_all_layers():
     release_workspaces()
     sizes = []

@@ -12,7 +12,7 @@ import torch
 from tq_kernels.types import Sequences
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from tests.support.tiny_models import VOCAB, build
+from tests.support.tiny_models import VOCAB, build, gemma4_config, random_weights
 from tq_hf import Balance, TurboQuantBatching, TurboQuantCache, TurboQuantConfig
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.batching import cache as paged_cache
@@ -32,6 +32,24 @@ def mixed(name: str, **changes: Any) -> PreTrainedModel:
     kinds = ["sliding_attention", "full_attention"]
     layers = dict(layer_types=kinds[::-1] if name == "qwen2" else kinds, sliding_window=96)
     return model_of(name, **(layers | changes))
+
+
+def gemma4(**changes: Any) -> PreTrainedModel:
+    """A random model with the heads of Gemma 4 26B-A4B: 16 of queries, 8 of 256 channels of keys and values in sliding
+    windows, 2 of 512 in full attention, whose values are made of what its keys are."""
+    kinds = changes.get("layer_types", ["sliding_attention", "sliding_attention", "full_attention"])
+    shape = dict(num_attention_heads=16, num_key_value_heads=8, num_global_key_value_heads=2, head_dim=256)
+    shape |= dict(global_head_dim=512, layer_types=kinds, num_hidden_layers=len(kinds), hidden_size_per_layer_input=0)
+    return random_weights(gemma4_config(**(shape | changes)))
+
+
+def gemma4_sharing(**changes: Any) -> PreTrainedModel:
+    """Likewise with those of Gemma 4 E4B: 8 of queries, 2 of keys and values everywhere. The last three layers read
+    the keys and values of the two before."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    shape = dict(layer_types=kinds, num_kv_shared_layers=3, hidden_size_per_layer_input=16)
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, num_global_key_value_heads=None, attention_k_eq_v=False)
+    return gemma4(**(shape | heads | changes))
 
 
 def prompts(lengths: Sequence[int], seed: int = 1) -> list[Tokens]:
@@ -60,9 +78,9 @@ def take_scratch(monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
     """Steps in torch take no scratch: let them take a kilobyte a token, and sessions reserve so many bytes."""
     real = paged_cache.paged_step
 
-    def with_scratch(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    def with_scratch(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         args[-1].floats(paged_cache.SCRATCH, 256 * len(query))
-        return real(query, *args)
+        return real(query, *args, **kwargs)
 
     monkeypatch.setattr(paged_cache, "step_scratch_bytes", lambda *args: reserved)
     monkeypatch.setattr(paged_cache, "paged_step", with_scratch)

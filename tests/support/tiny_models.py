@@ -7,6 +7,7 @@ and a test on them cannot fail.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import (
@@ -16,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -89,6 +91,25 @@ def _gemma3n() -> PreTrainedConfig:
     )
 
 
+def gemma4_config(**changes: Any) -> PreTrainedConfig:
+    """Heads of full attention are wider and fewer than those of sliding windows, and read keys for values; heads by
+    layer are made from `changes`, too."""
+    return Gemma4TextConfig(
+        **_SIZES
+        | dict(
+            head_dim=32,
+            global_head_dim=64,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=16,
+            sliding_window=96,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+        | changes
+    )
+
+
 def _deepseek_v3() -> PreTrainedConfig:
     return DeepseekV3Config(
         **{**_SIZES, "num_key_value_heads": 4},
@@ -121,6 +142,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "gemma3n": _gemma3n,
+    "gemma4": gemma4_config,
     "gpt_oss": _gpt_oss,
     "phi3": lambda: Phi3Config(**_SIZES),
     "deepseek_v3": _deepseek_v3,
@@ -149,9 +171,14 @@ def dense_attention(name: str) -> str:
 
 def build(name: str, seed: int = 1, **changes: int) -> PreTrainedModel:
     """A random model of a family, float32, in eval mode; `changes` replace sizes of its config."""
-    torch.manual_seed(seed)
     config = CONFIGS[name]()
     config.update(changes)
+    return random_weights(config, seed)
+
+
+def random_weights(config: PreTrainedConfig, seed: int = 1) -> PreTrainedModel:
+    """A random model of a config, float32, in eval mode."""
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():

@@ -62,7 +62,9 @@ class Requests:
         free = 2 + torch.randperm(pages - 2, generator=torch.Generator().manual_seed(3)).int()
         self.block_table = free[: len(totals) * self.windows.pages].view(len(totals), -1)
 
-    def step(self, new: list[int], padding: int = 0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def step(
+        self, new: list[int], padding: int = 0, store: bool = True, **options
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Outputs of the next tokens of each request, next to those by definition, `[n, Hq, D]`."""
         spans = [slice(done, done + n) for done, n in zip(self.done, new, strict=True)]
         keys, values = ([x[i] for x in self.tokens] for i in (0, 1))
@@ -82,7 +84,7 @@ class Requests:
         )
         plan = plan_step(sequences, len(packed[0]), self.windows)
         there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        out = windowed_step(*packed, self.windows, plan, AttentionOptions(0.2, **there))
+        out = windowed_step(*packed, self.windows, plan, AttentionOptions(0.2, **there), store=store)
         out = out.cpu()
         assert (out[sum(new) :] == 0).all()
         expected = [self.expected(i, span, **options) for i, span in enumerate(spans)]

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
 from tq_kernels.types import ChannelScales
+from transformers import PreTrainedConfig
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import (
     CachePool,
     FullAttentionCacheAllocator,
@@ -33,6 +35,15 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 from ..config import TurboQuantConfig
 from ..tensors.pages import LayerPages, LayerWindows, window_page
 from .geometry import TableShape, listed
+
+
+def page_owners(config: PreTrainedConfig) -> dict[int, int]:
+    """By layer, the layer whose pages it reads: itself, but of the last `num_kv_shared_layers` of Gemma 3n and Gemma 4
+    the last one before those of the same kind, whose keys and values they attend to."""
+    kinds = group_layers_by_attn_type(config).values()
+    own = sum(map(len, kinds)) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    last = {max(layer for layer in layers if layer < own): layers for layers in kinds}
+    return dict(sorted((layer, min(layer, owner)) for owner, layers in last.items() for layer in layers))
 
 
 class _PoolAllocator(FullAttentionCacheAllocator):
@@ -80,9 +91,8 @@ class TurboQuantAllocator(_PoolAllocator):
         self.tq_config = tq_config
         self.channel_scales = channel_scales
         super().__init__(**options)
-        model = options["config"]
         # As transformers groups them: `num_hidden_layers` may be another number.
-        by_layer = tq_config.by_layer(len(getattr(model, "layer_types", None) or range(model.num_hidden_layers)))
+        by_layer = tq_config.by_layer(len(page_owners(options["config"])))
         self.dense = {layer for layer in self.layer_indices if by_layer[layer] is None}
         """Layers that are not compressed."""
         self.row_bytes = 2 * BLOCK_TOKENS * self.head_dim * self.cache_dtype.itemsize * self.num_key_value_heads

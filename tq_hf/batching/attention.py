@@ -52,7 +52,7 @@ def turboquant_paged_attention(
         raise ValueError(
             "This model is held by a continuous batching manager of tq_hf, so it takes no other calls. Stop the "
             "manager first (`manager.stop()`, or leave the `with`), and the model has its own attention again. If the "
-            "manager itself called it, its layers do not hand pages on to attention (StableLM): use `generate()`."
+            "manager itself called it, its layers do not hand pages on to attention: use `generate()`."
         )
     unknown = ("position_bias", "indices", "block_indices", "sinks")
     names = [name for name in unknown if kwargs.get(name) is not None]

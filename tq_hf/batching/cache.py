@@ -20,14 +20,15 @@ from transformers.generation.continuous_batching.cache import (
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION, CachePool
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
-from transformers.generation.continuous_batching.utils import WorkloadHints, find_num_key_value_heads
+from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
 
+from ..compat import layer_config
 from ..config import TurboQuantConfig
 from ..ops.dispatch import paged_step
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
-from ..ops.triton.pages import SCRATCH, decode_scratch_bytes, step_scratch_bytes
+from ..ops.triton.pages import SCRATCH, decode_scratch_bytes, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.workspace import Scratch, Workspace
-from .allocators import TurboQuantAllocator, WindowAllocator
+from .allocators import TurboQuantAllocator, WindowAllocator, page_owners
 from .geometry import sequences_of, windows_of
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
@@ -56,7 +57,8 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
 
 
 class TurboQuantPagedCache(PagedAttentionCache):
-    """A pool of pages, an allocator for full-attention layers, and another for sliding ones if there are any.
+    """A pool of pages, an allocator for full-attention layers, and another for sliding ones if there are any. Heads of
+    the two may be of other widths and numbers.
 
     Args:
         tq_config: How blocks are encoded.
@@ -86,36 +88,40 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.number = next(number for number in count() if number not in CACHES)
         CACHES[self.number] = self
         self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
-        heads = find_num_key_value_heads(config)
-        if distributed_helper.tp_size > 1 and distributed_helper.are_kv_heads_tp_ed():
-            if heads % distributed_helper.tp_size:
-                raise ValueError(f"{heads} KV heads cannot be divided among {distributed_helper.tp_size} GPUs.")
-            heads //= distributed_helper.tp_size
-        layers = group_layers_by_attn_type(config)
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
-        shared: dict[str, Any] = dict(num_key_value_heads=heads, config=config, cache_dtype=dtype)
-        shared["allow_block_sharing"] = self.allow_block_sharing
-        allocator = TurboQuantAllocator(
-            tq_config, channel_scales, index=0, layer_indices=layers[FULL_ATTENTION], page_size=BLOCK_TOKENS, **shared
-        )
+        self.owners = page_owners(config)
+        self.last_readers = {owner: layer for layer, owner in self.owners.items()}
+        """By layer with pages, the last layer that reads them: it stores a step's tokens."""
+        divided = distributed_helper.tp_size if distributed_helper.are_kv_heads_tp_ed() else 1
+        kinds: dict[str, dict[str, Any]] = {}
+        for kind, layers in group_layers_by_attn_type(config).items():
+            of_layer = layer_config(config, layers[0])
+            heads = find_num_key_value_heads(of_layer)
+            if heads % divided:
+                raise ValueError(f"{heads} KV heads cannot be divided among {divided} GPUs.")
+            own = [layer for layer in layers if self.owners[layer] == layer]
+            shared = dict(cache_dtype=dtype, allow_block_sharing=self.allow_block_sharing, config=of_layer)
+            kinds[kind] = dict(num_key_value_heads=heads // divided, layer_indices=own, **shared)
+        full = kinds[FULL_ATTENTION]
+        allocator = TurboQuantAllocator(tq_config, channel_scales, index=0, page_size=BLOCK_TOKENS, **full)
         self.allocator = allocator
         self.cache_allocators = {FULL_ATTENTION: allocator}
-        self.layer_to_allocator = dict.fromkeys(layers[FULL_ATTENTION], allocator)
         self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
         block_bytes = allocator.bytes_per_block
         self.windows: WindowAllocator | None = None
         self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
-        if SLIDING_ATTENTION in layers:
-            windows = WindowAllocator(self.bytes_per_sector, index=1, layer_indices=layers[SLIDING_ATTENTION], **shared)
+        if SLIDING_ATTENTION in kinds:
+            windows = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
             self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows
-            self.layer_to_allocator |= dict.fromkeys(layers[SLIDING_ATTENTION], windows)
             self.bytes_per_sector = windows.bytes_per_block
             block_bytes += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
             if self.max_blocks_per_request:
                 self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
+        held_by = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
+        self.layer_to_allocator = {layer: held_by[owner] for layer, owner in self.owners.items()}
         self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK_TOKENS
         self.memory = TurboQuantMemory(
-            config=config,
+            config=max((kind["config"] for kind in kinds.values()), key=find_head_dim),  # what activations take most
             cb_config=continuous_batching_config,
             dtype=dtype,
             bytes_per_sector=self.bytes_per_sector,
@@ -126,12 +132,14 @@ class TurboQuantPagedCache(PagedAttentionCache):
         )
         # transformers captures steps of 1, 2, 4, ... requests, up to so many.
         most = continuous_batching_config.max_requests_per_batch or 1024
-        groups = config.num_attention_heads // find_num_key_value_heads(config)
+        heads, of_full = allocator.num_key_value_heads, full["config"]
+        groups = of_full.num_attention_heads // find_num_key_value_heads(of_full)
         like = torch.empty(0, dtype=dtype, device=device)
         pages: Any = ((heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like)
         tokens = continuous_batching_config.max_batch_tokens or self.memory._default_max_batch_tokens
         reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
-        self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved
+        longest = self.max_decode_fast_path_length or getattr(config, "max_position_embeddings", None) or 0
+        self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved + prompt_buffer_bytes(longest, *pages)
         if self.windows is not None:
             self.memory.scratch_bytes += WINDOW_BYTES
             self.memory.max_blocks_per_request = self.max_blocks_per_request
@@ -229,25 +237,27 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 "`generate()` with a `TurboQuantCache`."
             )
         self._latest_layer = layer_idx
-        own = self.allocator if layer_idx in self.allocator.pages else self.windows
+        owner = self.owners[layer_idx]
+        own = self.allocator if owner in self.allocator.pages else self.windows
         assert own is not None
+        store = layer_idx == self.last_readers[owner]
         expected = (own.num_key_value_heads, own.head_dim)
         for states in (key, value):
             if (states.shape[1], states.shape[3]) != expected or states.dtype != self.dtype:
                 raise ValueError(
                     f"Layer {layer_idx} caches {list(states.shape)} {states.dtype}; pages were made for {expected[0]} "
-                    f"heads of {expected[1]} channels in {self.dtype}. Keys and values must be alike in all layers and "
-                    "in the model's dtype."
+                    f"heads of {expected[1]} channels in {self.dtype}. Keys and values must be alike in all layers of "
+                    "a kind and in the model's dtype."
                 )
         first = layer_idx == own.layer_indices[0]
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if isinstance(own, WindowAllocator):
-            windows = own.windows[layer_idx]
+            windows = own.windows[owner]
             if self._window_step is None or first:
                 sequences = windows_of(kwargs, own.index, windows)
                 self._window_step = plan_step(sequences, len(query), windows)
-            return windowed_step(query, key, value, windows, self._window_step, options)[None]
+            return windowed_step(query, key, value, windows, self._window_step, options, store=store)[None]
         if self._sequences is None or first:
             self._sequences = sequences_of(kwargs, self.allocator.shape)
-        pages = self.allocator.pages[layer_idx]
-        return paged_step(query, key, value, pages, self._sequences, options, self.scratch)[None]
+        pages = self.allocator.pages[owner]
+        return paged_step(query, key, value, pages, self._sequences, options, self.scratch, store=store)[None]

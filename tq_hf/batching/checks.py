@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import os
+from collections.abc import Iterator
 from copy import copy
-from inspect import signature
+from functools import cache
+from inspect import getsource, signature
+from textwrap import dedent
 from typing import Any
 
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
-from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.utils import logging
 
 from ..cache import TurboQuantCache
@@ -18,7 +22,8 @@ from ..compat import layer_configs, takes_attention_functions
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
-from ..ops.triton.pages import MAX_PAGED_DIM
+from ..ops.triton.pages import widest_paged_head
+from .allocators import page_owners
 
 logger = logging.get_logger(__name__)
 
@@ -70,28 +75,38 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
         )
     if not takes_attention_functions(type(decoder)):
         raise ValueError(f"{name} computes attention itself, so it cannot read pages. {INSTEAD}")
-    layers = TurboQuantCache(model.config, config).layers
-    if layers and all(type(layer) is SlidingLayer for layer in layers):
+    layers, owners = TurboQuantCache(model.config, config).layers, page_owners(decoder)
+    presets = config.by_layer(len(layers))
+    own = {i: type(layer) for i, layer in enumerate(layers) if owners.get(i) == i}
+    if own and set(own.values()) == {SlidingLayer}:
         raise ValueError(
             f"{name} has sliding windows only, which are never packed: transformers' own `model.generate_batch` serves "
             "it in as much memory."
         )
-    presets = config.by_layer(len(layers))
-    dense = [i for i, layer in enumerate(layers) if presets[i] is None and type(layer) is GrowingLayer]
-    if layers and len(dense) + sum(type(layer) is SlidingLayer for layer in layers) == len(layers):
+    dense = [i for i, kind in own.items() if presets[i] is None and kind is GrowingLayer]
+    if own and len(dense) + sum(kind is SlidingLayer for kind in own.values()) == len(own):
         raise ValueError(
             f"`skip_layers` leaves no layer to pack: `model.generate_batch` serves {name} in as much memory."
         )
     taken = (TurboQuantLayer, SlidingLayer)
-    other = [type(layer).__name__ for i, layer in enumerate(layers) if i not in dense and type(layer) not in taken]
+    other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in taken]
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
         raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
+    if len(own) < len(layers) and not _hand_states_on(model):
+        raise ValueError(
+            f"{name} has layers that read the keys and values of others from the cache, which pages are not. {INSTEAD}"
+        )
     if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
         raise ValueError(
             f"{name} takes no positions (`position_ids`), so it reads the requests of a batch as one text. {INSTEAD}"
         )
     _check_heads(model, name)
+    if place := _where_arguments_end(model):
+        raise ValueError(
+            f"{name} does not hand the arguments of a call on to attention ({place} drops them), so its layers would "
+            f"not find their pages. {INSTEAD}"
+        )
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(
@@ -118,7 +133,8 @@ def ask_for_plain_graphs(model: Any) -> None:
 
 
 def _check_heads(model: Any, name: str) -> None:
-    """Raise a `ValueError` if heads differ in width or number between layers, or are wider than the kernels' pages."""
+    """Raise a `ValueError` if heads differ in width or number between layers of a kind, or are wider than the kernels'
+    pages."""
     attention = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "head_dim")]
     count, layers = model.config.get_text_config().num_hidden_layers, {module.layer_idx for module in attention}
     if attention and layers != set(range(count)):
@@ -126,23 +142,74 @@ def _check_heads(model: Any, name: str) -> None:
             f"{name} has {len(layers)} layers of attention for {count} layers of a cache, and pages hold one of each. "
             f"{INSTEAD}"
         )
-    widths = sorted({module.head_dim for module in attention})
-    # Adapters around a projection need not say its width.
-    rows = {getattr(m.k_proj, "out_features", None) for m in attention if hasattr(m, "k_proj")} - {None}
-    if len(widths) > 1 or len(rows) > 1:
-        differ = " and ".join(map(str, widths)) + " channels" if len(widths) > 1 else "another number of KV heads"
-        raise ValueError(f"{name} has heads of {differ} in different layers, and pages hold one size. {INSTEAD}")
-    values = {getattr(module, "v_head_dim", module.head_dim) for module in attention}
-    if values - set(widths):
-        raise ValueError(
-            f"{name} has keys of {widths[0]} and values of {values.pop()} channels, and pages hold equal ones. "
-            f"{INSTEAD}"
-        )
-    if model.device.type == "cuda" and widths and widths[0] > MAX_PAGED_DIM:
-        raise ValueError(
-            f"{name} has heads of {widths[0]} channels, and kernels read pages of up to {MAX_PAGED_DIM}: every step "
-            f"would be computed in torch, request by request. {INSTEAD}"
-        )
+    most = widest_paged_head(model.device)
+    for kind, members in group_layers_by_attn_type(model.config.get_text_config()).items():
+        alike = [module for module in attention if module.layer_idx in members]
+        widths = sorted({module.head_dim for module in alike})
+        # Adapters around a projection need not say its width.
+        rows = {getattr(m.k_proj, "out_features", None) for m in alike if hasattr(m, "k_proj")} - {None}
+        if len(widths) > 1 or len(rows) > 1:
+            differ = " and ".join(map(str, widths)) + " channels" if len(widths) > 1 else "another number of KV heads"
+            raise ValueError(
+                f"{name} has heads of {differ} in different layers of {kind.replace('_', ' ')}, and pages of a kind "
+                f"hold one size. {INSTEAD}"
+            )
+        for module in alike:
+            if (width := getattr(module, "v_head_dim", module.head_dim)) != module.head_dim:
+                raise ValueError(
+                    f"{name} has keys of {module.head_dim} and values of {width} channels, and pages hold equal ones. "
+                    f"{INSTEAD}"
+                )
+        if most and kind == FULL_ATTENTION and widths and widths[0] > most:
+            raise ValueError(
+                f"{name} has heads of {widths[0]} channels, and this device's kernels read pages of up to {most}: "
+                f"every step would be computed in torch, request by request. {INSTEAD}"
+            )
+
+
+def _where_arguments_end(model: Any) -> str | None:
+    """The class whose `forward` calls a module on the way to attention without the `**kwargs` that the engine's
+    arguments come in (StableLM's layers), read in its source; `None` if there is none, or no source."""
+    modules, decoder = dict(model.named_modules()), set(model.get_decoder().modules())
+    paths = [path for path, module in modules.items() if module in decoder and _attends(module)]
+    ways = {(type(modules[above]), name) for path in paths for above, name in _steps_to(path)}
+    return next((kind.__name__ for kind, name in sorted(ways, key=str) if _drops_arguments(kind, name)), None)
+
+
+def _steps_to(path: str) -> Iterator[tuple[str, str]]:
+    """Each module above `path`, and the name of the next in it."""
+    while path:
+        above, _, name = path.rpartition(".")
+        yield above, name
+        path = above
+
+
+def _attends(module: Any) -> bool:
+    """Whether a module calls the attention function of a layer of the cache."""
+    kind: Any = type(module)
+    return hasattr(module, "layer_idx") and "ALL_ATTENTION_FUNCTIONS" in _source(kind)
+
+
+def _hand_states_on(model: Any) -> bool:
+    """Whether layers that share keys and values have them from an argument, in which they are a step's."""
+    attention = [type(module) for module in model.get_decoder().modules() if _attends(module)]
+    return all("shared_kv_states" in signature(kind.forward).parameters for kind in attention)
+
+
+@cache
+def _source(kind: Any) -> str:
+    """The source of `forward`, empty if there is none."""
+    try:
+        return dedent(getsource(kind.forward))
+    except (AttributeError, OSError, TypeError):
+        return ""
+
+
+def _drops_arguments(kind: type, name: str) -> bool:
+    """Whether `forward` calls `self.<name>`, and never with a `**` argument."""
+    tree = ast.parse(_source(kind))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"]
+    return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
 
 
 def check_generation(config: GenerationConfig) -> None:

@@ -16,6 +16,8 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -25,10 +27,10 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 from transformers.utils import logging
 
 from ..balance import Balance
-from ..compat import attention_of_parts, give_attention_back, outside_inference_mode
+from ..compat import attention_of_parts, give_attention_back, layer_config, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops.backend import check_choice
-from ..ops.triton.pages import supports_paged_decode
+from ..ops.triton.pages import supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
 from .attention import NAME
 from .cache import TurboQuantPagedCache
@@ -215,6 +217,11 @@ class WakeUp(threading.Event):
         return super().wait(None if self.idle else timeout)
 
 
+def _packed_width(decoder: PreTrainedConfig) -> int:
+    """Channels of the heads of full-attention layers, which are alike."""
+    return find_head_dim(layer_config(decoder, group_layers_by_attn_type(decoder)[FULL_ATTENTION][0]))
+
+
 def _compile_config(level: int) -> CompileConfig | None:
     """How steps of one token a request are compiled, as transformers has it for a `default_compile_level`."""
     if level == 0:
@@ -272,12 +279,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._own_attention: list[tuple[PreTrainedConfig, str | None]] = []
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
-        layout = config.layout(find_head_dim(model.config.get_text_config()))
+        layout = config.layout(_packed_width(model.config.get_text_config()))
         kernels = on_cuda and not dense and supports_paged_decode(states, config, layout)
         if on_cuda and dense:
             logger.warning_once(
                 f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
                 "these layers, request by request, and steps are not captured in CUDA graphs."
+            )
+        if on_cuda and options.cuda_graph_booleans[0] and not supports_paged_prompts(states, config, layout):
+            raise ValueError(
+                f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and steps with prompts of heads of "
+                f"{layout.key_dim} channels cannot be captured: torch computes their attention, and reads lengths on "
+                "the host. Leave it out, or say `(False, True)`."
             )
         if on_cuda and requested.use_cuda_graph is None:
             # Steps with prompts have all sizes, each of which would need a graph. Without kernels, lengths are read on
@@ -328,7 +341,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
         longest = min(longest, hinted or longest)
-        return TableShape.of(self.config, find_head_dim(decoder), self.model.dtype).width(longest)
+        return TableShape.of(self.config, _packed_width(decoder), self.model.dtype).width(longest)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the model's attention to `turboquant_paged`."""

@@ -213,6 +213,8 @@ def paged_step(
     sequences: Sequences,
     options: AttentionOptions,
     workspace: Workspace | None = None,
+    *,
+    store: bool = True,
 ) -> torch.Tensor:
     """Attention of every request's new tokens over its pages and themselves; then those tokens are stored.
 
@@ -228,6 +230,8 @@ def paged_step(
         sequences: Whose tokens they are, and where their pages.
         options: Causal and without biases.
         workspace: Where kernels take scratch, but not in a captured graph; by default it is allocated.
+        store: Whether blocks are encoded and prompts stored: not if another layer with the same keys and values is
+            still to read what was before them. (A single new token is written again by each.)
 
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
@@ -235,32 +239,52 @@ def paged_step(
     Raises:
         RuntimeError: The workspace is locked, and the step needs more than was reserved.
     """
-    if triton_pages.supports_paged_step(query, key, pages, sequences):
-        return triton_pages.paged_step(query, key, value, pages, sequences, options, workspace)
+
+    # Of heads that no kernel of many queries takes: Hopper's of more than 256 channels, 8.x' of 128, Turing's of any.
+    def attend_prompts(out: torch.Tensor) -> None:
+        for request in reference.requests(sequences, pages.tensors):
+            if request.tokens.stop - request.tokens.start > 1:
+                out[request.tokens] = _attend_request(*_states_of(request, query, key, value), pages, request, options)
+
+    if triton_pages.supports_paged_step(query, key, pages):
+        by_kernel = sequences.max_q == 1 or triton_pages.supports_paged_prompts(query, pages.config, pages.layout)
+        by_torch = None if by_kernel else attend_prompts
+        arguments = (query, key, value, pages, sequences, options, workspace)
+        return triton_pages.paged_step(*arguments, store=store, attend_prompts=by_torch)
     if pages.blocks is None:  # of dense ones the manager has told
         what = "A decode step of a batch" if sequences.max_q == 1 else "A step with prompts of a batch"
         say_torch_computes(what, query, query.shape[-1], value.shape[-1])
     out = torch.zeros_like(query)
     for request in reference.requests(sequences, pages.tensors):
-        queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))
-        out[request.tokens] = _attend_request(queries, pages, request, (keys, values), options)[0]
-        _store_request(pages, request, (keys, values))
+        queries, new = _states_of(request, query, key, value)
+        out[request.tokens] = _attend_request(queries, new, pages, request, options)
+        if store:
+            _store_request(pages, request, new)
     return out
 
 
+def _states_of(
+    request: reference.Request, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, KeyValue]:
+    """A request's queries `[1, Hq, n, D]`, and its new keys and values `[1, Hkv, n, D]`."""
+    queries, keys, values = (x[request.tokens].transpose(0, 1)[None] for x in (query, key, value))
+    return queries, (keys, values)
+
+
 def _attend_request(
-    query: torch.Tensor, pages: LayerPages, request: reference.Request, new: KeyValue, options: AttentionOptions
+    query: torch.Tensor, new: KeyValue, pages: LayerPages, request: reference.Request, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of a request's queries `[1, Hq, n, D]` before its `new` keys and values `[1, Hkv, n, D]` are stored,
-    `[1, n, Hq, D]`."""
+    `[n, Hq, D]`."""
     if pages.blocks is not None:
-        return attend_dense(query, *reference.rows_of(pages, request, new), None, options)
+        return attend_dense(query, *reference.rows_of(pages, request, new), None, options)[0]
     if request.past or not cpu_attention.supports_sdpa(options):
-        return attend(query, reference.view_of(pages, request, new), None, options)
+        return attend(query, reference.view_of(pages, request, new), None, options)[0]
+    if query.shape[-1] > cpu_attention.WIDEST_GROUPED:
+        return cpu_attention.attend_buffer(query, *new, None, options)[0]
     # A whole prompt, as generate() reads it.
-    return scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True).transpose(
-        1, 2
-    )
+    out = scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 def _store_request(pages: LayerPages, request: reference.Request, new: KeyValue) -> None:

@@ -67,6 +67,8 @@ def windowed_step(
     windows: LayerWindows,
     step: WindowStep,
     options: AttentionOptions,
+    *,
+    store: bool = True,
 ) -> torch.Tensor:
     """Attention of every request's new tokens over the window before each of them; then those tokens are stored.
 
@@ -77,6 +79,8 @@ def windowed_step(
         windows: The layer's view of the pool, written in place.
         step: What `plan_step` says of this step.
         options: Causal and without biases.
+        store: Whether prompts are stored: not if another layer with the same keys and values is still to read what
+            was before them.
 
     Returns:
         `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
@@ -91,6 +95,8 @@ def windowed_step(
     for prompt in step.prompts:
         part = prompt.tokens
         out[part] = _attend_prompt(query[part], key[part], value[part], windows, prompt, options)
+        if store:
+            _store_prompt(key[part], value[part], windows, prompt)
     return out
 
 
@@ -135,7 +141,7 @@ def _attend_prompt(
     prompt: Prompt,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attend to what is held and to the new tokens `[n, *, D]`, then store those, `[n, Hq, D]`."""
+    """Attend to what is held and to the new tokens `[n, *, D]`, `[n, Hq, D]`."""
     new, window = len(query), windows.window
     held = min(prompt.past, window - 1)
     if held:
@@ -163,10 +169,13 @@ def _attend_prompt(
             groups = rows.shape[1] // seen.shape[1]
             seen, shown = (x.repeat_interleave(groups, 1) for x in (seen, shown))
         parts.append(attend_buffer(rows, seen, shown, mask, options)[0])
-    stored = min(new, window)
-    place = _place(windows, prompt, prompt.past + new - stored, prompt.past + new)
-    windows.write(*place, key[new - stored :], value[new - stored :])
     return torch.cat(parts)
+
+
+def _store_prompt(key: torch.Tensor, value: torch.Tensor, windows: LayerWindows, prompt: Prompt) -> None:
+    """Store the newest of the new tokens `[n, Hkv, D]`."""
+    stored, end = min(len(key), windows.window), prompt.past + len(key)
+    windows.write(*_place(windows, prompt, end - stored, end), key[len(key) - stored :], value[len(key) - stored :])
 
 
 def _place(windows: LayerWindows, prompt: Prompt, start: int, stop: int) -> Place:

@@ -19,6 +19,8 @@ import torch
 from accelerate.utils import align_module_device
 from torch.distributed.tensor import DTensor
 
+from ..compat import layer_configs
+
 CONFIG_FIELDS = (
     "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim layer_types "
     "sliding_window rope_parameters q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim "
@@ -34,7 +36,14 @@ SAMPLES = 64
 def identify(model: Any) -> dict[str, Any]:
     """The fingerprint of a model: JSON with `config`, `dtype`, `shard`, `weights` and `adapters`."""
     decoder_config = model.config.get_text_config(decoder=True)
-    fields = {name: getattr(decoder_config, name) for name in CONFIG_FIELDS if hasattr(decoder_config, name)}
+    by_layer = getattr(decoder_config, "per_layer_attributes", None) or ()  # Gemma 4's heads, a list of each
+    fields = {
+        name: [getattr(layer, name) for layer in layer_configs(decoder_config)]
+        if name in by_layer
+        else getattr(decoder_config, name)
+        for name in CONFIG_FIELDS
+        if name in by_layer or hasattr(decoder_config, name)
+    }
     # Through JSON, so that what comes out of a file compares equal.
     config = json.loads(json.dumps(fields, sort_keys=True, default=str))
     decoder = _decoder(model)

@@ -231,7 +231,7 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
         [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
         (dim, tile, *where, *p.rotate_constants[1:]),
         arch,
-        num_warps=2,
+        num_warps=p.rotate_warps,
     )
     reduce = build(
         reduce_splits_paged,

@@ -131,7 +131,7 @@ def section(found: dict[str, Sizes]) -> list[str]:
         "sizes of one checkpoint (in some, such as Bloom and GLM-4.5, of none); built and run without memory by "
         "`python -m examples.measure.quality.families sizes`, which asks the functions that choose what computes "
         "compressed layers in bf16 on an NVIDIA GPU. They look at widths: of heads wider than 256 channels torch "
-        "computes prompts after a history, and whatever is in batches; of heads wider than 512 everything; of heads "
+        "computes prompts after a history, in batches, too; of heads wider than 512 everything; of heads "
         "wider than 128 prompts on compute capability 8.x (A100, RTX 30 and 40, L4); in "
         "batches, of widths that 8 does not divide, everything. On 7.5 (T4) torch computes prompts in batches of any "
         "width. Whatever the width, it also attends where the table above says dequantized, and where a model adds a "

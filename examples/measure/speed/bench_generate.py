@@ -32,6 +32,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from examples.provenance import LLAMA_8B, provenance
 from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import layer_config
 from tq_hf.graph_decoding.step import LateFlags
 from tq_hf.layers.handle import resolve
 
@@ -145,9 +146,10 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int, ranks: 
     """Random keys and values for `context` tokens in every layer, like a prompt's: on the layer's device, of as many
     heads as one of `ranks` processes has."""
     config = model.config.get_text_config(decoder=True)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (batch, config.num_key_value_heads // ranks, context, dim)
     for index, layer in enumerate(model.get_decoder().layers):
+        own = layer_config(config, index)
+        dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        shape = (batch, own.num_key_value_heads // ranks, context, dim)
         device = next(layer.parameters()).device
         keys, values = (torch.randn(shape, dtype=model.dtype, device=device) for _ in range(2))
         # As a prefill's attention would: a compressed layer learns that its packed states are what is read.

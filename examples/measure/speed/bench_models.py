@@ -17,6 +17,7 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -45,6 +46,12 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
         **VOCABULARY,
         **dict(num_hidden_layers=6, hidden_size=3840, intermediate_size=15360, head_dim=256, sliding_window=1024),
         **dict(num_attention_heads=16, num_key_value_heads=8),
+    ),
+    "Gemma-4-31B": lambda: Gemma4TextConfig(
+        **VOCABULARY,
+        **dict(num_hidden_layers=6, hidden_size=5376, intermediate_size=21504, sliding_window=1024),
+        **dict(num_attention_heads=32, num_key_value_heads=16, head_dim=256, num_global_key_value_heads=4),
+        **dict(global_head_dim=512, attention_k_eq_v=True, hidden_size_per_layer_input=0),
     ),
     "Qwen3-8B": lambda: Qwen3Config(
         **VOCABULARY,

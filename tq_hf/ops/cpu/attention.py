@@ -29,6 +29,8 @@ TILE_NUMBERS = 1 << 20
 """Channels of packed keys read at a time: 4 MiB of float32, and as much for values."""
 TILE_SCORES = 1 << 22
 """Scores held at a time: 16 MiB of float32."""
+WIDEST_GROUPED = 256
+"""Channels of the widest heads that sdpa reads in groups without a copy for each query head: flash attention's."""
 
 
 class Tile(Protocol):
@@ -302,6 +304,19 @@ def attend_buffer(
         mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
     elif options.causal and queries > 1:
         mask = causal_lower_right(queries, length)  # flash needs no tensor for it
-    grouped = query.shape[1] != keys.shape[1]
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    kv_heads, grouped = keys.shape[1], query.shape[1] != keys.shape[1]
+    if not grouped or max(keys.shape[3], values.shape[3]) <= WIDEST_GROUPED:
+        out = scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=options.scaling, enable_gqa=grouped
+        )
+        return out.transpose(1, 2)
+    # A KV head at a time, seen by each of its queries: the fused kernel for wider heads takes no groups, and without
+    # one all scores would be held.
+    groups, parts = query.shape[1] // kv_heads, []
+    for head in range(kv_heads):
+        own = slice(head * groups, (head + 1) * groups)
+        seen, shown = (x[:, head : head + 1].expand(-1, groups, -1, -1) for x in (keys, values))
+        by_head = mask is not None and mask.dim() == 4 and mask.shape[1] > 1
+        of_head = mask[:, own] if mask is not None and by_head else mask
+        parts.append(scaled_dot_product_attention(query[:, own], seen, shown, attn_mask=of_head, scale=options.scaling))
+    return torch.cat(parts, 1).transpose(1, 2)

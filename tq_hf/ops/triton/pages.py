@@ -7,6 +7,8 @@ graph's own memory, where one layer's is free again for the next; that of other 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, Sequences
@@ -29,16 +31,19 @@ if HAS_TRITON:
 
 SCRATCH = "attention over pages"
 """The name of a step's scratch in a workspace."""
-MAX_PAGED_DIM = 256
-"""Channels of the widest heads whose pages kernels read."""
 
 
-def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages, sequences: Sequences) -> bool:
-    """Whether kernels compute this step: its heads, dtypes and device, and rows of whole 16 bytes."""
-    supports = supports_paged_decode if sequences.max_q == 1 else supports_paged_prompts
+def widest_paged_head(device: torch.device) -> int | None:
+    """Channels of the widest heads whose pages kernels read on a GPU, where there are kernels."""
+    return target(device).widest_head if HAS_TRITON and device.type == "cuda" else None
+
+
+def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages) -> bool:
+    """Whether kernels compute steps of a layer, but for the attention of prompts where not `supports_paged_prompts`:
+    its heads, dtypes and device, and rows of whole 16 bytes."""
     return (
         pages.blocks is None
-        and supports(query, pages.config, pages.layout)
+        and supports_paged_decode(query, pages.config, pages.layout)
         and blocks.supports_states(key)
         and key.dtype == pages.tensors.rows.dtype
     )
@@ -47,12 +52,12 @@ def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPage
 def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
     """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
     can be captured in a CUDA graph."""
-    fits = layout.key_dim % 8 == 0 and layout.key_dim <= MAX_PAGED_DIM
-    return fits and blocks.supports_encode(states, config, layout)
+    return layout.key_dim % 8 == 0 and blocks.supports_encode(states, config, layout)
 
 
 def supports_paged_prompts(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
-    """Whether kernels compute the steps with prompts of a model with such states."""
+    """Whether kernels attend from the prompts of a model with such states; else torch does, from a copy of what their
+    request has cached."""
     return supports_paged_decode(states, config, layout) and takes_prompts(layout.key_dim, states.device)
 
 
@@ -79,6 +84,17 @@ def step_scratch_bytes(
     return most
 
 
+def prompt_buffer_bytes(
+    length: int, heads: tuple[int, int], config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
+) -> int:
+    """Bytes of the copy, packed and dense, from which torch attends to a request of `length` tokens where kernels do
+    the rest; as `decode_scratch_bytes`."""
+    if not supports_paged_decode(like, config, layout) or supports_paged_prompts(like, config, layout):
+        return 0
+    states = (layout.key_dim + layout.value_dim) * like.element_size()
+    return heads[1] * length * (states + layout.slot_bytes)
+
+
 def _rows(states: torch.Tensor) -> torch.Tensor:
     """`states` with rows at multiples of 8 elements, as models make them."""
     tokens, heads, channels = states.stride()
@@ -94,8 +110,15 @@ def paged_step(
     sequences: Sequences,
     options: AttentionOptions,
     workspace: Workspace | None = None,
+    *,
+    store: bool = True,
+    attend_prompts: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """See `tq_hf.ops.dispatch.paged_step`, for steps that `supports_paged_step`."""
+    """See `tq_hf.ops.dispatch.paged_step`, for steps that `supports_paged_step`.
+
+    Args:
+        attend_prompts: Writes what prompts attend to to `[T, Hq, D]`, where not `supports_paged_prompts`.
+    """
     config, layout, device = pages.config, pages.layout, query.device
     total, count = query.shape[0], sequences.cu_seqlens_q.shape[0] - 1
     single = sequences.max_q == 1
@@ -108,11 +131,14 @@ def paged_step(
     rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
     scratch = allocator(None if is_capturing() else workspace, SCRATCH, device)
     with blocks.launching_on(device):
-        if not single:
+        if attend_prompts is not None:
+            attend_prompts(out)
+        elif not single:
             attend_many(tokens, pages.tensors, sequences, rotation_fp16, options, allocate=scratch, out=out)
         attend_single(tokens, pages.tensors, sequences, rotation_fp16, options, allocate=scratch, out=out, fill=fill)
-        encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
-        if not single:
+        if store:
+            encode_new_blocks(tokens, pages.tensors, sequences, blocks.rotations(config, layout, device, torch.float32))
+        if store and not single:
             append_new_rows(tokens, pages.tensors, sequences)
     return out
 

@@ -1,0 +1,79 @@
+"""Models whose full and sliding layers have heads of other widths and numbers, at the sizes they are published in, and
+whose last layers read the keys and values of others (Gemma 4, Gemma 3n)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.batching_cases import Session, Steps, gemma4, gemma4_sharing, greedy, model_of, prompts
+from tests.support.kernel_cases import INTERPRETED, child
+from tq_hf.batching.allocators import page_owners
+from tq_hf.ops.triton import pages as triton_pages
+
+test_in_the_interpreter = child(__file__)
+
+MODELS = [gemma4, gemma4_sharing]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="long")
+@pytest.mark.parametrize("preset", ["4bit_nc", "k8v4"])
+@pytest.mark.parametrize("make", MODELS)
+def test_answers_are_those_of_generate(
+    make: Callable[[], PreTrainedModel], preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs, steps = make(), prompts([5, 120, 129, 300]), Steps(monkeypatch)
+    with Session(model, preset, num_blocks=400) as session:
+        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
+        assert session.pages_in_use() == 0
+    assert steps.kinds() == {"table", "lists"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="long")
+@pytest.mark.parametrize("make", [*MODELS, lambda: model_of("gemma3n", num_hidden_layers=4)])
+def test_a_prompt_in_chunks_reads_as_one_that_generate_is_given_in_chunks(make: Callable[[], PreTrainedModel]) -> None:
+    """Layers that share keys all read what was there before a chunk, the last of them, too."""
+    with Session(make(), max_batch_tokens=150, num_blocks=400) as session:
+        for prompt in prompts([700, 333, 520]):
+            chunks = [150] * (len(prompt) // 150)
+            assert session.run([prompt], greedy(12)) == [session.oracle.chunked(prompt, 12, chunks)]
+
+
+def test_kernels_read_and_write_pages_of_512_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch attends from prompts only, where no kernel does."""
+    kernel_steps, step = [], triton_pages.paged_step
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        kernel_steps.append((args[0].shape[-1], options["attend_prompts"] is not None))
+        return step(*args, **options)
+
+    monkeypatch.setattr(triton_pages, "paged_step", noted)
+    few = dict(num_attention_heads=2, num_key_value_heads=1, num_global_key_value_heads=1)  # the interpreter is slow
+    model = gemma4(layer_types=["sliding_attention", "full_attention"], **few)
+    (prompt,) = prompts([136])
+    with Session(model, overrides=dict(balance=False), max_batch_tokens=130) as session:
+        assert session.run([prompt], greedy(2)) == [session.oracle.chunked(prompt, 2, [130])]
+    assert set(kernel_steps) == ({(512, True), (512, False)} if INTERPRETED else set())
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_pages_are_as_large_as_what_they_hold(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    with Session(model, overrides=dict(balance=False)) as session:
+        session.run(prompts([9]), greedy(1))
+        cache, config = session.cache, model.config
+        owners, kinds = page_owners(config), config.layer_types
+        own = [layer for layer in owners if owners[layer] == layer]
+        full, sliding = ([i for i in own if kinds[i] == kind] for kind in ("full_attention", "sliding_attention"))
+        layout = session.batching.config.layout(512)
+        of_full, of_sliding = (config.per_layer_config[kind[0]].num_key_value_heads for kind in (full, sliding))
+        assert cache.allocator.bytes_per_block == len(full) * of_full * layout.block_bytes
+        assert set(cache.allocator.pages) == set(full) and set(cache.windows.windows) == set(sliding)
+        row = len(sliding) * 2 * of_sliding * 256 * 4
+        rows = cache.windows.bytes_per_block // row
+        assert cache.windows.tokens_per_page == rows and cache.windows.bytes_per_block - rows * row < row
+        assert cache.bytes_per_sector % cache.allocator.bytes_per_block == 0
