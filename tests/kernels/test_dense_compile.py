@@ -23,6 +23,7 @@ SHAPES = [
 ]
 WIDE = [
     dict(dim=512, softcap=True),
+    dict(dim=512, mask=1, softcap=True),
     dict(dim=512, mask=2),
     dict(dim=320, split=True),
     dict(dim=512, rows=8, split=True),

@@ -121,7 +121,7 @@ def build_dense(
 ) -> Compiled:
     """`dense_attention` of bf16 states, strides as models have them, with learned sinks."""
     tile = tile_of(dim)
-    config = dense_config(tile, rows, mask == 2, target_of(arch))
+    config = dense_config(tile, rows, mask, target_of(arch))
     flags = (mask == 0, mask, softcap, True, split)
     value_dim = min(dim, config.value_channels)
     constants = (
@@ -275,7 +275,7 @@ def build_windows(
 ) -> Any:
     """Decode over sliding windows, with learned sinks."""
     tile = tile_of(dim)
-    config = dense_config(tile, 1, False, target_of(arch))
+    config = dense_config(tile, 1, 0, target_of(arch))
     flags = (softcap, True, split, MATRIX[dtype])
     constants = (dim, tile, 37, *flags, config.block_rows, config.block_tokens, STAGES)
     types = [*[f"*{dtype}"] * 4, "*i32", "*i32", *[f"*{dtype}"] * 2, "*fp32", "*fp32", *["i32"] * 13, "fp32", "fp32"]

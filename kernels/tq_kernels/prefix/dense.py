@@ -228,21 +228,23 @@ class DenseConfig:
 
 
 @lru_cache
-def dense_config(dim: int, rows: int, masked: bool, on: Target) -> DenseConfig:
+def dense_config(dim: int, rows: int, mask: int, on: Target) -> DenseConfig:
     """The heuristic table.
 
     Args:
         dim: Channels of the larger tile, a power of two.
         rows: Query rows of a KV head.
-        masked: Whether there is a mask row by row.
+        mask: 0 for none, 1 for one of tokens, 2 for one row by row.
         on: The device.
     """
+    masked = mask == 2
     large = on.asm and on.shared_bytes > 160 * 1024
     if dim > 256:
         if on.capability[0] == 9 and rows > 64:
             # A launch for each half of the values: logits are computed twice, which makes half as many operations more,
-            # but the products are Hopper's, on two and four times the rows. Masks have no registers for 128.
-            return DenseConfig(64 if masked else 128, 32, 8, 2, value_channels=256)
+            # but the products are Hopper's, on two and four times the rows. For 128 masks of rows have no registers and
+            # those of tokens, which are copied ahead, too, no shared memory.
+            return DenseConfig(64 if mask else 128, 32, 8, 2, value_channels=256)
         # More rows need more registers than there are: 64 take 400 to 900 bytes of stack a thread.
         return DenseConfig(16, 32, 8, 2) if rows <= 16 else DenseConfig(32, 32, 8, 1)
     if rows <= 16:
@@ -296,7 +298,7 @@ def attend_dense(
     rows, heads = groups * queries, batch * kv_heads
     block_dk, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     kind, mask_strides = mask_layout(mask)
-    config = dense_config(max(block_dk, block_dv), rows, kind == 2, on)
+    config = dense_config(max(block_dk, block_dv), rows, kind, on)
     if out is None:
         out = query.new_empty(batch, queries, query_heads, value_dim)
     if value_dim > config.value_channels:

@@ -159,7 +159,7 @@ def attend_windows(
     query, key, value = tokens
     (count, query_heads, dim), kv_heads, device = query.shape, key.shape[1], query.device
     groups, block_d, on = query_heads // kv_heads, max(16, triton.next_power_of_2(dim)), target(device)
-    config = dense_config(block_d, 1, False, on)
+    config = dense_config(block_d, 1, 0, on)
     row_tiles = -(-groups // config.block_rows)
     if splits is None:
         splits = prefix_splits(count * kv_heads * row_tiles, -(-window // SPLIT_TOKENS), 2 * on.multiprocessors)
