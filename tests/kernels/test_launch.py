@@ -186,6 +186,19 @@ def test_steps_share_scratch_unless_a_graph_keeps_it(preallocated, log, monkeypa
     assert [space is shared for space in asked] == [False, True, False] and asked[::2] == [None, None]
 
 
+def test_a_step_of_a_graph_makes_no_table(preallocated, log, monkeypatch):
+    """Memory that is allocated while a graph is captured is the graph's, and nobody may keep it."""
+
+    def makes_a_table(size: int, device: torch.device) -> torch.Tensor:
+        raise AssertionError("a table was made")
+
+    preallocated.tensors.launches.clear()
+    launch.device_int.cache_clear()
+    monkeypatch.setattr(launch, "_integers", makes_a_table)
+    view = preallocated.append(*token(2))._replace(num_held=None)
+    assert graph_ops.attend_token(view, query(), None, AttentionOptions(0.3)).shape == (1, 1, 4, 32)
+
+
 @pytest.mark.parametrize("residual", [128, 1024])
 def test_nothing_is_compiled_while_a_residual_grows(log, residual):
     """A sequence decoded from 20 tokens to 1,420: every kernel has one variant, whatever the residual's capacity."""

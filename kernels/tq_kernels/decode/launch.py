@@ -132,11 +132,10 @@ class DecodeLaunch:
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
         self.aligned = all(address % 16 == 0 for address in self.addresses)
         self.ring, self.ring_at = self.tensors[6:8], self.addresses[6:8]
-        num_sinks, self.value_dim = sinks[0].shape[2], residual[1].shape[3]
-        self.num_sinks = device_int(num_sinks, self.device)
+        self.sinks, self.value_dim = sinks[0].shape[2], residual[1].shape[3]
         dense = (
             residual[0].dtype,
-            num_sinks,
+            self.sinks,
             residual[0].shape[2:],
             self.value_dim,
             sinks[0].stride(),

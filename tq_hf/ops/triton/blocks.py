@@ -215,7 +215,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
             query,
             device_int(num_blocks, device),
             device_int(num_residual, device),
-            launch.num_sinks,
+            device_int(launch.sinks, device),
             None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
             options,
             allocator(current_workspace(device), "decode attention", device),
