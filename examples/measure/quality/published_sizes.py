@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
+from tq_kernels.types import AttentionOptions
 from transformers import CONFIG_MAPPING
 
 from examples.measure.quality.family_configs import model_types
@@ -25,7 +26,7 @@ from examples.provenance import RESULTS
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.batching.checks import INSTEAD, check_model, pages_config
 from tq_hf.layers.compressed import TurboQuantLayer
-from tq_hf.ops.triton.blocks import supports_encode, supports_prefix
+from tq_hf.ops.triton.blocks import MAX_FLASH_DIM, supports_attend_dense, supports_encode, supports_prefix
 from tq_hf.ops.triton.pages import supports_paged_decode, supports_paged_prompts
 from tq_hf.tools.traced import trace
 
@@ -74,9 +75,13 @@ def in_torch(key_dim: int, value_dim: int, batches: bool) -> list[str]:
     falls: list[str] = []
     for suffix, capability in CARDS.items():
         with card(capability) as states:
+            keys, values = (states.new_empty(1, 1, 1, dim) for dim in (key_dim, value_dim))
+            # Of wide heads by the kernel of dense states, where there is no flash attention in torch.
+            wide = max(key_dim, value_dim) > MAX_FLASH_DIM
+            wide = wide and supports_attend_dense(keys, keys, values, None, AttentionOptions(1.0))
             computed = {
                 "steps": supports_encode(states, config, layout),
-                "prompts": supports_prefix(states, config, layout),
+                "prompts": supports_prefix(states, config, layout) or wide,
             }
             if batches:
                 computed |= {
@@ -131,7 +136,7 @@ def section(found: dict[str, Sizes]) -> list[str]:
         "sizes of one checkpoint (in some, such as Bloom and GLM-4.5, of none); built and run without memory by "
         "`python -m examples.measure.quality.families sizes`, which asks the functions that choose what computes "
         "compressed layers in bf16 on an NVIDIA GPU. They look at widths: of heads wider than 256 channels torch "
-        "computes prompts after a history, in batches, too; of heads wider than 512 everything; of heads "
+        "computes prompts in batches; of heads wider than 512 everything; of heads "
         "wider than 128 prompts on compute capability 8.x (A100, RTX 30 and 40, L4); in "
         "batches, of widths that 8 does not divide, everything. On 7.5 (T4) torch computes prompts in batches of any "
         "width. Whatever the width, it also attends where the table above says dequantized, and where a model adds a "
