@@ -122,10 +122,10 @@ def test_a_layer_holds_what_a_cache_of_its_preset_alone_holds(room):
         for step, count in enumerate((200, 1, 1, 70)):
             for one in (cache, alone):
                 one.update(*states(step, tokens=count), index)
-        ours, theirs = cache.layers[index].store, alone.layers[index].store
-        assert ours.blocks.key_words.count_nonzero()
-        for part, expected in theirs.blocks.tensors().items():
-            assert torch.equal(ours.blocks.tensors()[part], expected), (index, part)
+        (ours, found), (theirs, held) = (one.layers[index].store.export() for one in (cache, alone))
+        assert ours == theirs and ours.blocks + ours.pending == 2 and found["key_words"].count_nonzero()
+        for part, expected in held.items():
+            assert torch.equal(found[part], expected), (index, part)
 
 
 def assembled(model: Any, room: int | None) -> TurboQuantCache:

@@ -66,11 +66,10 @@ def shares_are_the_whole(model: PreTrainedModel, rank: int) -> dict[str, bool]:
         mine.update(*(part.chunk(ranks, dim=1)[rank] for part in states_of_all), 0)
         whole.update(*states_of_all, 0)
         shares: list[Any] = [None] * ranks
-        dist.all_gather_object(shares, mine.layers[0].store.by_kind())
+        dist.all_gather_object(shares, mine.layers[0].store.export()[1])
         equal[preset] = all(
-            torch.equal(torch.cat([share[kind][index] for share in shares], dim=1), expected)
-            for kind, group in whole.layers[0].store.by_kind().items()
-            for index, expected in enumerate(group)
+            torch.equal(torch.cat([share[name] for share in shares], dim=1), expected)
+            for name, expected in whole.layers[0].store.export()[1].items()
         )
     return equal
 
