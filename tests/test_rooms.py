@@ -66,12 +66,12 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1790,  # `serve` under torchrun is refused
-        "batching": 1800,  # heads by kind of layer, layers that share keys; what drops the engine's arguments
+        "batching": 1805,  # heads by kind of layer, layers that share keys; what drops the engine's arguments
         "graph_decoding": 520,
         "saving": 920,
-        "layers": 1250,  # keys and values that are assigned (eviction), and what hooks read
+        "layers": 1255,  # keys and values that are assigned (eviction), and what hooks read
         "stores": 1155,  # counts of a prompt are written with its rows, and a failure undoes that
-        "ops": 2160,  # wide heads over a history, one dequantized at a time; of them also prompts in batches
+        "ops": 2165,  # wide heads over a history, one dequantized at a time; of them also prompts in batches
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,

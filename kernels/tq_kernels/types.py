@@ -132,7 +132,8 @@ class PackedBlocks:
 
     @property
     def block_strides(self) -> tuple[int, int]:
-        """Strides of the batch and of the heads, in blocks."""
+        """Strides of the batch and of the heads, in blocks, which are one behind the other."""
+        assert self.capacity < 2 or self.scales.stride(2) == self.layout.tokens
         return self.scales.stride(0) // self.layout.tokens, self.scales.stride(1) // self.layout.tokens
 
     @property

@@ -192,3 +192,14 @@ def test_blocks_are_aligned_to_128_bytes_and_rings_are_whole_pages(dim: int, bit
     assert pages.layout.block_bytes % 128 == 0
     assert pages.tensors.ring_rows == BLOCK
     assert 2 * pages.tensors.page_rows * dim * 2 <= pages.layout.block_bytes
+
+
+def test_packed_blocks_of_a_request_are_one_behind_the_other() -> None:
+    """As kernels count from block to block, whatever pages they are in."""
+    pages, _ = layer_pages(TurboQuantConfig(sink_tokens=0, residual_length=0), 16)
+    chosen = torch.tensor([5, 3, 9])
+    blocks = pages.packed(chosen)
+    assert blocks.block_strides == (HEADS * 3, 3)
+    for (name, tensor), field in zip(blocks.tensors().items(), pages.tensors[:4], strict=True):
+        assert tensor.is_contiguous(), name
+        assert torch.equal(tensor[0].transpose(0, 1), field[chosen]), name

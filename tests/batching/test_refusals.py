@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from functools import reduce
 from inspect import Signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -324,3 +326,13 @@ def test_older_versions_of_transformers_are_refused_when_it_is_used(monkeypatch:
             getattr(tq_hf, name)
     with pytest.raises(AttributeError, match="no attribute 'batch'"):
         tq_hf.batch  # noqa: B018
+
+
+def test_a_layer_whose_source_cannot_be_read_by_itself_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["class Layer:", "    def forward(self, x):", '        """States.', "At the margin.", '        """']
+    (tmp_path / "layer_of_a_hub.py").write_text("\n".join([*lines, "        return self.attention(x)", ""]))
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("layer_of_a_hub").Layer
+    assert not checks._drops_arguments(kind, "attention")

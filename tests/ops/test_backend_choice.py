@@ -176,7 +176,7 @@ def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
         raise FAILURES[0]
 
     monkeypatch.setattr(triton_blocks, "decode_launch", lambda tensors: fail)
-    monkeypatch.setattr(fail, "num_sinks", 4, raising=False)
+    monkeypatch.setattr(fail, "sinks", 4, raising=False)
     monkeypatch.setattr(fail, "value_dim", 16, raising=False)
     monkeypatch.setattr(triton_blocks, "device_int", lambda value, device: value, raising=False)
     with pytest.raises(RuntimeError, match="TQ_HF_BACKEND=torch"):

@@ -131,3 +131,32 @@ def test_a_capture_without_a_kernel_is_refused_in_a_sentence(appends, monkeypatc
     assert all(torch.equal(*counts) for counts in zip(store.counts, before, strict=True))
     assert graph_ops.attend_token(view, query, None, AttentionOptions(1.0)).isfinite().all()
     assert int(store.counts.length) == 20
+
+
+def test_counts_of_a_prompt_that_was_reset_before_it_was_read_are_none() -> None:
+    keys, values = states(0, tokens=300)
+    store = PreallocatedStore.allocate(TurboQuantConfig(), keys, values, 400, prompt=True)
+    for tensor in store.counts:  # as memory that nobody filled
+        tensor.fill_(7)
+    store.append(keys, values, defer=True)
+    store.reset()
+    assert not store.counts.state.any() and store.counts.length == 0
+    assert store.counts.step_counts[5, 0] == 0, "the programs of the append kernel never count to their number"
+
+
+def test_a_prompt_that_fails_leaves_pending_blocks_pending(monkeypatch) -> None:
+    config = TurboQuantConfig(residual_length=0)
+    keys, values = states(0, tokens=259)
+    store = PreallocatedStore.allocate(config, keys, values, 600)
+    store.append(keys, values)
+    store.append(*states(1, tokens=1))
+    before = store.state.tolist()
+    assert before[3] == 1  # pending
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="no memory"):
+        failing.setattr(dispatch, "encode", fails)
+        store.append(*states(2, tokens=200))
+    assert store.state.tolist() == before and int(store.length) == 260

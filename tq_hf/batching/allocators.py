@@ -39,7 +39,7 @@ from .geometry import TableShape, listed
 
 def page_owners(config: PreTrainedConfig) -> dict[int, int]:
     """By layer, the layer whose pages it reads: itself, but of the last `num_kv_shared_layers` of Gemma 3n and Gemma 4
-    the last one before those of the same kind, whose keys and values they attend to."""
+    the last layer of its kind that has keys and values of its own."""
     kinds = group_layers_by_attn_type(config).values()
     own = sum(map(len, kinds)) - (getattr(config, "num_kv_shared_layers", None) or 0)
     last = {max(layer for layer in layers if layer < own): layers for layers in kinds}

@@ -121,7 +121,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.layer_to_allocator = {layer: held_by[owner] for layer, owner in self.owners.items()}
         self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK_TOKENS
         self.memory = TurboQuantMemory(
-            config=max((kind["config"] for kind in kinds.values()), key=find_head_dim),  # what activations take most
+            # Of the wider heads, whose activations take more.
+            config=max((kind["config"] for kind in kinds.values()), key=find_head_dim),
             cb_config=continuous_batching_config,
             dtype=dtype,
             bytes_per_sector=self.bytes_per_sector,
@@ -138,7 +139,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         pages: Any = ((heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like)
         tokens = continuous_batching_config.max_batch_tokens or self.memory._default_max_batch_tokens
         reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
-        longest = self.max_decode_fast_path_length or getattr(config, "max_position_embeddings", None) or 0
+        blocks = continuous_batching_config.num_blocks
+        lengths = [getattr(config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
+        lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
+        longest = min(filter(None, lengths), default=0)
         self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved + prompt_buffer_bytes(longest, *pages)
         if self.windows is not None:
             self.memory.scratch_bytes += WINDOW_BYTES

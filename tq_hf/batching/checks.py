@@ -168,8 +168,8 @@ def _check_heads(model: Any, name: str) -> None:
 
 
 def _where_arguments_end(model: Any) -> str | None:
-    """The class whose `forward` calls a module on the way to attention without the `**kwargs` that the engine's
-    arguments come in (StableLM's layers), read in its source; `None` if there is none, or no source."""
+    """The class whose `forward` calls a module on the way to attention, as `self.<name>`, without the `**kwargs` that
+    the engine's arguments come in (StableLM's layers), read in its source; `None` if there is none, or no source."""
     modules, decoder = dict(model.named_modules()), set(model.get_decoder().modules())
     paths = [path for path, module in modules.items() if module in decoder and _attends(module)]
     ways = {(type(modules[above]), name) for path in paths for above, name in _steps_to(path)}
@@ -198,11 +198,13 @@ def _hand_states_on(model: Any) -> bool:
 
 @cache
 def _source(kind: Any) -> str:
-    """The source of `forward`, empty if there is none."""
+    """The source of `forward`, empty if there is none that can be read by itself."""
     try:
-        return dedent(getsource(kind.forward))
-    except (AttributeError, OSError, TypeError):
+        source = dedent(getsource(kind.forward))
+        ast.parse(source)
+    except (AttributeError, OSError, TypeError, SyntaxError):  # no source; a line of it begins at the margin
         return ""
+    return source
 
 
 def _drops_arguments(kind: type, name: str) -> bool:

@@ -61,10 +61,13 @@ class Handle:
     def lazy(self, bases: KeyValue) -> KeyValue:
         """Lazy keys and values. `bases` have their dtype and device."""
         self.is_lazy = True
-        keys: Any = bases[0].detach()
-        values: Any = bases[1].detach()
-        # In half the time of `as_subclass`.
-        keys.__class__ = values.__class__ = LazyStates
+        keys: Any
+        values: Any
+        if bases[0].requires_grad or bases[1].requires_grad:
+            keys, values = (base.as_subclass(LazyStates) for base in bases)
+        else:  # in half the time
+            keys, values = bases[0].detach(), bases[1].detach()
+            keys.__class__ = values.__class__ = LazyStates
         keys._handle = values._handle = self
         values._index = 1
         return keys, values
@@ -207,7 +210,7 @@ def resolve(
     if layer.reader is None and not torch.compiler.is_compiling():
         config = getattr(module, "config", None)
         layer.reader = None if config is None else weakref.ref(config)
-    if handle.is_lazy:  # of an eager call
+    if handle.is_lazy and not torch.compiler.is_compiling():
         layer.is_untouched = not handle.touched
     if isinstance(view, StoreView) and view.past_length == 0:
         states = handle.layer.dense(view) if handle._states is None else handle._states

@@ -26,6 +26,9 @@ VARIABLE = "TQ_HF_BACKEND"
 HAS_TRITON = find_spec("triton") is not None
 NOT_ABOUT_A_KERNEL = ("out of memory", "device-side assert")
 """In messages of errors that Triton passes on."""
+MAX_FLASH_DIM = 256
+"""Channels of the widest heads that torch's flash attention takes; of wider ones that are grouped, sdpa holds all
+logits in float32."""
 chosen = os.environ.get(VARIABLE, "").strip().lower()
 
 P = ParamSpec("P")

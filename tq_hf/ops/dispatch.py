@@ -15,7 +15,7 @@ from ..config import TurboQuantConfig
 from ..tensors.layer import LayerTensors, StoreView
 from ..tensors.pages import LayerPages
 from . import reference
-from .backend import say_torch_computes
+from .backend import MAX_FLASH_DIM, say_torch_computes
 from .cpu import attention as cpu_attention
 from .triton import blocks as triton_blocks
 from .triton import pages as triton_pages
@@ -240,7 +240,7 @@ def paged_step(
         RuntimeError: The workspace is locked, and the step needs more than was reserved.
     """
 
-    # Of heads that no kernel of many queries takes: Hopper's of more than 256 channels, 8.x' of 128, Turing's of any.
+    # Of heads that no kernel of many queries takes: of more than 256 channels, on 8.x of more than 128, on 7.5 of any.
     def attend_prompts(out: torch.Tensor) -> None:
         for request in reference.requests(sequences, pages.tensors):
             if request.tokens.stop - request.tokens.start > 1:
@@ -280,7 +280,8 @@ def _attend_request(
         return attend_dense(query, *reference.rows_of(pages, request, new), None, options)[0]
     if request.past or not cpu_attention.supports_sdpa(options):
         return attend(query, reference.view_of(pages, request, new), None, options)[0]
-    if query.shape[-1] > cpu_attention.WIDEST_GROUPED:
+    if query.shape[-1] > MAX_FLASH_DIM:
+        say_torch_computes("A prompt of a batch", query, query.shape[-1])
         return cpu_attention.attend_buffer(query, *new, None, options)[0]
     # A whole prompt, as generate() reads it.
     out = scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True)

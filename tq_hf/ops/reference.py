@@ -40,14 +40,14 @@ def store_prompt(
     Residual(dense.ring, dense.slot).append(keys[:, :, dense.start :], values[:, :, dense.start :])
     if dense.counts is not None:
         write_counts(DeviceCounts(*dense.counts), (*dense.held, 0))
-        dense.counts[1][5, 0] = 0
 
 
 def write_counts(counts: DeviceCounts, held: tuple[int, int, int, int]) -> None:
-    """Write the numbers of sinks, blocks, residual rows and pending blocks that a store holds."""
+    """Write the numbers of sinks, blocks, residual rows and pending blocks that a store holds, between steps."""
     sinks, blocks, rows, _ = held
     counts.state.copy_(torch.tensor(held, dtype=torch.int32))
     counts.length.fill_(sinks + blocks * BLOCK_TOKENS + rows)
+    counts.step_counts[5, 0] = 0  # programs of the append kernel that are done
 
 
 def dense_states(view: StoreView) -> KeyValue:

@@ -163,12 +163,13 @@ class PreallocatedStore(LayerStore):
 
     @contextmanager
     def _kept_if_it_fails(self, store: GrowingStore) -> Iterator[None]:
-        """Counts on the device that a failing call may have written are those of `store` again, which undoes it."""
+        """Counts on the device that a failing call may have written are those that `store` had before it."""
+        held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
         try:
             yield
         except BaseException:
-            held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
             reference.write_counts(self.counts, held)
+            store.device_counts = self.counts
             raise
 
     @property
@@ -182,10 +183,10 @@ class PreallocatedStore(LayerStore):
         if (store := self._appending) is not None:
             with self._kept_if_it_fails(store):
                 store.encode_deferred(queries, attended)
+                if store.residual.count > self.tensors.ring[0].shape[2]:
+                    store.drop_encoded_rows()
+                self._take(store)
             self._appending = None
-            if store.residual.count > self.tensors.ring[0].shape[2]:
-                store.drop_encoded_rows()
-            self._take(store)
 
     def as_growing(self) -> GrowingStore:
         """A store over the same tensors, with counts on the host. Waits for the device, unless nothing is held."""
@@ -244,8 +245,7 @@ class PreallocatedStore(LayerStore):
         if not self.scales_are_fixed:
             for factor in self.blocks.channel_scales:
                 factor.fill_(1)
-        self.counts.state.zero_()
-        self.counts.length.zero_()
+        reference.write_counts(self.counts, NOTHING)
         self.num_held = 0
         return self
 

@@ -141,9 +141,9 @@ class LayerPages:
         return self.tensors.rows.shape[1]
 
     def packed(self, pages: torch.Tensor) -> PackedBlocks:
-        """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence."""
+        """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence, a head's one behind the other."""
         key_words, value_words, scales, key_means = (
-            None if field is None else field[pages].transpose(0, 1)[None] for field in self.tensors[:4]
+            None if field is None else field.transpose(0, 1).index_select(1, pages)[None] for field in self.tensors[:4]
         )
         assert key_words is not None and value_words is not None and scales is not None
         return PackedBlocks(self.layout, key_words, value_words, scales, key_means, self.channel_scales)

@@ -26,7 +26,8 @@ from examples.provenance import RESULTS
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.batching.checks import INSTEAD, check_model, pages_config
 from tq_hf.layers.compressed import TurboQuantLayer
-from tq_hf.ops.triton.blocks import MAX_FLASH_DIM, supports_attend_dense, supports_encode, supports_prefix
+from tq_hf.ops.backend import MAX_FLASH_DIM
+from tq_hf.ops.triton.blocks import supports_attend_dense, supports_encode, supports_prefix
 from tq_hf.ops.triton.pages import supports_paged_decode, supports_paged_prompts
 from tq_hf.tools.traced import trace
 
@@ -136,8 +137,8 @@ def section(found: dict[str, Sizes]) -> list[str]:
         "sizes of one checkpoint (in some, such as Bloom and GLM-4.5, of none); built and run without memory by "
         "`python -m examples.measure.quality.families sizes`, which asks the functions that choose what computes "
         "compressed layers in bf16 on an NVIDIA GPU. They look at widths: of heads wider than 256 channels torch "
-        "computes prompts in batches; of heads wider than 512 everything; of heads "
-        "wider than 128 prompts on compute capability 8.x (A100, RTX 30 and 40, L4); in "
+        "computes first prompts in batches; of heads wider than 512 everything; of heads "
+        "of 129 to 256 channels prompts on compute capability 8.x (A100, RTX 30 and 40, L4); in "
         "batches, of widths that 8 does not divide, everything. On 7.5 (T4) torch computes prompts in batches of any "
         "width. Whatever the width, it also attends where the table above says dequantized, and where a model adds a "
         "bias to its logits (T5).",

@@ -198,7 +198,7 @@ class DecodeLaunch:
         step = self._steps.get(key)
         if step is None:
             rows = (query, *(states or ()))
-            if any(part.stride()[-1] != 1 for part in rows):
+            if not all(part.stride()[-1] == 1 or part.is_contiguous() for part in rows):
                 # Kernels read rows that are contiguous, as models make them.
                 query, *row = (part.contiguous() for part in rows)
                 if token is not None:

@@ -19,6 +19,7 @@ from tq_kernels.types import AttentionOptions, KeyValue, PackedBlocks
 
 from ...config import TurboQuantConfig
 from ...tensors.layer import StoreView
+from ..backend import MAX_FLASH_DIM
 from ..workspace import Scratch, current_workspace
 from .packed import FEW_QUERIES, PackedTile, Take, rotated
 from .packed import dequantize as dequantize_tile
@@ -29,8 +30,6 @@ TILE_NUMBERS = 1 << 20
 """Channels of packed keys read at a time: 4 MiB of float32, and as much for values."""
 TILE_SCORES = 1 << 22
 """Scores held at a time: 16 MiB of float32."""
-WIDEST_GROUPED = 256
-"""Channels of the widest heads that sdpa reads in groups without a copy for each query head: flash attention's."""
 
 
 class Tile(Protocol):
@@ -305,7 +304,7 @@ def attend_buffer(
     elif options.causal and queries > 1:
         mask = causal_lower_right(queries, length)  # flash needs no tensor for it
     kv_heads, grouped = keys.shape[1], query.shape[1] != keys.shape[1]
-    if not grouped or max(keys.shape[3], values.shape[3]) <= WIDEST_GROUPED:
+    if not grouped or max(keys.shape[3], values.shape[3]) <= MAX_FLASH_DIM:
         out = scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=options.scaling, enable_gqa=grouped
         )

@@ -39,8 +39,6 @@ MAX_QUERIES = 16
 MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
 """Over a short history it takes up to so many, as long as queries times tokens stay within the second number
 (measured on an H200: 64 on 4k tokens take 54 us here and 85 us in the prefix kernel; 32 on 32k 115 and 86 us)."""
-MAX_FLASH_DIM = 256
-"""Channels of the widest heads that torch's flash attention takes; beyond, sdpa holds all logits in float32."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -155,7 +153,8 @@ def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -
 
 def supports_prompt(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a kernel stores what stays dense of these states, and finds the channel scales of their channels."""
-    return supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= target(keys.device).widest_head
+    some = 0 < keys.shape[0] * keys.shape[1] < 1 << 16  # programs of a grid's second axis
+    return some and supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= target(keys.device).widest_head
 
 
 @explains_failures
@@ -171,13 +170,16 @@ def store_prompt(
     """`tq_hf.ops.dispatch.store_prompt` on the GPU."""
     statistics = None
     if balanced and scales is not None:
-        workspace = current_workspace(keys.device)
+        if is_capturing():  # of the graph alone, which fills it at each replay
+            makes = [partial(torch.zeros, dtype=torch.float32, device=keys.device)] * 2
+        else:
+            workspace = current_workspace(keys.device)
+            makes = [partial(workspace.floats, name) for name in ("balance", "balance counters")]
         statistics = Statistics(
             None if queries is None else _rows(queries),
             None if attended is None else attended.expand(len(keys), -1),
             dense.to_sinks,
-            partial(workspace.floats, "balance"),
-            partial(workspace.floats, "balance counters"),
+            *makes,
         )
     with launching_on(keys.device):
         store_prompt_rows((_rows(keys), _rows(values)), dense, scales, statistics)
@@ -299,7 +301,7 @@ def supports_attend_dequantized(
     """Whether the kernels that dequantize and that attend to dense states compute this call together, and sdpa has no
     flash attention for it: of heads wider than 256, capped logits or learned sinks."""
     layout, sinks = view.tensors.layout, view.tensors.sinks
-    slow = max(layout.key_dim, layout.value_dim) > MAX_FLASH_DIM or not options.only_scales()
+    slow = max(layout.key_dim, layout.value_dim) > backend.MAX_FLASH_DIM or not options.only_scales()
     return slow and supports_blocks(query, layout) and supports_attend_dense(query, *sinks, mask, options)
 
 
