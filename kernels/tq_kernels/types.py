@@ -68,10 +68,10 @@ class ChannelScales(NamedTuple):
     values: torch.Tensor
 
     @classmethod
-    def ones(
+    def allocate(
         cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device, filled: bool = True
     ) -> ChannelScales:
-        """Channel scales that change nothing, unless they are not `filled`."""
+        """Room for channel scales, `filled` with ones, which change nothing."""
         make = torch.ones if filled else torch.empty
         keys, values = (make(batch, heads, dim, dtype=torch.float16, device=device) for dim in (key_dim, value_dim))
         return cls(keys, values)
@@ -127,7 +127,7 @@ class PackedBlocks:
             value_words=room(layout.value_words),
             scales=room(layout.tokens),
             key_means=room(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
-            channel_scales=ChannelScales.ones(batch, heads, layout.key_dim, layout.value_dim, device, scaled),
+            channel_scales=ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device, scaled),
         )
 
     @property
@@ -239,7 +239,7 @@ class DenseRows(NamedTuple):
         ring: Buffers of the residual, `[B, Hkv, capacity, D]`, contiguous.
         first_sink: Row of `sinks` that the first token goes to.
         to_sinks: Tokens at the start that go there.
-        start: The first of the tokens, to the last, that go to the ring, as many as it has room for.
+        start: The first token that goes to the ring; so do all after it, for which it has room.
         slot: Slot of the ring for it.
         held: Sinks, packed blocks and rows of the ring that a store holds then.
         counts: Tensors to write those to (`state`, `step_counts` and `length` of `tq_hf.stores.preallocated`), or

@@ -92,7 +92,7 @@ def check_rows(device: torch.device, scales: str, tokens: int, **case: Any) -> N
             for shape, dtype in (((4,), torch.int32), ((6, 4), torch.int32), ((), torch.int64))
         )
         dense = dense._replace(counts=counts if scales == "ones" else None)
-        out = ChannelScales.ones(*keys.shape[:2], keys.shape[3], values.shape[3], device)
+        out = ChannelScales.allocate(*keys.shape[:2], keys.shape[3], values.shape[3], device)
         out = out.map(lambda x: x * NAN)
         given = None if scales == "left" else out
         with pytest.MonkeyPatch.context() as patch:
@@ -237,7 +237,7 @@ def test_a_store_asks_for_them_on_a_gpu() -> None:
 def test_wide_heads_are_left_to_torch() -> None:
     """Of more than 256 channels, as is everything of theirs."""
     made = prompt(dims=(264, 8), tokens=64)
-    out = ChannelScales.ones(2, HEADS, 264, 8, CPU)
+    out = ChannelScales.allocate(2, HEADS, 264, 8, CPU)
     pair = made[1], made[2]
     dispatch.store_prompt(pair, dense_rows(pair), out, True, made[0])
     assert all(torch.equal(a, b) for a, b in zip(out, balance.channel_scales(*made, first=0), strict=True))

@@ -141,7 +141,7 @@ class GrowingStore(LayerStore):
             check_room(keys.shape[2], self.length, self.max_cache_len)
         self.encode_deferred()
         self.drop_encoded_rows()
-        # A kernel that fails leaves the store as it was: what it has written beyond the counts does not matter.
+        # A kernel that fails leaves the store as it was, but for rows and blocks beyond the counts, which nobody uses.
         before = vars(self) | {"residual": self.residual.snapshot()}
         try:
             if keys.shape[2] <= 1 or (keys.shape[2] <= SHORT_CALL and self.length > 0):

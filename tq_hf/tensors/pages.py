@@ -92,7 +92,7 @@ class LayerPages:
         dense = page[..., : 2 * rows * head_dim * dtype.itemsize].view(dtype).unflatten(-1, (2, rows, head_dim))
         words = (key_words.view(torch.int32), value_words.view(torch.int32))
         key_means = means.view(torch.float16) if layout.key_mean else None
-        ones = ChannelScales.ones(1, page.shape[1], head_dim, head_dim, pool.device)
+        ones = ChannelScales.allocate(1, page.shape[1], head_dim, head_dim, pool.device)
         factors = (ones.keys[0], ones.values[0])
         ring = ring_pages(config, layout, dtype)
         tensors = Pages(
@@ -113,7 +113,7 @@ class LayerPages:
         layout = config.layout(head_dim)
         states, rows = page.view(dtype), rows_per_page(layout, dtype)
         dense = states[..., : 2 * rows * head_dim].unflatten(-1, (2, rows, head_dim))
-        ones = ChannelScales.ones(1, page.shape[1], head_dim, head_dim, page.device)
+        ones = ChannelScales.allocate(1, page.shape[1], head_dim, head_dim, page.device)
         empty = page.new_empty(0).view(torch.int32)
         ring = ring_pages(config, layout, dtype)
         scales = (ones.keys[0], ones.values[0])

@@ -55,7 +55,7 @@ class Residual:
 
     @classmethod
     def allocate(cls, like: KeyValue, capacity: int, first: int = 0) -> Residual:
-        """An empty residual, in buffers that are not filled: no one reads a row that is not held.
+        """An empty residual, in buffers that are not filled: nobody uses a row that is not held.
 
         Args:
             like: Keys and values whose batch, heads, head_dim, dtype and device the ring takes.
