@@ -198,18 +198,19 @@ def _hand_states_on(model: Any) -> bool:
 
 @cache
 def _source(kind: Any) -> str:
-    """The source of `forward`, empty if there is none that can be read by itself."""
+    """The source of `forward`, empty if there is none."""
     try:
-        source = dedent(getsource(kind.forward))
-        ast.parse(source)
-    except (AttributeError, OSError, TypeError, SyntaxError):  # no source; a line of it begins at the margin
+        return dedent(getsource(kind.forward))
+    except (AttributeError, OSError, TypeError):
         return ""
-    return source
 
 
 def _drops_arguments(kind: type, name: str) -> bool:
-    """Whether `forward` calls `self.<name>`, and never with a `**` argument."""
-    tree = ast.parse(_source(kind))
+    """Whether `forward` calls `self.<name>`, and never with a `**` argument, as far as its source can be read."""
+    try:
+        tree = ast.parse(_source(kind))
+    except SyntaxError:  # a line of a comment or of a text in it begins at the margin
+        return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"]
     return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
 
