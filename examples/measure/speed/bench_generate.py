@@ -36,7 +36,7 @@ from tq_hf.compat import layer_config
 from tq_hf.graph_decoding.step import LateFlags
 from tq_hf.layers.handle import resolve
 
-SHAPES = ((1, 2048), (1, 32768), (8, 32768), (1, 131072))
+SHAPES = ((1, 512), (1, 2048), (1, 8192), (1, 32768), (8, 32768), (1, 131072))
 NEW_TOKENS, TIMED = 40, 32
 """New tokens of a generation, and how many of its steps are timed, the last ones."""
 ROOM = 256
@@ -99,7 +99,7 @@ def variants(model: PreTrainedModel, batch: int, context: int, host_work: float 
     if batch > 1:  # where the bytes of the cache count
         for preset in ("k8v4", "3bit_nc"):
             chosen[f"{preset}, compiled"] = Variant("turboquant", ours(preset))
-    if (batch, context) == SHAPES[0]:  # the time of a step follows the tokens held, not the room
+    if (batch, context) == (1, 2048):  # the time of a step follows the tokens held, not the room
         chosen["4bit_nc, compiled, room for 128k"] = Variant("turboquant", ours(room=2**17))
     return chosen
 
