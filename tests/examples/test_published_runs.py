@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -44,3 +46,17 @@ def test_attention_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     outcomes = published_runs.run("gpt_oss", CPU, torch.float32).outcomes
     assert outcomes["prompt"] == "right"
     assert outcomes["decode"].endswith("away") and outcomes["continuation"].endswith("away")
+
+
+def test_processes_go_on_after_one_that_ends() -> None:
+    own = "(str(__import__('os').getpid()), True)"
+    said = ["('first', True)", "__import__('os')._exit(1)", "('broken', False)", own]
+    first, ended, broken, last = published_runs.in_processes(eval, said, 1)
+    assert (first, ended, broken) == ("first", f"{said[1]}: its process ended", "broken")
+    assert last != str(os.getpid())
+    assert sorted(published_runs.in_processes(eval, said[:1] * 5, 2)) == ["first"] * 5
+
+
+def test_a_line_says_what_could_not_run() -> None:
+    text, goes_on = published_runs.line("gptj", False, "eager")
+    assert text.startswith("gptj: not run, ") and goes_on

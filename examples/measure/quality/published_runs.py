@@ -3,27 +3,33 @@
     python -m examples.measure.quality.published_runs                     # every family, on a GPU if there is one
     python -m examples.measure.quality.published_runs gemma4_text llama   # these
     python -m examples.measure.quality.published_runs --float32           # not in bf16, which may choose other experts
+    python -m examples.measure.quality.published_runs --processes 8 --backend eager    # graphs of kernels not compiled
 
 A model has one layer of each kind and the published numbers and widths of query and KV heads; hidden size (where it is
 not that of the heads), vocabulary and experts are cut. It reads a prompt, decodes, reads on after a history, fills a
 preallocated cache by `generate()` and by `graph_decoding`, and answers a batch. Logits are held to those of a cache
-that is read dequantized by eager attention, tokens of graphs to those of `generate()`. Printed, and not
-kept.
+that is read dequantized by eager attention, tokens of graphs to those of `generate()`. Printed as families end, and
+not kept. A GPU compiles kernels for each size of heads, and `--backend` (of `torch.compile`) each family's step.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import logging
+import multiprocessing
 import re
-import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from examples.measure.quality.family_check import NOT_TESTABLE, PACKED, difference
@@ -126,8 +132,8 @@ def outcome(check: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
-def run(model_type: str, device: torch.device, dtype: torch.dtype) -> Run:
-    """All operations of one family.
+def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str = "inductor") -> Run:
+    """All operations of one family. `backend` of `torch.compile` makes the steps that are captured on a GPU.
 
     Raises:
         Exception: The family cannot be built at these sizes.
@@ -141,10 +147,8 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype) -> Run:
 
     def graphs() -> str:
         caches = [TurboQuantCache(model.config, max_cache_len=ROOM, **PACKED) for _ in range(2)]
-        own, graph = (
-            generated(model, caches[0], disable_compile=True),
-            generated(model, caches[1], custom_generate=graph_decoding),
-        )
+        step = dict(custom_generate=graph_decoding, compile_config=CompileConfig(backend=backend))
+        own, graph = generated(model, caches[0], disable_compile=True), generated(model, caches[1], **step)
         return "right" if torch.equal(own, graph) else f"{int((own != graph).sum())} tokens differ"
 
     def batches() -> str:
@@ -170,21 +174,69 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype) -> Run:
     return Run(heads, outcomes, said)
 
 
-def main(only: list[str]) -> None:
-    """Print a line a family."""
+def line(model_type: str, float32: bool, backend: str) -> tuple[str, bool]:
+    """What is printed of a family, and whether its process can go on: not after an error of the device."""
     transformers_logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" and "--float32" not in only else torch.float32
-    only = [name for name in only if name != "--float32"]
-    for model_type in only or [name for name in model_types() if name not in NOT_TESTABLE]:
-        try:
-            found = run(model_type, device, dtype)
-        except Exception as error:
-            print(f"{model_type}: not run, {type(error).__name__}: {error}".split("\n")[0][:200], flush=True)
-            continue
+    dtype = torch.bfloat16 if device.type == "cuda" and not float32 else torch.float32
+    start = time.perf_counter()
+    torch.compiler.reset()
+    try:
+        found = run(model_type, device, dtype, backend)
         wrong = {name: kind for name, kind in found.outcomes.items() if kind != "right"}
-        print(f"{model_type} ({found.heads}): {wrong or 'right'}; torch: {found.in_torch or 'nothing'}", flush=True)
+        text = f"{model_type} ({found.heads}): {wrong or 'right'}; torch: {found.in_torch or 'nothing'}"
+    except Exception as error:
+        text = f"{model_type}: not run, {type(error).__name__}: {error}".split("\n")[0][:200]
+    text += f" ({time.perf_counter() - start:.0f} s)"
+    try:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return text, False
+    return text, True
+
+
+def in_processes(work: Callable[[str], tuple[str, bool]], names: list[str], processes: int) -> Iterator[str]:
+    """What `work` says of all names, as it is said, from processes that go from name to name. A new one takes the place
+    of one that ends or cannot go on."""
+    context = multiprocessing.get_context("spawn")
+    free = [ProcessPoolExecutor(1, context) for _ in range(processes)]
+    running: dict[Future[tuple[str, bool]], tuple[str, ProcessPoolExecutor]] = {}
+    waiting = names[::-1]
+    while waiting or running:
+        while waiting and free:
+            name, pool = waiting.pop(), free.pop()
+            running[pool.submit(work, name)] = name, pool
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            name, pool = running.pop(future)
+            try:
+                text, goes_on = future.result()
+            except BrokenProcessPool:
+                text, goes_on = f"{name}: its process ended", False
+            if not goes_on:
+                pool.shutdown(wait=False)
+                pool = ProcessPoolExecutor(1, context)
+            free.append(pool)
+            yield text
+    for pool in free:
+        pool.shutdown()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a line a family."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="model types (default: all)")
+    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--processes", type=int, help="run so many families at a time, each in a process")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile, for captured steps; eager is quick")
+    chosen = parser.parse_args(arguments)
+    names = chosen.names or [name for name in model_types() if name not in NOT_TESTABLE]
+    work = partial(line, float32=chosen.float32, backend=chosen.backend)
+    lines = in_processes(work, names, chosen.processes) if chosen.processes else (work(name)[0] for name in names)
+    for text in lines:
+        print(text, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
