@@ -7,6 +7,7 @@ Predictions compare decode attention with reading the same keys and values in 16
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -99,12 +100,17 @@ class FirstPrompt:
         """Log what fp16 scales of these layers cannot hold and, for "auto", how balanced their keys are. Waits for the
         device."""
         sampled = [(i, layers[i], sizes) for i in sorted(self.seen) if (sizes := _sizes(layers[i])) is not None]
-        warnings = [text for index, layer, sizes in sampled if (text := _beyond_fp16(index, layer, sizes))]
-        if warnings:
+        if not sampled:
+            return
+        if warnings := _beyond_fp16(sampled):
             more = f" So it is in {len(warnings) - 1} more layers." if warnings[1:] else ""
             logger.warning(warnings[0] + more)
-        if self.auto and sampled:
+        if self.auto:
             _report_balance(sampled)
+
+
+def _rms(states: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.linalg.vector_norm(states, dim=dim, dtype=torch.float32) / states.shape[dim] ** 0.5
 
 
 def _sizes(layer: Any) -> KeyValue | None:
@@ -112,24 +118,33 @@ def _sizes(layer: Any) -> KeyValue | None:
     parts = layer.store.view().dense_parts if layer.store is not None else []
     if not parts or parts[-1][1][0].shape[2] == 0:
         return None
-    k, v = (x[:, :, -SAMPLED_TOKENS:].float() for x in parts[-1][1])
-    return k.std(2, correction=0), v.square().mean(2).sqrt()
+    k, v = (x[:, :, -SAMPLED_TOKENS:] for x in parts[-1][1])
+    return k.float().std(2, correction=0), _rms(v, 2)
 
 
-def _beyond_fp16(index: int, layer: Any, sizes: KeyValue) -> str | None:
-    """A warning of a layer whose states are beyond what scales in fp16 hold, or `None`."""
-    for what, size, factor in zip(("Keys", "Values"), sizes, layer.store.blocks.channel_scales, strict=True):
-        stored = (size.to(factor.device) * factor).square().mean(-1).sqrt()
-        least, most = torch.stack([torch.where(stored > 0, stored, 1).min(), stored.max()]).tolist()
-        if least < SMALLEST_RMS or most > LARGEST_RMS:
+def _beyond_fp16(sampled: Sequence[tuple[int, Any, KeyValue]]) -> list[str]:
+    """A warning of each layer whose states are beyond what scales in fp16 hold."""
+    kinds = [(index, layer, what) for index, layer, _ in sampled for what in ("Keys", "Values")]
+    stored = [
+        _rms(size.to(factor.device) * factor, -1).flatten()
+        for _, layer, sizes in sampled
+        for size, factor in zip(sizes, layer.store.blocks.channel_scales, strict=True)
+    ]
+    # All at once: each wait for the device would take as long as a layer's launches.
+    held = iter(torch.cat([x.to(stored[0].device) for x in stored]).tolist())
+    warnings = {}
+    for (index, layer, what), heads in zip(kinds, stored, strict=True):
+        sizes = [size for size in islice(held, heads.numel()) if size > 0] or [1.0]  # 0 is held exactly
+        least, most = min(sizes), max(sizes)
+        if index not in warnings and (least < SMALLEST_RMS or most > LARGEST_RMS):
             way = f"Leave the layer out (`skip_layers=({index},)`)"
             way += "." if layer.config.balance else ", or balance it (`balance=True`)."
-            return (
+            warnings[index] = (
                 f"{what} of layer {index} have an RMS of {least if least < SMALLEST_RMS else most:.1e} in some head, "
                 f"beyond what 16-bit scales hold ({SMALLEST_RMS:.0e} to {LARGEST_RMS:,.0f}): they are stored wrong. "
                 f"{way}"
             )
-    return None
+    return list(warnings.values())
 
 
 def _report_balance(sampled: Sequence[tuple[int, Any, KeyValue]]) -> None:
