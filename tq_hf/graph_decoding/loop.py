@@ -113,6 +113,8 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], argumen
         )
     cache = inputs.get("past_key_values")
     advice = "Leave out `custom_generate`, or "
+    if model.config.is_encoder_decoder:
+        raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
     if not isinstance(cache, TurboQuantCache) or not cache.is_compileable:
         came = type(cache).__name__ + (" without `max_cache_len`" if isinstance(cache, TurboQuantCache) else "")
         raise ValueError(
@@ -128,8 +130,6 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], argumen
             f"`graph_decoding` takes models whose layers are full attention or sliding windows; this cache also has "
             f"{', '.join(sorted(other))}. Leave out `custom_generate`."
         )
-    if model.config.is_encoder_decoder:
-        raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(

@@ -7,7 +7,7 @@ a difference, unless transformers' own cache of that kind differs or fails alike
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -129,25 +129,29 @@ def worst(kinds: Iterable[str]) -> str:
     return min(kinds, key=KINDS.index)
 
 
-def forward(model: PreTrainedModel, cache: Cache) -> Logits:
-    """Logits of an unpadded batch, teacher forced: a prompt, then `STEPS`."""
-    ids = _ids(2, PROMPT + sum(STEPS))
-    logits, start = [], 0
-    for size in (PROMPT, *STEPS):
-        chunk = ids[:, start : start + size]
-        start += size
+def teacher_forced(model: PreTrainedModel, cache: Cache, sizes: Sequence[int]) -> Logits:
+    """Logits of an unpadded batch, in calls of so many tokens."""
+    ids = token_ids(2, sum(sizes)).to(model.device)
+    logits = []
+    for chunk in ids.split(list(sizes), 1):
         inputs = {"input_ids": chunk}
         if model.config.is_encoder_decoder:
-            inputs = {"input_ids": _ids(2, 12), "decoder_input_ids": chunk}
+            inputs = {"input_ids": token_ids(2, 12).to(model.device), "decoder_input_ids": chunk}
         torch.manual_seed(0)
         with torch.no_grad():
-            logits.append(model(**inputs, past_key_values=cache, use_cache=True).logits[:, -size:])
+            out = model(**inputs, past_key_values=cache, use_cache=True)
+        logits.append(out.logits[:, -chunk.shape[1] :])
     return logits
+
+
+def forward(model: PreTrainedModel, cache: Cache) -> Logits:
+    """Logits of a prompt, then of `STEPS`."""
+    return teacher_forced(model, cache, (PROMPT, *STEPS))
 
 
 def generated(model: PreTrainedModel, cache: Cache) -> Logits:
     """Logits of a generation, left-padded."""
-    inputs = {"input_ids": _ids(2, PROMPT), "attention_mask": torch.ones(2, PROMPT, dtype=torch.long)}
+    inputs = {"input_ids": token_ids(2, PROMPT), "attention_mask": torch.ones(2, PROMPT, dtype=torch.long)}
     inputs["input_ids"][0, :5] = 0
     inputs["attention_mask"][0, :5] = 0
     if model.config.is_encoder_decoder:
@@ -155,7 +159,7 @@ def generated(model: PreTrainedModel, cache: Cache) -> Logits:
         inputs["decoder_attention_mask"] = inputs.pop("attention_mask")
         inputs |= {
             "decoder_start_token_id": 0,
-            "input_ids": _ids(2, 12),
+            "input_ids": token_ids(2, 12),
             "attention_mask": torch.ones(2, 12, dtype=torch.long),
         }
     torch.manual_seed(0)
@@ -176,11 +180,11 @@ def generated(model: PreTrainedModel, cache: Cache) -> Logits:
 SCENARIOS: tuple[Callable[[PreTrainedModel, Cache], Logits], ...] = (forward, generated)
 
 
-def _ids(batch: int, length: int) -> torch.Tensor:
+def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(3, 99, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
-def _cache(model: PreTrainedModel, own: Cache) -> Cache:
+def beside_cross_attention(model: PreTrainedModel, own: Cache) -> Cache:
     """`own`, with a cross-attention cache of transformers beside it where the model wants one."""
     return EncoderDecoderCache(own, DynamicCache(config=model.config)) if model.config.is_encoder_decoder else own
 
@@ -209,7 +213,7 @@ def _run(model: PreTrainedModel, make: Callable[[], Cache]) -> Run:
     try:
         for scenario in SCENARIOS:
             cache = make()
-            logits.append(scenario(model, _cache(model, cache)))
+            logits.append(scenario(model, beside_cross_attention(model, cache)))
     except Exception as error:
         return Run(error)
     return Run(logits, cache)

@@ -32,7 +32,15 @@ import torch
 from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from examples.measure.quality.family_check import NOT_TESTABLE, PACKED, difference
+from examples.measure.quality.family_check import (
+    NOT_TESTABLE,
+    PACKED,
+    Logits,
+    beside_cross_attention,
+    difference,
+    teacher_forced,
+    token_ids,
+)
 from examples.measure.quality.family_configs import model_class, model_types, random_model, tiny_config
 from tq_hf import TurboQuantBatching, TurboQuantCache, graph_decoding
 from tq_hf.batching.checks import INSTEAD
@@ -88,24 +96,16 @@ def published_model(model_type: str, device: torch.device, dtype: torch.dtype) -
 
 
 def ids(model: PreTrainedModel, batch: int, tokens: int) -> torch.Tensor:
-    return torch.randint(3, 99, (batch, tokens), generator=torch.Generator().manual_seed(tokens)).to(model.device)
+    return token_ids(batch, tokens).to(model.device)
 
 
-def teacher_forced(model: PreTrainedModel, cache: Cache) -> list[torch.Tensor]:
-    """Logits of a prompt, then of `STEPS`."""
-    tokens, start, logits = ids(model, 2, PROMPT + sum(STEPS)), 0, []
-    for size in (PROMPT, *STEPS):
-        chunk = tokens[:, start : start + size]
-        start += size
-        logits.append(model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[:, -size:].float())
-    return logits
-
-
-def generated(model: PreTrainedModel, cache: Cache, **options: Any) -> torch.Tensor:
+def generated(model: PreTrainedModel, own: Cache, **options: Any) -> torch.Tensor:
     """New tokens."""
-    prompt = ids(model, 2, PROMPT)
-    options |= dict(max_new_tokens=NEW_TOKENS, do_sample=False, attention_mask=torch.ones_like(prompt))
-    return model.generate(input_ids=prompt, past_key_values=cache, **options)[:, PROMPT:]
+    inputs = {"input_ids": ids(model, 2, PROMPT)}
+    if model.config.is_encoder_decoder:
+        inputs = {"input_ids": ids(model, 2, 12), "decoder_input_ids": inputs["input_ids"]}
+    options |= dict(max_new_tokens=NEW_TOKENS, do_sample=False, attention_mask=torch.ones_like(inputs["input_ids"]))
+    return model.generate(**inputs, past_key_values=beside_cross_attention(model, own), **options)[:, PROMPT:]
 
 
 @contextmanager
@@ -141,6 +141,10 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str 
     model = published_model(model_type, device, dtype)
     parts = [slice(0, 1), slice(1, 3), slice(3, None)]
 
+    def logits(own: Cache) -> Logits:
+        found = teacher_forced(model, beside_cross_attention(model, own), (PROMPT, *STEPS))
+        return [x.float() for x in found]
+
     def near(part: slice) -> str:
         away = difference(packed[part], expected[part])
         return "right" if away <= TOLERANCE[dtype] else f"{away:.2g} away"
@@ -157,16 +161,18 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str 
         answers = TurboQuantBatching(model, "4bit_nc", balance=False).generate_batch(
             prompts, generation_config=config, progress_bar=False
         )
+        if errors := [answer.error for answer in answers.values() if answer.error]:
+            raise RuntimeError(errors[0])
         lengths = [len(answer.generated_tokens) for answer in answers.values()]
         return "right" if lengths == [NEW_TOKENS] * 3 else f"answers of {lengths} tokens"
 
     with listening() as said, torch.no_grad():
         # A cache is read packed by "turboquant" whatever its config names: the model itself must attend otherwise.
         model.set_attn_implementation("eager")
-        expected = teacher_forced(model, TurboQuantCache(model.config, **PACKED))
-        expected[0] = teacher_forced(model, DynamicCache(config=model.config))[0]
+        expected = logits(TurboQuantCache(model.config, **PACKED))
+        expected[0] = logits(DynamicCache(config=model.config))[0]
         model.set_attn_implementation("turboquant")
-        packed = teacher_forced(model, TurboQuantCache(model.config, **PACKED))
+        packed = logits(TurboQuantCache(model.config, **PACKED))
         outcomes = dict(zip(("prompt", "decode", "continuation"), map(near, parts), strict=True))
         outcomes |= {"graph decoding": outcome(graphs), "batches": outcome(batches)}
     layers = [layer for layer in TurboQuantCache(model.config).layers if hasattr(layer, "config")]
