@@ -76,12 +76,12 @@ ENVIRONMENT = {
 }
 ON_GPU = torch.cuda.is_available()
 KERNELS = {
+    "fused": "^triton_(?!tem)",
     "all-reduce": "nccl|all_reduce|allreduce",
     "decode_split": "decode_split",
     "reduce_splits": "reduce_splits",
     "rotate, append, encode": "rotate|append|encode",
-    "matrix products": "gemm|gemv|nvjet|cutlass|splitk|xmma",
-    "fused": "^triton_",
+    "matrix products": "gemm|gemv|nvjet|cutlass|splitk|xmma|^triton_tem",
 }
 """Groups of a step's kernels by what their names contain; the first that fits."""
 
@@ -204,8 +204,7 @@ def against_eager(model: PreTrainedModel, make: Make, tokens: torch.Tensor, shap
 
 
 def graph_step(model: PreTrainedModel, shape: Shape) -> dict[str, Any]:
-    """A step of `graph_decoding`: its time, its tokens against those of eager steps, its kernels, and the cache's bytes."""
-    torch._dynamo.reset()
+    """A step of `graph_decoding`: its time, its tokens against those of eager steps, its kernels, the cache's bytes."""
     make = packed(model, shape[1] + ROOM)
     found: dict[str, Any] = {"ms_per_step": milliseconds(model, Variant("turboquant", make, one_graph=True), shape)}
     cache = filled(make, model, shape)
@@ -273,8 +272,8 @@ def by_group(spans: list[tuple[float, float, str]], replays: int) -> dict[str, A
         replays: Of equally many kernels.
 
     Returns:
-        `wall_us`; `busy_us`, in which any kernel runs; `gaps_us`, the rest. `groups` sum up kernels, some of which begin
-        before the one in front has ended.
+        `wall_us`; `busy_us`, in which any kernel runs; `gaps_us`, the rest. `groups` sum up kernels, some of which
+        begin before the one in front has ended.
     """
     spans = spans[len(spans) // replays :]
     busy, until = 0.0, spans[0][0]
@@ -338,11 +337,12 @@ class PeerMemory:
 
 @torch.library.custom_op("bench_multi_gpu::one_shot_all_reduce", mutates_args=())
 def one_shot_all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes, each of which reads what the others wrote into their buffers. Without GPUs: gloo's."""
+    """The sum over all processes, each of which reads the others' buffers. Without GPUs: gloo's."""
     if x.is_cuda:
         buffer = PeerMemory.of(x.numel())
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x.contiguous(), "sum", name)
+        part = buffer[: x.numel()].view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(part, x.contiguous(), "sum", name)
     reduced = x.clone()
     dist.all_reduce(reduced)
     return reduced
@@ -418,14 +418,14 @@ def page_step(model: PreTrainedModel, shape: Shape) -> dict[str, Any]:
     """A step of continuous batching on packed pages, all requests in flight."""
     batch, context = shape
     config = TurboQuantConfig.from_preset(PRESET)
-    arguments = argparse.Namespace(seed=0, steps=bench_serve.STEPS, cache_tokens=batch * (context + 4 * ROOM))
+    # Also for each request's dense tokens, which take four times their number of packed ones.
+    arguments = argparse.Namespace(seed=0, steps=bench_serve.STEPS, cache_tokens=batch * (context + 4096))
     row = bench_serve.decoded(model, bench_serve.Engine(PRESET, config=config), batch, context, arguments)
     return {name: row[name] for name in row if name in ("ms_per_step", "steps", "warm_up_s", "error")}
 
 
 def compiled_step(model: PreTrainedModel, shape: Shape, guards: bool = True) -> dict[str, Any]:
-    """A step that `generate()` compiles by itself; or without guards on modules, of local shards if there are shards."""
-    release()
+    """A step that `generate()` compiles; as it is, or without guards on modules and with local shards."""
     counters.clear()
     found: dict[str, Any] = {}
     make = packed(model, shape[1] + ROOM)
@@ -487,9 +487,9 @@ def jobs_of(part: str, tiny: bool) -> dict[str, Job]:
     return {}
 
 
-PARTS = ("graph_decoding", "all_reduce", "one_shot", "pages", "generate", "device_map")
-"""Steps of `graph_decoding`; all-reduces alone; `graph_decoding` with other all-reduces; packed pages of many requests;
-compiled `generate()`; eager steps with layers on both GPUs."""
+PARTS = ("graph_decoding", "pages", "generate", "all_reduce", "one_shot", "device_map")
+"""Steps of `graph_decoding`; of many requests on packed pages; that `generate()` compiles; all-reduces alone;
+`graph_decoding` with all-reduces over peer memory; eager steps, with layers on both GPUs. Measured in this order."""
 
 
 class Process:
@@ -512,7 +512,10 @@ class Process:
             self.record = json.loads(arguments.output.read_text(encoding="utf-8"))
 
     def parts(self, *names: str) -> list[str]:
-        return [name for name in self.arguments.parts if name in names]
+        return [name for name in PARTS if name in names and name in self.arguments.parts]
+
+    def late(self) -> bool:
+        return time.perf_counter() - self.start > self.arguments.seconds
 
     def save(self, place: str, found: dict[str, Any]) -> None:
         """At once: what is measured stays measured if something later fails."""
@@ -532,6 +535,8 @@ class Process:
         return every
 
     def attempt(self, job: Job, model: PreTrainedModel) -> Any:
+        """What a job finds, compiled anew, or its error."""
+        release()
         try:
             return job(model)
         except Exception as error:  # what comes next may go well
@@ -546,6 +551,8 @@ class Process:
         if jobs:
             model = load(self.config, device_map=device())
             for name in list(jobs)[self.rank :: self.ranks]:
+                if self.late():
+                    break
                 mine[name] = self.attempt(jobs[name], model)
                 shown = "" if isinstance(mine[name], (torch.Tensor, list)) else mine[name].get("ms_per_step")
                 print(f"{time.perf_counter() - self.start:.0f} s, GPU {self.rank}: {name} {shown}", flush=True)
@@ -568,12 +575,14 @@ class Process:
             if part == "all_reduce":
                 jobs["all_reduce"] = partial(all_reduces, batches=[1, 8, 32])
             if part == "one_shot" and may_read_peers():
-                jobs |= {label("graph_decoding, one-shot all-reduces", s): self.one_shot(s) for s in shapes[::-1]}
+                jobs |= {label("graph_decoding over peer memory", s): self.one_shot(s) for s in shapes[::-1]}
             for name, job in jobs.items():
+                if self.gather(self.late())[0]:
+                    break
                 found = self.attempt(job, model)
-                if name == "logits" and isinstance(found, torch.Tensor) and isinstance(expected.get(name), torch.Tensor):
+                if isinstance(found, torch.Tensor) and isinstance(expected.get(name), torch.Tensor):
                     found = agreement(found, expected[name])
-                if not isinstance(found, torch.Tensor):
+                if isinstance(found, dict):
                     self.save("tensor_parallel", {name: self.gather(found)})
         # A captured CUDA graph holds its communicator: destroying that first would wait forever.
         del model
@@ -588,7 +597,7 @@ class Process:
 
     def device_map(self, expected: dict[str, Any]) -> None:
         """The jobs of a model that the first process spreads over both GPUs."""
-        if not self.parts("device_map") or self.rank:
+        if not self.parts("device_map") or self.rank or self.late():
             return
         by_config = self.arguments.tiny and ON_GPU
         model = load(self.config, device_map=by_hand(self.config) if by_config else "auto")
@@ -599,8 +608,10 @@ class Process:
         self.save("device_map", {"bytes_by_device": cache.memory_footprint().by_device})
         del cache
         for name, job in jobs_of("device_map", self.arguments.tiny).items():
+            if self.late():
+                break
             found = self.attempt(job, model)
-            if name == "greedy" and name in expected:
+            if isinstance(found, list) and isinstance(expected.get(name), list):
                 found = {"tokens": GIVEN, "equal": sum(a == b for a, b in zip(found, expected[name], strict=True))}
             self.save("device_map", {name: found})
 
@@ -609,6 +620,7 @@ class Process:
         self.tensor_parallel(expected)
         self.device_map(expected)
         self.gather(None)
+        PeerMemory.buffer = None
         dist.destroy_process_group()
 
 
@@ -617,8 +629,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short contexts, to try the script")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
     parser.add_argument(
-        "--output", type=Path, default=RESULTS / f"multi-gpu-{slug(device())}.json", help="what it has stays, of other parts"
+        "--output",
+        type=Path,
+        default=RESULTS / f"multi-gpu-{slug(device())}.json",
+        help="a JSON file; it keeps other parts",
     )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
