@@ -55,18 +55,29 @@ PREFILL = {
     "first_token": [{"prompt": 32768, "DynamicCache": 0.168, "4bit_nc": 0.1695, "ratio": 1.0075}],
     "million": [{"tokens": 131072, "seconds": 0.6, "cache_bytes": 150 * 2**20, "peak_bytes_beyond": 900 * 2**20}],
 }
+COMPARED = {"tokens": 24, "equal": 23, "near_ties": 1, "furthest_behind": 0.0125}
+KERNELS_OF_A_STEP = {"groups": {"all-reduce": 441.4, "other": 59.6}, "gaps_us": 120.0, "wall_us": 5200.0}
+OF_A_GRAPH = {"against_eager": COMPARED, "kernels": KERNELS_OF_A_STEP | {"us_by_events": 5100.0}}
 MULTI_GPU = {
-    "batch": 8,
-    "context": 32768,
-    "preset": "4bit_nc",
-    "one_gpu": {"ms_eager": {"DynamicCache": 41.5, "4bit_nc": 37.5}, "ms_compiled": 11.5, "bytes_held": 9 * 2**30},
+    "one_gpu": {
+        "graph_decoding, 8 x 32768": OF_A_GRAPH | {"ms_per_step": 9.0, "bytes_held": 9 * 2**30},
+        "pages, 32 x 2048": {"ms_per_step": 12.0},
+        "eager 4bit_nc, 8 x 32768": {"ms_per_step": 37.5},
+    },
+    "tensor_parallel": {
+        "graph_decoding, 8 x 32768": [
+            OF_A_GRAPH | {"ms_per_step": ms, "bytes_held": int(4.5 * 2**30)} for ms in (5.5, 6.0)
+        ],
+        "graph_decoding over peer memory, 8 x 32768": [{"ms_per_step": 5.0}] * 2,
+        "pages, 32 x 2048": [{"ms_per_step": 8.0}, {"error": "RuntimeError: one | two"}],
+        "logits": [{"relative_rms": 0.0625, "mean_kl": 0.002, "same_top1": 0.75}] * 2,
+        "all_reduce": [{"8": {"bytes": 65536, "us": {"nccl": 9.04, "one_shot": 5.0}}}] * 2,
+    },
     "device_map": {
-        "ms_eager": {"DynamicCache": 42.5, "4bit_nc": 38.5},
-        "tokens": 64,
-        "tokens_equal": 63,
+        "eager 4bit_nc, 8 x 32768": {"ms_per_step": 38.5},
+        "greedy": {"tokens": 64, "equal": 63},
         "bytes_by_device": {"cuda:0": 5 * 2**30, "cuda:1": 4 * 2**30},
     },
-    "tensor_parallel": {"ms_compiled": 7.5, "bytes_held": [int(4.5 * 2**30)] * 2},
 }
 
 
@@ -191,8 +202,16 @@ EXPECTED = [
     ("prefix", PREFIX, ["| 2,048 on 30,720, `4bit_nc`, fused | 3.50 ms | **0.87×** | 309 | 16 MiB | 2.8e-03 |"]),
     ("prefix", PREFIX, ["| new on history | fused | flash |", "| 17 on 4,096 | 0.087 | 0.042 |"]),
     ("prefill", PREFILL, ["| 32,768 | 168.0 ms | 169.5 ms | 1.01× |", "| 131,072 | 0.6 s | 150 MiB | 900 MiB |"]),
-    ("multi-gpu", MULTI_GPU, ["| eager, `4bit_nc` | 37.5 ms | 38.5 ms | – |", "63 of 64 tokens"]),
-    ("multi-gpu", MULTI_GPU, ["| compiled, `4bit_nc` | 11.5 ms | – | 7.5 ms |", "5.00 + 4.00 GiB | 4.50 + 4.50 GiB |"]),
+    (
+        "multi-gpu",
+        MULTI_GPU,
+        ["| graph_decoding, 8 × 32k | 9.00 ms | 6.00 ms | **1.50×** | – |", "72 tokens", "69 are"],
+    ),
+    ("multi-gpu", MULTI_GPU, ["| graph_decoding over peer memory, 8 × 32k | – | 5.00 ms | **1.80×** | – |"]),
+    ("multi-gpu", MULTI_GPU, ["| pages, 32 × 2k | 12.00 ms | RuntimeError: one / two | – | – |"]),
+    ("multi-gpu", MULTI_GPU, ["| eager `4bit_nc`, 8 × 32k | 37.50 ms | – | – | 38.50 ms |", "63 of 64 tokens"]),
+    ("multi-gpu", MULTI_GPU, ["| 9.00 GiB | 4.50 + 4.50 GiB | – | 5.00 + 4.00 GiB |", "| all-reduce | 441 | 441 |"]),
+    ("multi-gpu", MULTI_GPU, ["by 6.2e-02", "75% of", "An all-reduce of 64 KiB in a graph: nccl 9.0 µs, one_shot 5.0"]),
     ("quality", QUALITY, ["| `4bit_nc` | 158 | 134 | 0.00023 (0.00023 to 0.00023) |", "| 99.5% | 100.0% | – |"]),
     ("quality", QUALITY, ["| `4bit_nc`, packed only |", "| transformers fp8 | 158 | 134 | NaN | NaN | NaN |"]),
     (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from examples.measure.report.card_tables import cards, compile_matrix
+from examples.measure.report.multi_gpu_tables import multi_gpu
 from examples.measure.report.page import cache_name, details, note, shape, source, table
 from examples.measure.report.serve_tables import offload, serve
 from tq_hf import PRESETS
@@ -276,38 +277,6 @@ def prefill(record: dict[str, Any]) -> str:
     ]
     headings = ["tokens read, one layer", "after", "cache", "peak beyond cache and weights"]
     return text + table(headings, lines) + note(record) + source(record)
-
-
-def multi_gpu(record: dict[str, Any]) -> str:
-    """Two GPUs by tensor parallelism, and by `device_map` where that was measured, against one."""
-    one, spread, split = record["one_gpu"], record.get("device_map"), record["tensor_parallel"]
-
-    def row(label: str, *columns: tuple[dict[str, Any] | None, str]) -> list[str]:
-        found = (None if part is None else part.get(key) for part, key in columns)
-        return [label, *("–" if ms is None else f"{ms:.1f} ms" for ms in found)]
-
-    preset = cache_name(record["preset"])
-    lines = [
-        row(f"eager, {cache_name(name)}", (one["ms_eager"], name), (spread and spread["ms_eager"], name), (None, ""))
-        for name in one.get("ms_eager", {})
-    ]
-    ways = {f"compiled, {preset}": "ms_compiled", "without guards on modules, local shards": "ms_compiled_unguarded"}
-    lines += [row(label, (one, key), (None, ""), (split, key)) for label, key in ways.items() if key in split]
-    held = [[one["bytes_held"]], list(spread["bytes_by_device"].values()) if spread else [], split["bytes_held"]]
-    shown = [" + ".join(f"{size / GIB:.2f}" for size in sizes) + " GiB" if sizes else "–" for sizes in held]
-    lines.append(["KV held on each GPU", *shown])
-    headings = [
-        f"a decode step at {record['batch']} × {record['context']:,}",
-        "one GPU",
-        "`device_map`, two",
-        "tensor parallel, two",
-    ]
-    if spread is None:
-        headings, *lines = ([cells[0], cells[1], cells[3]] for cells in (headings, *lines))
-    same = ""
-    if spread:
-        same = f"\n{spread['tokens_equal']} of {spread['tokens']} tokens are those of one GPU with `device_map`.\n"
-    return f"{record['model']}:\n\n" + table(headings, lines) + same + note(record) + source(record)
 
 
 def cpu(record: dict[str, Any]) -> str:

@@ -158,12 +158,12 @@ def fill(cache: Cache, model: PreTrainedModel, batch: int, context: int, ranks: 
 
 def go_on(
     model: PreTrainedModel, ids: torch.Tensor, cache: Cache, new_tokens: int, padding: int = 0, **options: Any
-) -> None:
-    """Exactly `new_tokens` greedy tokens after `ids` `[B, T]`, of which `cache` holds all but the last, and the first
-    `padding` of the first sequence are padding."""
+) -> torch.Tensor:
+    """`ids` `[B, T]` and exactly `new_tokens` greedy tokens after them; `cache` holds all of `ids` but the last, and
+    the first `padding` of the first sequence are padding."""
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
-    model.generate(
+    return model.generate(
         ids,
         attention_mask=mask,
         past_key_values=cache,

@@ -1,21 +1,21 @@
-"""A model over two GPUs, with transformers' own means and one cache: layers split by `device_map`, heads by `tp_plan`.
+"""A model over two GPUs against one of them, with one cache: heads by `tp_plan`, layers by `device_map`.
 
-    python -m examples.measure.speed.bench_multi_gpu
+    python -m examples.measure.speed.bench_multi_gpu [--parts graph_decoding pages ...]
 
-measures, on an 8B-shaped random Llama: one GPU; both GPUs in one process with `device_map="auto"`; and both with
-tensor parallelism, for which it starts itself once more, as one would any script that asks transformers for it:
+starts a process a GPU under torchrun, on an 8B-shaped random Llama, and measures decode steps of three kinds: what is
+in `PARTS`. The processes share out what is measured on one GPU, each on its own; then they hold the model together.
+Steps are timed as in `bench_generate` and `bench_serve`, on caches that were filled with random keys and values, or on
+pages. JSON is written after each measurement, and one that fails leaves its error.
 
-    torchrun --nproc-per-node 2 -m examples.measure.speed.bench_multi_gpu --folder FOLDER
+A step of `graph_decoding` is also compared with eager steps on the same tokens, and its kernels are listed by name.
 
-With `--compiled-only` nothing but compiled steps and the bytes held is measured.
+Before each compiled step of `generate()` torch evaluates guards, which tell whether anything in the model has changed,
+and takes apart sharded parameters (`DTensor`s): that occupies the host for milliseconds while the GPUs wait. These
+steps are therefore timed in two ways: as `generate()` compiles by itself; and without guards on modules, an option of
+`torch.compile`, in tensor parallelism with plain tensors in place of the `DTensor`s besides.
 
-Before each compiled step torch evaluates guards, which tell whether anything in the model has changed, and takes apart
-sharded parameters (`DTensor`s): with tensor parallelism that occupies the host for milliseconds while the GPUs wait.
-Compiled steps are therefore timed in two ways: as `generate()` compiles by itself; and without guards on modules, an
-option of `torch.compile`, under tensor parallelism with plain tensors in place of the `DTensor`s besides.
-
-Times are of a step of `generate()` on caches that were filled with random keys and values, as the difference of two
-generations of different length. Writes JSON.
+NCCL is told before the processes meet that its collectives in graphs need not be guarded against others
+(`NCCL_GRAPH_MIXING_SUPPORT=0`). NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -24,85 +24,107 @@ import argparse
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch._dynamo.utils import counters
+from torch.autograd import DeviceType
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
 from transformers import CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import RowwiseParallel
 
-from examples.measure.speed.bench_generate import fill, go_on
+from examples.measure.speed import bench_serve
+from examples.measure.speed.bench_generate import ROOM, Variant, fill, go_on, step_seconds
 from examples.provenance import LLAMA_8B, RESULTS, bytes_held, provenance, slug
-from tq_hf import TurboQuantCache
+from tq_hf import TurboQuantCache, TurboQuantConfig, graph_decoding
+from tq_hf.graph_decoding.loop import latest_steps
 
 PRESET = "4bit_nc"
-SHAPE = (8, 32768)
-PROMPT, STEPS = 2048, 48
-NEW_TOKENS = (8, 40)
-PLAIN, UNGUARDED = "ms_compiled", "ms_compiled_unguarded"
-"""Compiled by `generate()` alone; and without guards on modules, of local shards if there are shards."""
+SHAPES, PAGES = ((8, 32768), (1, 2048)), (32, 2048)
+"""Batch and context of steps of a batch, and of steps of requests on pages."""
+TINY_SHAPES, TINY_PAGES = ((2, 300), (1, 200)), (3, 200)
 TINY = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+REPEATS = 2
+GIVEN = 48
+"""Tokens of a text whose logits are compared."""
+CHECKED = 24
+"""Steps of `graph_decoding` that are compared with eager ones."""
+REPLAYS = 8
+COLLECTIVES = 64
+"""Of one graph that times them."""
+NEAR_TIE = 0.05
+"""Standard deviations of a token's logits: two that are closer may change places in bf16."""
+ENVIRONMENT = {
+    "NCCL_GRAPH_MIXING_SUPPORT": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 ON_GPU = torch.cuda.is_available()
+KERNELS = {
+    "fused": "^triton_(?!tem)",
+    "all-reduce": "nccl|all_reduce|allreduce",
+    "decode_split": "decode_split",
+    "reduce_splits": "reduce_splits",
+    "rotate, append, encode": "rotate|append|encode",
+    "matrix products": "gemm|gemv|nvjet|cutlass|splitk|xmma|^triton_tem",
+}
+"""Groups of a step's kernels by what their names contain; the first that fits."""
+
+Make = Callable[[], Cache]
+Shape = tuple[int, int]
 
 
-def device(rank: int = 0) -> torch.device:
-    return torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
+def device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPU else torch.device("cpu")
 
 
-def random_weights(config: LlamaConfig, rank: int = 0) -> dict[str, torch.Tensor]:
+def random_weights(config: LlamaConfig) -> dict[str, torch.Tensor]:
     """Weights of a Llama in bf16, the same in every process."""
     with torch.device("meta"):
         shapes = LlamaForCausalLM(config).state_dict()
-    generator = torch.Generator(device(rank)).manual_seed(0)
+    generator = torch.Generator(device()).manual_seed(0)
     weights = {}
     for name, like in shapes.items():
-        weights[name] = torch.ones(like.shape, dtype=torch.bfloat16, device=device(rank))
+        weights[name] = torch.ones(like.shape, dtype=torch.bfloat16, device=device())
         if like.dim() > 1:
             weights[name].normal_(0, config.initializer_range, generator=generator)
     return weights
 
 
-def load(config: LlamaConfig, weights: dict[str, torch.Tensor], **placement: Any) -> PreTrainedModel:
+def load(config: LlamaConfig, **placement: Any) -> PreTrainedModel:
     """The model, placed by `device_map` or `distributed_config`: this is where one would name a checkpoint."""
+    weights = random_weights(config)
     model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16, **placement)
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+def release() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
 
 
 def by_hand(config: LlamaConfig) -> dict[str, int]:
     """A device map with half of the layers on each of two GPUs; "auto" leaves a tiny model on the first."""
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
     return places | {f"model.layers.{i}": 2 * i // config.num_hidden_layers for i in range(config.num_hidden_layers)}
-
-
-Make = Callable[[], Cache]
-
-
-def dynamic(model: PreTrainedModel) -> Make:
-    """Transformers' own cache, with sdpa."""
-    model.set_attn_implementation("sdpa")
-    return lambda: DynamicCache(config=model.config)
-
-
-def ours(model: PreTrainedModel, **options: Any) -> Make:
-    """The compressed cache, with attention on packed blocks; `max_cache_len` makes `generate()` compile."""
-    model.set_attn_implementation("turboquant")
-    return lambda: TurboQuantCache(model.config, PRESET, **options)
-
-
-MAKES: dict[str, Callable[[PreTrainedModel], Make]] = {"DynamicCache": dynamic, PRESET: ours}
-"""What eager steps are measured with."""
 
 
 def without_module_guards() -> CompileConfig:
@@ -122,53 +144,166 @@ def keep_local_shards(model: PreTrainedModel) -> None:
                     setattr(module, name, torch.nn.Parameter(parameter.to_local(), requires_grad=False))
 
 
-def synchronize() -> None:
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
+def ranks_of(model: PreTrainedModel) -> int:
+    """Processes that hold the model together."""
+    return model.tp_size or 1
 
 
-def random_ids(batch: int, length: int, model: PreTrainedModel) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
-
-
-def ms_per_step(model: PreTrainedModel, make: Make, shape: tuple[int, int], ranks: int = 1) -> float:
-    """Milliseconds of a decoding step of `generate()`."""
+def random_ids(shape: Shape, model: PreTrainedModel) -> torch.Tensor:
+    """Tokens `[B, T + 1]`: those of a cache of `shape`, and the one that comes next."""
     batch, context = shape
-    ids = random_ids(batch, context + 1, model)
-    seconds: dict[int, list[float]] = {n: [] for n in NEW_TOKENS}
-    # The first one compiles and warms up, and is not counted.
-    for number, new_tokens in enumerate((NEW_TOKENS[0], *NEW_TOKENS, *NEW_TOKENS)):
-        cache = make()
-        fill(cache, model, batch, context, ranks)
-        if ranks > 1:
-            dist.barrier()
-        synchronize()
-        start = time.perf_counter()
-        go_on(model, ids, cache, new_tokens)
-        synchronize()
-        if number:
-            seconds[new_tokens].append(time.perf_counter() - start)
+    generator = torch.Generator().manual_seed(context)
+    return torch.randint(3, model.config.vocab_size, (batch, context + 1), generator=generator).to(model.device)
+
+
+def filled(make: Make, model: PreTrainedModel, shape: Shape) -> Any:
+    """A cache of `shape`, always with the same random keys and values."""
+    cache = make()
+    torch.manual_seed(0)
+    fill(cache, model, *shape, ranks_of(model))
+    return cache
+
+
+def packed(model: PreTrainedModel, room: int | None) -> Make:
+    """The compressed cache; `room` makes `generate()` compile."""
+    return partial(TurboQuantCache, model.config, PRESET, max_cache_len=room)
+
+
+def milliseconds(model: PreTrainedModel, variant: Variant, shape: Shape) -> float:
+    """Time of a decoding step of `generate()`."""
+    model.set_attn_implementation(variant.attention)
+    seconds = []
+    for _ in range(1 + REPEATS):  # the first compiles
+        cache = filled(variant.make, model, shape)
+        seconds.append(step_seconds(model, variant, random_ids(shape, model), cache))
         del cache
         gc.collect()
-    short, long = (min(seconds[n]) for n in NEW_TOKENS)
-    return 1e3 * (long - short) / (NEW_TOKENS[1] - NEW_TOKENS[0])
+    return 1e3 * min(seconds[1:])
 
 
-def generated(model: PreTrainedModel, make: Make, prompt: int) -> list[int]:
-    """Greedy tokens after a random prompt."""
-    ids = random_ids(1, prompt, model)
-    options = dict(do_sample=False, min_new_tokens=STEPS, max_new_tokens=STEPS)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=make(), **options)
-    return out[0, prompt:].tolist()
+# graph_decoding
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, make: Make, prompt: int) -> torch.Tensor:
-    """Logits `[STEPS, V]` of given tokens, one a step, after a prompt."""
-    ids, cache = random_ids(1, prompt + STEPS, model), make()
+def against_eager(model: PreTrainedModel, make: Make, tokens: torch.Tensor, shape: Shape) -> dict[str, Any]:
+    """How often each token is the likeliest by eager steps on the tokens before it, and how far behind it is where it
+    is not, in standard deviations of the logits."""
+    cache, equal, gaps = filled(make, model, shape), 0, []
+    for t in range(shape[1], tokens.shape[1] - 1):
+        logits = model(tokens[:, t : t + 1], past_key_values=cache).logits[:, -1].float()
+        chosen = logits.gather(1, tokens[:, t + 1 :][:, :1])[:, 0]
+        behind = (logits.amax(1) - chosen) / logits.std(1)
+        equal += int((behind == 0).sum())
+        gaps += behind[behind > 0].tolist()
+    return {
+        "tokens": equal + len(gaps),
+        "equal": equal,
+        "near_ties": sum(gap < NEAR_TIE for gap in gaps),
+        "furthest_behind": max(gaps, default=0.0),
+    }
+
+
+def graph_step(model: PreTrainedModel, shape: Shape) -> dict[str, Any]:
+    """A step of `graph_decoding`: its time, its tokens against those of eager steps, its kernels, the cache's bytes."""
+    make = packed(model, shape[1] + ROOM)
+    found: dict[str, Any] = {"ms_per_step": milliseconds(model, Variant("turboquant", make, one_graph=True), shape)}
+    cache = filled(make, model, shape)
+    tokens = go_on(model, random_ids(shape, model), cache, CHECKED, custom_generate=graph_decoding)
+    found["against_eager"] = against_eager(model, make, tokens, shape)
+    found |= {"bytes_held": bytes_held(cache), "bytes_with_heads": bytes_with_heads(cache)}
+    graph = latest_steps[cache].graph
+    if graph is not None:
+        found["kernels"] = kernels(graph.replay, ranks_of(model))
+    return found
+
+
+def bytes_with_heads(cache: TurboQuantCache) -> int:
+    """Bytes of keys and values in a preallocated cache, without a layer's few bytes of counts."""
+    tensors = [
+        t for layer in cache.layers for t in (*layer.store.blocks.tensors().values(), *layer.store.tensors.sinks)
+    ] + [t for layer in cache.layers for t in layer.store.tensors.ring]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def meet(ranks: int) -> None:
+    if ranks > 1:
+        dist.barrier()
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def microseconds(call: Callable[[], Any], ranks: int, times: int = REPLAYS) -> float:
+    """Mean time of a call, by the GPU's clock where there is one."""
+    call()
+    meet(ranks)
+    call()  # in which the processes wait for one another
+    if not ON_GPU:
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        return 1e6 * (time.perf_counter() - start) / times
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * begin.elapsed_time(end) / times
+
+
+def kernels(replay: Callable[[], Any], ranks: int) -> dict[str, Any]:
+    """Where a replayed step's time goes, in microseconds: by groups of kernels and by name."""
+    unobserved = microseconds(replay, ranks)
+    for replays in (1, 1 + REPLAYS):  # the first starts the profiler
+        meet(ranks)
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(replays):
+                replay()
+            torch.cuda.synchronize()
+    spans = [(e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type == DeviceType.CUDA]
+    return {"us_by_events": unobserved} | by_group(sorted(spans), 1 + REPLAYS)
+
+
+def by_group(spans: list[tuple[float, float, str]], replays: int) -> dict[str, Any]:
+    """Means over all replays but the first, in which the processes wait for one another.
+
+    Args:
+        spans: Begin and end in microseconds, and name of each kernel, sorted.
+        replays: Of equally many kernels.
+
+    Returns:
+        `wall_us`; `busy_us`, in which any kernel runs; `gaps_us`, the rest. `groups` sum up kernels, some of which
+        begin before the one in front has ended.
+    """
+    spans = spans[len(spans) // replays :]
+    busy, until = 0.0, spans[0][0]
+    groups, names = dict.fromkeys([*KERNELS, "other"], 0.0), dict[str, list[float]]()
+    for begin, end, name in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+        group = next((group for group, pattern in KERNELS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+        groups[group] += (end - begin) / (replays - 1)
+        one = names.setdefault(name[:100], [0.0, 0.0])
+        one[0] += 1 / (replays - 1)
+        one[1] += (end - begin) / (replays - 1)
+    wall = (until - spans[0][0]) / (replays - 1)
+    return {
+        "wall_us": wall,
+        "busy_us": busy / (replays - 1),
+        "gaps_us": wall - busy / (replays - 1),
+        "launches": len(spans) / (replays - 1),
+        "groups": groups,
+        "names": dict(sorted(names.items(), key=lambda item: -item[1][1])[:40]),
+    }
+
+
+@torch.no_grad()
+def given_logits(model: PreTrainedModel, prompt: int) -> torch.Tensor:
+    """Logits `[GIVEN, V]` of given tokens, one a step, after a prompt."""
+    model.set_attn_implementation("turboquant")
+    ids, cache = random_ids((1, prompt + GIVEN), model), packed(model, None)()
     model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
-    steps = (model(ids[:, t : t + 1], past_key_values=cache).logits[0, 0] for t in range(prompt, prompt + STEPS))
+    steps = (model(ids[:, t : t + 1], past_key_values=cache).logits[0, 0] for t in range(prompt, prompt + GIVEN))
     return torch.stack([step.float().cpu() for step in steps])
 
 
@@ -184,219 +319,332 @@ def agreement(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     }
 
 
-def bytes_with_heads(cache: TurboQuantCache) -> int:
-    """Bytes of keys and values in a preallocated cache, without a layer's few bytes of counts."""
-    tensors = [
-        t for layer in cache.layers for t in (*layer.store.blocks.tensors().values(), *layer.store.tensors.sinks)
-    ] + [t for layer in cache.layers for t in layer.store.tensors.ring]
-    return sum(tensor.nbytes for tensor in tensors)
+# All-reduces
 
 
-@torch.no_grad()
-def collectives(model: PreTrainedModel, make: Make, prompt: int) -> int:
-    """Collectives of one decoding step."""
-    ids, cache = random_ids(1, prompt + 1, model), make()
-    model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
-    with CommDebugMode() as counted:
-        model(ids[:, prompt:], past_key_values=cache)
-    return counted.get_total_counts()
+class PeerMemory:
+    """A buffer that the processes' GPUs read from one another, for messages of up to `elements` bf16."""
+
+    buffer: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, elements: int) -> torch.Tensor:
+        if cls.buffer is None or cls.buffer.numel() < elements:
+            cls.buffer = symmetric_memory.empty(elements, dtype=torch.bfloat16, device=device())
+            symmetric_memory.rendezvous(cls.buffer, dist.group.WORLD)
+        return cls.buffer
 
 
-@torch.no_grad()
-def host_synchronisations(model: PreTrainedModel, make: Make, prompt: int) -> int:
-    """Times the host waited for the device in 8 decoding steps (calls of the model)."""
-    ids, cache = random_ids(1, prompt + 10, model), make()
-    model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
-    steps = [ids[:, t : t + 1] for t in range(prompt, prompt + 10)]
-    for step in steps[:2]:
-        model(step, past_key_values=cache)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        for step in steps[2:]:
-            model(step, past_key_values=cache)
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+@torch.library.custom_op("bench_multi_gpu::one_shot_all_reduce", mutates_args=())
+def one_shot_all_reduce(x: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, each of which reads the others' buffers. Without GPUs: gloo's."""
+    if x.is_cuda:
+        buffer = PeerMemory.of(x.numel())
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        part = buffer[: x.numel()].view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(part, x.contiguous(), "sum", name)
+    reduced = x.clone()
+    dist.all_reduce(reduced)
+    return reduced
 
 
-def compiler_counts() -> dict[str, int]:
-    """What `torch.compile` did since the counters were cleared; skipped graphs are launched kernel by kernel."""
-    return {
+@one_shot_all_reduce.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def may_read_peers() -> bool:
+    """Whether NVLink multicast is off, which peer memory would be set up with."""
+    return not ON_GPU or os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1"
+
+
+@contextmanager
+def one_shot_all_reduces(elements: int) -> Iterator[None]:
+    """Sums of row-wise layers by `one_shot_all_reduce` in place of NCCL: transformers has no option for that."""
+    real = RowwiseParallel.transform_output_post_forward
+
+    def transform(self: Any, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
+        if isinstance(output, DTensor) or output.numel() > elements:
+            return real(self, module, output, mesh)
+        return one_shot_all_reduce(output)
+
+    if ON_GPU:
+        PeerMemory.of(elements)
+    with patch.object(RowwiseParallel, "transform_output_post_forward", transform):
+        yield
+
+
+def all_reduces(model: PreTrainedModel, batches: list[int]) -> dict[str, Any]:
+    """Microseconds of an all-reduce of a step of so many sequences, in a graph of nothing else: NCCL's, and of each
+    process reading its peers."""
+    found: dict[str, Any] = {}
+    for batch in batches:
+        message = torch.full((batch, model.config.hidden_size), 1.0, dtype=torch.bfloat16, device=device())
+        ways: dict[str, Callable[[], Any]] = {"nccl": lambda x=message: dist.all_reduce(x)}
+        if may_read_peers():
+            expected = message.clone()
+            dist.all_reduce(expected)
+            same = torch.equal(one_shot_all_reduce(message), expected)
+            ways["one_shot"] = partial(one_shot_all_reduce, message)
+        message.zero_()  # NCCL adds up in place
+        times = {name: microseconds(*captured(call)) / COLLECTIVES for name, call in ways.items()}
+        found[str(batch)] = {"bytes": message.nbytes, "us": times}
+        if may_read_peers():
+            found[str(batch)]["one_shot_is_right"] = same
+    return found
+
+
+def captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
+    """`COLLECTIVES` calls, as a graph on a GPU; and the processes that take part."""
+
+    def calls() -> None:
+        for _ in range(COLLECTIVES):
+            call()
+
+    if not ON_GPU:
+        return calls, dist.get_world_size()
+    calls()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls()
+    return graph.replay, dist.get_world_size()
+
+
+# Pages, generate(), device_map
+
+
+def page_step(model: PreTrainedModel, shape: Shape) -> dict[str, Any]:
+    """A step of continuous batching on packed pages, all requests in flight."""
+    batch, context = shape
+    config = TurboQuantConfig.from_preset(PRESET)
+    # Also for each request's dense tokens, which take four times their number of packed ones.
+    arguments = argparse.Namespace(seed=0, steps=bench_serve.STEPS, cache_tokens=batch * (context + 4096))
+    row = bench_serve.decoded(model, bench_serve.Engine(PRESET, config=config), batch, context, arguments)
+    return {name: row[name] for name in row if name in ("ms_per_step", "steps", "warm_up_s", "error")}
+
+
+def compiled_step(model: PreTrainedModel, shape: Shape, guards: bool = True) -> dict[str, Any]:
+    """A step that `generate()` compiles; as it is, or without guards on modules and with local shards."""
+    counters.clear()
+    found: dict[str, Any] = {}
+    make = packed(model, shape[1] + ROOM)
+    if not guards and ranks_of(model) > 1:
+        before = given_logits(model, shape[1] // 16)
+        keep_local_shards(model)
+        found["local_shards_give_equal_logits"] = torch.equal(given_logits(model, shape[1] // 16), before)
+    model.generation_config.compile_config = None if guards else without_module_guards()
+    found["ms_per_step"] = milliseconds(model, Variant("turboquant", make), shape)
+    model.generation_config.compile_config = None
+    return found | {
         "graphs": counters["stats"]["unique_graphs"],
         "graph_breaks": sum(counters["graph_break"].values()),
         "cuda_graphs_skipped": counters["inductor"]["cudagraph_skips"],
     }
 
 
-def measure_compiled(
-    record: dict[str, Any], name: str, model: PreTrainedModel, make: Make, shape: tuple[int, int], ranks: int = 1
-) -> None:
-    """Milliseconds of a compiled step as `record[name]`, and what was compiled."""
-    torch._dynamo.reset()
-    counters.clear()
-    model.generation_config.compile_config = None if name == PLAIN else without_module_guards()
-    record[name] = ms_per_step(model, make, shape, ranks)
-    record.setdefault("compiled", {})[name] = compiler_counts()
+def eager_step(model: PreTrainedModel, shape: Shape, cache: str) -> dict[str, Any]:
+    """A step that nothing compiles, of transformers' own cache with sdpa or of ours."""
+    if cache == PRESET:
+        variant = Variant("turboquant", packed(model, None))
+    else:
+        variant = Variant("sdpa", partial(DynamicCache, config=model.config))
+    return {"ms_per_step": milliseconds(model, variant, shape)}
 
 
-def sizes(arguments: argparse.Namespace) -> tuple[LlamaConfig, tuple[int, int], int, int]:
-    """Config, batch and context of the timed steps, prompt of the others, and room of a preallocated cache."""
-    changes = {"num_hidden_layers": arguments.layers} | (TINY | {"vocab_size": 256} if arguments.tiny else {})
-    shape, prompt = ((2, 300), 200) if arguments.tiny else (SHAPE, PROMPT)
-    return LlamaConfig(**{**LLAMA_8B, **changes}), shape, prompt, shape[1] + 256
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: int) -> list[int]:
+    """`GIVEN` tokens after a random prompt."""
+    model.set_attn_implementation("turboquant")
+    tokens = go_on(model, random_ids((1, prompt), model), packed(model, None)(), GIVEN)
+    return tokens[0, prompt + 1 :].tolist()
 
 
-def measure_shards(arguments: argparse.Namespace, model: PreTrainedModel, record: dict[str, Any]) -> None:
-    """How close the sharded model's logits are to one GPU's, and what a step costs besides time; fills `record`."""
-    _, _, prompt, room = sizes(arguments)
-    expected = torch.load(arguments.folder / "logits.pt")
-    record |= {"logits": {}, "collectives_a_step": {}, "host_synchronisations_in_8_steps": {}}
-    for name, make in MAKES.items():
-        record["logits"][name] = agreement(logits(model, make(model), prompt), expected[name])
-        record["collectives_a_step"][name] = collectives(model, make(model), prompt)
+Job = Callable[[PreTrainedModel], Any]
+
+
+def label(kind: str, shape: Shape) -> str:
+    return f"{kind}, {shape[0]} x {shape[1]}"
+
+
+def jobs_of(part: str, tiny: bool) -> dict[str, Job]:
+    """What a part measures, on one GPU and by tensor parallelism, or with `device_map`."""
+    shapes, pages = (TINY_SHAPES, TINY_PAGES) if tiny else (SHAPES, PAGES)
+    if part == "graph_decoding":
+        jobs: dict[str, Job] = {label(part, shape): partial(graph_step, shape=shape) for shape in shapes}
+        return jobs | {"logits": partial(given_logits, prompt=shapes[-1][1])}
+    if part == "pages":
+        return {label(part, pages): partial(page_step, shape=pages)}
+    if part == "generate":
+        return {
+            label("generate, compiled", shapes[0]): partial(compiled_step, shape=shapes[0]),
+            label("generate, without guards", shapes[0]): partial(compiled_step, shape=shapes[0], guards=False),
+        }
+    if part == "device_map":
+        caches = ("DynamicCache", PRESET)
+        jobs = {label(f"eager {c}", s): partial(eager_step, shape=s, cache=c) for s in shapes for c in caches}
+        return jobs | {"greedy": partial(greedy, prompt=shapes[-1][1])}
+    return {}
+
+
+PARTS = ("graph_decoding", "pages", "generate", "all_reduce", "one_shot", "device_map")
+"""Steps of `graph_decoding`; of many requests on packed pages; that `generate()` compiles; all-reduces alone;
+`graph_decoding` with all-reduces over peer memory; eager steps, with layers on both GPUs. Measured in this order."""
+
+
+class Process:
+    """One of the processes under torchrun. The first one writes the record."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.start = arguments, time.perf_counter()
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ON_GPU:
-            record["host_synchronisations_in_8_steps"][name] = host_synchronisations(model, make(model), prompt)
-    if ON_GPU:
-        name, make = f"{PRESET}, preallocated", ours(model, max_cache_len=room)
-        record["host_synchronisations_in_8_steps"][name] = host_synchronisations(model, make, prompt)
+            torch.cuda.set_device(device())
+        dist.init_process_group("nccl" if ON_GPU else "gloo", **({"device_id": device()} if ON_GPU else {}))
+        # Who waits in this one leaves its GPU alone.
+        self.objects = dist.new_group(backend="gloo")
+        changes = {"num_hidden_layers": arguments.layers} | (TINY | {"vocab_size": 256} if arguments.tiny else {})
+        self.config = LlamaConfig(**{**LLAMA_8B, **changes})
+        shape = "tiny" if arguments.tiny else "8B shape"
+        self.record = provenance(device(), f"random Llama, {shape}, {arguments.layers} layers")
+        self.record |= {"device": f"2 × {self.record['device']}", "dtype": "bfloat16", "preset": PRESET}
+        if arguments.output.exists():  # of other parts
+            self.record = json.loads(arguments.output.read_text(encoding="utf-8"))
 
+    def parts(self, *names: str) -> list[str]:
+        return [name for name in PARTS if name in names and name in self.arguments.parts]
 
-def tensor_parallel(arguments: argparse.Namespace) -> None:
-    """The part of each process under torchrun; the first one writes `tensor_parallel.json` into the folder."""
-    config, shape, prompt, room = sizes(arguments)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if ON_GPU:
-        torch.cuda.set_device(rank)
-    model = load(config, random_weights(config, rank), distributed_config=DistributedConfig(tp_plan="auto"))
-    record: dict[str, Any] = {}
-    if not arguments.compiled_only:
-        measure_shards(arguments, model, record)
-    preallocated = ours(model, max_cache_len=room)
-    cache = preallocated()
-    fill(cache, model, *shape, ranks)
-    held = torch.tensor([bytes_held(cache), bytes_with_heads(cache)], device=model.device)
-    every = [torch.empty_like(held) for _ in range(ranks)]
-    dist.all_gather(every, held)
-    record["bytes_held"], record["bytes_with_heads"] = torch.stack(every).T.tolist()
-    del cache
-    measure_compiled(record, PLAIN, model, preallocated, shape, ranks)
-    before = logits(model, preallocated, prompt)
-    keep_local_shards(model)
-    record["local_shards_give_equal_logits"] = torch.equal(logits(model, preallocated, prompt), before)
-    measure_compiled(record, UNGUARDED, model, preallocated, shape, ranks)
-    if rank == 0:
-        (arguments.folder / "tensor_parallel.json").write_text(json.dumps(record), encoding="utf-8")
-    # A captured CUDA graph holds its communicator: destroying that first would wait forever.
-    del model, preallocated
-    torch._dynamo.reset()
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+    def late(self) -> bool:
+        return time.perf_counter() - self.start > self.arguments.seconds
 
+    def save(self, place: str, found: dict[str, Any]) -> None:
+        """At once: what is measured stays measured if something later fails."""
+        if self.rank == 0:
+            self.record.setdefault(place, {}).update(found)
+            self.arguments.output.write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
+            short = {
+                name: {key: value for key, value in one.items() if key != "kernels"} if isinstance(one, dict) else one
+                for name, one in ((name, one[0] if isinstance(one, list) else one) for name, one in found.items())
+            }
+            print(f"{time.perf_counter() - self.start:.0f} s, {place}: {json.dumps(short)}", flush=True)
 
-def measure_device_map(
-    arguments: argparse.Namespace,
-    one: PreTrainedModel,
-    weights: dict[str, torch.Tensor],
-    record: dict[str, Any],
-    show: Callable[..., None],
-) -> None:
-    """Eager steps of the model on one GPU, and of the same weights spread over both; fills `record`."""
-    config, shape, prompt, _ = sizes(arguments)
-    expected = generated(one, ours(one), prompt)
-    record["one_gpu"] |= {
-        "ms_eager": {name: ms_per_step(one, make(one), shape) for name, make in MAKES.items()},
-        "ms_eager_short": {name: ms_per_step(one, make(one), (1, prompt)) for name, make in MAKES.items()},
-    }
-    show(one_gpu=record["one_gpu"])
+    def gather(self, found: Any) -> list[Any]:
+        """What each process has found."""
+        every: list[Any] = [None] * self.ranks
+        dist.all_gather_object(every, found, group=self.objects)
+        return every
 
-    two = load(config, weights, device_map=by_hand(config) if arguments.tiny and ON_GPU else "auto")
-    devices = sorted({str(parameter.device) for parameter in two.parameters()})
-    if ON_GPU and len(devices) < 2:
-        sys.exit(f"`device_map` put every layer on {devices}; two GPUs are needed.")
-    actual = generated(two, ours(two), prompt)
-    times = {name: ms_per_step(two, make(two), shape) for name, make in MAKES.items()}
-    short = {name: ms_per_step(two, make(two), (1, prompt)) for name, make in MAKES.items()}
-    penalties = {name: times[name] / record["one_gpu"]["ms_eager"][name] for name in MAKES}
-    short_penalties = {name: short[name] / record["one_gpu"]["ms_eager_short"][name] for name in MAKES}
-    cache = ours(two)()
-    fill(cache, two, *shape)
-    record["device_map"] = {
-        "tokens": len(expected),
-        "tokens_equal": sum(a == b for a, b in zip(actual, expected, strict=True)),
-        "ms_eager": times,
-        "times_slower_than_one_gpu": penalties,
-        "against_dynamic_penalty": penalties[PRESET] / penalties["DynamicCache"],
-        "ms_eager_short": short,
-        "against_dynamic_penalty_short": short_penalties[PRESET] / short_penalties["DynamicCache"],
-        "bytes_by_device": cache.memory_footprint().by_device,
-    }
-    show(device_map=record["device_map"])
+    def attempt(self, job: Job, model: PreTrainedModel) -> Any:
+        """What a job finds, compiled anew, or its error."""
+        release()
+        try:
+            return job(model)
+        except Exception as error:  # what comes next may go well
+            return {"error": f"{type(error).__name__}: {error}"[:300]}
 
+    def one_gpu(self) -> dict[str, Any]:
+        """All jobs of a model on one GPU, shared out."""
+        jobs: dict[str, Job] = {}
+        for part in self.parts("graph_decoding", "pages", "generate", "device_map"):
+            jobs |= jobs_of(part, self.arguments.tiny)
+        mine = {}
+        if jobs:
+            model = load(self.config, device_map=device())
+            for name in list(jobs)[self.rank :: self.ranks]:
+                if self.late():
+                    break
+                mine[name] = self.attempt(jobs[name], model)
+                shown = "" if isinstance(mine[name], (torch.Tensor, list)) else mine[name].get("ms_per_step")
+                print(f"{time.perf_counter() - self.start:.0f} s, GPU {self.rank}: {name} {shown}", flush=True)
+            del model
+            release()
+        found = {name: one for each in self.gather(mine) for name, one in each.items()}
+        kept = {name: found.pop(name) for name in ("logits", "greedy") if name in found}
+        self.save("one_gpu", found)
+        return kept
 
-def measure(arguments: argparse.Namespace, folder: Path, record: dict[str, Any], show: Callable[..., None]) -> None:
-    """One GPU, both by `device_map` unless only compiled steps are wanted, both under torchrun; fills `record`."""
-    config, shape, prompt, room = sizes(arguments)
-    weights = random_weights(config)
-    record |= {"batch": shape[0], "context": shape[1], "prompt": prompt, "preset": PRESET}
-    one = load(config, weights, device_map={"": 0} if ON_GPU else None)
-    record["one_gpu"] = {}
-    if not arguments.compiled_only:
-        torch.save({name: logits(one, make(one), prompt) for name, make in MAKES.items()}, folder / "logits.pt")
-        measure_device_map(arguments, one, weights, record, show)
+    def tensor_parallel(self, expected: dict[str, Any]) -> None:
+        """All jobs of a model that the processes hold together."""
+        parts = self.parts("graph_decoding", "all_reduce", "one_shot", "pages", "generate")
+        if not parts:
+            return
+        model = load(self.config, distributed_config=DistributedConfig(tp_plan="auto"))
+        shapes = TINY_SHAPES if self.arguments.tiny else SHAPES
+        for part in parts:
+            jobs = jobs_of(part, self.arguments.tiny)
+            if part == "all_reduce":
+                jobs["all_reduce"] = partial(all_reduces, batches=[1, 8, 32])
+            if part == "one_shot" and may_read_peers():
+                jobs |= {label("graph_decoding over peer memory", s): self.one_shot(s) for s in shapes[::-1]}
+            for name, job in jobs.items():
+                if self.gather(self.late())[0]:
+                    break
+                found = self.attempt(job, model)
+                if isinstance(found, torch.Tensor) and isinstance(expected.get(name), torch.Tensor):
+                    found = agreement(found, expected[name])
+                if isinstance(found, dict):
+                    self.save("tensor_parallel", {name: self.gather(found)})
+        # A captured CUDA graph holds its communicator: destroying that first would wait forever.
+        del model
+        release()
 
-    preallocated = ours(one, max_cache_len=room)
-    cache = preallocated()
-    fill(cache, one, *shape)
-    record["one_gpu"] |= {"bytes_held": bytes_held(cache), "bytes_with_heads": bytes_with_heads(cache)}
-    del cache
-    for name in (PLAIN, UNGUARDED):
-        measure_compiled(record["one_gpu"], name, one, preallocated, shape)
-    show(one_gpu=record["one_gpu"])
+    def one_shot(self, shape: Shape) -> Job:
+        def job(model: PreTrainedModel) -> dict[str, Any]:
+            with one_shot_all_reduces(32 * model.config.hidden_size):
+                return graph_step(model, shape)
 
-    del one, weights, preallocated
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--folder", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])]
-    options += ["--compiled-only"] if arguments.compiled_only else []
-    subprocess.run([*torchrun, "-m", "examples.measure.speed.bench_multi_gpu", *options], check=True)
-    record["tensor_parallel"] = split = json.loads((folder / "tensor_parallel.json").read_text(encoding="utf-8"))
-    split["compiled_times_faster"] = {name: record["one_gpu"][name] / split[name] for name in (PLAIN, UNGUARDED)}
-    split["bytes_halved_exactly"] = all(
-        2 * n == record["one_gpu"]["bytes_with_heads"] for n in split["bytes_with_heads"]
-    )
-    show(tensor_parallel=split)
+        return job
+
+    def device_map(self, expected: dict[str, Any]) -> None:
+        """The jobs of a model that the first process spreads over both GPUs."""
+        if not self.parts("device_map") or self.rank or self.late():
+            return
+        by_config = self.arguments.tiny and ON_GPU
+        model = load(self.config, device_map=by_hand(self.config) if by_config else "auto")
+        if ON_GPU and len({parameter.device for parameter in model.parameters()}) < 2:
+            raise RuntimeError("`device_map` put every layer on one device.")
+        shapes = TINY_SHAPES if self.arguments.tiny else SHAPES
+        cache = filled(packed(model, None), model, shapes[0])
+        self.save("device_map", {"bytes_by_device": cache.memory_footprint().by_device})
+        del cache
+        for name, job in jobs_of("device_map", self.arguments.tiny).items():
+            if self.late():
+                break
+            found = self.attempt(job, model)
+            if isinstance(found, list) and isinstance(expected.get(name), list):
+                found = {"tokens": GIVEN, "equal": sum(a == b for a, b in zip(found, expected[name], strict=True))}
+            self.save("device_map", {name: found})
+
+    def run(self) -> None:
+        expected = self.one_gpu()
+        self.tensor_parallel(expected)
+        self.device_map(expected)
+        self.gather(None)
+        PeerMemory.buffer = None
+        dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short contexts, to try the script")
-    parser.add_argument("--compiled-only", action="store_true", help="measure nothing but compiled steps and bytes")
-    parser.add_argument("--output", type=Path, help="the JSON file, by default in examples/results")
-    parser.add_argument("--folder", type=Path, help="where the run that starts torchrun left its results")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS / f"multi-gpu-{slug(device())}.json",
+        help="a JSON file; it keeps other parts",
+    )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        tensor_parallel(arguments)
+        Process(arguments).run()
         return
     if torch.cuda.device_count() < 2 and (ON_GPU or not arguments.tiny):
         sys.exit(f"This needs two GPUs, and torch finds {torch.cuda.device_count()}.")
-    start = time.perf_counter()
-    shape = "tiny" if arguments.tiny else "8B shape"
-    record = provenance(device(), f"random Llama, {shape}, {arguments.layers} layers") | {"dtype": "bfloat16"}
-    record["device"] = f"2 × {record['device']}"
-    output = arguments.output or RESULTS / f"multi-gpu-{slug(device())}.json"
-
-    def show(**part: Any) -> None:
-        record["seconds"] = round(time.perf_counter() - start, 1)
-        print(f"{record['seconds']:.0f} s {json.dumps(part)}", flush=True)
-        # At once: what is measured stays measured if a later part fails.
-        output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-    with tempfile.TemporaryDirectory() as folder:
-        measure(arguments, Path(folder), record, show)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "examples.measure.speed.bench_multi_gpu", *sys.argv[1:]]
+    sys.exit(subprocess.run(command, env=ENVIRONMENT | dict(os.environ)).returncode)
 
 
 if __name__ == "__main__":

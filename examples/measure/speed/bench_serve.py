@@ -177,7 +177,8 @@ def serve(manager: Any, requests: list[Request], limit: float = math.inf) -> Out
         if result is not None:
             if result.error is not None:
                 raise RuntimeError(result.error)
-            results.append((arrived[result.request_id], result))
+            # In tensor parallelism all processes have the answers, and only the first one's requests count.
+            results.append((arrived.get(result.request_id, start), result))
         elif not manager.is_running() or manager.background_thread_status.fatal_error is not None:
             raise RuntimeError(str(manager.background_thread_status.fatal_error))
         now = time.perf_counter()
