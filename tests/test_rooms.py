@@ -69,7 +69,7 @@ BUDGETS = {
         "batching": 1805,  # heads by kind of layer, layers that share keys; what drops the engine's arguments
         "graph_decoding": 520,
         "saving": 920,
-        "layers": 1255,  # keys and values that are assigned (eviction), and what hooks read
+        "layers": 1270,  # keys and values that are assigned (eviction); a first prompt is reported with one wait
         "stores": 1155,  # counts of a prompt are written with its rows, and a failure undoes that
         "ops": 2165,  # wide heads over a history, one dequantized at a time; of them also prompts in batches
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm

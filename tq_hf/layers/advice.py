@@ -124,7 +124,6 @@ def _sizes(layer: Any) -> KeyValue | None:
 
 def _beyond_fp16(sampled: Sequence[tuple[int, Any, KeyValue]]) -> list[str]:
     """A warning of each layer whose states are beyond what scales in fp16 hold."""
-    kinds = [(index, layer, what) for index, layer, _ in sampled for what in ("Keys", "Values")]
     stored = [
         _rms(size.to(factor.device) * factor, -1).flatten()
         for _, layer, sizes in sampled
@@ -132,10 +131,11 @@ def _beyond_fp16(sampled: Sequence[tuple[int, Any, KeyValue]]) -> list[str]:
     ]
     # All at once: each wait for the device would take as long as a layer's launches.
     held = iter(torch.cat([x.to(stored[0].device) for x in stored]).tolist())
-    warnings = {}
-    for (index, layer, what), heads in zip(kinds, stored, strict=True):
+    warnings: dict[int, str] = {}
+    for number, heads in enumerate(stored):
+        index, layer, _ = sampled[number // 2]
         sizes = [size for size in islice(held, heads.numel()) if size > 0] or [1.0]  # 0 is held exactly
-        least, most = min(sizes), max(sizes)
+        least, most, what = min(sizes), max(sizes), ("Keys", "Values")[number % 2]
         if index not in warnings and (least < SMALLEST_RMS or most > LARGEST_RMS):
             way = f"Leave the layer out (`skip_layers=({index},)`)"
             way += "." if layer.config.balance else ", or balance it (`balance=True`)."
