@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from examples.measure.quality.family_check import NOT_TESTABLE, PACKED, difference
@@ -154,8 +154,10 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str 
     def batches() -> str:
         config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
         prompts = [row.tolist() for row in ids(model, 3, PROMPT)]
+        # By itself a manager makes its buffers for the memory that is free, which other processes take, too.
+        small = ContinuousBatchingConfig(max_batch_tokens=4 * PROMPT)
         answers = TurboQuantBatching(model, "4bit_nc", balance=False).generate_batch(
-            prompts, generation_config=config, progress_bar=False
+            prompts, generation_config=config, continuous_batching_config=small, progress_bar=False
         )
         lengths = [len(answer.generated_tokens) for answer in answers.values()]
         return "right" if lengths == [NEW_TOKENS] * 3 else f"answers of {lengths} tokens"
