@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from examples.measure.quality.family_check import (
@@ -158,8 +158,10 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str 
     def batches() -> str:
         config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
         prompts = [row.tolist() for row in ids(model, 3, PROMPT)]
+        # By itself a manager makes its buffers for the memory that is free, which other processes take, too.
+        small = ContinuousBatchingConfig(max_batch_tokens=4 * PROMPT)
         answers = TurboQuantBatching(model, "4bit_nc", balance=False).generate_batch(
-            prompts, generation_config=config, progress_bar=False
+            prompts, generation_config=config, continuous_batching_config=small, progress_bar=False
         )
         if errors := [answer.error for answer in answers.values() if answer.error]:
             raise RuntimeError(errors[0])
