@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tq_kernels.decode.plan import plan_decode
 from tq_kernels.format import padded_dim
 
 from examples.measure.compile.builds import build_append, build_reduce, build_rotate
-from examples.measure.compile.sass import SHARED, build_split, inner_loop, per_element, plan, resources
+from examples.measure.compile.sass import SHARED, build_split, inner_loop, per_element, plan, resources, target_of
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.limits import cards, within
 
@@ -75,6 +76,24 @@ def test_heads_of_512_have_no_stack_in_the_loop(preset: str, queries: int) -> No
     assert on.programs_per_multiprocessor * (compiled.metadata.shared + 1024) <= SHARED[90] * 1024
     assert resources(compiled).registers * 32 * on.warps * on.programs_per_multiprocessor <= 65536
     assert on.warps * on.programs_per_multiprocessor >= (8 if queries == 1 or key_bits < 8 else 4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "batch", "heads", "dim", "rows", "columns"),
+    [
+        (90, 8, (32, 8), 128, 1, 128),
+        (90, 8, (64, 4), 128, 1, 128),
+        (90, 32, (32, 8), 128, 8, 128),
+        (90, 1, (32, 4), 512, 1, 64),
+        (90, 8, (32, 4), 512, 8, 128),
+        (89, 8, (32, 4), 512, 8, 64),  # its shared memory has no room for 128 columns of a rotation
+    ],
+)
+def test_what_a_program_of_the_merge_takes(arch, batch, heads, dim, rows, columns) -> None:
+    made = plan_decode(batch, *heads, 1, dim, dim, 4, 4, 256, 260, True, 0, False, False, target_of(arch))
+    assert (made.reduce_constants[7], made.reduce_constants[3]) == (rows, columns)
+    used = resources(build_reduce(arch, (4, 4), dim=dim, batch=batch, heads=heads))
+    assert used.stack == 0 and used.shared < SHARED[arch] * 1024
 
 
 @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])

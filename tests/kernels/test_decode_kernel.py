@@ -102,6 +102,11 @@ if INTERPRETED:
         assert not amd.narrow_products
         check(BASE.with_(preset=preset, Hq=8, Hkv=2), torch.device("cpu"))
 
+    def test_heads_of_512_merge_wide_where_shared_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+        large = replace(launch.target(torch.device("cpu")), shared_bytes=228 * 1024)
+        monkeypatch.setattr(launch, "target", lambda device: large)
+        check(BASE.with_(Hkv=2, Hq=16, Dk=512, Dv=512, blocks=2, B=2, softcap=20.0), torch.device("cpu"))
+
     def test_rows_that_attend_to_nothing_are_zero() -> None:
         inputs = make_inputs(BASE.with_(mask="full", B=2), torch.device("cpu"))
         assert inputs.mask is not None

@@ -185,9 +185,11 @@ def build_preallocated_append(
     return build(append_and_rotate, types, constants, arch, **options)
 
 
-def build_reduce(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
+def build_reduce(
+    arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16", batch: int = 1, heads: tuple[int, int] = (32, 8)
+) -> Compiled:
     """`reduce_splits`."""
-    p = plan(arch, *bits, dim=dim)
+    p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
     types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", *["i32"] * 13]
     return build(reduce_splits, types, p.reduce_constants, arch, num_warps=p.reduce_warps)
 

@@ -59,9 +59,11 @@ def plan(
     value_dim: int | None = None,
     queries: int = 1,
     mask_rows: int = 0,
+    batch: int = 1,
+    heads: tuple[int, int] = (32, 8),
 ) -> Plan:
     return plan_decode(
-        1, 32, 8, queries, dim, value_dim or dim, key_bits, value_bits, 256, 260, True, mask_rows, False, False,
+        batch, *heads, queries, dim, value_dim or dim, key_bits, value_bits, 256, 260, True, mask_rows, False, False,
         target_of(arch),
     )  # fmt: skip
 

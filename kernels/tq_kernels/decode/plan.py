@@ -237,15 +237,21 @@ def plan_decode(
     # One wave of resident programs, or fewer if there is not even one block or dense job for each.
     resident = on.multiprocessors * config.programs_per_multiprocessor
     workers = min(resident, streams * max(capacity, dense_splits, 1))
-    # One row a program while that does not read the rotation more often than the partial results are worth.
-    reduce_rows = 1 if on.fragments or streams * tile_rows <= 2 * on.multiprocessors else 8
+    block_dk, block_dv = _blocks(dkp, dvp, value_dim)
+    # Without matrix units the rotation is held in shared memory as float32.
+    block_columns = min(128 if on.asm else 32, 32768 // triton.next_power_of_2(dvp), block_dv)
+    # One row a program of the merge while that does not read the rotation more often than the partial results are
+    # worth, else eight, of more than 256 channels twice as many columns: of 8 x 32k at 4 bits (one H100) 80 us instead
+    # of 83 with (64, 4, 128), whose 512 rows have a program each, and 278 instead of 339 with (32, 4, 512), whose 256
+    # rows had eight, one to a multiprocessor.
+    merges = streams * tile_rows * -(-value_dim // 128)
+    reduce_rows = 1 if on.fragments or merges <= 4 * on.multiprocessors else 8
+    if reduce_rows == 8 and block_dv > 256 and 4 * block_columns * block_dv < on.shared_bytes:
+        block_columns *= 2
     rotate_rows = 1 if on.fragments else config.block_rows
     # Slots taken in at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).
     reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
-    # Without matrix units the rotation is held in shared memory as float32.
-    block_columns = min(128 if on.asm else 32, 32768 // triton.next_power_of_2(dvp))
-    block_dk, block_dv = _blocks(dkp, dvp, value_dim)
     tile_constants = _tile_constants(config, dkp, dvp, value_dim, on)
     return Plan(
         config=config,
@@ -256,7 +262,7 @@ def plan_decode(
         dense_splits=dense_splits,
         scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
         rotate_grid=(heads, -(-rows // rotate_rows), -(-dkp // 32)),
-        reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // min(block_dv, block_columns))),
+        reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // block_columns)),
         rotate_warps=2 if dkp <= 256 else 4,
         # Two need no more registers than a program of the split, and so begin as soon as one of those ends.
         reduce_warps=2 if reduce_rows == 1 and reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
@@ -273,7 +279,7 @@ def plan_decode(
             value_dim,
             dvp,
             block_dv,
-            min(block_dv, block_columns),
+            block_columns,
             config.block_rows, reduce_slots, REDUCE_DENSE, reduce_rows,
             1 if on.fragments else 8,
             has_aux,
