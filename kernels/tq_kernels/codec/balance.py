@@ -2,8 +2,8 @@
 `tq_hf.codec.balance` takes a thousand.
 
 Programs of one kind sum squares, of one piece of the prompt and one head of one sequence, of keys, of values or of
-queries; the last of a head to end adds its pieces up and makes the scales. Sums are in fp32, in an order that depends
-on shapes alone. Programs of the other kind copy rows of keys or of values.
+queries; the last of a head to end, of keys and queries or of values, adds the pieces up and makes the scales. Sums are
+in fp32, in an order that depends on shapes and strides alone. Programs of the other kind copy rows of keys or of values.
 """
 
 from __future__ import annotations
@@ -117,18 +117,26 @@ def _rms(sums, pieces, kinds, first, last, channel, DIM: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _median(x, channel, DIM: tl.constexpr):
-    """The lower one of the first DIM elements of x [D]."""
-    x = tl.sort(tl.where(channel < DIM, x, float("inf")))
-    return tl.sum(tl.where(channel == (DIM - 1) // 2, x, 0.0), 0)
+def _median(x, scratch, channel, DIM: tl.constexpr):
+    """The lower one of the first DIM elements of x [D], by counting those before each; `scratch` has room for them."""
+    tl.debug_barrier()  # what was in it has been read
+    tl.store(scratch + channel, x, mask=channel < DIM)
+    tl.debug_barrier()
+    before = tl.zeros([channel.shape[0]], tl.int32)
+    for start in tl.range(0, DIM, 32):
+        other = start + tl.arange(0, 32)
+        y = tl.load(scratch + other, mask=other < DIM, other=float("inf"), cache_modifier=".cg")[None, :]
+        first = (y < x[:, None]) | ((y == x[:, None]) & (other[None, :] < channel[:, None]))
+        before += tl.sum(first.to(tl.int32), 1)
+    return tl.sum(tl.where((before == (DIM - 1) // 2) & (channel < DIM), x, 0.0), 0)
 
 
 @triton.jit
-def _store_inverse(out, wanted, sigma, known, channel, DIM: tl.constexpr):
+def _store_inverse(out, wanted, sigma, known, scratch, channel, DIM: tl.constexpr):
     """Store one over `wanted` [D] where that is far from the median channel's, times a power of two where what would be
     stored is out of range."""
     away = tl.log2(wanted)
-    away -= _median(away, channel, DIM)
+    away -= _median(away, scratch, channel, DIM)
     share = tl.minimum(tl.maximum((tl.abs(away) - _LOG2_NEAR) * _SLOPE, 0.0), 1.0)
     factor = tl.exp2(tl.where(known, share * away, 0.0))
     stored = tl.where(channel < DIM, sigma / factor, 0.0)
@@ -155,7 +163,7 @@ def _key_channel_scales(
         asking, shown = _rms(sums, pieces, kinds, 2, kinds, d, DIM, WIDTH, PIECES)
         asked = known & shown
         wanted = tl.sqrt(_clamped(tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0), _LARGEST_RATIO))
-    _store_inverse(out, wanted, sigma, known, d, DIM)
+    _store_inverse(out, wanted, sigma, known, sums, d, DIM)
 
 
 @triton.jit
@@ -165,7 +173,7 @@ def _value_channel_scales(
     d = tl.arange(0, BLOCK)
     sigma, known = _rms(sums, pieces, kinds, 1, 2, d, DIM, WIDTH, PIECES)
     wanted = _clamped(tl.where(known, sigma, 1.0), _LARGEST_RATIO)
-    _store_inverse(out, wanted, sigma, known, d, DIM)
+    _store_inverse(out, wanted, sigma, known, sums + WIDTH + 1, d, DIM)
 
 
 class Rows(NamedTuple):
@@ -198,8 +206,8 @@ def _copy_rows(
 
 @triton.jit(
     do_not_specialize=(
-        "kv_heads pieces kinds first size whole max_sinks first_sink to_sinks capacity slot start kept sinks blocks "
-        "rows key_b key_h key_s value_b value_h value_s query_b query_h query_s valid_b valid_t"
+        "kv_heads pieces kinds first size whole max_sinks first_sink to_sinks capacity slot start kept sinks blocks rows "
+        "valid_b valid_t"
     ).split(),
     # Else copies choose the layout of sums, too, and with it their order.
     do_not_specialize_on_alignment="sink_keys sink_values ring_keys ring_values".split(),
@@ -210,7 +218,7 @@ def store_prompt(
     queries,  # [B, Hkv * group, T, DK], or None
     valid,  # [B, T] uint8, or None
     sums,  # [B * Hkv, pieces, kinds, WIDTH + 1] float32, each with its number of tokens behind; or None
-    counters,  # [B * Hkv] of 32 bits, 0 between launches; or None
+    counters,  # [B * Hkv, 2] of 32 bits, 0 between launches; or None
     key_channel_scales,  # [B, Hkv, DK] fp16, of ones without sums; or None
     value_channel_scales,  # [B, Hkv, DV] fp16
     sink_keys,  # [B, Hkv, max_sinks, DK], contiguous, as are those after it; or None
@@ -270,28 +278,30 @@ def store_prompt(
             query = queries + batch * query_b + (head * (kinds - 2) + kind - 2) * query_h
             _store_squares(here, query, query_s, begin, size, padding, valid_t, dk, DK, WIDTH, ROWS, False)
         tl.debug_barrier()
-        if tl.atomic_add(counters.to(tl.pointer_type(tl.int32), bitcast=True) + program, 1) == pieces * kinds - 1:
-            tl.store(counters + program, 0.0)
+        counter = counters.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * program
+        if kind == 1:
+            if tl.atomic_add(counter + 1, 1) == pieces - 1:
+                tl.store(counter + 1, 0)
+                _value_channel_scales(
+                    of_head, value_channel_scales + program * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES
+                )
+        elif tl.atomic_add(counter, 1) == pieces * (kinds - 1) - 1:
+            tl.store(counter, 0)
             _key_channel_scales(
                 of_head, key_channel_scales + program * DK, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES,
                 queries is not None,
             )  # fmt: skip
-            _value_channel_scales(
-                of_head, value_channel_scales + program * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES
-            )
 
 
 STORE = Kernel(store_prompt)
-WARPS = 8
+WARPS, ROWS = 8, 32
 
 
 @lru_cache
 def prompt_constants(key_dim: int, value_dim: int) -> tuple[Any, ...]:
     """The constants of `store_prompt`."""
     tiles = tuple(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    # Of 128 channels 32 registers of a thread.
-    rows = 64 if max(tiles) <= 128 else 32
-    return key_dim, value_dim, *tiles, max(key_dim, value_dim), rows, SAMPLED_BLOCKS
+    return key_dim, value_dim, *tiles, max(key_dim, value_dim), ROWS, SAMPLED_BLOCKS
 
 
 class Statistics(NamedTuple):
@@ -302,7 +312,7 @@ class Statistics(NamedTuple):
         valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
         first: Tokens at the start that are not looked at.
         allocate: Gives scratch: float32, of at least so many elements.
-        counters: The same, of at least `B * Hkv` zeros, which they are again after the launch.
+        counters: The same, of at least `2 * B * Hkv` zeros, which they are again after the launch.
     """
 
     queries: torch.Tensor | None
@@ -336,7 +346,7 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
         kinds = 2 if queries is None else 2 + queries.shape[1] // heads
         jobs = sample_of.pieces * kinds
         sums = allocate(batch * heads * jobs * (constants[4] + 1))
-        counters = zeros(batch * heads)
+        counters = zeros(2 * batch * heads)
     strides = (
         *keys.stride()[:3],
         *values.stride()[:3],
