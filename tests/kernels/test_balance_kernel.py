@@ -123,7 +123,7 @@ def check(
     expected = balance.channel_scales(queries, *made[1:], first=first, valid=valid)
     out = ChannelScales(*(torch.full_like(x, NAN).to(device) for x in expected))
     there = [None if x is None else x.to(device) for x in (queries, *made[1:], valid)]
-    counters = torch.zeros(batch * heads, device=device)
+    counters = torch.zeros(2 * batch * heads, device=device)
     statistics = Statistics(
         there[0], there[3], first, partial(torch.empty, device=device), lambda size: counters[:size]
     )

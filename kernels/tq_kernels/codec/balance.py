@@ -2,8 +2,9 @@
 `tq_hf.codec.balance` takes a thousand.
 
 Programs of one kind sum squares, of one piece of the prompt and one head of one sequence, of keys, of values or of
-queries; the last of a head to end adds its pieces up and makes the scales. Sums are in fp32, in an order that depends
-on shapes alone. Programs of the other kind copy rows of keys or of values.
+queries; the last of a head to end, of keys and queries or of values, adds the pieces up and makes the scales. Sums are
+in fp32, in an order that depends on shapes and strides alone. Programs of the other kind copy rows of keys or of
+values.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from ..format import (
     NEAR,
     OUT_OF_RANGE,
     QUIETEST,
-    SAMPLED_BLOCKS,
     SMALLEST_SCALE,
     TOKENS,
     sample,
@@ -38,6 +38,8 @@ from ..types import ChannelScales, DenseRows, KeyValue
 _LARGEST_STATE, _LARGEST_RATIO, _QUIETEST = map(tl.constexpr, (LARGEST_STATE, LARGEST_RATIO, QUIETEST))
 _OUT_OF_RANGE, _LEAST_TOKENS = tl.constexpr(OUT_OF_RANGE), tl.constexpr(LEAST_TOKENS)
 _SMALLEST, _LARGEST = tl.constexpr(SMALLEST_SCALE), tl.constexpr(LARGEST_SCALE)
+SUMS = tl.constexpr(8)
+"""Pieces that are added up at a time."""
 _LOG2_NEAR, _SLOPE = tl.constexpr(math.log2(NEAR)), tl.constexpr(1 / math.log2(FAR / NEAR))
 
 
@@ -48,11 +50,11 @@ def _clamped(x, limit):
 
 
 @triton.jit
-def _tile(states, stride, token, exists, channel, DIM: tl.constexpr):
+def _tile(states, stride, token, exists, channel, dim):
     """Rows `token` [T] in fp32, zeros for those that do not count; and which count."""
     x = tl.load(
         states + token.to(tl.int64)[:, None] * stride + channel[None, :],
-        mask=exists[:, None] & (channel < DIM)[None, :],
+        mask=exists[:, None] & (channel < dim)[None, :],
         other=0.0,
     ).to(tl.float32)
     counts = exists & (tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) == 1)
@@ -72,67 +74,88 @@ def _existing(start, first, size, valid, valid_t, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_squares(
-    sums, states, stride, first, size, valid, valid_t, channel,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
+    sums, states, stride, first, size, valid, valid_t, centred, channel, dim, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store sums of squares [D] over the tokens of a piece, if CENTRED about their mean, and behind them how many
+    """Store sums of squares [D] over the tokens of a piece, if `centred` about their mean, and behind them how many
     tokens count."""
-    mean = tl.zeros([channel.shape[0]], tl.float32)
-    if CENTRED:
-        number = tl.zeros([1], tl.int32)
-        for start in tl.range(0, TOKENS, ROWS):
-            token, exists = _existing(start, first, size, valid, valid_t, ROWS)
-            x, counts = _tile(states, stride, token, exists, channel, DIM)
-            mean += tl.sum(x, 0)
-            number += tl.sum(counts.to(tl.int32), 0)
-        mean = mean / tl.maximum(number, 1).to(tl.float32)
-    squares = tl.zeros([channel.shape[0]], tl.float32)
-    number = tl.zeros([1], tl.int32)
+    # Tiles are summed up and rows of them at the end: that takes a barrier, for which loads would wait.
+    total = tl.zeros([ROWS, channel.shape[0]], tl.float32)
+    number = tl.zeros([ROWS], tl.int32)
+    for start in tl.range(0, tl.where(centred, TOKENS, 0), ROWS):
+        token, exists = _existing(start, first, size, valid, valid_t, ROWS)
+        x, counts = _tile(states, stride, token, exists, channel, dim)
+        total += x
+        number += counts.to(tl.int32)
+    mean = tl.sum(total, 0, keep_dims=True) / tl.maximum(tl.sum(number, 0), 1).to(tl.float32)
+    total = tl.zeros([ROWS, channel.shape[0]], tl.float32)
+    number = tl.zeros([ROWS], tl.int32)
     for start in tl.range(0, TOKENS, ROWS):
         token, exists = _existing(start, first, size, valid, valid_t, ROWS)
-        x, counts = _tile(states, stride, token, exists, channel, DIM)
-        x = tl.where(counts[:, None], x - mean[None, :], 0.0)
-        squares += tl.sum(x * x, 0)
-        number += tl.sum(counts.to(tl.int32), 0)
-    tl.store(sums + channel, squares, mask=channel < DIM)
-    tl.store(sums + WIDTH + tl.arange(0, 1), number.to(tl.float32))
+        x, counts = _tile(states, stride, token, exists, channel, dim)
+        x = tl.where(counts[:, None], x - mean, 0.0)
+        total += x * x
+        number += counts.to(tl.int32)
+    tl.store(sums + channel, tl.sum(total, 0), mask=channel < dim)
+    tl.store(sums + WIDTH, tl.sum(number, 0).to(tl.float32))
 
 
 @triton.jit
-def _rms(sums, pieces, kinds, first, last, channel, DIM: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr):
+def _rms(sums, pieces, kinds, first, last, channel, dim, WIDTH: tl.constexpr):
     """RMS of channels [D] from sums of squares of kinds `first` to `last` of all pieces, at least `QUIETEST` of the
     loudest, and whether it is known."""
-    piece = tl.arange(0, PIECES)
-    squares, number = tl.zeros([channel.shape[0]], tl.float32), tl.zeros([1], tl.float32)
-    for kind in tl.range(first, last):
-        at = sums + (piece * kinds + kind) * (WIDTH + 1)
-        exists = (piece < pieces)[:, None] & (channel < DIM)[None, :]
+    total, number = tl.zeros([SUMS, channel.shape[0]], tl.float32), tl.zeros([SUMS], tl.float32)
+    for start in tl.range(0, pieces * (last - first), SUMS):
+        i = start + tl.arange(0, SUMS)
+        exists = i < pieces * (last - first)
+        at = sums + (i % pieces * kinds + first + i // pieces) * (WIDTH + 1)
         # From the cache that all programs share: others have written them.
-        at_channel = at[:, None] + channel[None, :]
-        squares += tl.sum(tl.load(at_channel, mask=exists, other=0.0, cache_modifier=".cg"), 0)
-        number += tl.sum(tl.load(at + WIDTH, mask=piece < pieces, other=0.0, cache_modifier=".cg"), 0)
+        mask = exists[:, None] & (channel < dim)[None, :]
+        total += tl.load(at[:, None] + channel[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        number += tl.load(at + WIDTH, mask=exists, other=0.0, cache_modifier=".cg")
+    squares, number = tl.sum(total, 0), tl.sum(number, 0)
     sigma = tl.sqrt(squares / tl.maximum(number, 1.0))
-    known = (tl.max(number, 0) >= _LEAST_TOKENS) & (tl.max(squares, 0) > 0)
+    known = (number >= _LEAST_TOKENS) & (tl.max(squares, 0) > 0)
     return tl.maximum(sigma, tl.max(sigma, 0) * _QUIETEST), known
 
 
 @triton.jit
-def _median(x, channel, DIM: tl.constexpr):
-    """The lower one of the first DIM elements of x [D]."""
-    x = tl.sort(tl.where(channel < DIM, x, float("inf")))
-    return tl.sum(tl.where(channel == (DIM - 1) // 2, x, 0.0), 0)
+def _median(x, scratch, channel, dim):
+    """The lower one of the first `dim` elements of x [D], by counting those before each; they fit in `scratch`."""
+    CHUNK: tl.constexpr = 16
+    tl.debug_barrier()  # what was in it has been read
+    tl.store(scratch + channel, x, mask=channel < dim)
+    tl.debug_barrier()
+    before = tl.zeros([channel.shape[0]], tl.int32)
+    for start in tl.range(0, dim, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        y = tl.load(scratch + other, mask=other < dim, other=float("inf"), cache_modifier=".cg")[None, :]
+        first = (y < x[:, None]) | ((y == x[:, None]) & (other[None, :] < channel[:, None]))
+        before += tl.sum(first.to(tl.int32), 1)
+    return tl.sum(tl.where((before == (dim - 1) // 2) & (channel < dim), x, 0.0), 0)
 
 
 @triton.jit
-def _store_inverse(out, wanted, sigma, known, channel, DIM: tl.constexpr):
-    """Store one over `wanted` [D] where that is far from the median channel's, times a power of two where what would be
-    stored is out of range."""
+def _store_channel_scales(
+    sums, out, pieces, kinds, is_value, channel, dim, WIDTH: tl.constexpr, SHOWN: tl.constexpr
+):  # fmt: skip
+    """Store channel scales [D] of keys, made of them and of queries if they are SHOWN, or of values: one over what is
+    wanted, where that is far from the median channel's, times a power of two where what would be stored is out of
+    range."""
+    kind = is_value.to(tl.int32)
+    sigma, known = _rms(sums, pieces, kinds, kind, kind + 1, channel, dim, WIDTH)
+    wanted = _clamped(tl.where(known & is_value, sigma, 1.0), _LARGEST_RATIO)
+    if SHOWN:
+        # Of values none are looked at.
+        asking, shown = _rms(sums, pieces, kinds, tl.where(is_value, kinds, 2), kinds, channel, dim, WIDTH)
+        asked = known & shown
+        ratio = tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0)
+        wanted *= tl.sqrt(_clamped(ratio, _LARGEST_RATIO))
     away = tl.log2(wanted)
-    away -= _median(away, channel, DIM)
+    away -= _median(away, sums + kind * (WIDTH + 1), channel, dim)
     share = tl.minimum(tl.maximum((tl.abs(away) - _LOG2_NEAR) * _SLOPE, 0.0), 1.0)
     factor = tl.exp2(tl.where(known, share * away, 0.0))
-    stored = tl.where(channel < DIM, sigma / factor, 0.0)
-    size = tl.sqrt(tl.sum(stored * stored, 0) / DIM)
+    stored = tl.where(channel < dim, sigma / factor, 0.0)
+    size = tl.sqrt(tl.sum(stored * stored, 0) / dim)
     outside = known & ((size > _OUT_OF_RANGE) | (size < 1.0 / _OUT_OF_RANGE))
     power = _clamped(size, _LARGEST_RATIO).to(tl.int32, bitcast=True) & 0x7F800000
     factor *= tl.where(outside, power.to(tl.float32, bitcast=True), 1.0)
@@ -140,32 +163,7 @@ def _store_inverse(out, wanted, sigma, known, channel, DIM: tl.constexpr):
     # Rounded to bf16, to nearest even, which fp16 holds.
     word = inverse.to(tl.int32, bitcast=True)
     word = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
-    tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < DIM)
-
-
-@triton.jit
-def _key_channel_scales(
-    sums, out, pieces, kinds,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, SHOWN: tl.constexpr,
-):  # fmt: skip
-    d = tl.arange(0, BLOCK)
-    sigma, known = _rms(sums, pieces, kinds, 0, 1, d, DIM, WIDTH, PIECES)
-    wanted = tl.full([BLOCK], 1.0, tl.float32)
-    if SHOWN:
-        asking, shown = _rms(sums, pieces, kinds, 2, kinds, d, DIM, WIDTH, PIECES)
-        asked = known & shown
-        wanted = tl.sqrt(_clamped(tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0), _LARGEST_RATIO))
-    _store_inverse(out, wanted, sigma, known, d, DIM)
-
-
-@triton.jit
-def _value_channel_scales(
-    sums, out, pieces, kinds, DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr
-):
-    d = tl.arange(0, BLOCK)
-    sigma, known = _rms(sums, pieces, kinds, 1, 2, d, DIM, WIDTH, PIECES)
-    wanted = _clamped(tl.where(known, sigma, 1.0), _LARGEST_RATIO)
-    _store_inverse(out, wanted, sigma, known, d, DIM)
+    tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < dim)
 
 
 class Rows(NamedTuple):
@@ -199,7 +197,7 @@ def _copy_rows(
 @triton.jit(
     do_not_specialize=(
         "kv_heads pieces kinds first size whole max_sinks first_sink to_sinks capacity slot start kept sinks blocks "
-        "rows key_b key_h key_s value_b value_h value_s query_b query_h query_s valid_b valid_t"
+        "rows valid_b valid_t"
     ).split(),
     # Else copies choose the layout of sums, too, and with it their order.
     do_not_specialize_on_alignment="sink_keys sink_values ring_keys ring_values".split(),
@@ -210,7 +208,7 @@ def store_prompt(
     queries,  # [B, Hkv * group, T, DK], or None
     valid,  # [B, T] uint8, or None
     sums,  # [B * Hkv, pieces, kinds, WIDTH + 1] float32, each with its number of tokens behind; or None
-    counters,  # [B * Hkv] of 32 bits, 0 between launches; or None
+    counters,  # [B * Hkv, 2] of 32 bits, 0 between launches; or None
     key_channel_scales,  # [B, Hkv, DK] fp16, of ones without sums; or None
     value_channel_scales,  # [B, Hkv, DV] fp16
     sink_keys,  # [B, Hkv, max_sinks, DK], contiguous, as are those after it; or None
@@ -227,7 +225,7 @@ def store_prompt(
     sinks,  # what is held then
     blocks, rows, key_b, key_h, key_s, value_b, value_h, value_s, query_b, query_h, query_s, valid_b, valid_t,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pieces * kinds + 2 * tiles of ROWS rows that stay dense, B * Hkv)."""
     job, program = tl.program_id(0), tl.program_id(1)
@@ -262,27 +260,29 @@ def store_prompt(
         padding = None if valid is None else valid + batch * valid_b
         of_head = sums + program * pieces * kinds * (WIDTH + 1)
         here = of_head + job * (WIDTH + 1)
-        if kind == 0:
-            _store_squares(here, keys, key_s, begin, size, padding, valid_t, dk, DK, WIDTH, ROWS, True)
-        elif kind == 1:
-            _store_squares(here, values, value_s, begin, size, padding, valid_t, dv, DV, WIDTH, ROWS, False)
-        elif queries is not None:
-            query = queries + batch * query_b + (head * (kinds - 2) + kind - 2) * query_h
-            _store_squares(here, query, query_s, begin, size, padding, valid_t, dk, DK, WIDTH, ROWS, False)
+        is_value = kind == 1
+        states, stride, out = keys, key_s, key_channel_scales + program * DK
+        if is_value:
+            states, stride, out = values, value_s, value_channel_scales + program * DV
+        if queries is not None:
+            if kind > 1:
+                states = queries + batch * query_b + (head * (kinds - 2) + kind - 2) * query_h
+                stride = query_s
+        if DK == DV:
+            dim = DK
+        else:
+            dim = tl.where(is_value, DV, DK)
+        d = tl.arange(0, max(BLOCK_K, BLOCK_V))
+        _store_squares(here, states, stride, begin, size, padding, valid_t, kind == 0, d, dim, WIDTH, ROWS)
         tl.debug_barrier()
-        if tl.atomic_add(counters.to(tl.pointer_type(tl.int32), bitcast=True) + program, 1) == pieces * kinds - 1:
-            tl.store(counters + program, 0.0)
-            _key_channel_scales(
-                of_head, key_channel_scales + program * DK, pieces, kinds, DK, BLOCK_K, WIDTH, PIECES,
-                queries is not None,
-            )  # fmt: skip
-            _value_channel_scales(
-                of_head, value_channel_scales + program * DV, pieces, kinds, DV, BLOCK_V, WIDTH, PIECES
-            )
+        counter = counters.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * program + is_value.to(tl.int32)
+        if tl.atomic_add(counter, 1) == pieces * tl.where(is_value, 1, kinds - 1) - 1:
+            tl.store(counter, 0)
+            _store_channel_scales(of_head, out, pieces, kinds, is_value, d, dim, WIDTH, queries is not None)
 
 
 STORE = Kernel(store_prompt)
-WARPS = 8
+WARPS = 4
 
 
 @lru_cache
@@ -290,8 +290,7 @@ def prompt_constants(key_dim: int, value_dim: int) -> tuple[Any, ...]:
     """The constants of `store_prompt`."""
     tiles = tuple(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     # Of 128 channels 32 registers of a thread.
-    rows = 64 if max(tiles) <= 128 else 32
-    return key_dim, value_dim, *tiles, max(key_dim, value_dim), rows, SAMPLED_BLOCKS
+    return key_dim, value_dim, *tiles, max(key_dim, value_dim), max(8, 4096 // max(128, *tiles))
 
 
 class Statistics(NamedTuple):
@@ -302,7 +301,7 @@ class Statistics(NamedTuple):
         valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
         first: Tokens at the start that are not looked at.
         allocate: Gives scratch: float32, of at least so many elements.
-        counters: The same, of at least `B * Hkv` zeros, which they are again after the launch.
+        counters: The same, of at least `2 * B * Hkv` zeros, which they are again after the launch.
     """
 
     queries: torch.Tensor | None
@@ -336,7 +335,7 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
         kinds = 2 if queries is None else 2 + queries.shape[1] // heads
         jobs = sample_of.pieces * kinds
         sums = allocate(batch * heads * jobs * (constants[4] + 1))
-        counters = zeros(batch * heads)
+        counters = zeros(2 * batch * heads)
     strides = (
         *keys.stride()[:3],
         *values.stride()[:3],
