@@ -39,12 +39,13 @@ def kernel_cells(cells: list[dict[str, Any]]) -> str:
     rows = []
     for batch, length in shapes:
         of_shape = {cell["preset"]: cell for cell in cells if (cell["batch"], cell["length"]) == (batch, length)}
-        backend, best = min(next(iter(of_shape.values()))["sdpa_us"].items(), key=lambda item: item[1])
-        row = [shape(batch, length), f"{best:.1f} µs ({backend})"]
+        times = {f"{us:.1f} µs ({backend})": us for backend, us in next(iter(of_shape.values()))["sdpa_us"].items()}
+        row = [shape(batch, length), min(times, key=times.__getitem__, default="–")]
         for preset in presets:
             cell = of_shape.get(preset)
             time = cell and min(cell["eager_us"], cell["graph_us"])
-            row.append(f"**{cell['speedup']:.2f}×** {time:.1f} µs, {cell['of_read']:.0%}" if cell else "–")
+            faster = f"**{cell['speedup']:.2f}×** " if cell and cell["speedup"] else ""
+            row.append(f"{faster}{time:.1f} µs, {cell['of_read']:.0%}" if cell else "–")
         rows.append(row)
     return table(["batch × context", "sdpa, bf16", *(f"`{preset}`" for preset in presets)], rows)
 

@@ -54,7 +54,14 @@ HEADS = [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 16, 64), (16, 8, 256)]
 HEADS += [(48, 8, 128), (64, 4, 128), (32, 8, 80), (32, 8, 96), (32, 8, 192), (32, 4, 512)]
 PRESETS = ["k8v4", "4bit_nc", "3bit_nc", "2bit_nc"]
 SINKS, WINDOW_CAPACITY = 4, 256
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+SLOW = ("efficient", "math")
+"""What takes shapes that the others do not: heads of 512 channels."""
 
 
 def microseconds(function: Callable[[], Any], repeat: int) -> float:
@@ -83,8 +90,10 @@ def sdpa(batch: int, length: int, heads: tuple[int, int, int], device: torch.dev
     query_heads, kv_heads, dim = heads
     query = torch.randn(batch, query_heads, 1, dim, device=device, dtype=torch.bfloat16)
     keys, values = (torch.randn(batch, kv_heads, length, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = {}
+    times: dict[str, float] = {}
     for name, backend in BACKENDS.items():
+        if times and name in SLOW:
+            continue
         try:
             with sdpa_kernel(backend):
                 times[name] = microseconds(
@@ -218,7 +227,7 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"error {heads} {preset}: {errors[-1]['relative_rms']:.1e}")
         for batch, length in SHAPES:
             baseline = sdpa(batch, length, heads, device, arguments.repeat)
-            best = min(baseline.values())
+            best = min(baseline.values(), default=float("nan"))
             for preset in PRESETS:
                 config = TurboQuantConfig.from_preset(preset)
                 layout = config.layout(dim)
@@ -238,14 +247,14 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
                     "sdpa_us": baseline,
                     "eager_us": eager,
                     "graph_us": graph,
-                    "speedup": best / min(eager, graph),
+                    "speedup": best / min(eager, graph) if baseline else None,
                     "floor_us": gigabytes / read * 1e6,
                     "of_read": gigabytes / read * 1e6 / min(eager, graph),
                 }
                 cells.append(cell)
                 print(
                     f"{heads} {shape(batch, length)} {preset}: eager {eager:.1f} us, graph {graph:.1f} us, "
-                    f"sdpa {best:.1f} us, {cell['speedup']:.2f}x, {cell['of_read']:.0%} of read"
+                    f"sdpa {best:.1f} us, {cell['of_read']:.0%} of read"
                 )
                 del packed, call
         arguments.save(record)  # a run that is cut short keeps what it measured
