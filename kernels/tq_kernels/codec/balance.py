@@ -272,7 +272,8 @@ def store_prompt(
             dim = DK
         else:
             dim = tl.where(is_value, DV, DK)
-        d = tl.arange(0, max(BLOCK_K, BLOCK_V))
+        BLOCK: tl.constexpr = BLOCK_K if BLOCK_K > BLOCK_V else BLOCK_V
+        d = tl.arange(0, BLOCK)
         _store_squares(here, states, stride, begin, size, padding, valid_t, kind == 0, d, dim, WIDTH, ROWS)
         tl.debug_barrier()
         counter = counters.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * program + is_value.to(tl.int32)
