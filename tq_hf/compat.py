@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
@@ -118,6 +118,32 @@ def outside_autocast(states: torch.Tensor) -> AbstractContextManager[object]:
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured: the host can read nothing then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def ending_failed_capture(device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
+    """Around the capture of a CUDA graph on `device` with memory of `pool`: if it fails, leave torch as it was.
+
+    After an operation that no graph holds, `CUDAGraph::capture_end` raises before it has done its work (torch 2.9 to
+    2.12; later ones do more of it). The current stream stays that of the capture, the allocator returns no cached
+    memory any more, and random numbers raise until another capture succeeds.
+    """
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        try:
+            yield
+        except RuntimeError:
+            with suppress(RuntimeError):  # raised where the capture had not begun, or has ended: then nothing is open
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+                torch._C._cuda_releasePool(device.index, pool)
+                graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    torch.zeros(1, device=device)
+            raise
+
+
+def capture_failure(error: RuntimeError) -> str:
+    """The first line of what went wrong in a capture: not that it could not be ended, which torch raises after it."""
+    return str(error.__context__ or error).partition("\n")[0]
 
 
 def current_raw_stream(device: int) -> int:

@@ -44,6 +44,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousMixin,
 )
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 READ: dict[Any, dict[str, tuple[str, str]]] = {
     PagedAttentionCache: {
@@ -85,6 +86,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "_handle_request_error": ("61bcda761e41", "extended: batching/manager.py"),
         "update_batch": ("cbad955852af", "relied upon: batching/manager.py, allocators.py"),
     },
+    ModelRunner: {"_capture_graph": ("cb51ab2309b2", "wrapped: batching/manager.py")},
     ContinuousMixin: {"init_continuous_batching": ("864a244a2534", "replaced: batching/entry.py")},
     ContinuousBatchingIOs: {
         "get_model_kwargs": ("ad765ba1a8e0", "relied upon: batching/geometry.py"),

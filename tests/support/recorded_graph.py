@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ class RecordedGraph(TorchDispatchMode):
 
 
 @contextmanager
-def _capturing(graph: RecordedGraph) -> Iterator[None]:
+def _capturing(graph: RecordedGraph, pool: None) -> Iterator[None]:
     # A step that is compiled takes the operators, which look at lengths when they run.
     with pytest.MonkeyPatch.context() as patch, graph:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -64,3 +64,5 @@ def record_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graph_loop._Loop, "__init__", captures)
     patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     patch.setattr(torch.cuda, "graph", _capturing)
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    patch.setattr(graph_loop, "ending_failed_capture", lambda device, pool: nullcontext())

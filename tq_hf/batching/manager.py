@@ -21,13 +21,21 @@ from transformers.generation.continuous_batching.cache_allocators import FULL_AT
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
 from ..balance import Balance
-from ..compat import attention_of_parts, give_attention_back, layer_config, outside_inference_mode
+from ..compat import (
+    attention_of_parts,
+    capture_failure,
+    ending_failed_capture,
+    give_attention_back,
+    layer_config,
+    outside_inference_mode,
+)
 from ..config import TurboQuantConfig
 from ..ops.backend import check_choice
 from ..ops.triton.pages import supports_paged_decode, supports_paged_prompts
@@ -75,11 +83,42 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
     return CheckedScheduler
 
 
+class TurboQuantModelRunner(ModelRunner):
+    """transformers' runner, which launches kernel by kernel where a decode step cannot be captured in a CUDA graph."""
+
+    graphs_are_requested = False
+    """Whether the user asked for graphs: a step that cannot be captured then fails."""
+
+    def _capture_graph(self, forward_fn: Callable, compute_stream: torch.cuda.Stream, *args: Any) -> None:
+        """Compute a step, and then capture it."""
+        model, computed = args[0], False
+
+        def compute(*args: Any) -> None:
+            nonlocal computed
+            forward_fn(*args)
+            computed = True
+
+        try:
+            with ending_failed_capture(model.device, self.graph_pool_id):
+                super()._capture_graph(compute, compute_stream, *args)
+        except RuntimeError as error:
+            if not computed:
+                raise
+            failed = f"A decode step of {type(model).__name__} cannot be captured as a CUDA graph"
+            reason = capture_failure(error)
+            if self.graphs_are_requested:
+                raise RuntimeError(f"{failed} ({reason}). Leave out `use_cuda_graph`.") from error
+            logger.warning_once(f"{failed} ({reason}): steps are launched kernel by kernel, which takes longer.")
+            self.use_cuda_graph_decode = False
+
+
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' processor, which goes on after a step that failed."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, graphs_are_requested: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.model_runner.__class__ = TurboQuantModelRunner  # transformers names the class that it makes
+        self.model_runner.graphs_are_requested = graphs_are_requested
         self._wait_for_device()
 
     def reset(self) -> None:
@@ -268,7 +307,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         requested = continuous_batching_config
         options = paged_options(model, requested, dense)
         self.config, self.balance = config, balance
-        self._computing = False
+        self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         self.requests = hints if known else None
@@ -473,6 +512,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             model_dtype=self.model.dtype,
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
+            graphs_are_requested=self._graphs_are_requested,
         )
 
     def _generation_step(self) -> None:

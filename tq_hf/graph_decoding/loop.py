@@ -31,6 +31,7 @@ from ..compat import (
     attention_implementation,
     autocast_dtype,
     compiles_steps,
+    ending_failed_capture,
     optimized_for_decode,
     outside_inference_mode,
     pad_token,
@@ -228,9 +229,9 @@ class _Loop:
             self._select(step, step.logits)
 
     def _capture(self, step: StepTensors) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph):
+            with ending_failed_capture(self.prompt.device, pool), torch.cuda.graph(graph, pool=pool):
                 self._run(step)
         except RuntimeError as error:
             raise RuntimeError(
