@@ -1,0 +1,233 @@
+"""Decode steps that no CUDA graph holds: batches go on without graphs, and torch is as it was before the capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching import model_runner
+
+from tests.support.batching_cases import Session, agreement, greedy, model_of, prompts
+from tests.support.recorded_graph import record_graphs
+from tq_hf import TurboQuantCache, compat, graph_decoding
+from tq_hf.batching import manager
+from tq_hf.graph_decoding import loop as graph_loop
+
+SENTENCE = "A decode step of LlamaForCausalLM cannot be captured as a CUDA graph"
+LENGTHS = [5, 127, 128, 300, 47]
+
+
+class Capture:
+    """Whether a graph is being captured; how many were begun, and the errors that ended one."""
+
+    def __init__(self) -> None:
+        self.active, self.begun, self.failed = False, 0, []
+
+    @contextmanager
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        self.active, self.begun = True, self.begun + 1
+        try:
+            yield
+        finally:
+            self.active = False
+
+    @contextmanager
+    def ended(self, device: torch.device, pool: Any) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.failed.append(str(error))
+            raise
+
+
+def reading(model: PreTrainedModel, capture: Capture | None = None) -> PreTrainedModel:
+    """The last layer's MLP reads a number on the host, which raises in a capture."""
+
+    def read(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if capture is not None and capture.active:
+            raise RuntimeError("operation not permitted when stream is capturing\nA second line")
+        inputs[0].sum().item()
+
+    model.model.layers[-1].mlp.register_forward_pre_hook(read)
+    return model
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    """transformers' runner captures decode steps on a CPU, and does not warm up."""
+    capture, real = Capture(), model_runner.ModelRunner.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.pad_inputs = self.use_cuda_graph_decode = True
+        self.mem_pool, self.graph_pool_id = None, (0, 1)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", init)
+    monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda *args: None)
+    monkeypatch.setattr(model_runner, "memory_pool_context", lambda pool: nullcontext())
+    monkeypatch.setattr(model_runner, "create_accelerator_graph", lambda: None)
+    monkeypatch.setattr(model_runner, "accelerator_graph_capture_context", capture)
+    monkeypatch.setattr(manager, "ending_failed_capture", capture.ended)
+    return capture
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(manager.logger, "warning_once", said.append)
+    return said
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "asynchronous"])
+def test_batches_go_on_without_graphs(
+    capture: Capture, said: list[str], ahead: bool, request: pytest.FixtureRequest
+) -> None:
+    more, inputs = request.getfixturevalue("asynchronous") if ahead else {}, prompts(LENGTHS)
+    with Session(reading(model_of(), capture), max_requests_per_batch=8, **more) as session:
+        assert session.run(inputs, greedy(10)) == [session.oracle.generate(prompt, 10) for prompt in inputs]
+        assert session.pages_in_use() == 0
+    assert capture.begun == len(capture.failed) == 1
+    reason = "operation not permitted when stream is capturing"
+    assert said == [f"{SENTENCE} ({reason}): steps are launched kernel by kernel, which takes longer."]
+
+
+def test_graphs_that_were_asked_for_fail_in_a_sentence(
+    capture: Capture, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = manager.TurboQuantBatchProcessor.__init__
+
+    def asked(self: Any, *args: Any, graphs_are_requested: bool, **kwargs: Any) -> None:
+        real(self, *args, graphs_are_requested=True, **kwargs)  # on a CPU transformers refuses the option
+
+    monkeypatch.setattr(manager.TurboQuantBatchProcessor, "__init__", asked)
+    with Session(reading(model_of(), capture)) as session:
+        results = session.batching.generate_batch(prompts([5]), greedy(4), session.options)
+    (result,) = results.values()
+    assert SENTENCE in result.error and result.error.endswith("Leave out `use_cuda_graph`.") and not said
+
+
+def test_a_step_that_fails_before_its_capture_is_no_capture_that_failed(capture: Capture, said: list[str]) -> None:
+    def fail(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if inputs[0].shape[1] < 5:
+            raise RuntimeError("a bit fell over")
+
+    model = model_of()
+    model.model.layers[-1].mlp.register_forward_pre_hook(fail)
+    with Session(model, max_requests_per_batch=2) as session:
+        results = session.batching.generate_batch(prompts([5]), greedy(4), session.options)
+    assert [result.error for result in results.values()] == ["a bit fell over"] and not said and not capture.begun
+
+
+def test_graph_decoding_says_so_and_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_graphs(monkeypatch)
+    capture, recorded = Capture(), torch.cuda.graph
+
+    @contextmanager
+    def capturing(graph: Any, pool: Any) -> Iterator[None]:
+        with recorded(graph, pool), capture():
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(graph_loop, "ending_failed_capture", capture.ended)
+    model = reading(model_of(), capture)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=256)
+    with pytest.raises(RuntimeError, match=f"{SENTENCE}. Leave out `custom_generate=graph_decoding`."):
+        model.generate(torch.tensor(prompts([9])), past_key_values=cache, custom_generate=graph_decoding, **NEW)
+    assert len(capture.failed) == 1
+
+
+NEW = dict(max_new_tokens=10, do_sample=False)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_capture_that_torch_leaves_open_is_ended(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
+    """One of another operation follows only then. The stream is the caller's again in any case."""
+    events: list[Any] = []
+
+    @contextmanager
+    def noted(*args: Any, **kwargs: Any) -> Iterator[None]:
+        events.append(args)
+        yield
+        events.append("captured")
+
+    @contextmanager
+    def stream(stream: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            events.append(stream)
+
+    def end(index: int, pool: Any) -> None:
+        if not is_open:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        events.append(("end", index, pool))
+
+    for name, value in dict(
+        current_stream=lambda device: "the caller's", stream=stream, CUDAGraph=lambda: "graph", Stream=str, graph=noted
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: events.append(("release", *args)), raising=False)
+    with pytest.raises(RuntimeError, match="host"), compat.ending_failed_capture(torch.device("cpu", 0), (0, 7)):
+        raise RuntimeError("The host reads")
+    ended = [("end", 0, (0, 7)), ("release", 0, (0, 7)), ("graph",), "captured"]
+    assert events == [*(ended if is_open else []), "the caller's"]
+
+
+def cuda_model() -> PreTrainedModel:
+    return reading(model_of(head_dim=128, num_attention_heads=8).cuda().to(torch.bfloat16))
+
+
+def torch_is_as_it_was() -> None:
+    """Random numbers, the stream, and an allocator that returns what is cached."""
+    assert torch.rand(3, device="cuda").isfinite().all()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    del_me = torch.empty(1 << 26, device="cuda", dtype=torch.uint8)
+    reserved = torch.cuda.memory_reserved()
+    del del_me
+    torch.cuda.empty_cache()
+    assert reserved - torch.cuda.memory_reserved() >= 1 << 26
+
+
+@pytest.mark.cuda
+def test_torch_is_as_it_was_after_graph_decoding() -> None:
+    model = cuda_model()
+    model.set_attn_implementation("turboquant")
+    ids = torch.tensor(prompts([150]), device="cuda")
+    for _ in range(2):
+        cache = TurboQuantCache(model.config, max_cache_len=256)
+        with pytest.raises(RuntimeError, match=SENTENCE):
+            model.generate(ids, past_key_values=cache, custom_generate=graph_decoding, **NEW)
+        torch_is_as_it_was()
+    cache = TurboQuantCache(model.config)
+    assert model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=True).shape[1] > 150
+
+
+@pytest.mark.cuda
+def test_batches_go_on_without_graphs_on_a_gpu(said: list[str]) -> None:
+    inputs, model = prompts(LENGTHS), cuda_model()
+    with Session(model) as session:
+        found = session.run(inputs, greedy(20))
+        assert not session.manager.batch_processor.model_runner.use_cuda_graph_decode
+        torch_is_as_it_was()
+        again = session.run(inputs, greedy(20))
+    with Session(model, use_cuda_graph=False) as session:
+        plain = session.run(inputs, greedy(20))
+        expected = [session.oracle.generate(prompt, 20) for prompt in inputs]
+    assert len(said) == 1 and said[0].startswith(SENTENCE)
+    assert min(agreement(answers, plain) for answers in (found, again)) > 0.9
+    assert agreement(found, expected) > 0.5
+
+
+@pytest.mark.cuda
+def test_graphs_that_were_asked_for_fail_in_a_sentence_on_a_gpu(said: list[str]) -> None:
+    with Session(cuda_model(), use_cuda_graph=(False, True)) as session:
+        results = session.batching.generate_batch(prompts([5, 40]), greedy(4), session.options)
+    assert all(SENTENCE in result.error and "`use_cuda_graph`" in result.error for result in results.values())
+    assert len(results) == 2 and not said
+    torch_is_as_it_was()
