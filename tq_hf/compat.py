@@ -121,7 +121,7 @@ def is_capturing() -> bool:
 
 
 @contextmanager
-def ending_failed_capture(device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
+def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
     """Around the capture of a CUDA graph on `device` with memory of `pool`: if it fails, leave torch as it was.
 
     After an operation that no graph holds, `CUDAGraph::capture_end` raises before it has done its work (torch 2.9 to

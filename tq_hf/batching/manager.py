@@ -117,8 +117,9 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
 
     def __init__(self, *args: Any, graphs_are_requested: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model_runner.__class__ = TurboQuantModelRunner  # transformers names the class that it makes
-        self.model_runner.graphs_are_requested = graphs_are_requested
+        runner: Any = self.model_runner
+        runner.__class__ = TurboQuantModelRunner  # transformers names the class that it makes
+        runner.graphs_are_requested = graphs_are_requested
         self._wait_for_device()
 
     def reset(self) -> None:
