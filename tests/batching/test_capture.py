@@ -180,7 +180,8 @@ def test_a_capture_that_torch_leaves_open_is_ended(monkeypatch: pytest.MonkeyPat
 
 
 def cuda_model() -> PreTrainedModel:
-    return reading(model_of(head_dim=128, num_attention_heads=8).cuda().to(torch.bfloat16))
+    """In float32: in bf16 a random model has near ties, which steps of other widths decide otherwise."""
+    return reading(model_of(head_dim=128, num_attention_heads=8).cuda())
 
 
 def torch_is_as_it_was() -> None:
@@ -211,17 +212,18 @@ def test_torch_is_as_it_was_after_graph_decoding() -> None:
 @pytest.mark.cuda
 def test_batches_go_on_without_graphs_on_a_gpu(said: list[str]) -> None:
     inputs, model = prompts(LENGTHS), cuda_model()
+    others = [prompt[::-1] for prompt in inputs]  # the same prompts would read blocks of those before packed
     with Session(model) as session:
         found = session.run(inputs, greedy(20))
         assert not session.manager.batch_processor.model_runner.use_cuda_graph_decode
         torch_is_as_it_was()
-        again = session.run(inputs, greedy(20))
+        again = session.run(others, greedy(20))
     with Session(model, use_cuda_graph=False) as session:
-        plain = session.run(inputs, greedy(20))
+        plain = [session.run(prompts, greedy(20)) for prompts in (inputs, others)]
         expected = [session.oracle.generate(prompt, 20) for prompt in inputs]
     assert len(said) == 1 and said[0].startswith(SENTENCE)
-    assert min(agreement(answers, plain) for answers in (found, again)) > 0.9
-    assert agreement(found, expected) > 0.5
+    assert agreement(found, plain[0]) > 0.9 and agreement(again, plain[1]) > 0.9
+    assert agreement(found, expected) > 0.9
 
 
 @pytest.mark.cuda
