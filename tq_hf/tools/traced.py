@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ..cache import TurboQuantCache
-from ..saving.recorded import Call, record
+from ..saving.recorded import Call, record, shapes
 
 META = torch.device("meta")
 TOKENS = 2
@@ -39,6 +39,8 @@ class Trace:
     """The whole model; its decoder alone if the towers around it need a package that is not installed."""
     whole: bool
     """Whether `model` is the whole model."""
+    cache: DynamicCache
+    """What the run filled."""
     calls: list[list[Call]]
     """Calls by layer of the cache."""
     cross_bytes: int
@@ -69,6 +71,14 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
             f"A {type(result.model).__name__} keeps no keys and values from one token to the next, so there is no "
             "cache to estimate."
         )
+    for layer, other, calls in zip(result.cache.layers, DynamicCache(config=result.config).layers, result.calls):
+        for call in calls:
+            call.replay(other, 1, TOKENS)
+        if shapes(layer) != shapes(other):
+            raise ValueError(
+                f"The cache of a {name} cannot be estimated from its config: the model fills a {type(layer).__name__} "
+                "in a way that is not known here. Load it, and ask `cache.memory_footprint()`."
+            )
     return result
 
 
@@ -86,9 +96,9 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the others refuse some dtypes and sizes
     cache = DynamicCache(config=decoder_config)
-    calls, cross = record(cache), DynamicCache()
+    cross = DynamicCache()
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
-    with torch.no_grad():
+    with torch.no_grad(), record(cache) as calls:
         if config.is_encoder_decoder:
             encoded = torch.zeros(1, TOKENS, config.hidden_size, dtype=dtype, device=META)
             both = EncoderDecoderCache(cache, cross)
@@ -99,7 +109,7 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
             decoder(input_ids=ids, past_key_values=cache, use_cache=True)
     layers: list[Any] = list(cross.layers)
     cross_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // TOKENS
-    return Trace(decoder_config, model, built is config, calls, cross_bytes)
+    return Trace(decoder_config, model, built is config, cache, calls, cross_bytes)
 
 
 def _kind(config: PreTrainedConfig) -> Any:
