@@ -59,7 +59,7 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     if not model_config.is_encoder_decoder and getattr(model_config, "is_decoder", None) is False:
         raise ValueError(f"{name} is that of an encoder (`is_decoder` is False), so there is no cache to estimate.")
     try:
-        result = _run(_traceable(model_config), dtype)
+        result = _run_in_either_way(model_config, dtype)
     except Exception as error:  # transformers raises all kinds for a config that it cannot build or run
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
         raise ValueError(
@@ -82,10 +82,22 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     return result
 
 
-def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
+def _run_in_either_way(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
+    """Without a padding token, which some models look for in their inputs. Others need it to count positions
+    (RoBERTa, NLLB), or make masks for sdpa from values (BioGPT): they attend by "eager"."""
+    try:
+        return _run(_traceable(config, pads=False), dtype, config.is_encoder_decoder)
+    except Exception as error:
+        try:
+            return _run(_traceable(config, pads=True), dtype, eager=True)
+        except Exception:
+            raise error from None
+
+
+def _run(config: PreTrainedConfig, dtype: torch.dtype, eager: bool) -> Trace:
     decoder_config = config.get_text_config(decoder=True)
     # The masks that sdpa needs in an encoder-decoder depend on values, which a meta tensor does not have.
-    options = {"dtype": dtype} | ({"attn_implementation": "eager"} if config.is_encoder_decoder else {})
+    options = {"dtype": dtype} | ({"attn_implementation": "eager"} if eager else {})
     built = config
     with META:
         try:
@@ -121,11 +133,13 @@ def _kind(config: PreTrainedConfig) -> Any:
     raise ValueError(f"transformers has no model of a {type(config).__name__}")
 
 
-def _traceable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a config, unquantized, whose model reads no values of its inputs. Its cache has the same sizes."""
+def _traceable(config: PreTrainedConfig, pads: bool) -> PreTrainedConfig:
+    """A copy of a config, unquantized, whose model reads no values of its inputs, but for those that it `pads` with.
+    Its cache has the same sizes."""
     config = copy.deepcopy(config)
     for part in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values():
-        part.pad_token_id = None
+        if not pads:
+            part.pad_token_id = None
         vars(part).pop("quantization_config", None)
         rope = getattr(part, "rope_parameters", None) or {}
         for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
