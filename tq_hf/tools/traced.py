@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from ..cache import TurboQuantCache
+from ..compat import has_attention_heads
 from ..saving.recorded import Call, record, shapes
 
 META = torch.device("meta")
@@ -54,7 +55,7 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
         ValueError: It has no cache of keys and values, or does not run without memory. The message says which.
     """
     name = type(model_config).__name__
-    if not getattr(model_config.get_text_config(decoder=True), "num_attention_heads", None):
+    if not has_attention_heads(model_config.get_text_config(decoder=True)):
         TurboQuantCache(model_config)  # raises: the config has no keys and values
     if not model_config.is_encoder_decoder and getattr(model_config, "is_decoder", None) is False:
         raise ValueError(f"{name} is that of an encoder (`is_decoder` is False), so there is no cache to estimate.")
