@@ -1,0 +1,140 @@
+"""Estimates, `preset="auto"`, files and the memory report agree at the sizes of heads that families are published in."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from examples.measure.quality.family_check import NOT_TESTABLE, beside_cross_attention
+from examples.measure.quality.family_configs import model_class, model_types, tiny_config
+from examples.measure.quality.published_runs import published_heads
+from tests.support.helpers import storages_reachable_from
+from tests.support.saving_cases import split
+from tq_hf import TurboQuantCache
+from tq_hf.memory import MemoryFootprint, measure
+from tq_hf.tools.estimate import Estimator
+
+WINDOWS = r"sliding_window(_size)?|attention_window_size|attention_chunk_size|max_position_embeddings"
+"""Fields that stay as they are published, beside those of heads."""
+PROMPT = 300
+LARGEST = 60_000_000
+"""Parameters of the largest model that is run."""
+
+KINDS = {
+    "gemma4_text": {},  # keys as values in heads of 512, and sliding windows with heads of 256
+    "gemma3n_text": {},  # layers that read the keys of others
+    "glm4_moe_lite": {},  # latents of 512 and 64
+    "mimo_v2_flash": {},  # heads of 192 and 128, more of them in sliding windows
+    "gpt_oss": {},  # heads of 64 with sinks
+    "qwen3_next": {},  # heads of 256 beside linear attention
+    "minimax_m3_vl_text": {},  # another layer, which the model fills by itself
+    "lfm2": {},  # heads of 80 beside convolutions
+    "paligemma": {},  # one KV head of 256, in a model of several parts
+    "gemma3_text": {"sliding_window": 1024},
+}
+"""Families for each kind of layers, with what their checkpoints have in place of the defaults."""
+FILES = "first.safetensors", "second.safetensors"
+WIDTHS = (64, 72, 80, 96, 112, 128, 192, 256)
+
+
+def published_config(model_type: str, **more: Any) -> PreTrainedConfig:
+    """A family's config with published heads and windows and a layer of each kind, else small."""
+
+    def kept(kind: type[PreTrainedConfig], given: dict[str, Any]) -> dict[str, Any]:
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)} | given
+        windows = {name: value for name, value in defaults.items() if re.fullmatch(WINDOWS, name) and value}
+        return windows | published_heads(kind, given) | (more if hasattr(kind, "num_attention_heads") else {})
+
+    return tiny_config(model_type, kept)
+
+
+def built(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return model_class(model_type)._from_config(config, dtype=torch.bfloat16).eval()
+
+
+@lru_cache
+def published_model(model_type: str) -> PreTrainedModel:
+    return built(model_type, published_config(model_type, **KINDS.get(model_type, {})))
+
+
+@lru_cache
+def llama_of(width: int) -> PreTrainedModel:
+    sizes = dict(hidden_size=96, intermediate_size=64, vocab_size=160, num_hidden_layers=1)
+    return built("llama", LlamaConfig(num_attention_heads=6, num_key_value_heads=2, head_dim=width, **sizes))
+
+
+def read(model: PreTrainedModel, cache: Any, tokens: int) -> None:
+    ids = torch.randint(3, 150, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs = {"input_ids": ids[:, :12].clone(), "decoder_input_ids": ids}
+        cache = beside_cross_attention(model, cache)
+    model(**inputs, past_key_values=cache, use_cache=True)
+
+
+def sizes(footprint: MemoryFootprint) -> dict[str, int]:
+    return {name: size for name, size in dataclasses.asdict(footprint).items() if name != "by_device"}
+
+
+def holds_what_is_estimated(model: PreTrainedModel, preset: Any, prompt: int = PROMPT) -> None:
+    """After a prompt and a step: the estimate, the report, and the storages of every tensor that can be reached."""
+    estimator = Estimator(model.config, model.dtype)
+    for room in (None, prompt + 40):
+        cache: Any = TurboQuantCache(model.config, preset, max_cache_len=room)
+        for decoding in (False, True):
+            read(model, cache, 1 if decoding else prompt)
+            footprint = cache.memory_footprint()
+            expected = estimator.footprint(preset, prompt, decoding=decoding, max_cache_len=room)
+            assert sizes(footprint) == sizes(expected), (room, decoding)
+            assert footprint.total == sum(storages_reachable_from(cache).values()), (room, decoding)
+        for _ in range(2):
+            read(model, cache, 1)
+        assert cache.memory_footprint().total == sum(storages_reachable_from(cache).values())
+    plain = DynamicCache(config=model.config.get_text_config(decoder=True))
+    read(model, plain, prompt)
+    assert sizes(measure(plain.layers)) == sizes(estimator.footprint(None, prompt))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_family_holds_what_is_estimated(model_type: str) -> None:
+    # A window of 1,024 tokens is not filled by fewer.
+    holds_what_is_estimated(published_model(model_type), "4bit_nc", 1200 if model_type == "gemma3_text" else PROMPT)
+
+
+@pytest.mark.parametrize("preset", ["4bit_nc", "k8v4"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_heads_of_a_width_hold_what_is_estimated(width: int, preset: str) -> None:
+    holds_what_is_estimated(llama_of(width), preset)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_auto_chooses_what_is_estimated(model_type: str) -> None:
+    model = published_model(model_type)
+    cache = TurboQuantCache(model.config, "auto", model=model)
+    read(model, cache, PROMPT)
+    assert not cache.undecided
+    estimator = Estimator(model.config, model.dtype)
+    assert sizes(cache.memory_footprint()) == sizes(estimator.footprint(cache.config, PROMPT))
+
+
+@pytest.mark.parametrize("room", [None, PROMPT + 40])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_files_come_back_bit_for_bit(model_type: str, room: int | None, tmp_path: Path) -> None:
+    model = published_model(model_type)
+    cache = TurboQuantCache(model.config, model=model, max_cache_len=room)
+    read(model, cache, PROMPT)
+    cache.save(tmp_path / FILES[0])
+    loaded = TurboQuantCache.load(tmp_path / FILES[0], model)
+    loaded.save(tmp_path / FILES[1], model)
+    (header, tensors), (header_again, tensors_again) = (split((tmp_path / name).read_bytes()) for name in FILES)
+    assert header == header_again and tensors == tensors_again
+    assert loaded.memory_footprint() == cache.memory_footprint()
