@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from examples.measure.quality.family_check import NOT_TESTABLE, beside_cross_attention
 from examples.measure.quality.family_configs import model_class, model_types, tiny_config
@@ -19,14 +19,16 @@ from examples.measure.quality.published_runs import published_heads
 from tests.support.helpers import storages_reachable_from
 from tests.support.saving_cases import split
 from tq_hf import TurboQuantCache
-from tq_hf.memory import MemoryFootprint, measure
+from tq_hf.memory import MemoryFootprint
 from tq_hf.tools.estimate import Estimator
 
 WINDOWS = r"sliding_window(_size)?|attention_window_size|attention_chunk_size|max_position_embeddings"
 """Fields that stay as they are published, beside those of heads."""
 PROMPT = 300
-LARGEST = 60_000_000
+LARGEST = 160_000_000
 """Parameters of the largest model that is run."""
+NOT_RUN = ("ctrl", "inkling2", "inkling2_text")
+"""Families that do not run: of 256 positions, or in bfloat16."""
 
 KINDS = {
     "gemma4_text": {},  # keys as values in heads of 512, and sliding windows with heads of 256
@@ -96,18 +98,28 @@ def holds_what_is_estimated(model: PreTrainedModel, preset: Any, prompt: int = P
             expected = estimator.footprint(preset, prompt, decoding=decoding, max_cache_len=room)
             assert sizes(footprint) == sizes(expected), (room, decoding)
             assert footprint.total == sum(storages_reachable_from(cache).values()), (room, decoding)
-        for _ in range(2):
-            read(model, cache, 1)
+        read(model, cache, 1)
         assert cache.memory_footprint().total == sum(storages_reachable_from(cache).values())
-    plain = DynamicCache(config=model.config.get_text_config(decoder=True))
-    read(model, plain, prompt)
-    assert sizes(measure(plain.layers)) == sizes(estimator.footprint(None, prompt))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_a_family_holds_what_is_estimated(model_type: str) -> None:
     # A window of 1,024 tokens is not filled by fewer.
     holds_what_is_estimated(published_model(model_type), "4bit_nc", 1200 if model_type == "gemma3_text" else PROMPT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(model_types().keys() - NOT_TESTABLE.keys() - KINDS.keys() - {*NOT_RUN}))
+def test_all_families_hold_what_is_estimated(model_type: str) -> None:
+    try:
+        config = published_config(model_type)
+        Estimator(config, torch.bfloat16)
+    except ValueError as error:
+        pytest.skip(str(error)[:200])
+    with torch.device("meta"):
+        if sum(weight.numel() for weight in model_class(model_type)(copy.deepcopy(config)).parameters()) > LARGEST:
+            pytest.skip("is large")
+    holds_what_is_estimated(built(model_type, config), "4bit_nc")
 
 
 @pytest.mark.parametrize("preset", ["4bit_nc", "k8v4"])
@@ -126,8 +138,9 @@ def test_auto_chooses_what_is_estimated(model_type: str) -> None:
     assert sizes(cache.memory_footprint()) == sizes(estimator.footprint(cache.config, PROMPT))
 
 
-@pytest.mark.parametrize("room", [None, PROMPT + 40])
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize(
+    ("model_type", "room"), [*((name, None) for name in KINDS), ("gemma4_text", 340), ("minimax_m3_vl_text", 340)]
+)
 def test_files_come_back_bit_for_bit(model_type: str, room: int | None, tmp_path: Path) -> None:
     model = published_model(model_type)
     cache = TurboQuantCache(model.config, model=model, max_cache_len=room)
