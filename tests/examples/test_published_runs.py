@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-
 from transformers import CONFIG_MAPPING, Gemma4TextConfig, GPT2Config, LlamaConfig
 
 from examples.measure.quality import published_runs

@@ -72,7 +72,8 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
             f"A {type(result.model).__name__} keeps no keys and values from one token to the next, so there is no "
             "cache to estimate."
         )
-    for layer, other, calls in zip(result.cache.layers, DynamicCache(config=result.config).layers, result.calls):
+    again = DynamicCache(config=result.config)
+    for layer, other, calls in zip(result.cache.layers, again.layers, result.calls, strict=True):
         for call in calls:
             call.replay(other, 1, TOKENS)
         if shapes(layer) != shapes(other):
@@ -88,11 +89,8 @@ def _run_in_either_way(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     (RoBERTa, NLLB), or make masks for sdpa from values (BioGPT): they attend by "eager"."""
     try:
         return _run(_traceable(config, pads=False), dtype, config.is_encoder_decoder)
-    except Exception as error:
-        try:
-            return _run(_traceable(config, pads=True), dtype, eager=True)
-        except Exception:
-            raise error from None
+    except Exception:
+        return _run(_traceable(config, pads=True), dtype, eager=True)
 
 
 def _run(config: PreTrainedConfig, dtype: torch.dtype, eager: bool) -> Trace:

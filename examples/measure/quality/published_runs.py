@@ -31,7 +31,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, CompileConfig, ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    Cache,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from examples.measure.quality.family_check import (
@@ -171,7 +179,9 @@ def distinct(names: Iterable[str]) -> list[str]:
                 weights = dict(model_class(name)(copy.deepcopy(config)).named_parameters())
             text = config.get_text_config(decoder=True)
             attends = {match[0] for weight in weights if (match := re.search(r"sinks|relative_attention_bias", weight))}
-            attends |= {option for option in ("attn_logit_softcapping", "is_encoder_decoder") if getattr(text, option, 0)}
+            attends |= {
+                option for option in ("attn_logit_softcapping", "is_encoder_decoder") if getattr(text, option, 0)
+            }
             kind: Any = heads_of(config), frozenset(attends), takes_attention_functions(type(text))
             size = sum(weight.numel() for weight in weights.values())
         except Exception:
