@@ -274,7 +274,8 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str 
         outcomes = dict(zip(("prompt", "decode", "continuation"), map(near, parts), strict=True))
         outcomes |= {"graph decoding": outcome(graphs), "batches": outcome(batches)}
     layers = [layer for layer in TurboQuantCache(model.config).layers if hasattr(layer, "config")]
-    heads = f"{getattr(model.config, 'num_attention_heads', '?')} query heads, {len(layers)} layers packed"
+    text = layer_config(model.config.get_text_config(decoder=True), 0)
+    heads = f"{getattr(text, 'num_attention_heads', '?')} query heads, {len(layers)} layers packed"
     return Run(heads, outcomes, said)
 
 
