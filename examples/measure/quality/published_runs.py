@@ -182,7 +182,8 @@ def distinct(names: Iterable[str]) -> list[str]:
             attends |= {
                 option for option in ("attn_logit_softcapping", "is_encoder_decoder") if getattr(text, option, 0)
             }
-            kind: Any = heads_of(config), frozenset(attends), takes_attention_functions(type(text))
+            layers = frozenset(type(layer).__name__ for layer in TurboQuantCache(config).layers)
+            kind: Any = heads_of(config), layers, frozenset(attends), takes_attention_functions(type(text))
             size = sum(weight.numel() for weight in weights.values())
         except Exception:
             kind, size = name, 0
