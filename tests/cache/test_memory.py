@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import types
-
 import pytest
 import torch
 from transformers import DynamicCache, Gemma3TextConfig
 
-from tests.support.helpers import BLOCK, llama_config, prefill_bytes, states
+from tests.support.helpers import BLOCK, llama_config, prefill_bytes, states, storages_reachable_from
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer
 from tq_hf.codec.ablation import Ablation
-from tq_hf.layers.compressed import _one_nan
 
 LAYERS = 2
-
-
-def storages_reachable_from(root: object) -> dict[int, int]:
-    """Bytes of every tensor storage in an object graph, by address, found by the garbage collector; without the NaN
-    that all layers of a process share."""
-    found, seen, queue = {}, set(), [root]
-    while queue:
-        item = queue.pop()
-        if id(item) in seen or isinstance(item, (type, types.ModuleType, types.FunctionType, types.MethodType)):
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            storage = item.untyped_storage()
-            is_nan = item.is_floating_point() and item is _one_nan(item.dtype, item.device)
-            if storage.nbytes() and not is_nan:
-                found[storage.data_ptr()] = storage.nbytes()
-        queue.extend(gc.get_referents(item))
-    return found
 
 
 def pushed(cache, seed: int, tokens: int, layers: int = LAYERS, dtype: torch.dtype = torch.bfloat16, **shape):

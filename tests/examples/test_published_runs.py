@@ -6,8 +6,11 @@ import os
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, Gemma4TextConfig, GPT2Config, LlamaConfig
 
 from examples.measure.quality import published_runs
+from examples.measure.quality.family_check import NOT_TESTABLE
+from examples.measure.quality.family_configs import model_types, tiny_config
 from tq_hf import TurboQuantCache
 from tq_hf.ops import dispatch
 
@@ -16,11 +19,53 @@ ALL = ("prompt", "decode", "continuation", "graph decoding", "batches")
 
 
 def test_heads_stay_as_they_are_published() -> None:
-    heads = published_runs.published_heads("gemma4_text")
+    heads = published_runs.published_heads(Gemma4TextConfig, {})
     assert heads == {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}  # and 512 by its `__init__`
-    assert published_runs.published_heads("gpt2") == {"n_head": 12, "n_embd": 768}
+    assert published_runs.published_heads(GPT2Config, {}) == {"n_head": 12, "n_embd": 768}
     # Where no width of a head is said, it is that of the hidden size over the heads.
-    assert published_runs.published_heads("llama")["head_dim"] == 128
+    assert published_runs.published_heads(LlamaConfig, {})["head_dim"] == 128
+    assert published_runs.published_heads(LlamaConfig, {"hidden_size": 2048})["head_dim"] == 64
+
+
+def has_published_heads(model_type: str) -> None:
+    """All heads of the model that is run are heads of the family's own config."""
+    try:
+        published = published_runs.heads_of(CONFIG_MAPPING[model_type.partition("/")[0]]())
+    except Exception:
+        pytest.skip("does not run from its defaults alone")
+    found = published_runs.heads_of(tiny_config(model_type, published_runs.published_heads))
+    assert {heads[1:] for heads in found} <= {heads[1:] for heads in published}
+
+
+KINDS_OF_CONFIGS = (
+    "bart",  # heads by other names, the hidden size not over these heads
+    "llava",  # text decoder of another family
+    "paligemma",  # the same, with sizes of its own
+    "qwen2_vl",  # parts of the rotary embedding, as wide as a head together
+    "internlm3",  # sizes of its own for another family's model
+    "cwm",  # a hidden size that has to be that of the heads
+    "mistral_large4",  # a width of the indexer that has to be more than another
+)
+
+
+@pytest.mark.parametrize("model_type", KINDS_OF_CONFIGS)
+def test_models_have_published_heads(model_type: str) -> None:
+    has_published_heads(model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(model_types().keys() - NOT_TESTABLE.keys() - set(KINDS_OF_CONFIGS)))
+def test_all_models_have_published_heads(model_type: str) -> None:
+    if model_type in ("granite_docling", "glm4v_moe", "mllama"):
+        pytest.skip("its text decoder does not run alone, or not at these sizes")
+    has_published_heads(model_type)
+
+
+def test_families_with_the_same_heads_are_run_once() -> None:
+    """Of two or more the smaller: Bamba has other layers beside, Gemma 2 caps its logits, and JetMoE is not known
+    without running it."""
+    names = ["granite", "mixtral", "llama", "ministral3", "bamba", "gemma2", "gemma3_text", "t5", "jetmoe"]
+    assert published_runs.distinct(names) == ["llama", "ministral3", "bamba", "gemma2", "gemma3_text", "t5", "jetmoe"]
 
 
 @pytest.mark.slow

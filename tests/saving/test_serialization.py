@@ -15,6 +15,7 @@ from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from examples.measure.quality.family_configs import tiny_model
 from tests.support.helpers import assert_unchanged, snapshot
 from tests.support.saving_cases import assert_continue_alike, filled, model_named, run, split, tokens
 from tests.support.tiny_models import CONFIGS, build, dense_attention
@@ -367,3 +368,25 @@ def test_a_cache_of_an_ablation_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match="cache of an `Ablation` is for measurements"):
         cache.save(tmp_path / "c.safetensors", model)
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_that_a_model_fills_itself_come_back(tmp_path):
+    """The keys of MiniMax M3's indexer do not pass through the cache."""
+    pytest.importorskip("transformers.models.minimax_m3_vl")
+    model = tiny_model("minimax_m3_vl_text")
+    cache = TurboQuantCache(model.config, model=model)
+    run(model, cache, tokens(2, 200))
+    cache.save(tmp_path / "c.safetensors")
+    loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
+    assert any(torch.is_tensor(getattr(layer, "idx_keys", None)) for layer in loaded.layers)
+    assert_continue_alike(model, cache, loaded)
+
+
+def test_layers_that_are_filled_in_an_unknown_way_are_refused_in_a_sentence(tmp_path):
+    pytest.importorskip("transformers.models.deepseek_v4")
+    model = tiny_model("deepseek_v4")
+    cache = TurboQuantCache(model.config, model=model)
+    run(model, cache, tokens(1, 200))
+    cache.save(tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match="Layer 0 is a DeepseekV4HCACache of transformers, which the model fills in"):
+        TurboQuantCache.load(tmp_path / "c.safetensors", model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import types
 from dataclasses import replace
 
 import torch
@@ -13,6 +15,7 @@ from tq_hf import BlockLayout, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantize, encode
 from tq_hf.config import SETTLED
+from tq_hf.layers.compressed import _one_nan
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
 
@@ -159,6 +162,24 @@ def prefill_bytes(
         "window": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }
+
+
+def storages_reachable_from(root: object) -> dict[int, int]:
+    """Bytes of every tensor storage in an object graph, by address, found by the garbage collector; without the NaN
+    that all layers of a process share."""
+    found, seen, queue = {}, set(), [root]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(item, (type, types.ModuleType, types.FunctionType, types.MethodType)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            is_nan = item.is_floating_point() and item is _one_nan(item.dtype, item.device)
+            if storage.nbytes() and not is_nan:
+                found[storage.data_ptr()] = storage.nbytes()
+        queue.extend(gc.get_referents(item))
+    return found
 
 
 def llama_config(layers: int = 2, heads: int = 2, dim: int = 16, **options) -> LlamaConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from tq_hf.tools.estimate import Estimator
 
@@ -225,3 +225,30 @@ def test_families_with_something_around_their_decoder_are_estimated(model_type):
     estimator = Estimator(AutoConfig.for_model(model_type))
     assert estimator.footprint("4bit_nc", 1000).packed > 0
     assert estimator.weight_bytes > 0 and estimator.dtype == torch.bfloat16 or model_type != "bart"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "options"),
+    [
+        ("biogpt", 24, {}),  # makes masks of values for sdpa
+        ("bart", 12, {"is_decoder": True, "is_encoder_decoder": False}),  # the same
+        ("m2m_100", 12, {}),  # counts positions by padding tokens, as NLLB does
+        ("roberta", 12, {"is_decoder": True}),  # the same
+        ("qwen3_asr", 28, {}),  # asks for a padding token
+    ],
+)
+def test_models_that_look_at_tokens_are_estimated(model_type, layers, options):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("of a newer transformers")
+    config = AutoConfig.for_model(model_type, **options)
+    # 12 or 16 heads of 64 channels, 8 KV heads of 128
+    channels = 768 if model_type == "roberta" else 1024
+    assert Estimator(config, torch.bfloat16).footprint(None, 1000).total == 2 * layers * 2 * channels * 1000
+
+
+def test_latents_that_differ_by_layer_are_estimated():
+    """Of Dots 3: of 512 channels in 13 layers, which also have an indexer of 128, and of 1,024 in 33 sliding ones."""
+    if "dots3_note_text" not in CONFIG_MAPPING:
+        pytest.skip("of a newer transformers")
+    footprint = Estimator(AutoConfig.for_model("dots3_note_text"), torch.bfloat16).footprint(None, 100)
+    assert footprint.bf16_equivalent == 2 * 100 * (13 * (512 + 64 + 128) + 33 * (1024 + 64))

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from ..config import TurboQuantConfig
 from ..layers.base import Probe, State, like_held
 from ..memory import tensors_by_kind
-from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record
+from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record, shapes
 from .safetensors_file import Header, check_fields
 
 
@@ -89,11 +89,10 @@ class Loader:
         config = TurboQuantConfig(skip_layers=skip_layers)
         rooms = ROOM if room is not None else (None, None)
         first, second = (kind(model.config, config, max_cache_len=most) for most in rooms)
-        calls = record(first)
         # A model whose weights accelerate keeps elsewhere has no device, and moves its inputs itself.
         device = "cpu" if model.device.type == "meta" else model.device
         ids = torch.zeros(BATCH[0], TOKENS[0], dtype=torch.long, device=device)
-        with torch.no_grad():
+        with torch.no_grad(), record(first) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=first, use_cache=True)
         probed = []
         layers: Any = zip(self.cache.layers, first.layers, second.layers, calls, strict=True)
@@ -105,6 +104,11 @@ class Loader:
                 continue
             for call in own:
                 call.replay(other, BATCH[1], TOKENS[1])
+            if shapes(probe).keys() != shapes(other).keys():
+                raise ValueError(
+                    f"Layer {index} is a {type(layer).__name__} of transformers, which the model fills in a way that "
+                    "is not known here, so the file cannot be checked. Run the prompt again."
+                )
             sizes = {BATCH: batch, TOKENS: tokens}
             if room is not None:
                 sizes[ROOM] = getattr(layer, "max_cache_len", room)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +22,8 @@ from ..layers.base import Probe, State, like_held
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
 """Methods of a cache whose tensors have an axis of tokens, and which; the batch is axis 0 of all."""
 METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
+TOKEN_AXES_OF_LAYERS = {"update_index": -2}
+"""The same of methods that a model calls on the layer itself: MiniMax M3 (transformers 5.23)."""
 BATCH, TOKENS, ROOM = (1, 2), (2, 3), (11, 13)
 """Batch, length and `max_cache_len` of the two layers, all pairs different."""
 
@@ -30,7 +33,7 @@ class Call:
     """A call of a cache's method for one layer, with shapes in place of tensors.
 
     Args:
-        method: Its name.
+        method: Its name; some models call it on the layer itself.
         likes: Shape, dtype and device of each tensor.
         options: The other arguments, but for the number of the layer.
     """
@@ -44,8 +47,8 @@ class Call:
         zeros = []
         for shape, dtype, device in self.likes:
             sizes = [batch, *shape[1:]]
-            if self.method in TOKEN_AXES:
-                sizes[TOKEN_AXES[self.method]] = tokens
+            if (axis := (TOKEN_AXES | TOKEN_AXES_OF_LAYERS).get(self.method)) is not None:
+                sizes[axis] = tokens
             zeros.append(torch.zeros(sizes, dtype=dtype, device=device))
         return zeros
 
@@ -57,11 +60,12 @@ class Call:
         getattr(layer, self.method)(*tensors, **dict(self.options))
 
 
-def record(cache: Cache) -> list[list[Call]]:
-    """Record from now on what each layer of `cache` is given. Returns the lists that fill, one a layer."""
+@contextmanager
+def record(cache: Cache) -> Iterator[list[list[Call]]]:
+    """Record within the context what each layer of `cache` is given: in lists, one a layer."""
     calls: list[list[Call]] = [[] for _ in cache.layers]
 
-    def recording(method: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(method: str, real: Callable[..., Any], layer: int | None = None) -> Callable[..., Any]:
         signature = inspect.signature(real)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +73,7 @@ def record(cache: Cache) -> list[list[Call]]:
             bound.apply_defaults()
             arguments = dict(bound.arguments)
             arguments.pop("args", None)
-            more, index = arguments.pop("kwargs", {}), arguments.pop("layer_idx")
+            more, index = arguments.pop("kwargs", {}), arguments.pop("layer_idx", layer)
             tensors = [arguments.pop(name) for name in list(arguments) if isinstance(arguments[name], torch.Tensor)]
             # What models pass on to `update` is for attention, not for the layer.
             options = {} if method == "update" else arguments | more
@@ -79,10 +83,22 @@ def record(cache: Cache) -> list[list[Call]]:
 
         return call
 
-    for method in METHODS:
-        if hasattr(cache, method):
-            setattr(cache, method, recording(method, getattr(cache, method)))
-    return calls
+    holders: list[tuple[Any, str, int | None]] = [(cache, method, None) for method in METHODS]
+    holders += [(layer, method, i) for i, layer in enumerate(cache.layers) for method in TOKEN_AXES_OF_LAYERS]
+    recorded = [(holder, method, index) for holder, method, index in holders if hasattr(holder, method)]
+    for holder, method, index in recorded:
+        setattr(holder, method, recording(method, getattr(holder, method), index))
+    try:
+        yield calls
+    finally:
+        for holder, method, _ in recorded:
+            delattr(holder, method)
+
+
+def shapes(layer: Any) -> dict[str, torch.Size]:
+    """The shapes of a layer's tensors by their path in it. Another layer that was given recorded calls has the same
+    paths, unless the model fills its layers in a way that is not recorded."""
+    return {path: value.shape for path, (_, _, value) in _leaves(layer).items() if isinstance(value, torch.Tensor)}
 
 
 class RecordedLayer:

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from ..cache import TurboQuantCache
-from ..saving.recorded import Call, record
+from ..compat import has_attention_heads
+from ..saving.recorded import Call, record, shapes
 
 META = torch.device("meta")
 TOKENS = 2
@@ -39,6 +40,8 @@ class Trace:
     """The whole model; its decoder alone if the towers around it need a package that is not installed."""
     whole: bool
     """Whether `model` is the whole model."""
+    cache: DynamicCache
+    """What the run filled."""
     calls: list[list[Call]]
     """Calls by layer of the cache."""
     cross_bytes: int
@@ -52,12 +55,12 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
         ValueError: It has no cache of keys and values, or does not run without memory. The message says which.
     """
     name = type(model_config).__name__
-    if not getattr(model_config.get_text_config(decoder=True), "num_attention_heads", None):
+    if not has_attention_heads(model_config.get_text_config(decoder=True)):
         TurboQuantCache(model_config)  # raises: the config has no keys and values
     if not model_config.is_encoder_decoder and getattr(model_config, "is_decoder", None) is False:
         raise ValueError(f"{name} is that of an encoder (`is_decoder` is False), so there is no cache to estimate.")
     try:
-        result = _run(_traceable(model_config), dtype)
+        result = _run_in_either_way(model_config, dtype)
     except Exception as error:  # transformers raises all kinds for a config that it cannot build or run
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
         raise ValueError(
@@ -69,13 +72,31 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
             f"A {type(result.model).__name__} keeps no keys and values from one token to the next, so there is no "
             "cache to estimate."
         )
+    again = DynamicCache(config=result.config)
+    for layer, other, calls in zip(result.cache.layers, again.layers, result.calls, strict=True):
+        for call in calls:
+            call.replay(other, 1, TOKENS)
+        if shapes(layer) != shapes(other):
+            raise ValueError(
+                f"The cache of a {name} cannot be estimated from its config: the model fills a {type(layer).__name__} "
+                "in a way that is not known here. Load it, and ask `cache.memory_footprint()`."
+            )
     return result
 
 
-def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
+def _run_in_either_way(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
+    """Without a padding token, which some models look for in their inputs. Others need it to count positions
+    (RoBERTa, NLLB), or make masks for sdpa from values (BioGPT): they attend by "eager"."""
+    try:
+        return _run(_traceable(config, pads=False), dtype, config.is_encoder_decoder)
+    except Exception:
+        return _run(_traceable(config, pads=True), dtype, eager=True)
+
+
+def _run(config: PreTrainedConfig, dtype: torch.dtype, eager: bool) -> Trace:
     decoder_config = config.get_text_config(decoder=True)
     # The masks that sdpa needs in an encoder-decoder depend on values, which a meta tensor does not have.
-    options = {"dtype": dtype} | ({"attn_implementation": "eager"} if config.is_encoder_decoder else {})
+    options = {"dtype": dtype} | ({"attn_implementation": "eager"} if eager else {})
     built = config
     with META:
         try:
@@ -86,9 +107,9 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the others refuse some dtypes and sizes
     cache = DynamicCache(config=decoder_config)
-    calls, cross = record(cache), DynamicCache()
+    cross = DynamicCache()
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
-    with torch.no_grad():
+    with torch.no_grad(), record(cache) as calls:
         if config.is_encoder_decoder:
             encoded = torch.zeros(1, TOKENS, config.hidden_size, dtype=dtype, device=META)
             both = EncoderDecoderCache(cache, cross)
@@ -99,7 +120,7 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
             decoder(input_ids=ids, past_key_values=cache, use_cache=True)
     layers: list[Any] = list(cross.layers)
     cross_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // TOKENS
-    return Trace(decoder_config, model, built is config, calls, cross_bytes)
+    return Trace(decoder_config, model, built is config, cache, calls, cross_bytes)
 
 
 def _kind(config: PreTrainedConfig) -> Any:
@@ -111,11 +132,13 @@ def _kind(config: PreTrainedConfig) -> Any:
     raise ValueError(f"transformers has no model of a {type(config).__name__}")
 
 
-def _traceable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a config, unquantized, whose model reads no values of its inputs. Its cache has the same sizes."""
+def _traceable(config: PreTrainedConfig, pads: bool) -> PreTrainedConfig:
+    """A copy of a config, unquantized, whose model reads no values of its inputs, but for those that it `pads` with.
+    Its cache has the same sizes."""
     config = copy.deepcopy(config)
     for part in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values():
-        part.pad_token_id = None
+        if not pads:
+            part.pad_token_id = None
         vars(part).pop("quantization_config", None)
         rope = getattr(part, "rope_parameters", None) or {}
         for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from transformers.models.auto import modeling_auto
 VOCAB = 160
 LARGEST = 100_000_000
 """Parameters of the largest model that is still called tiny."""
+
+TINY_HEAD = 16
+"""Channels of a tiny model's heads."""
 
 SIZES: list[tuple[str, Any]] = [
     (r"(src_|tgt_|decoder_|t2u_|text_)?vocab_size", VOCAB),
@@ -34,7 +38,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"index_block_size|num_codebooks", 16),
     (r"qk_rope_head_dim|qk_nope_head_dim|v_head_dim|index_head_dim|linear_\w*head_dim|mamba_d_head|mamba_head_dim", 16),
     (r"qk_head_dim", 32),
-    (r"(swa_|global_)?head_dim|d_kv|kv_channels|attention_head_size|dim_head", 16),
+    (r"(swa_|global_)?head_dim|d_kv|kv_channels|attention_head_size|dim_head", TINY_HEAD),
     (r"(kv|q|o)_lora_rank", 32),
     (r"\w*(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dim_ff|mlp_dim|dff)(_mlp)?|share_expert_dim|d_inner", 64),
     (r"(text_|encoder_|decoder_|out_|vision_|audio_|projector_)?hidden_size|d_model|n_embd|hidden_dim|embed_dim", 64),
@@ -149,14 +153,20 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
     return getattr(transformers, model_types()[model_type])
 
 
-def tiny_config(model_type: str, kept: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """The shrunk config of a model type: its text decoder's alone where the class takes that. `kept` are fields that
-    have these values instead."""
-    kind = model_class(model_type).config_class or CONFIG_MAPPING[model_type.partition("/")[0]]
+Kept = Callable[[type[PreTrainedConfig], dict[str, Any]], dict[str, Any]]
+"""Fields of a config of a class that have these values and are not shrunk, from the values that replace its defaults.
+Asked of a model's config and of its text decoder's."""
+
+
+def tiny_config(model_type: str, kept: Kept = lambda kind, given: {}) -> PreTrainedConfig:
+    """The shrunk config of a model type: its text decoder's alone where the class takes that."""
+    own, kind = CONFIG_MAPPING[model_type.partition("/")[0]], model_class(model_type).config_class
+    if kind not in own.sub_configs.values():  # InternLM3 has sizes of its own for Llama's models
+        kind = own
     return _tiny(kind, kept)
 
 
-def _tiny(config_class: type[PreTrainedConfig], kept: dict[str, Any] | None = None, **given: Any) -> PreTrainedConfig:
+def _tiny(config_class: type[PreTrainedConfig], kept: Kept, **given: Any) -> PreTrainedConfig:
     changes: dict[str, Any] = {}
     overrides = OVERRIDES.get(config_class.model_type, {})
     specs = getattr(config_class, "sub_configs_defaults", {})
@@ -164,7 +174,8 @@ def _tiny(config_class: type[PreTrainedConfig], kept: dict[str, Any] | None = No
         default = given.get(field.name, field.default)
         if field.name in specs:
             spec = specs[field.name]
-            changes[field.name] = _tiny(spec.get_config_class(spec.model_type), **spec.init_kwargs)
+            of_part = kept if field.name == "text_config" else lambda kind, given: {}
+            changes[field.name] = _tiny(spec.get_config_class(spec.model_type), of_part, **spec.init_kwargs)
         elif field.name in given or (isinstance(default, int) and not isinstance(default, bool)):
             changes[field.name] = _shrunk(field.name, default)
     fields = {field.name for field in dataclasses.fields(config_class)}
@@ -178,7 +189,7 @@ def _tiny(config_class: type[PreTrainedConfig], kept: dict[str, Any] | None = No
     if "is_decoder" in fields and not getattr(config_class, "is_encoder_decoder", False):
         changes["is_decoder"] = True
     changes.update(overrides)
-    changes.update(kept or {})
+    changes.update(kept(config_class, given))
     return config_class(**changes)
 
 

@@ -2,6 +2,7 @@
 
     python -m examples.measure.quality.published_runs                     # every family, on a GPU if there is one
     python -m examples.measure.quality.published_runs gemma4_text llama   # these
+    python -m examples.measure.quality.published_runs --distinct          # one family of each kind of heads and layers
     python -m examples.measure.quality.published_runs --float32           # not in bf16, which may choose other experts
     python -m examples.measure.quality.published_runs --processes 8 --backend eager    # graphs of kernels not compiled
 
@@ -21,7 +22,8 @@ import logging
 import multiprocessing
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -29,7 +31,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, CompileConfig, ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    Cache,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from examples.measure.quality.family_check import (
@@ -41,17 +51,38 @@ from examples.measure.quality.family_check import (
     teacher_forced,
     token_ids,
 )
-from examples.measure.quality.family_configs import model_class, model_types, random_model, tiny_config
+from examples.measure.quality.family_configs import (
+    OVERRIDES,
+    TINY_HEAD,
+    model_class,
+    model_types,
+    random_model,
+    tiny_config,
+)
 from tq_hf import TurboQuantBatching, TurboQuantCache, graph_decoding
 from tq_hf.batching.checks import INSTEAD
+from tq_hf.compat import layer_config, takes_attention_functions
 from tq_hf.ops import backend
+from tq_hf.tools.traced import trace
 
 HEADS = (
     r"(swa_|decoder_)?num_(attention|key_value|kv)_heads|n_heads?|num_heads|kv_heads|multi_query_group_num|"
+    r"((encoder|decoder)_)?attention_heads|index_head_dim|"
     r"(swa_|global_)?head_dim|d_kv|kv_channels|(q|kv)_lora_rank|qk_\w*head_dim|v_head_dim|num_global_key_value_heads"
 )
 """Fields that stay as they are published."""
-HIDDEN = ("hidden_size", "n_embd", "d_model")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim")
+HEADS_OF_HIDDEN = (
+    "cwm",
+    "deepseek_ocr2_text",
+    "helium",
+    "hrm_text",
+    "iquestcoder",
+    "jais2",
+    "minicpm3",
+    "unlimited_ocr_text",
+)
+"""Families with a width of heads that ask for a hidden size of all heads, too."""
 PROMPT, STEPS, ROOM, NEW_TOKENS = 150, (1, 1, 40, 1), 256, 6
 LARGEST = 1_500_000_000
 """Parameters of the largest model that is run."""
@@ -68,15 +99,21 @@ class Run(NamedTuple):
     in_torch: list[str]
 
 
-def published_heads(model_type: str) -> dict[str, Any]:
-    """Fields of a family's config that make its heads."""
-    defaults = {field.name: field.default for field in dataclasses.fields(type(tiny_config(model_type)))}
+def published_heads(kind: type[PreTrainedConfig], given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a class of configs that make its heads. `given` are values that a model of several parts has in place
+    of the defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)} | given
     kept = {name: value for name, value in defaults.items() if re.fullmatch(HEADS, name) and isinstance(value, int)}
     hidden = next((name for name in HIDDEN if name in defaults), None)
-    if hidden and "head_dim" in defaults:
+    if hidden and "head_dim" in defaults and kind.model_type not in HEADS_OF_HIDDEN:
         kept.setdefault("head_dim", defaults[hidden] // defaults["num_attention_heads"])
-    elif hidden and not kept.keys() & {"d_kv", "kv_channels", "v_head_dim"}:
+    elif hidden and not kept.keys() & {"d_kv", "kv_channels", "v_head_dim"} or kind.model_type in HEADS_OF_HIDDEN:
         kept[hidden] = defaults[hidden]
+    rope = OVERRIDES.get(kind.model_type, {}).get("rope_parameters", {})
+    if "mrope_section" in rope:
+        width = kept.get("head_dim") or defaults[hidden or ""] // defaults["num_attention_heads"]
+        sections = [channels * width // TINY_HEAD for channels in rope["mrope_section"]]
+        kept["rope_parameters"] = rope | {"mrope_section": sections}
     return kept
 
 
@@ -87,12 +124,72 @@ def published_model(model_type: str, device: torch.device, dtype: torch.dtype) -
         ValueError: It has too many parameters for a sweep.
         Exception: Whatever the family raises where its config does not allow such sizes.
     """
-    kind, config = model_class(model_type), tiny_config(model_type, published_heads(model_type))
+    kind, config = model_class(model_type), tiny_config(model_type, published_heads)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
     if size > LARGEST:
         raise ValueError(f"{model_type} has {size} parameters.")
     return random_model(kind, config, "turboquant").to(device, dtype)
+
+
+class Heads(NamedTuple):
+    """Heads of a kind of layers.
+
+    Args:
+        layer: The class that a `TurboQuantCache` has for the layer.
+        query: Query heads.
+        key_value: KV heads.
+        key_dim: Width of a key.
+        value_dim: Width of a value.
+    """
+
+    layer: str
+    query: int
+    key_value: int
+    key_dim: int
+    value_dim: int
+
+
+def heads_of(config: PreTrainedConfig) -> frozenset[Heads]:
+    """The heads of all layers that cache keys and values.
+
+    Raises:
+        ValueError: The model cannot be run without memory.
+    """
+    made = trace(config, torch.bfloat16)
+    found = set()
+    for index, (layer, calls) in enumerate(zip(TurboQuantCache(made.config).layers, made.calls, strict=True)):
+        queries = getattr(layer_config(made.config, index), "num_attention_heads", 0)
+        for call in calls:
+            if call.method == "update":
+                (keys, *_), (values, *_) = call.likes[:2]
+                found.add(Heads(type(layer).__name__, queries, keys[1], keys[3], values[3]))
+    return frozenset(found)
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """One family, the smallest, of those that have the same heads in the same kinds of layers and attend alike: with
+    sinks, a cap or a bias on logits, beside an encoder, by a registered function or their own. A family that is not
+    known without running it stands for itself. Those that stand for the most come first."""
+    groups: dict[Any, list[tuple[int, str]]] = defaultdict(list)
+    for name in names:
+        try:
+            config = tiny_config(name, published_heads)
+            with torch.device("meta"):
+                weights = dict(model_class(name)(copy.deepcopy(config)).named_parameters())
+            text = config.get_text_config(decoder=True)
+            attends = {match[0] for weight in weights if (match := re.search(r"sinks|relative_attention_bias", weight))}
+            attends |= {
+                option for option in ("attn_logit_softcapping", "is_encoder_decoder") if getattr(text, option, 0)
+            }
+            layers = frozenset(type(layer).__name__ for layer in TurboQuantCache(config).layers)
+            kind: Any = heads_of(config), layers, frozenset(attends), takes_attention_functions(type(text))
+            size = sum(weight.numel() for weight in weights.values())
+        except Exception:
+            kind, size = name, 0
+        if size <= LARGEST:
+            groups[kind].append((size, name))
+    return [min(group)[1] for group in sorted(groups.values(), key=len, reverse=True)]
 
 
 def ids(model: PreTrainedModel, batch: int, tokens: int) -> torch.Tensor:
@@ -178,7 +275,8 @@ def run(model_type: str, device: torch.device, dtype: torch.dtype, backend: str 
         outcomes = dict(zip(("prompt", "decode", "continuation"), map(near, parts), strict=True))
         outcomes |= {"graph decoding": outcome(graphs), "batches": outcome(batches)}
     layers = [layer for layer in TurboQuantCache(model.config).layers if hasattr(layer, "config")]
-    heads = f"{getattr(model.config, 'num_attention_heads', '?')} query heads, {len(layers)} layers packed"
+    text = layer_config(model.config.get_text_config(decoder=True), 0)
+    heads = f"{getattr(text, 'num_attention_heads', '?')} query heads, {len(layers)} layers packed"
     return Run(heads, outcomes, said)
 
 
@@ -235,11 +333,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Print a line a family."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="model types (default: all)")
+    parser.add_argument("--distinct", action="store_true", help="of families with the same heads and layers only one")
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--processes", type=int, help="run so many families at a time, each in a process")
     parser.add_argument("--backend", default="inductor", help="of torch.compile, for captured steps; eager is quick")
     chosen = parser.parse_args(arguments)
     names = chosen.names or [name for name in model_types() if name not in NOT_TESTABLE]
+    names = distinct(names) if chosen.distinct else names
     work = partial(line, float32=chosen.float32, backend=chosen.backend)
     lines = in_processes(work, names, chosen.processes) if chosen.processes else (work(name)[0] for name in names)
     for text in lines:
