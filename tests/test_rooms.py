@@ -80,7 +80,7 @@ BUDGETS = {
         "balance": 120,
         "auto": 220,
         "config": 250,
-        "compat": 320,  # a capture that failed is ended
+        "compat": 322,  # a capture that failed is ended
         "__init__": 60,
     },
 }

@@ -131,8 +131,9 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         try:
             yield
-        except RuntimeError:
-            with suppress(RuntimeError):  # raised where the capture had not begun, or has ended: then nothing is open
+        except BaseException:
+            # Raised where the capture had not begun, or torch has ended it (2.13 may then keep the pool's memory).
+            with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(device.index, pool)
                 torch._C._cuda_releasePool(device.index, pool)
                 graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
@@ -143,7 +144,8 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
 
 def capture_failure(error: RuntimeError) -> str:
     """The first line of what went wrong in a capture: not that it could not be ended, which torch raises after it."""
-    return str(error.__context__ or error).partition("\n")[0]
+    before = error.__context__ if "previous error during capture" in str(error) else None
+    return str(before or error).partition("\n")[0]
 
 
 def current_raw_stream(device: int) -> int:
