@@ -112,7 +112,7 @@ LINE = tl.constexpr(32)
 ROTATED = tl.constexpr(2 * 32)
 """Where the rotated queries begin in scratch, in fp16: behind a line for the count of claimed jobs."""
 DENSE_TOKENS = tl.constexpr(32)
-"""Tokens of a dense job. Of 64, 1 x 8k takes 18.4 us instead of 19.0, and 1 x 32k 27.0 instead of 26.3 (H200, 4 bits)."""
+"""Tokens of a dense job. With 64, 1 x 8k takes 18.4 us instead of 19.0, but 1 x 32k 27.0, not 26.3 (4 bits, H200)."""
 START = tl.constexpr(1)
 """Blocks that a stream counts as more than it has."""
 
