@@ -162,7 +162,7 @@ class TurboQuantCache(DynamicCache):
                     f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although "
                     "they hold all tokens: this version compresses layers that hold keys and values and nothing else."
                 )
-            if config not in (None, self.config) and not isinstance(layers[index], TurboQuantLayer):
+            if config not in (self.config, None) and not isinstance(layers[index], TurboQuantLayer):
                 raise ValueError(
                     f"`layers` gives layer {index} the preset {config.preset}, but it is a "
                     f"{type(layers[index]).__name__}, which is not compressed. Leave it out."
@@ -269,14 +269,18 @@ class TurboQuantCache(DynamicCache):
             self._choose(self._choice, key_states, value_states, layer_idx)
         if self._deferred is not None:
             self._encode_deferred()
-        if not isinstance(self.layers[layer_idx], TurboQuantLayer):  # which sees to it itself
-            key_states, value_states = like_held(self.layers[layer_idx], key_states, value_states)
-        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if key_states.shape[2] > 1:
-            layer = self.layers[layer_idx]
-            if isinstance(layer, TurboQuantLayer) and layer.store is not None and layer.store.is_deferred:
+        layer = self.layers[layer_idx]
+        compressed = isinstance(layer, TurboQuantLayer)
+        if not compressed:  # else it sees to it itself
+            key_states, value_states = like_held(layer, key_states, value_states)
+        if self.offloading:
+            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        else:
+            states = layer.update(key_states, value_states, *args, **kwargs)
+        if compressed and key_states.shape[2] > 1:
+            if layer.store is not None and layer.store.is_deferred:
                 self._deferred = layer
-            if self._first is not None and isinstance(layer, TurboQuantLayer):
+            if self._first is not None:
                 self._first.see(layer_idx, key_states)
         return states
 

@@ -13,6 +13,7 @@ A *slot* is a token's share of it: codes and scales. Means, sinks and windows ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from .format import BLOCK_TOKENS, LEVEL_TABLES, padded_dim
@@ -54,22 +55,22 @@ class BlockLayout:
         """Bits of a channel of keys and of values."""
         return self.key_bits, self.value_bits
 
-    @property
+    @cached_property
     def key_dim_padded(self) -> int:
         """Channels of a stored key."""
         return padded_dim(self.key_dim)
 
-    @property
+    @cached_property
     def value_dim_padded(self) -> int:
         """Channels of a stored value."""
         return padded_dim(self.value_dim)
 
-    @property
+    @cached_property
     def key_words(self) -> int:
         """int32 words of key codes in a block."""
         return self.tokens * self.key_dim_padded * self.key_bits // 32
 
-    @property
+    @cached_property
     def value_words(self) -> int:
         """int32 words of value codes in a block."""
         return self.tokens * self.value_dim_padded * self.value_bits // 32

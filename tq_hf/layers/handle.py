@@ -210,7 +210,7 @@ def resolve(
     if layer.reader is None and not torch.compiler.is_compiling():
         config = getattr(module, "config", None)
         layer.reader = None if config is None else weakref.ref(config)
-    if handle.is_lazy and not torch.compiler.is_compiling():
+    if handle.is_lazy:  # so nothing is compiled: see `turboquant_attention`
         layer.is_untouched = not handle.touched
     if isinstance(view, StoreView) and view.past_length == 0:
         states = handle.layer.dense(view) if handle._states is None else handle._states

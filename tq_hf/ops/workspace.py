@@ -85,7 +85,10 @@ class Workspace:
 
     def floats(self, name: str, size: int) -> torch.Tensor:
         """`acquire` as kernels call it: `size` float32 elements."""
-        return self._view(name, _floats(size))
+        request, buffer = _floats(size), self._buffers.get(name)
+        if buffer is not None and buffer.request is request and buffer.view is not None:
+            return buffer.view
+        return self._view(name, request)
 
     def _view(self, name: str, request: Scratch) -> torch.Tensor:
         buffer = self._buffers.get(name)

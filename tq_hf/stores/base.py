@@ -193,6 +193,10 @@ def check_same(what: str, held: object, came: object) -> None:
 def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
     """Raise a `ValueError` unless these states go with those a store holds in all but the number of tokens."""
     check_states(keys, values)
+    (batch, heads, _, key_dim), (*_, value_dim) = keys.shape, values.shape
+    states = ((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
+    if held == states:
+        return
     expected = {
         "batch size": (held.keys[0], keys.shape[0]),
         "number of KV heads": (held.keys[1], keys.shape[1]),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..tensors.layer import DeviceCounts, LayerTensors, StoreView
-from ..tensors.residual import Residual, ring_capacity, write
+from ..tensors.residual import Residual, new_rows, ring_capacity, write
 from .base import NOTHING, Counts, LayerStore, check_fits, check_room, check_states
 
 GROWTH = 1.125
@@ -35,10 +36,11 @@ SHORT_CALL = 128
 """Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
 
 
-def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None) -> int:
+@lru_cache(maxsize=1024)
+def residual_capacity(residual_length: int, rows: int, max_cache_len: int | None) -> int:
     """Rows of a residual that holds `rows`: what decoding will need, of a growing one at once where that is little."""
     room = int(rows * GROWTH) + BLOCK_TOKENS if max_cache_len is None else max_cache_len
-    return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS, room)))
+    return ring_capacity(max(rows, min(residual_length + BLOCK_TOKENS, room)))
 
 
 class GrowingStore(LayerStore):
@@ -103,10 +105,13 @@ class GrowingStore(LayerStore):
         batch, heads = keys.shape[:2]
         due = config.num_blocks(keys.shape[2])
         num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
-        blocks = PackedBlocks.allocate(layout, batch, heads, num_blocks, keys.device, not prompt)
-        sinks = Residual.allocate((keys, values), config.sink_tokens).ring
+        if num_blocks == 0 and max_cache_len is None:
+            blocks = PackedBlocks.none_yet(layout, batch, heads, keys.device, not prompt)
+        else:
+            blocks = PackedBlocks.allocate(layout, batch, heads, num_blocks, keys.device, not prompt)
+        sinks = new_rows((keys, values), config.sink_tokens)
         rows = max(0, keys.shape[2] - config.sink_tokens) - due * BLOCK_TOKENS
-        ring = Residual.allocate((keys, values), residual_capacity(config, rows, max_cache_len)).ring
+        ring = new_rows((keys, values), residual_capacity(config.residual_length, rows, max_cache_len))
         return cls(LayerTensors(config, blocks, sinks, ring), max_cache_len=max_cache_len)
 
     @property
@@ -133,8 +138,7 @@ class GrowingStore(LayerStore):
             and self.max_cache_len is None
             and self._prompt is None
             and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-        ):
+        ):  # never in a graph: see `TurboQuantCache.update`
             return self._append_token(keys, values)
         check_fits(keys, values, row)
         if self.max_cache_len is not None:
@@ -180,7 +184,7 @@ class GrowingStore(LayerStore):
         self.num_sinks += to_sinks
         rows = self.residual.count + keys.shape[2] - to_sinks
         if rows > self.residual.capacity:
-            self._replace_residual(self.residual.copied(residual_capacity(self.config, rows, self.max_cache_len)))
+            self._replace_residual(self.residual.copied(self._capacity_for(rows)))
         self.residual.append(keys[:, :, to_sinks:], values[:, :, to_sinks:])
         view = self._view(past)
         if rows >= self._rows_of_due:
@@ -190,13 +194,18 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
-        tensors, past = self.tensors.with_sinks(self.num_sinks), self.length
+        past = self.length
+        tensors = self.tensors.with_sinks(self.num_sinks) if past else self.tensors
         view = StoreView(tensors, self.num_blocks, self.residual.count, past, self.residual.pending, (keys, values))
         if defer and self.config.balance and not self.scales_are_fixed and not self.num_blocks:
             self._prompt = keys, values
         else:
             self._append_long((keys, values))
         return view
+
+    def _capacity_for(self, rows: int) -> int:
+        """See `residual_capacity`."""
+        return residual_capacity(self.config.residual_length, rows, self.max_cache_len)
 
     def _room_of_sinks(self, tokens: int) -> int:
         """How many of the first `tokens` of a call are sinks."""
@@ -252,7 +261,7 @@ class GrowingStore(LayerStore):
             completed = completed.copied(ring_capacity(held + lead))
             completed.append(*(x[:, :, to_sinks:start] for x in prompt))
         residual = completed
-        capacity = residual_capacity(self.config, held + rows - due * BLOCK_TOKENS, self.max_cache_len)
+        capacity = self._capacity_for(held + rows - due * BLOCK_TOKENS)
         if held or capacity > completed.capacity:
             residual = completed.copied(capacity, begun * BLOCK_TOKENS)
         residual.first += whole * BLOCK_TOKENS
@@ -388,7 +397,7 @@ class GrowingStore(LayerStore):
             self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
         for buffer, name in zip(self.tensors.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
-        capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
+        capacity = self._capacity_for(counts.residual)
         residual = Residual.allocate(self.tensors.ring, capacity, counts.blocks * BLOCK_TOKENS)
         residual.append(held["residual_keys"].to(device), held["residual_values"].to(device))
         self._replace_residual(residual)

@@ -123,7 +123,8 @@ class StoreView(NamedTuple):
         num_blocks: Number of packed blocks read, the first ones.
         num_residual: Number of residual rows read, those that follow the blocks; they end with the new tokens unless
             `new` holds those.
-        past_length: Tokens cached before this call. Of a first call, 0, its own states are all there is to read.
+        past_length: Tokens cached before this call. Of a first call, 0, its own states are all there is to read, and
+            `tensors` hold nothing yet.
         pending: The newest token, if it may not be in the residual's ring yet.
         new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
             made them.
@@ -145,6 +146,8 @@ class StoreView(NamedTuple):
     @property
     def dense_parts(self) -> list[tuple[int, KeyValue]]:
         """The dense parts that hold tokens, each with the position of its first token."""
+        if self.past_length == 0 and self.new is not None:
+            return [(0, self.new)]
         sinks = self.tensors.sinks
         num_sinks = sinks[0].shape[2]
         parts = [(0, sinks)] if num_sinks else []
@@ -157,7 +160,9 @@ class StoreView(NamedTuple):
     @property
     def length(self) -> int:
         """All tokens attended to: past and new."""
-        tensors, num_blocks, num_residual, _, _, new = self
+        tensors, num_blocks, num_residual, past_length, _, new = self
+        if past_length == 0 and new is not None:
+            return new[0].shape[2]
         length = tensors.sinks[0].shape[2] + num_blocks * BLOCK_TOKENS + num_residual
         return length if new is None else length + new[0].shape[2]
 

@@ -25,6 +25,13 @@ def ring_capacity(rows: int) -> int:
     return max(1, -(-rows // BLOCK_TOKENS)) * BLOCK_TOKENS
 
 
+def new_rows(like: KeyValue, count: int) -> KeyValue:
+    """Room for `count` keys and values like these, `[B, Hkv, count, D]`, not filled."""
+    keys, values = like
+    batch, heads, _, key_dim = keys.shape
+    return keys.new_empty(batch, heads, count, key_dim), values.new_empty(batch, heads, count, values.shape[3])
+
+
 @outside_inference_mode
 def write(token: PendingToken, ring: KeyValue) -> None:
     """Write a token to its slot of a ring, unless it is there."""
@@ -62,10 +69,7 @@ class Residual:
             capacity: Rows there is room for, a multiple of the block size.
             first: Position of the first row that will be held.
         """
-        keys, values = like
-        batch, heads, _, key_dim = keys.shape
-        shape = batch, heads, capacity
-        return cls((keys.new_empty(*shape, key_dim), values.new_empty(*shape, values.shape[3])), first)
+        return cls(new_rows(like, capacity), first)
 
     def write_pending_token(self) -> KeyValue:
         """Write the pending token, if there is one. Returns the ring, which then has every row."""

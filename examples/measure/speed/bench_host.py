@@ -18,18 +18,21 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from tq_kernels.common.launcher import Kernel, Launcher
+from tq_kernels.common import launcher
+from tq_kernels.common.launcher import Kernel
 from tq_kernels.decode import launch as decode_launch
 from transformers import Cache, DynamicCache, LlamaConfig
 from transformers.masking_utils import create_causal_mask
@@ -49,19 +52,22 @@ def empty_launches() -> Iterator[list[int]]:
     launches = [0]
     decode_launch.steps_of.cache_clear()  # which would launch what it kept
 
-    def count(*_: Any, **__: Any) -> None:
+    def count(*_: Any, **__: Any) -> SimpleNamespace:
         launches[0] += 1
+        return SimpleNamespace(run=count, function=None, packed_metadata=None)
 
-    def launch(self: Kernel, *_: Any, **__: Any) -> Launcher:
-        launches[0] += 1
-        return Launcher(count, ())
-
+    compiled: Any = defaultdict(lambda: count)
+    kernels = [kernel for kernel in gc.get_objects() if type(kernel) is Kernel]
     with (
-        patch.object(Kernel, "__call__", launch),
+        ExitStack() as patches,
         patch.object(decode_launch, "current_raw_stream", lambda device: 0),
+        patch.object(launcher, "current_raw_stream", lambda device: 0),
         patch.object(triton_blocks, "interpreted", lambda: True),
         patch.object(attention, "sdpa_attention_forward", lambda module, query, *_, **__: (query, None)),
     ):
+        for kernel in kernels:
+            patches.enter_context(patch.object(kernel, "function", compiled))
+            patches.enter_context(patch.dict(kernel.variants, clear=True))
         yield launches
 
 

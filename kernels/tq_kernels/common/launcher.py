@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ ALWAYS = {"enable_fp_fusion": True}
 multiplications and additions by itself."""
 
 
+@lru_cache(maxsize=1024)
 def specialised(numbers: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]:
     """What decides a variant of integers that a kernel lets Triton specialise: multiples of 16, ones, and those beyond
     32 bits are compiled in ways of their own; the last also where it does not specialise."""

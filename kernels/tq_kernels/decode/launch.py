@@ -79,22 +79,20 @@ class Step(NamedTuple):
     ) -> None:
         """Launch the three kernels, with tensors or their addresses.
 
-        `tensors` are a `DecodeLaunch`'s; `row` and `slot` are what the first kernel takes before other tensors and
+        `tensors` are a `DecodeLaunch`'s, by their place among arguments; `row` and `slot` are what the first kernel takes before other tensors and
         numbers. What a call does not have stands for another tensor.
         """
-        plan, (first, split, reduce), (before_mask, after_mask) = self.plan, launchers, self.split
-        key_rotation, value_rotation, key_channel_scales, value_channel_scales = tensors[8:]
-        first.call(
-            *self.first_grid, stream, *first.fixed, *row, query, key_rotation, key_channel_scales, scratch,
-            *slot, *self.first,
+        (call_first, fixed_first), (call_split, fixed_split), (call_reduce, fixed_reduce) = launchers
+        plan, first_grid, _, _, of_first, (before_mask, after_mask), of_reduce, _ = self
+        blocks, dense, of_queries, of_outputs = tensors
+        call_first(*first_grid, stream, *fixed_first, *row, query, *of_queries, scratch, *slot, *of_first)
+        call_split(
+            plan.workers, 1, 1, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks,
+            mask, *before_mask, *mask_strides, *after_mask,
         )  # fmt: skip
-        split.call(
-            plan.workers, 1, 1, stream, *split.fixed, scratch, *tensors[:4], num_blocks, *tensors[4:8], num_residual,
-            num_sinks, mask, *before_mask, *mask_strides, *after_mask,
-        )  # fmt: skip
-        reduce.call(
-            *plan.reduce_grid, stream, *reduce.fixed, scratch, num_blocks, num_residual, num_sinks, value_rotation,
-            value_channel_scales, s_aux, out, *self.reduce,
+        call_reduce(
+            *plan.reduce_grid, stream, *fixed_reduce, scratch, num_blocks, num_residual, num_sinks, *of_outputs,
+            s_aux, out, *of_reduce,
         )  # fmt: skip
 
 
@@ -127,11 +125,12 @@ class DecodeLaunch:
         self.device = packed.key_words.device
         self.on_gpu = self.device.type == "cuda"
         blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
-        self.tensors = (*blocks, *sinks, *residual, *rotations, *packed.channel_scales)
+        # Of blocks, of dense rows, of queries and of outputs.
+        self.tensors = (blocks, (*sinks, *residual), *zip(rotations, packed.channel_scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
-        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
-        self.aligned = all(address % 16 == 0 for address in self.addresses)
-        self.ring, self.ring_at = self.tensors[6:8], self.addresses[6:8]
+        self.addresses = tuple(tuple(tensor.data_ptr() for tensor in part) for part in self.tensors)
+        self.aligned = all(address % 16 == 0 for part in self.addresses for address in part)
+        self.ring, self.ring_at = residual, self.addresses[1][2:]
         self.sinks, self.value_dim = sinks[0].shape[2], residual[1].shape[3]
         dense = (
             residual[0].dtype,
@@ -256,7 +255,7 @@ class DecodeLaunch:
     ) -> Step:
         batch, query_heads, queries, key_dim = query.shape
         packed = self.packed
-        sinks, _, residual, residual_values = self.tensors[4:8]
+        sinks, _, residual, residual_values = self.tensors[1]
         kv_heads, capacity = packed.key_words.shape[1:3]
         value_dim = residual_values.shape[3]
         plan = plan_decode(
@@ -323,7 +322,7 @@ class DecodeLaunch:
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
         warps = {"num_warps": plan.config.warps, "num_stages": plan.config.stages}
-        dense = self.tensors[4].dtype
+        dense = self.ring[0].dtype
 
         def by(kernel: Kernel, key: tuple[Any, ...], **options: Any) -> Launcher:
             def call(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:

@@ -176,7 +176,7 @@ def store_prompt(
             workspace = current_workspace(keys.device)
             makes = [partial(workspace.floats, name) for name in ("balance", "balance counters")]
         statistics = Statistics(
-            None if queries is None else _rows(queries.to(keys.dtype)),
+            None if queries is None else _rows(queries if queries.dtype == keys.dtype else queries.to(keys.dtype)),
             None if attended is None else attended.expand(len(keys), -1),
             dense.to_sinks,
             *makes,
