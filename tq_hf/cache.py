@@ -269,7 +269,7 @@ class TurboQuantCache(DynamicCache):
             self._choose(self._choice, key_states, value_states, layer_idx)
         if self._deferred is not None:
             self._encode_deferred()
-        layer = self.layers[layer_idx]
+        layer: Any = self.layers[layer_idx]
         compressed = isinstance(layer, TurboQuantLayer)
         if not compressed:  # else it sees to it itself
             key_states, value_states = like_held(layer, key_states, value_states)

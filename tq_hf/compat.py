@@ -153,9 +153,11 @@ def current_raw_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def mark_static_address(tensor: torch.Tensor) -> None:
-    """Promise `torch.compile` that `tensor` stays where it is, so that graphs do not copy it (torch 2.9 to 2.15)."""
-    torch._dynamo.mark_static_address(tensor)
+def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
+    """Promise `torch.compile` that tensors stay where they are, so that graphs do not copy them (torch 2.9 to 2.15)."""
+    mark = torch._dynamo.mark_static_address
+    for tensor in tensors:
+        mark(tensor)
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 from tq_kernels.format import due_blocks
@@ -126,8 +125,14 @@ class TurboQuantConfig:
     def layout(self, head_dim: int, value_head_dim: int | None = None) -> BlockLayout:
         """Every byte size of this configuration for heads of `head_dim` channels (`value_head_dim` for values, if
         they differ)."""
-        dims = head_dim, head_dim if value_head_dim is None else value_head_dim
-        return _layout(*dims, self.key_bits, self.value_bits, self.key_mean, self.rotate_values)
+        return BlockLayout(
+            key_dim=head_dim,
+            value_dim=head_dim if value_head_dim is None else value_head_dim,
+            key_bits=self.key_bits,
+            value_bits=self.value_bits,
+            key_mean=self.key_mean,
+            rotated_values=self.rotate_values,
+        )
 
     def num_blocks(self, length: int) -> int:
         """Blocks a cache of `length` tokens holds packed: those complete and wholly older than `residual_length`."""
@@ -149,10 +154,6 @@ class TurboQuantConfig:
         named = _agreed([(index % num_layers, name) for index, name in pairs])
         configs = {name: None if name is None else with_bits(self, name) for name in named.values()}
         return [configs[named[i]] if i in named else self for i in range(num_layers)]
-
-
-_layout = lru_cache(BlockLayout)
-"""One layout of all layers alike."""
 
 
 def _is_pair(pair: Any) -> bool:

@@ -44,11 +44,8 @@ class BlockLayout:
     rotated_values: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("key_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"A head of {getattr(self, name)} channels cannot be compressed; `head_dim` must be 1 or more."
-                )
+        if (fewest := min(self.key_dim, self.value_dim)) < 1:
+            raise ValueError(f"A head of {fewest} channels cannot be compressed; `head_dim` must be 1 or more.")
 
     @property
     def bits(self) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +73,8 @@ class ChannelScales(NamedTuple):
     ) -> ChannelScales:
         """Room for channel scales, `filled` with ones, which change nothing."""
         make = torch.ones if filled else torch.empty
-        keys, values = (make(batch, heads, dim, dtype=torch.float16, device=device) for dim in (key_dim, value_dim))
-        return cls(keys, values)
+        keys = make(batch, heads, key_dim, dtype=torch.float16, device=device)
+        return cls(keys, make(batch, heads, value_dim, dtype=torch.float16, device=device))
 
     def check(self, others: ChannelScales) -> None:
         """Raise a `ValueError` unless `others`, `[B or 1, Hkv, D]`, can take the place of these."""
@@ -89,27 +88,6 @@ class ChannelScales(NamedTuple):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ChannelScales:
         """Channel scales of the results of `function` on both tensors."""
         return ChannelScales(function(self.keys), function(self.values))
-
-
-BlockTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Words of keys and of values, scales, and means of keys if there are any."""
-
-
-def room_for_blocks(layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device) -> BlockTensors:
-    """Room for `blocks` blocks, not filled; see `PackedBlocks`."""
-    sizes = layout.key_words, layout.value_words, layout.tokens
-    words, values, scales = (torch.empty(batch, heads, blocks, n, dtype=torch.int32, device=device) for n in sizes)
-    if not layout.key_mean:
-        return words, values, scales, None
-    means = torch.empty(batch, heads, blocks, layout.key_dim_padded, dtype=torch.float16, device=device)
-    return words, values, scales, means
-
-
-@lru_cache
-@torch.inference_mode(False)
-def _no_room(layout: BlockLayout, batch: int, heads: int, device: torch.device) -> BlockTensors:
-    """`room_for_blocks` for none."""
-    return room_for_blocks(layout, batch, heads, 0, device)
 
 
 @dataclass(frozen=True)
@@ -139,14 +117,18 @@ class PackedBlocks:
         cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device, scaled: bool = True
     ) -> PackedBlocks:
         """Room for `blocks` blocks of `heads` KV heads, not filled, with channel scales of one if `scaled`."""
-        scales = ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device, scaled)
-        return cls(layout, *room_for_blocks(layout, batch, heads, blocks, device), scales)
 
-    @classmethod
-    def none_yet(cls, layout: BlockLayout, batch: int, heads: int, device: torch.device, scaled: bool) -> PackedBlocks:
-        """`allocate` for no blocks, until they are `resized`. What has no elements is the same of all layers alike."""
-        scales = ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device, scaled)
-        return cls(layout, *_no_room(layout, batch, heads, device), scales)
+        def room(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(batch, heads, blocks, size, dtype=dtype, device=device)
+
+        return cls(
+            layout=layout,
+            key_words=room(layout.key_words),
+            value_words=room(layout.value_words),
+            scales=room(layout.tokens),
+            key_means=room(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
+            channel_scales=ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device, scaled),
+        )
 
     @property
     def block_strides(self) -> tuple[int, int]:

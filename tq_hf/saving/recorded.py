@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache
 
-from ..compat import mark_static_address
+from ..compat import mark_static_addresses
 from ..layers.base import Probe, State, like_held
 
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
@@ -177,7 +177,7 @@ class RecordedLayer:
                 if not possible.all():
                     raise ValueError(f"has {str(tensor.tolist())[:32]} for `{path}`: the file is damaged.")
             if self.layer.is_compileable:
-                mark_static_address(tensor)
+                mark_static_addresses([tensor])
             container[key] = tensor
         vars(self.layer).update(vars(probe.layer))
 

@@ -193,9 +193,8 @@ def check_same(what: str, held: object, came: object) -> None:
 def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
     """Raise a `ValueError` unless these states go with those a store holds in all but the number of tokens."""
     check_states(keys, values)
-    (batch, heads, _, key_dim), (*_, value_dim) = keys.shape, values.shape
-    states = ((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
-    if held == states:
+    (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
+    if held == ((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device):
         return
     expected = {
         "batch size": (held.keys[0], keys.shape[0]),

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from tq_kernels.types import DenseRows, KeyValue, PackedBlocks, PendingToken
+from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks, PendingToken
 
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
@@ -36,11 +36,17 @@ SHORT_CALL = 128
 """Calls of up to this many tokens go through the residual; longer ones are encoded from the model's own tensors."""
 
 
-@lru_cache(maxsize=1024)
-def residual_capacity(residual_length: int, rows: int, max_cache_len: int | None) -> int:
+def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None) -> int:
     """Rows of a residual that holds `rows`: what decoding will need, of a growing one at once where that is little."""
     room = int(rows * GROWTH) + BLOCK_TOKENS if max_cache_len is None else max_cache_len
-    return ring_capacity(max(rows, min(residual_length + BLOCK_TOKENS, room)))
+    return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS, room)))
+
+
+@lru_cache
+def _no_blocks(config: TurboQuantConfig, sizes: tuple[int, int, int, int], device: torch.device) -> PackedBlocks:
+    """No blocks: tensors without elements, which all layers alike hold until their first block is due."""
+    batch, heads, *dims = sizes
+    return PackedBlocks.allocate(config.layout(*dims), batch, heads, 0, device)
 
 
 class GrowingStore(LayerStore):
@@ -101,17 +107,18 @@ class GrowingStore(LayerStore):
             ValueError: The tensors do not fit each other.
         """
         check_states(keys, values)
-        layout = config.layout(keys.shape[-1], values.shape[-1])
-        batch, heads = keys.shape[:2]
-        due = config.num_blocks(keys.shape[2])
+        batch, heads, tokens, key_dim = keys.shape
+        none = _no_blocks(config, (batch, heads, key_dim, values.shape[3]), keys.device)
+        due = config.num_blocks(tokens)
         num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
         if num_blocks == 0 and max_cache_len is None:
-            blocks = PackedBlocks.none_yet(layout, batch, heads, keys.device, not prompt)
+            scales = ChannelScales.allocate(batch, heads, key_dim, values.shape[3], keys.device, not prompt)
+            blocks = PackedBlocks(none.layout, none.key_words, none.value_words, none.scales, none.key_means, scales)
         else:
-            blocks = PackedBlocks.allocate(layout, batch, heads, num_blocks, keys.device, not prompt)
+            blocks = PackedBlocks.allocate(none.layout, batch, heads, num_blocks, keys.device, not prompt)
         sinks = new_rows((keys, values), config.sink_tokens)
-        rows = max(0, keys.shape[2] - config.sink_tokens) - due * BLOCK_TOKENS
-        ring = new_rows((keys, values), residual_capacity(config.residual_length, rows, max_cache_len))
+        rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
+        ring = new_rows((keys, values), residual_capacity(config, rows, max_cache_len))
         return cls(LayerTensors(config, blocks, sinks, ring), max_cache_len=max_cache_len)
 
     @property
@@ -145,12 +152,12 @@ class GrowingStore(LayerStore):
             check_room(keys.shape[2], self.length, self.max_cache_len)
         self.encode_deferred()
         self.drop_encoded_rows()
+        if keys.shape[2] > SHORT_CALL or (keys.shape[2] > 1 and self.length == 0):
+            return self._append_prompt(keys, values, defer)
         # A kernel that fails leaves the store as it was, but for rows and blocks beyond the counts, which nobody uses.
         before = vars(self) | {"residual": self.residual.snapshot()}
         try:
-            if keys.shape[2] <= 1 or (keys.shape[2] <= SHORT_CALL and self.length > 0):
-                return self._append_tokens(keys, values)
-            return self._append_prompt(keys, values, defer)
+            return self._append_tokens(keys, values)
         except BaseException:
             vars(self).update(before)
             raise
@@ -178,13 +185,13 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         """Several tokens after others, or a first one: they are copied to the sinks and to the residual."""
-        past, first, to_sinks = self.length, self.num_sinks, self._room_of_sinks(keys.shape[2])
+        past, first, to_sinks = self.length, self.num_sinks, self._room_of_sinks(keys.shape[2], self.length)
         for buffer, states in zip(self.tensors.sinks, (keys, values), strict=True):
             buffer[:, :, first : first + to_sinks] = states[:, :, :to_sinks]
         self.num_sinks += to_sinks
         rows = self.residual.count + keys.shape[2] - to_sinks
         if rows > self.residual.capacity:
-            self._replace_residual(self.residual.copied(self._capacity_for(rows)))
+            self._replace_residual(self.residual.copied(residual_capacity(self.config, rows, self.max_cache_len)))
         self.residual.append(keys[:, :, to_sinks:], values[:, :, to_sinks:])
         view = self._view(past)
         if rows >= self._rows_of_due:
@@ -203,28 +210,17 @@ class GrowingStore(LayerStore):
             self._append_long((keys, values))
         return view
 
-    def _capacity_for(self, rows: int) -> int:
-        """See `residual_capacity`."""
-        return residual_capacity(self.config.residual_length, rows, self.max_cache_len)
-
-    def _room_of_sinks(self, tokens: int) -> int:
-        """How many of the first `tokens` of a call are sinks."""
-        return min(tokens, self.config.sink_tokens - self.num_sinks) if self.length == self.num_sinks else 0
+    def _room_of_sinks(self, tokens: int, past: int) -> int:
+        """How many of `tokens` after `past` others are sinks."""
+        return min(tokens, self.config.sink_tokens - self.num_sinks) if past == self.num_sinks else 0
 
     @property
     def is_deferred(self) -> bool:
         return self._prompt is not None
 
     def encode_deferred(self, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None) -> None:
-        if self._prompt is None:
-            return
-        before = vars(self) | {"residual": self.residual.snapshot()}
-        prompt, self._prompt = self._prompt, None
-        try:
-            self._append_long(prompt, queries, attended)
-        except BaseException:
-            vars(self).update(before)
-            raise
+        if self._prompt is not None:
+            self._append_long(self._prompt, queries, attended)
 
     def _encode_due(self) -> None:
         """Encode the blocks of the residual that are due. Their rows stay until the next call."""
@@ -247,26 +243,29 @@ class GrowingStore(LayerStore):
         from there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
         residual. The old ring stays as it is, because the view of this call reads it, unless it holds nothing and has
         room.
+
+        What is held changes at the end, at once: a kernel that fails leaves the store as it was, as in `append`.
         """
         keys, values = prompt
-        first, to_sinks = self.num_sinks, self._room_of_sinks(keys.shape[2])
-        rows, held = keys.shape[2] - to_sinks, self.residual.count
-        due = max(0, self.config.num_blocks(self.length + keys.shape[2]) - self.num_blocks)
+        tokens, first, held = keys.shape[2], self.num_sinks, self.residual.count
+        past = first + self.num_blocks * BLOCK_TOKENS + held
+        rows = tokens - (to_sinks := self._room_of_sinks(tokens, past))
+        due = max(0, self.config.num_blocks(past + tokens) - self.num_blocks)
         lead = min(rows, -held % BLOCK_TOKENS)
         whole = max(0, due - (held + lead) // BLOCK_TOKENS)
         begun = due - whole  # blocks due that have rows in the old residual
         start, end = to_sinks + lead, to_sinks + lead + whole * BLOCK_TOKENS
-        completed = self.residual  # of no rows: nothing to complete
+        completed = Residual(self.tensors.ring, self.residual.first)  # of no rows: nothing to complete
         if held:
-            completed = completed.copied(ring_capacity(held + lead))
+            completed = self.residual.copied(ring_capacity(held + lead))
             completed.append(*(x[:, :, to_sinks:start] for x in prompt))
         residual = completed
-        capacity = self._capacity_for(held + rows - due * BLOCK_TOKENS)
+        capacity = residual_capacity(self.config, held + rows - due * BLOCK_TOKENS, self.max_cache_len)
         if held or capacity > completed.capacity:
             residual = completed.copied(capacity, begun * BLOCK_TOKENS)
         residual.first += whole * BLOCK_TOKENS
         slot = (residual.first + residual.count) % residual.capacity
-        residual.count += keys.shape[2] - end
+        residual.count += tokens - end
         counts = first + to_sinks, self.num_blocks + due, residual.count
         scales = None if self.scales_are_fixed or self.num_blocks else self.blocks.channel_scales
         dense = DenseRows(self.tensors.sinks, residual.ring, first, to_sinks, end, slot, counts, self.device_counts)
@@ -276,9 +275,10 @@ class GrowingStore(LayerStore):
                 self._encode(part, self.num_blocks + skipped // BLOCK_TOKENS)
         if whole:
             self._encode((keys[:, :, start:end], values[:, :, start:end]), self.num_blocks + begun)
-        self._replace_residual(residual)
-        self.num_sinks, self.num_blocks, _ = counts
-        self.device_counts = None
+        ring, (sinks, blocks, _) = residual.ring, counts
+        tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
+        held_now = {"residual": residual, "tensors": tensors, "num_sinks": sinks, "num_blocks": blocks}
+        vars(self).update(held_now, _prompt=None, device_counts=None)
 
     @outside_inference_mode
     def _encode(self, states: KeyValue, start: int) -> None:
@@ -309,9 +309,7 @@ class GrowingStore(LayerStore):
             self.num_pending = 0
 
     def _view(self, past: int) -> StoreView:
-        tensors, residual = self.tensors, self.residual
-        if self.num_sinks != self.config.sink_tokens:
-            tensors = tensors.with_sinks(self.num_sinks)
+        tensors, residual = self.tensors.with_sinks(self.num_sinks), self.residual
         return StoreView(tensors, self.num_blocks, residual.count, past, residual.pending)
 
     def view(self) -> StoreView:
@@ -397,7 +395,7 @@ class GrowingStore(LayerStore):
             self.blocks.channel_scales.values.copy_(held["value_channel_scales"])
         for buffer, name in zip(self.tensors.sinks, ("sink_keys", "sink_values"), strict=True):
             buffer[:, :, : counts.sinks] = held[name].to(device)
-        capacity = self._capacity_for(counts.residual)
+        capacity = residual_capacity(self.config, counts.residual, self.max_cache_len)
         residual = Residual.allocate(self.tensors.ring, capacity, counts.blocks * BLOCK_TOKENS)
         residual.append(held["residual_keys"].to(device), held["residual_values"].to(device))
         self._replace_residual(residual)

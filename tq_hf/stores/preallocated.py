@@ -22,14 +22,13 @@ next eager step reads `length` once. The compiled step itself asserts on the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tq_kernels.types import KeyValue, PendingToken
 
-from ..compat import mark_static_address, outside_inference_mode
+from ..compat import mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import reference
 from ..ops.triton import blocks as triton_blocks
@@ -90,8 +89,7 @@ class PreallocatedStore(LayerStore):
             length=make((), dtype=torch.int64, device=device),
         )
         triton_blocks.prepare(config, tensors.layout, keys)
-        for tensor in (*tensors.arguments(), *counts):
-            mark_static_address(tensor)
+        mark_static_addresses((*tensors.arguments(), *counts))
         store = cls(tensors, counts, max_cache_len)
         store.num_held = 0
         return store
@@ -154,23 +152,21 @@ class PreallocatedStore(LayerStore):
             # Of its own: what is returned reads the old rows, and outlives the writing back.
             store.residual = store.residual.copied(store.residual.capacity)
             store.tensors = store.tensors.with_ring(store.residual.ring)
-        with self._kept_if_it_fails(store):
+        try:
             view = store.append(keys, values, defer)
+        except BaseException:
+            self._keep_counts(store)
+            raise
         self._appending = store
         if not store.is_deferred:
             self.encode_deferred()
         return view
 
-    @contextmanager
-    def _kept_if_it_fails(self, store: GrowingStore) -> Iterator[None]:
-        """Counts on the device that a failing call may have written are those that `store` had before it."""
+    def _keep_counts(self, store: GrowingStore) -> None:
+        """Write over counts on the device that a failed call may have written: `store` holds what it held before."""
         held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
-        try:
-            yield
-        except BaseException:
-            reference.write_counts(self.counts, held)
-            store.device_counts = self.counts
-            raise
+        reference.write_counts(self.counts, held)
+        store.device_counts = self.counts
 
     @property
     def is_deferred(self) -> bool:
@@ -181,11 +177,14 @@ class PreallocatedStore(LayerStore):
         if self._pending.states is not None:
             graph_ops.append_pending_token(self._step_view())
         if (store := self._appending) is not None:
-            with self._kept_if_it_fails(store):
+            try:
                 store.encode_deferred(queries, attended)
                 if store.residual.count > self.tensors.ring[0].shape[2]:
                     store.drop_encoded_rows()
                 self._take(store)
+            except BaseException:
+                self._keep_counts(store)
+                raise
             self._appending = None
 
     def as_growing(self) -> GrowingStore:

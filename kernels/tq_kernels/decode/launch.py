@@ -79,8 +79,8 @@ class Step(NamedTuple):
     ) -> None:
         """Launch the three kernels, with tensors or their addresses.
 
-        `tensors` are a `DecodeLaunch`'s, by their place among arguments; `row` and `slot` are what the first kernel takes before other tensors and
-        numbers. What a call does not have stands for another tensor.
+        `tensors` are a `DecodeLaunch`'s: of blocks, of dense rows, of queries and of outputs. `row` and `slot` are what
+        the first kernel takes before other tensors and numbers. What a call does not have stands for another tensor.
         """
         (call_first, fixed_first), (call_split, fixed_split), (call_reduce, fixed_reduce) = launchers
         plan, first_grid, _, _, of_first, (before_mask, after_mask), of_reduce, _ = self
