@@ -134,15 +134,8 @@ class PreallocatedStore(LayerStore):
         return self._step_view()
 
     def _step_view(self) -> StepView:
-        return StepView(
-            self.tensors,
-            self.counts,
-            self._entries,
-            self._config_text,
-            self.max_cache_len,
-            self.num_held,
-            self._pending,
-        )
+        held, pending = self.num_held, self._pending
+        return StepView(self.tensors, self.counts, self._entries, self._config_text, self.max_cache_len, held, pending)
 
     @outside_inference_mode
     def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
@@ -152,19 +145,19 @@ class PreallocatedStore(LayerStore):
             # Of its own: what is returned reads the old rows, and outlives the writing back.
             store.residual = store.residual.copied(store.residual.capacity)
             store.tensors = store.tensors.with_ring(store.residual.ring)
+        held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
         try:
             view = store.append(keys, values, defer)
         except BaseException:
-            self._keep_counts(store)
+            self._keep_counts(store, held)
             raise
         self._appending = store
         if not store.is_deferred:
             self.encode_deferred()
         return view
 
-    def _keep_counts(self, store: GrowingStore) -> None:
-        """Write over counts on the device that a failed call may have written: `store` holds what it held before."""
-        held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
+    def _keep_counts(self, store: GrowingStore, held: tuple[int, int, int, int]) -> None:
+        """Counts on the device that a failed call may have written are those that `store` `held` before it."""
         reference.write_counts(self.counts, held)
         store.device_counts = self.counts
 
@@ -177,13 +170,14 @@ class PreallocatedStore(LayerStore):
         if self._pending.states is not None:
             graph_ops.append_pending_token(self._step_view())
         if (store := self._appending) is not None:
+            held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
             try:
                 store.encode_deferred(queries, attended)
                 if store.residual.count > self.tensors.ring[0].shape[2]:
                     store.drop_encoded_rows()
                 self._take(store)
             except BaseException:
-                self._keep_counts(store)
+                self._keep_counts(store, held)
                 raise
             self._appending = None
 
