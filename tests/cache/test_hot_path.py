@@ -176,6 +176,19 @@ def test_a_first_prompt_launches_at_most_three_kernels_a_layer(room, balance, to
         assert warm or mode.names == []
 
 
+@pytest.mark.parametrize(("tokens", "tensors"), [(128, 6), (1000, 10)], ids=["no block due", "blocks due"])
+def test_a_first_prompt_makes_few_tensors(tokens, tensors, kernels, monkeypatch):
+    """Two each of channel scales, sinks and residual, and four of blocks where there are any."""
+    monkeypatch.setattr(f"{__name__}.MAKE_NO_LAUNCH", ())
+    config = build("llama", num_hidden_layers=2).config
+    states, query = (torch.zeros(2, heads, tokens, 16) for heads in (2, 4))
+    layers = TurboQuantCache(config).layers
+    for layer in layers:
+        with torch.no_grad(), Launching() as mode:
+            resolve(*layer.update(states, states), SimpleNamespace(config=None), query)
+    assert [name for name in mode.names if name in ("empty", "new_empty")] == mode.names and len(mode.names) == tensors
+
+
 @pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 3)], ids=["growing", "preallocated"])
 def test_a_step_launches_few_kernels_a_layer(room, launches, kernels):
     model = build("llama", num_hidden_layers=2)

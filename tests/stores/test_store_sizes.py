@@ -76,6 +76,49 @@ def test_blocks_are_encoded_once_and_never_again(monkeypatch):
     assert encoded_blocks == list(range(store.num_blocks + store.num_pending))
 
 
+def test_layers_alike_share_only_what_has_no_elements():
+    """Two layers with a short prompt, then each its own long call: neither sees the other's blocks."""
+    pairs = [states(seed, tokens=700) for seed in (0, 1)]
+    stores = [filled(TurboQuantConfig(), rows(pair, 0, 100)) for pair in pairs]
+    assert all(tensor.numel() == 0 for tensor in stores[0].blocks.tensors().values())
+    for store, pair in zip(stores, pairs, strict=True):
+        store.append(*rows(pair, 100, 700))
+    first, second = (store.blocks.tensors() for store in stores)
+    assert all(first[name].numel() and first[name].data_ptr() != second[name].data_ptr() for name in first)
+    for store, pair in zip(stores, pairs, strict=True):
+        alone = filled(TurboQuantConfig(), pair, [100, 600])
+        assert store.counts == alone.counts and store.counts.blocks > 0
+        assert_same(dispatch.dense(store.view()), dispatch.dense(alone.view()))
+
+
+@pytest.mark.parametrize("calls", [[300], [100, 300]], ids=["first", "later"])
+@pytest.mark.parametrize("failing", ["store_prompt", "encode"])
+def test_a_long_call_that_fails_leaves_what_was_held(failing, calls, monkeypatch):
+    """Deferred or not, and again when it is repeated."""
+    config, pair = TurboQuantConfig(residual_length=0), states(0, tokens=sum(calls))
+    for defer in (True, False):
+        store, alone = GrowingStore.allocate(config, *pair), filled(config, pair, calls)
+        start = sum(calls[:-1])
+        if start:
+            store.append(*rows(pair, 0, start))
+        last = rows(pair, start, sum(calls))
+        deferred = defer and not start
+        if deferred:
+            store.append(*last, defer=True)
+        before = (store.num_sinks, store.num_blocks, store.residual.count, store.is_deferred, store.length)
+
+        def fails(*arguments: object) -> None:
+            raise RuntimeError("no memory")
+
+        with monkeypatch.context() as context, pytest.raises(RuntimeError, match="no memory"):
+            context.setattr(dispatch, failing, fails)
+            store.encode_deferred() if deferred else store.append(*last)
+        assert before == (store.num_sinks, store.num_blocks, store.residual.count, store.is_deferred, store.length)
+        store.encode_deferred() if deferred else store.append(*last)
+        assert store.counts == alone.counts
+        assert_same(dispatch.dense(store.view()), dispatch.dense(alone.view()))
+
+
 def test_packed_blocks_stay_in_place_between_growths():
     store = GrowingStore.allocate(all_packed(), *states(30, dim=8))
     addresses = []
