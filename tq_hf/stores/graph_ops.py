@@ -34,7 +34,7 @@ Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def entries(step_counts: torch.Tensor) -> Entries:
     """The numbers of sinks, blocks and residual rows, each `[]` int32, 16 bytes apart."""
-    sinks, blocks, rows, *_ = step_counts[:, 0].unbind()
+    sinks, blocks, rows = step_counts[:3, 0].unbind()
     return sinks, blocks, rows
 
 
