@@ -98,16 +98,16 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     dense_bytes += 2 * block_rows * triton.next_power_of_2(key_dim)
     program_bytes = max(buffers * block_bytes + query_bytes + probability_bytes, dense_bytes) + 1024
     # 4 and 8 bits: two warps a scheduler keep it busy, and with all registers the loop is shortest; 2 and 3 bits gain
-    # from more, but not with 256 channels. With 64, whose registers 8 programs would spill, 6 take 62.7 us instead of
-    # 68.9 at 4 bits and 77.7 instead of 79.2 at 3 (8 x 32k, H200); at 2 bits 8 are as fast or faster. An even number,
-    # because a program's two warps occupy half of a multiprocessor's four schedulers: with an odd one, one half would
-    # finish late.
+    # from more, but not with 256 channels. With 64, whose registers 8 programs spill in the loop over blocks, 6 take
+    # 62.7 us instead of 68.9 at 4 bits and 77.7 instead of 79.2 at 3 (8 x 32k, H200). An even number, because a
+    # program's two warps occupy half of a multiprocessor's four schedulers: with an odd one, one half would finish
+    # late.
     if warps == 4:
         most = 3  # four would have 128 registers a thread
     elif buffers == 1 or (min(key_bits, value_bits) >= 4 and max(key_tile, value_tile) > 64):
         most = 4
     else:
-        most = 6 if min(key_bits, value_bits) > 2 and max(key_tile, value_tile) <= 64 else 8
+        most = 6 if max(key_tile, value_tile) <= 64 else 8
     # Slower, when this took 98 us (4 bits, 128 channels, 8 x 32k): 6 programs (109), 8 with one buffer (143), 2 of four
     # warps (153), 8 of one warp (132), channels in quarters (102), three buffers (103), fragments (118), levels by a
     # cubic in fp16 (106 for values alone). Levels that cost nothing to look up would take 92.
