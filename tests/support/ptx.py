@@ -122,6 +122,8 @@ def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarra
             return x[0]
         case "add.u32" | "add.s32":
             return x[0] + x[1]
+        case "mad.lo.u32":
+            return x[0] * x[1] + x[2]
         case "and.b32":
             return x[0] & x[1]
         case "shr.u32":
@@ -146,6 +148,10 @@ def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarra
             kind = np.int8 if "s32" in operation else np.uint8
             a, b = (register.astype(np.uint32)[..., None].view(kind).astype(np.int64) for register in x[:2])
             return (a * b).sum(-1) + x[2]
+        case "dp2a.lo.u32.u32" | "dp2a.hi.u32.u32":
+            place = 0 if "lo" in operation else 16
+            high = (x[0] >> 16) * (x[1] >> place + 8 & 0xFF)
+            return (x[0] & 0xFFFF) * (x[1] >> place & 0xFF) + high + x[2]
         case "shfl.sync.bfly.b32":
             return x[0][LANE ^ x[1]]
         case "shfl.sync.idx.b32":

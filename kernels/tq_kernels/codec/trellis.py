@@ -203,16 +203,17 @@ def _least_of(e, ASM: tl.constexpr):
 
 @triton.jit
 def _label_bytes(a, b, ASM: tl.constexpr):
-    """Byte 0 of a and of b, then byte 2 of them: bytes with the labels of two errors, for both words of a pair."""
+    """Bytes 0 and 2 of a, then those of b: bytes with the labels of two errors, for both words of a pair."""
     if ASM:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6240;", "=r,r,r", [a, b], tl.uint32, True, 1)
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
-        return (a & 0x00FF00FF) | (b & 0x00FF00FF) << 8
+        a, b = a & 0x00FF00FF, b & 0x00FF00FF
+        return low_halves(a | a >> 8, b | b >> 8, ASM)
 
 
 @triton.jit
 def _eight_steps(e, planes, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.constexpr):
-    """Errors after the codes of two planes, and the labels of each two, states 0 and 1 and then 2 and 3.
+    """Errors after the codes of two planes, and the labels of each two, states 0 and 2 and then 1 and 3.
 
     planes: Those of a, b, c, d.
     """
@@ -229,7 +230,7 @@ def _eight_steps(e, planes, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM
         else:
             e = _step3(e, _least(x, tl.full(x.shape, PAIR * LIMITS[1], tl.uint32), ASM), one, 2 - step % 2 * 2, ASM)
         if LABELLED and step % 2 == 1:
-            labels += (_label_bytes(e[0], e[1], ASM), _label_bytes(e[2], e[3], ASM))
+            labels += (_label_bytes(e[0], e[2], ASM), _label_bytes(e[1], e[3], ASM))
     return e, labels if LABELLED else e
 
 
@@ -276,33 +277,70 @@ def _planes_of_pairs(a, b, c, d, ASM: tl.constexpr):
 
 @triton.jit
 def _picked(low, high, select, ASM: tl.constexpr):
-    """Byte 0: a label, from what `_label_bytes` gave of states 0 and 1, and of states 2 and 3. `select` has the bits of
-    the state at 0 and 2, that of the word of a pair at 1."""
+    """Labels of both words of a pair, in bytes 1 and 3, from what `_label_bytes` gave of states 0 and 2, and of states
+    1 and 3. `select` has in nibble 1 for the first word and in nibble 3 for the other the word's bit at 0, and the bits
+    of the state at 1 (the higher one) and 2."""
     if ASM:
         asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
-        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, select], tl.uint32, True, 1)
+        found = tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, select], tl.uint32, True, 1)
     else:
-        return tl.where(select < 4, low, high) >> (8 * (select & 3))
+        first, second = select >> 4, select >> 12
+        first = tl.where(first & 4 == 0, low, high) >> (8 * (first & 3))
+        second = tl.where(second & 4 == 0, low, high) >> (8 * (second & 3))
+        found = (first & 0xFF) << 8 | second << 24
+    return found & 0x0F000F00
+
+
+_NEXT = tl.constexpr(
+    tuple(
+        f"""{{
+        .reg .b32 s;
+        dp2a.lo.u32.u32 s, {weight << 19}, $1, 0;
+        dp2a.hi.u32.u32 s, {weight << 27}, $1, s;
+        lop3.b32 $0, s, {taken:#x}, $2, 0xea;
+        }}"""
+        for weight, taken in ((9, 0x6060), (1, 0x4040))
+    )
+)
+"""Of 2 and of 3 bits: shifts to the right, on a pipe less busy than that of shifts."""
 
 
 @triton.jit
-def _bit_3(label, others, ASM: tl.constexpr):
-    """Bit 3 of a label, as bit 0, with other bits."""
+def _next(labels, kept, BITS: tl.constexpr, ASM: tl.constexpr):
+    """What `_picked` selects behind these labels; `kept` are the bits of it that do not change.
+
+    At 2 bits the state is bit 2 of a label and bit 3 ^ bit 0, bits 2 and 3 of its product with 9; at 3 bits bit 3 is
+    that of the state which changes.
+    """
     if ASM:
-        asm: tl.constexpr = "{ .reg .b32 t; shr.u32 t, $1, 3; lop3.b32 $0, t, 1, $2, 0xea; }"
-        return tl.inline_asm_elementwise(asm, "=r,r,r", [label, others], tl.uint32, True, 1)
+        return tl.inline_asm_elementwise(_NEXT[BITS - 2], "=r,r,r", [labels, kept], tl.uint32, True, 1)
     else:
-        return ((label >> 3) & 1) | others
+        both = ((labels >> 8) & 15) * 8 + (labels >> 24) * 2048
+        return (both * 9 & 0x6060 if BITS == 2 else both & 0x4040) | kept
 
 
 @triton.jit
-def _followed(path, label, ASM: tl.constexpr):
-    """`path` with a label's four bits above."""
-    if ASM:  # spelled with shifts it is three instructions
-        asm: tl.constexpr = "shf.r.wrap.b32 $0, $1, $2, 4;"
-        return tl.inline_asm_elementwise(asm, "=r,r,r", [path, label], tl.uint32, True, 1)
+def _odd_bytes(a, b, ASM: tl.constexpr):
+    """Byte 1 of a and of b, then byte 3 of them."""
+    if ASM:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
-        return (path >> 4) | (label << 28)
+        return ((a >> 8) & 0x00FF00FF) | (b & 0xFF00FF00)
+
+
+@triton.jit
+def _followed(labels, select, kept, one, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Labels of the path from code 0 on, of which four bits each are a word, for both words of a pair."""
+    taken = ()
+    for pair in tl.static_range(8):
+        label = _picked(labels[2 * pair], labels[2 * pair + 1], select, ASM)
+        taken += (label,)
+        select = _next(label, kept, BITS, ASM)
+    both = ()
+    for i in tl.static_range(4):
+        both += (taken[2 * i] + taken[2 * i + 1] * (one * 16),)
+    early, late = _odd_bytes(both[0], both[1], ASM), _odd_bytes(both[2], both[3], ASM)
+    return low_halves(early, late, ASM), high_halves(early, late, ASM)
 
 
 @triton.jit
@@ -330,18 +368,12 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
 
     e = (last * FAR[0], (last ^ PAIR) * FAR[0], (last ^ (2 * PAIR)) * FAR[0], (last ^ (3 * PAIR)) * FAR[0])
     e, labels = _paths(e, low, high, one, 2, ASM)
-    words = ()
-    for word in tl.static_range(2):
-        path = tl.zeros(last.shape, tl.uint32)
-        state = last >> (16 * word)
-        of_word = tl.broadcast_to(one * (2 * word), last.shape)
-        select = (state & 1) | (state & 2) << 1 | of_word
-        for pair in tl.static_range(8):
-            label = _picked(labels[2 * pair], labels[2 * pair + 1], select, ASM)  # t, b, t, b from bit 3 down
-            path = _followed(path, label, ASM)
-            select = (label & 5) ^ _bit_3(label, of_word, ASM)
-        words += (turned(path, 1),)
-    return _out_of_pairs(words[0], words[1])
+    states = last | last >> 8
+    kept = tl.broadcast_to(one * 0x1000, last.shape)
+    select = (states & 0x0101) << 6 | (states & 0x0202) << 4 | kept
+    # Labels are t, b, t, b from bit 3 down.
+    first, second = _followed(labels, select, kept, one, 2, ASM)
+    return _out_of_pairs(turned(first, 1), turned(second, 1))
 
 
 @triton.jit
@@ -358,20 +390,14 @@ def codes3(a, b, c, d, ASM: tl.constexpr):
     low, high = _planes_of_pairs(_sizes(a), _sizes(b), _sizes(c), _sizes(d), ASM)
     near = tl.zeros(low[0].shape, tl.uint32)
     far = near + PAIR * FAR[1]
-    e, labels = _paths((near, far, far, near), low, high, _one(ASM), 3, ASM)
-    words = ()
-    for word in tl.static_range(2):
-        first = (((e[3] >> (16 * word)) & 0xFFFF) < ((e[0] >> (16 * word)) & 0xFFFF)).to(tl.uint32)
-        path = tl.zeros(near.shape, tl.uint32)
-        of_word = first * 4 + 2 * word
-        select = first + of_word
-        for pair in tl.static_range(8):
-            # From bit 3 down: the low bit behind both crumbs, the second crumb, the first one's high bit.
-            label = _picked(labels[2 * pair], labels[2 * pair + 1], select, ASM)
-            path = _followed(path, label, ASM)
-            select = _bit_3(label, of_word, ASM)
-        words += (turned(path, 1),)
-    return _out_of_pairs(words[0], words[1])
+    one = _one(ASM)
+    e, labels = _paths((near, far, far, near), low, high, one, 3, ASM)
+    # The first low bit, of the path that closes with less.
+    bit = ((e[3] & 0xFFFF) < (e[0] & 0xFFFF)).to(tl.uint32) + ((e[3] >> 16) < (e[0] >> 16)).to(tl.uint32) * 256
+    kept = 32 * bit + 0x1000
+    # From bit 3 of a label down: the low bit behind both crumbs, the second crumb, the first one's high bit.
+    first, second = _followed(labels, kept + 64 * bit, kept, one, 3, ASM)
+    return _out_of_pairs(turned(first, 1), turned(second, 1))
 
 
 @triton.constexpr_function
