@@ -56,7 +56,7 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2705,  # channels in as many parts as leave the fewest empty; four warps for wide heads
         "prefix": 1650,  # values of wide heads in two launches
-        "codec": 2075,  # trellis codes and paths of two words in a register; rows and scales of a prompt in one launch
+        "codec": 2100,  # trellis codes and paths of two words in a register; rows and scales of a prompt in one launch
         "turing": 1310,
         "common": 950,  # three tables of magnitudes, and signs from two bits
         "types": 310,  # the options of a call, once for both attention functions; where rows of a prompt go

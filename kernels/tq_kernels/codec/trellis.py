@@ -120,12 +120,32 @@ def _limited(x, one, ASM: tl.constexpr):
 
 
 @triton.jit
-def _channel_pairs(words, ODD: tl.constexpr, ASM: tl.constexpr):
-    """Bytes 0 and 2 of words, or 1 and 3, as numbers of 16 bits."""
-    if ASM and ODD:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [words], tl.uint32, True, 1)
+def _channel_pairs(words, ASM: tl.constexpr):
+    """Bytes 1 and 3 of words, and bytes 0 and 2, as numbers of 16 bits."""
+    if ASM:  # a product, as its pipe is less busy than that of masks
+        asm: tl.constexpr = "{ .reg .b32 s; prmt.b32 s, $2, 0, 0x4341; mad.lo.u32 $1, s, -256, $2; mov.b32 $0, s; }"
+        return tl.inline_asm_elementwise(asm, "=&r,=r,r", [words], (tl.uint32, tl.uint32), True, 1)
     else:
-        return (words >> (8 if ODD else 0)) & 0x00FF00FF
+        return (words >> 8) & 0x00FF00FF, words & 0x00FF00FF
+
+
+@triton.jit
+def _channels(planes, one, LIMITED: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Pairs of the words' bytes in the order of steps, first the odd ones, if LIMITED within limits.
+
+    planes: Those of a, b, c, d.
+    """
+    odd, even = (), ()
+    for i in tl.static_range(4):
+        first, second = _channel_pairs(planes[3 - i], ASM)
+        if LIMITED and BITS == 2:
+            first, second = _limited(first, one, ASM), _limited(second, one, ASM)
+        elif LIMITED:
+            most = tl.full(first.shape, PAIR * LIMITS[1], tl.uint32)
+            first, second = _least(first, most, ASM), _least(second, most, ASM)
+        odd += (first,)
+        even += (second,)
+    return odd + even
 
 
 @triton.constexpr_function
@@ -212,11 +232,9 @@ def _label_bytes(a, b, ASM: tl.constexpr):
 
 
 @triton.jit
-def _eight_steps(e, planes, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.constexpr):
-    """Errors after the codes of two planes, and the labels of each two, states 0 and 2 and then 1 and 3.
-
-    planes: Those of a, b, c, d.
-    """
+def _eight_steps(e, x, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.constexpr):
+    """Errors after the codes of two planes, `x` from `_channels` within limits, and the labels of each two, states 0
+    and 2 and then 1 and 3."""
     labels = ()
     for step in tl.static_range(8):
         if LABELLED and step % 2 == 0:
@@ -224,11 +242,10 @@ def _eight_steps(e, planes, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM
         if step % 4 == 0:  # so that errors stay small
             least = _least_of(e, ASM) if LABELLED else _least_of(e, ASM) & NO_LABELS
             e = (e[0] - least, e[1] - least, e[2] - least, e[3] - least)
-        x = _channel_pairs(planes[3 - step % 4], step < 4, ASM)
         if BITS == 2:
-            e = _step2(e, _limited(x, one, ASM), one, (2 - step % 2 * 2) if LABELLED else None, ASM)
+            e = _step2(e, x[step], one, (2 - step % 2 * 2) if LABELLED else None, ASM)
         else:
-            e = _step3(e, _least(x, tl.full(x.shape, PAIR * LIMITS[1], tl.uint32), ASM), one, 2 - step % 2 * 2, ASM)
+            e = _step3(e, x[step], one, 2 - step % 2 * 2, ASM)
         if LABELLED and step % 2 == 1:
             labels += (_label_bytes(e[0], e[2], ASM), _label_bytes(e[1], e[3], ASM))
     return e, labels if LABELLED else e
@@ -238,10 +255,10 @@ def _eight_steps(e, planes, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM
 def _paths(e, low, high, one, BITS: tl.constexpr, ASM: tl.constexpr):
     """Errors after all codes, and labels of each two, those of codes 0 and 1 first.
 
-    low, high: Planes 0 and 1, and 2 and 3, of a, b, c, d, from `_planes_of_pairs`.
+    low, high: Planes 0 and 1, and 2 and 3, of a, b, c, d, from `_planes_of_pairs`, at 2 bits within limits.
     """
-    e, behind = _eight_steps(e, high, one, BITS, True, ASM)
-    e, labels = _eight_steps(e, low, one, BITS, True, ASM)
+    e, behind = _eight_steps(e, _channels(high, one, BITS == 3, BITS, ASM), one, BITS, True, ASM)
+    e, labels = _eight_steps(e, _channels(low, one, BITS == 3, BITS, ASM), one, BITS, True, ASM)
     labels += behind
     ordered = ()
     for pair in tl.static_range(8):
@@ -361,13 +378,17 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
         for _ in tl.range(2):
             e = _unlabelled((e0, e1, e2, e3))
             e = (e[0], e[1] + PAIR, e[2] + 2 * PAIR, e[3] + 3 * PAIR)
-            e, _none = _eight_steps(e, (a0, b0, c0, d0), one, 2, False, ASM)
+            x = _channels((a0, b0, c0, d0), one, True, 2, ASM)
+            e, _none = _eight_steps(e, x, one, 2, False, ASM)
             e0, e1, e2, e3 = e
+            # The others, and these within limits: twice round, all are, and where they were.
             a0, b0, c0, d0 = a1, b1, c1, d1
+            a1, b1 = x[7] + x[3] * (one * 256), x[6] + x[2] * (one * 256)
+            c1, d1 = x[5] + x[1] * (one * 256), x[4] + x[0] * (one * 256)
     last = _least_of((e0, e1, e2, e3), ASM) & (3 * PAIR)
 
     e = (last * FAR[0], (last ^ PAIR) * FAR[0], (last ^ (2 * PAIR)) * FAR[0], (last ^ (3 * PAIR)) * FAR[0])
-    e, labels = _paths(e, low, high, one, 2, ASM)
+    e, labels = _paths(e, (a0, b0, c0, d0), (a1, b1, c1, d1), one, 2, ASM)
     states = last | last >> 8
     kept = tl.broadcast_to(one * 0x1000, last.shape)
     select = (states & 0x0101) << 6 | (states & 0x0202) << 4 | kept
