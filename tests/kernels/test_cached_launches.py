@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tq_kernels.types import AttentionOptions, PackedBlocks
 
 from tests.support.helpers import all_packed, states
 from tests.support.kernel_cases import INTERPRETED
-from tests.support.launch_recorder import recorded
+from tests.support.launch_recorder import Recorder, recorded
 from tests.support.paged_cases import Step, make
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.triton import pages as triton_pages
@@ -73,6 +74,22 @@ def test_a_launch_passes_what_the_compiling_one_did(log) -> None:
         triton_blocks.encode(CONFIG, keys, values, blocks, 1)
     assert [(name, kind) for name, kind, *_ in log] == [("ENCODE", "compiled")] * 2 + [("ENCODE", "launched")] * 2
     assert [entry[3] for entry in log[:2]] == [entry[3] for entry in log[2:]]
+    assert [by_address for _, _, by_address, _ in log] == [False] * 2 + [True] * 2
+
+
+def test_triton_is_asked_about_a_tensor_on_another_device() -> None:
+    """It says what is wrong with it; a kernel would read memory of the host by its address."""
+
+    def at(address: int, is_cuda: bool) -> Any:
+        return SimpleNamespace(data_ptr=lambda: address, is_cuda=is_cuda, device=torch.device("cuda", 0))
+
+    entries: list[tuple[Any, ...]] = []
+    kernel, on_gpu = Kernel(Recorder("kernel", entries)), at(16, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        for other in (on_gpu, None, on_gpu, None, at(32, False)):
+            kernel((1, 1, 1), (on_gpu, other), (), (), ())
+    assert how(entries) == ["compiled", "compiled", "launched", "launched", "compiled"]
 
 
 def test_strides_that_are_compiled_in_their_own_way_are_another_variant(log) -> None:

@@ -70,17 +70,21 @@ class Kernel:
             How to launch the same variant again; `None` in the interpreter and under a Triton whose launch is not
             known: every launch then goes through Triton.
         """
-        key = (key, *[None if t is None else t.data_ptr() % 16 for t in tensors])
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        key = (key, *[None if address is None else address % 16 for address in addresses])
         launcher = self.variants.get(key)
-        if launcher is None:
+        first = tensors[0]
+        assert first is not None
+        on_gpu = first.is_cuda
+        # Triton says what is wrong with a tensor on the CPU; by its address a kernel would read it.
+        if launcher is None or any([t is not None and t.is_cuda != on_gpu for t in tensors]):
             compiled = self.function[grid](*tensors, *numbers, *constants, **ALWAYS, **options)
             launcher = None if compiled is None else self.launcher(compiled)
             if launcher is not None:
                 self.variants[key] = launcher
             return launcher
-        assert tensors[0] is not None
-        stream = current_raw_stream(tensors[0].device.index)
-        launcher.call(*grid, stream, *launcher.fixed, *tensors, *numbers, *constants)
+        stream = current_raw_stream(first.device.index)
+        launcher.call(*grid, stream, *launcher.fixed, *addresses, *numbers, *constants)
         return launcher
 
     def launcher(self, compiled: Any) -> Launcher | None:
