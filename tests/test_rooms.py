@@ -66,7 +66,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
-        "batching": 1845,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds
+        "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
         "layers": 1270,  # keys and values that are assigned (eviction); a first prompt is reported with one wait
@@ -80,7 +80,7 @@ BUDGETS = {
         "balance": 120,
         "auto": 220,
         "config": 250,
-        "compat": 322,  # a capture that failed is ended
+        "compat": 325,  # a capture that failed is ended
         "__init__": 60,
     },
 }

@@ -122,6 +122,32 @@ def test_a_step_that_fails_before_its_capture_is_no_capture_that_failed(capture:
     assert [result.error for result in results.values()] == ["a bit fell over"] and not said and not capture.begun
 
 
+def test_a_warm_up_of_more_tokens_than_a_model_has_positions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its one request has as many tokens as a batch: GPT-2's embedding would be read outside of its positions."""
+    warmup = model_runner.ModelRunner.warmup
+    real = model_runner.ModelRunner.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    seen: list[int] = []
+
+    def noted(self: Any, model: PreTrainedModel) -> None:
+        hook = model.transformer.wpe.register_forward_pre_hook(lambda _, ids: seen.append(int(ids[0].max())))
+        warmup(self, model)
+        hook.remove()
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", init)
+    monkeypatch.setattr(model_runner.ModelRunner, "warmup", noted)
+    inputs = prompts([5, 127])
+    with Session(model_of("gpt2", n_positions=300)) as session:
+        assert session.run(inputs, greedy(5)) == [session.oracle.generate(prompt, 5) for prompt in inputs]
+    assert seen and max(seen) == 299 and "Failed to warm up" not in caplog.text
+
+
 def test_graph_decoding_says_so_and_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     record_graphs(monkeypatch)
     capture, recorded = Capture(), torch.cuda.graph

@@ -27,7 +27,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
-from ..balance import Balance
+from ..balance import POSITIONS, Balance
 from ..compat import (
     attention_of_parts,
     capture_failure,
@@ -88,6 +88,32 @@ class TurboQuantModelRunner(ModelRunner):
 
     graphs_are_requested = False
     """Whether the user asked for graphs: a step that cannot be captured then fails."""
+    _positions: int | None = None
+    """Of a warm-up, the positions that the model has, if its config says."""
+
+    def run_one_warmup(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> float:
+        """Run a warm-up, and wait for it.
+
+        transformers overwrites the inputs of a warm-up that may still be running. Our kernels would then read pages
+        outside of the pool.
+        """
+        found = (getattr(model.config.get_text_config(), name, None) for name in POSITIONS)
+        self._positions = min((number for number in found if isinstance(number, int)), default=None)
+        try:
+            seconds = super().run_one_warmup(model, *args, **kwargs)
+        finally:
+            self._positions = None
+        if (stream := self.inputs_and_outputs.compute_stream) is not None:
+            stream.synchronize()
+        return seconds
+
+    def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
+        """Compute a step. A warm-up's one request has as many tokens as a batch may have: where these are more than a
+        learned embedding has positions, a GPU would fail for good."""
+        if self._positions is not None:
+            with torch.cuda.stream(self.inputs_and_outputs.compute_stream):
+                batch_data["position_ids"].clamp_(max=self._positions - 1)
+        super().compute_batch(model, batch_data)
 
     def _capture_graph(self, forward_fn: Callable, compute_stream: torch.cuda.Stream, *args: Any) -> None:
         """Compute a step, and then capture it."""
@@ -131,28 +157,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         and a step that came first would compute with zeros."""
         if self.cache.cache_tensor.is_cuda:
             torch.cuda.synchronize(self.cache.cache_tensor.device)
-
-    def warmup(self, model: torch.nn.Module) -> None:
-        """Capture graphs, one after the other.
-
-        transformers overwrites the inputs of a warm-up that may still be running. Our kernels would then read pages
-        outside of the pool.
-        """
-        runner: Any = self.model_runner
-        stream = self.inputs_and_outputs.compute_stream
-        run_one_warmup = runner.run_one_warmup
-
-        def run_and_wait(*args: Any, **kwargs: Any) -> float:
-            seconds = run_one_warmup(*args, **kwargs)
-            if stream is not None:
-                stream.synchronize()
-            return seconds
-
-        runner.run_one_warmup = run_and_wait
-        try:
-            super().warmup(model)
-        finally:
-            del runner.run_one_warmup
 
     @property
     def _inputs(self) -> ContinuousBatchingIOs:
