@@ -143,7 +143,12 @@ class TurboQuantCache(DynamicCache):
         if max_cache_len is None:
             layers = DynamicCache(config=model_config).layers
         else:
-            layers = StaticCache(model_config, max_cache_len).layers
+            try:
+                layers = StaticCache(model_config, max_cache_len).layers
+            except KeyError as error:
+                raise ValueError(
+                    f"transformers has no preallocated layer for {error} layers. Leave out `max_cache_len`."
+                ) from error
         # Looked at later; an encoder-decoder's decoder config is made on the fly.
         watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
         for index, (layer, config) in enumerate(zip(layers, self.config.by_layer(len(layers)), strict=True)):

@@ -201,6 +201,13 @@ def test_the_shape_is_looked_at_before_the_room_for_it():
         cache.update(torch.zeros(16), torch.zeros(16), 0)
 
 
+def test_kinds_of_layers_that_transformers_does_not_preallocate_are_refused():
+    config = LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "heavily_compressed_attention"]  # DeepSeek V4's
+    with pytest.raises(ValueError, match="preallocated layer for 'heavily_compressed_attention'.*`max_cache_len`"):
+        TurboQuantCache(config, max_cache_len=256)
+
+
 def test_exceeding_max_cache_len_with_the_prompt_is_refused():
     cache = new_cache(0, max_cache_len=200)
     with unchanged(cache), pytest.raises(ValueError, match="prompt has 201 tokens and `max_cache_len` is 200.*larger"):
