@@ -134,7 +134,7 @@ def kernel_numbers() -> list[dict[str, Any]]:
     panels = []
     for record in results("kernels"):
         heads = record["cells"][0]["heads"]
-        cells = [cell for cell in record["cells"] if cell["heads"] == heads]
+        cells = [cell for cell in record["cells"] if cell["heads"] == heads and cell["speedup"]]
         shapes = sorted({(c["batch"], c["length"]) for c in cells}, key=lambda s: (s[0] * s[1], s))
         speedups = {(c["preset"], c["batch"], c["length"]): c["speedup"] for c in cells}
         presets = dict.fromkeys(cell["preset"] for cell in cells)
