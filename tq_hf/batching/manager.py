@@ -91,7 +91,7 @@ class TurboQuantModelRunner(ModelRunner):
     _positions: int | None = None
     """Of a warm-up, the positions that the model has, if its config says."""
 
-    def run_one_warmup(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> float:
+    def run_one_warmup(self, model: Any, *args: Any, **kwargs: Any) -> float:
         """Run a warm-up, and wait for it.
 
         transformers overwrites the inputs of a warm-up that may still be running. Our kernels would then read pages
