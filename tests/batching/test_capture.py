@@ -122,25 +122,20 @@ def test_a_step_that_fails_before_its_capture_is_no_capture_that_failed(capture:
     assert [result.error for result in results.values()] == ["a bit fell over"] and not said and not capture.begun
 
 
+WARMUP = model_runner.ModelRunner.warmup  # which `padded` leaves out
+
+
 def test_a_warm_up_of_more_tokens_than_a_model_has_positions(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    padded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its one request has as many tokens as a batch: GPT-2's embedding would be read outside of its positions."""
-    warmup = model_runner.ModelRunner.warmup
-    real = model_runner.ModelRunner.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.pad_inputs = True
-
     seen: list[int] = []
 
     def noted(self: Any, model: PreTrainedModel) -> None:
         hook = model.transformer.wpe.register_forward_pre_hook(lambda _, ids: seen.append(int(ids[0].max())))
-        warmup(self, model)
+        WARMUP(self, model)
         hook.remove()
 
-    monkeypatch.setattr(model_runner.ModelRunner, "__init__", init)
     monkeypatch.setattr(model_runner.ModelRunner, "warmup", noted)
     inputs = prompts([5, 127])
     with Session(model_of("gpt2", n_positions=300)) as session:

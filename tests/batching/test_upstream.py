@@ -83,10 +83,15 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "_handle_critical_error": ("84bd1f89da0d", "wrapped: batching/manager.py"),
     },
     ContinuousBatchProcessor: {
+        "__init__": ("589aafcfc508", "relied upon: makes the runner that batching/manager.py extends"),
         "_handle_request_error": ("61bcda761e41", "extended: batching/manager.py"),
         "update_batch": ("cbad955852af", "relied upon: batching/manager.py, allocators.py"),
     },
-    ModelRunner: {"_capture_graph": ("cb51ab2309b2", "wrapped: batching/manager.py")},
+    ModelRunner: {
+        "_capture_graph": ("cb51ab2309b2", "wrapped: batching/manager.py"),
+        "compute_batch": ("7d4ae3f3ba63", "wrapped: batching/manager.py"),
+        "run_one_warmup": ("8dc178e45660", "wrapped: batching/manager.py"),
+    },
     ContinuousMixin: {"init_continuous_batching": ("864a244a2534", "replaced: batching/entry.py")},
     ContinuousBatchingIOs: {
         "get_model_kwargs": ("ad765ba1a8e0", "relied upon: batching/geometry.py"),
