@@ -278,10 +278,7 @@ class TurboQuantCache(DynamicCache):
         compressed = isinstance(layer, TurboQuantLayer)
         if not compressed:  # else it sees to it itself
             key_states, value_states = like_held(layer, key_states, value_states)
-        if self.offloading:
-            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        else:
-            states = layer.update(key_states, value_states, *args, **kwargs)
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if compressed and key_states.shape[2] > 1:
             if layer.store is not None and layer.store.is_deferred:
                 self._deferred = layer

@@ -85,10 +85,7 @@ class Workspace:
 
     def floats(self, name: str, size: int) -> torch.Tensor:
         """`acquire` as kernels call it: `size` float32 elements."""
-        request, buffer = _floats(size), self._buffers.get(name)
-        if buffer is not None and buffer.request is request and buffer.view is not None:
-            return buffer.view
-        return self._view(name, request)
+        return self._view(name, _floats(size))
 
     def _view(self, name: str, request: Scratch) -> torch.Tensor:
         buffer = self._buffers.get(name)

@@ -22,7 +22,8 @@ next eager step reads `length` once. The compiled step itself asserts on the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -145,21 +146,23 @@ class PreallocatedStore(LayerStore):
             # Of its own: what is returned reads the old rows, and outlives the writing back.
             store.residual = store.residual.copied(store.residual.capacity)
             store.tensors = store.tensors.with_ring(store.residual.ring)
-        held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
-        try:
+        with self._kept_if_it_fails(store):
             view = store.append(keys, values, defer)
-        except BaseException:
-            self._keep_counts(store, held)
-            raise
         self._appending = store
         if not store.is_deferred:
             self.encode_deferred()
         return view
 
-    def _keep_counts(self, store: GrowingStore, held: tuple[int, int, int, int]) -> None:
-        """Counts on the device that a failed call may have written are those that `store` `held` before it."""
-        reference.write_counts(self.counts, held)
-        store.device_counts = self.counts
+    @contextmanager
+    def _kept_if_it_fails(self, store: GrowingStore) -> Iterator[None]:
+        """Counts on the device that a failing call may have written are those that `store` had before it."""
+        held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
+        try:
+            yield
+        except BaseException:
+            reference.write_counts(self.counts, held)
+            store.device_counts = self.counts
+            raise
 
     @property
     def is_deferred(self) -> bool:
@@ -170,15 +173,11 @@ class PreallocatedStore(LayerStore):
         if self._pending.states is not None:
             graph_ops.append_pending_token(self._step_view())
         if (store := self._appending) is not None:
-            held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
-            try:
+            with self._kept_if_it_fails(store):
                 store.encode_deferred(queries, attended)
                 if store.residual.count > self.tensors.ring[0].shape[2]:
                     store.drop_encoded_rows()
                 self._take(store)
-            except BaseException:
-                self._keep_counts(store, held)
-                raise
             self._appending = None
 
     def as_growing(self) -> GrowingStore:
