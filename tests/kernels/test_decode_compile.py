@@ -79,19 +79,21 @@ def test_heads_of_512_have_no_stack_in_the_loop(preset: str, queries: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("arch", "batch", "heads", "dim", "rows", "columns"),
+    ("arch", "batch", "heads", "dim", "slots", "warps"),
     [
-        (90, 8, (32, 8), 128, 1, 128),
-        (90, 8, (64, 4), 128, 1, 128),
-        (90, 32, (32, 8), 128, 8, 128),
-        (90, 1, (32, 4), 512, 1, 64),
-        (90, 8, (32, 4), 512, 8, 128),
-        (89, 8, (32, 4), 512, 8, 64),  # its shared memory has no room for 128 columns of a rotation
+        (90, 1, (32, 8), 128, 128, 4),
+        (90, 8, (32, 8), 128, 16, 2),
+        (90, 8, (64, 4), 128, 32, 2),
+        (90, 32, (32, 8), 128, 4, 2),
+        (90, 1, (32, 4), 512, 32, 8),
+        (90, 8, (32, 4), 512, 16, 8),
+        (89, 8, (32, 4), 512, 8, 2),
     ],
 )
-def test_what_a_program_of_the_merge_takes(arch, batch, heads, dim, rows, columns) -> None:
+def test_what_a_program_of_the_merge_takes(arch, batch, heads, dim, slots, warps) -> None:
+    """All slots of the longest rows at a time, in registers."""
     made = plan_decode(batch, *heads, 1, dim, dim, 4, 4, 256, 260, True, 0, False, False, target_of(arch))
-    assert (made.reduce_constants[7], made.reduce_constants[3]) == (rows, columns)
+    assert (made.reduce_constants[4], made.reduce_warps) == (slots, warps)
     used = resources(build_reduce(arch, (4, 4), dim=dim, batch=batch, heads=heads))
     assert used.stack == 0 and used.shared < SHARED[arch] * 1024
 

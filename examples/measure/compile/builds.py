@@ -23,7 +23,6 @@ from tq_kernels.decode.append import (
     append_tails,
     rotate_and_append,
     rotate_and_append_single,
-    rotate_columns,
 )
 from tq_kernels.decode.plan import Plan, plan_decode
 from tq_kernels.decode.reduce import reduce_splits, reduce_splits_paged
@@ -145,17 +144,18 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
     return build_split(arch, f"*{dtype}", key_bits=bits[0], value_bits=bits[1], dim=dim)
 
 
-def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
-    """`rotate_query`."""
-    types, p = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8], plan(arch, *bits, dim=dim)
-    return build(rotate_query, types, p.rotate_constants, arch, num_warps=p.rotate_warps)
+def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16", rows: int = 1) -> Compiled:
+    """`rotate_query`, of so many rows and warps a program."""
+    types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
+    *sizes, _, overlaps = plan(arch, *bits, dim=dim).rotate_constants
+    return build(rotate_query, types, (*sizes, rows, overlaps), arch, num_warps=rows)
 
 
 def build_append(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16") -> Compiled:
     """`rotate_and_append`."""
     p = plan(arch, *bits, dim=dim)
     types = [*[f"*{dtype}"] * 5, "*fp16", "*fp16", "*fp32", *["i32"] * 14]
-    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=p.rotate_warps)
+    return build(rotate_and_append, types, (dim, tile_of(dim, 1), *p.rotate_constants), arch, num_warps=1)
 
 
 def build_reorder(arch: Arch, dtype: str = "fp16", sequences: int = 4) -> Compiled:
@@ -179,9 +179,9 @@ def build_preallocated_append(
     options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
     if not rotates:
         return build(append_and_encode, [*types, "*fp16", "*fp16", *["i32"] * 11], constants, arch, **options)
-    rows, overlaps = plan(arch, *bits, dim=dim).rotate_constants[3:]
+    overlaps = plan(arch, *bits, dim=dim).rotate_constants[-1]
     types += ["*fp16", *states, "*fp16", "*fp16", "*fp32", *["i32"] * 18]
-    constants += (rotate_columns(tile, config.warps), rows, overlaps)
+    constants += (config.warps, overlaps)
     return build(append_and_rotate, types, constants, arch, **options)
 
 
@@ -233,7 +233,7 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
         [*["*fp16"] * 4, *["*i32"] * 3, "*fp16", "*fp16", "*fp32", *["i32"] * 13],
         (dim, tile, *where, *p.rotate_constants[1:]),
         arch,
-        num_warps=p.rotate_warps,
+        num_warps=1,
     )
     reduce = build(
         reduce_splits_paged,

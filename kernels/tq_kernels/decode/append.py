@@ -25,7 +25,7 @@ from ..common.launcher import Kernel
 from ..common.schedule import lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
 from ..types import KeyValue, PackedBlocks
-from .rotate import ROTATE_COLUMNS, Queries, rotate_query, rotate_rows
+from .rotate import Queries, rotate_rows
 
 
 @triton.jit
@@ -63,11 +63,14 @@ def rotate_and_append(
     kv_heads, query_b, query_h, query_s, plain_at, scale_at, DV: tl.constexpr, TILE: tl.constexpr,
     DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`rotate_query`; the first program of each head also writes its new row to slot `slot` of the residual's ring.
+    """The first program of each head writes its new row to slot `slot` of the residual's ring; the others are those of
+    `rotate_query`. Grid: (P, 1 + rows / BLOCK_R).
 
     The kernel that attends waits for this one to end before it reads the residual.
     """
-    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+    if PDL:
+        cuda.gdc_launch_dependents()
+    if tl.program_id(1) == 0:
         head = tl.program_id(0)
         d = tl.arange(0, TILE)
         k = load_row(keys, keys_b, keys_h, head, kv_heads, d, DK)
@@ -75,10 +78,9 @@ def rotate_and_append(
         row = head.to(tl.int64) * capacity + slot
         tl.store(residual_keys + row * DK + d, k, mask=d < DK)
         tl.store(residual_values + row * DV + d, v, mask=d < DV)
-    rotate_query(
-        query, rotation, channel_scales, scratch, rows, queries, kv_heads, query_b, query_h, query_s, plain_at,
-        scale_at, DK, DKP, BLOCK_D, BLOCK_R, PDL,
-    )  # fmt: skip
+    else:
+        new = Queries(query, rotation, channel_scales, None, rows, queries, kv_heads, query_b, query_h, query_s)
+        rotate_rows(new, scratch, tl.program_id(1) - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
 
 
 class NewStates(NamedTuple):
@@ -244,11 +246,11 @@ def append_and_rotate(
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
     MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
 
-    Grid: (B * H, 2 + rows / BLOCK_R * DKP / COLUMNS).
+    Grid: (B * H, 2 + rows / BLOCK_R).
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -262,21 +264,13 @@ def append_and_rotate(
             MATRIX, PRECISION, ASM,
         )  # fmt: skip
     else:
-        TILES: tl.constexpr = (DKP + COLUMNS - 1) // COLUMNS
-        tile = tl.program_id(1) - 2
         rotate_rows(
             Queries(query, query_rotation, key_channel_scales, None, rows, queries, heads, query_b, query_h, query_s),
-            scratch, tile // TILES, tile % TILES, plain_at, scale_at, DK, DKP, KEY_TILE, BLOCK_R, COLUMNS,
+            scratch, tl.program_id(1) - 2, plain_at, scale_at, DK, DKP, KEY_TILE, BLOCK_R,
         )  # fmt: skip
 
 
 APPEND = Kernel(append_and_encode)
-
-
-def rotate_columns(tile: int, warps: int) -> int:
-    """Channels of a program that rotates queries, of heads padded to `tile`: 16 for each warp's product, and
-    no more than shared memory holds the rotation of."""
-    return max(32, min(tile, 16 * warps, 32768 // tile))
 
 
 class AppendLaunch:
@@ -324,8 +318,6 @@ class AppendLaunch:
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
         precision = "tf32x3" if on.asm else "ieee"
         self.constants = (*constants, matrix_type(ring), precision, on.asm)
-        self.columns = rotate_columns(max(16, triton.next_power_of_2(rotations[0].shape[0])), warps)
-        """Channels of a program of `append_and_rotate` that rotates."""
         # `sanitize_overflow` is what `debug` turns on.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 
@@ -397,27 +389,27 @@ def rotate_and_append_single(
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`rotate_query` for sequences with one new token: row g B + b of a head is query g of sequence b. Their rows go to
-    the rings, or the sink pages. Grid: (Hkv, G B / BLOCK_R, DKP / 32)."""
+    the rings, or the sink pages, by the first B programs of a head. Grid: (Hkv, B + G B / BLOCK_R)."""
     if PDL:
         cuda.gdc_launch_dependents()
-    if tl.program_id(2) == 0:
+    sequence = tl.program_id(1)
+    if sequence < count:
         kv_head = tl.program_id(0)
-        for sequence in tl.range(tl.program_id(1), count, tl.num_programs(1)):
-            first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-            exists = new == 1
-            one = tl.zeros([1], tl.int32)
-            pages = block_table + width.to(tl.int64) * sequence
-            row = one + row_of(past, SINKS, RING)
-            at = ring_rows(rows, pages, row, exists, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
-            _copy_rows(
-                key, value, (one + first).to(tl.int64), at, (one == 0) & exists, kv_head,
-                key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
-            )  # fmt: skip
-    row_tile, tile = tl.program_id(1), tl.program_id(2)
-    new = Queries(
-        query, rotation, channel_scales, cu_seqlens_q, head_rows, count, kv_heads, 0, query_h * 8, query_t * 8
-    )
-    rotate_rows(new, scratch, row_tile, tile, plain_at, scale_at, DIM, DKP, BLOCK_D, BLOCK_R, ROTATE_COLUMNS)
+        first, new_tokens, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        exists = new_tokens == 1
+        one = tl.zeros([1], tl.int32)
+        pages = block_table + width.to(tl.int64) * sequence
+        row = one + row_of(past, SINKS, RING)
+        at = ring_rows(rows, pages, row, exists, kv_head, page_blocks, DIM, ROWS, BLOCK_WORDS)
+        _copy_rows(
+            key, value, (one + first).to(tl.int64), at, (one == 0) & exists, kv_head,
+            key_t * 8, key_h * 8, value_t * 8, value_h * 8, DIM, TILE, ROWS,
+        )  # fmt: skip
+    else:
+        new = Queries(
+            query, rotation, channel_scales, cu_seqlens_q, head_rows, count, kv_heads, 0, query_h * 8, query_t * 8
+        )
+        rotate_rows(new, scratch, sequence - count, plain_at, scale_at, DIM, DKP, BLOCK_D, BLOCK_R)
 
 
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())

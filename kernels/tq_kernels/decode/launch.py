@@ -282,13 +282,14 @@ class DecodeLaunch:
         strides = () if states is None else (*states[0].stride()[:2], *states[1].stride()[:2])
         grid, constants, split_constants = plan.rotate_grid, plan.rotate_constants, plan.split_constants
         if append is not None:
-            _, stored_dim, _, block_rows, overlaps = constants
-            grid = (grid[0], 2 + grid[1] * -(-stored_dim // append.columns), 1)
-            constants = (*append.constants, append.columns, block_rows, overlaps)
+            warps, overlaps = append.options["num_warps"], constants[-1]
+            grid = (grid[0], 2 + -(-rows // warps), 1)
+            constants = (*append.constants, warps, overlaps)  # a row for each warp
             first = (*strides, *append.numbers, *rotate)
             # The split may not read the counts before they are written.
             split_constants = (*split_constants[:-1], 2) if overlaps else split_constants
         elif states is not None:
+            grid = (grid[0], 1 + grid[1], 1)
             constants = (value_dim, triton.next_power_of_2(max(key_dim, value_dim)), *constants)
             first = (residual.shape[2], *strides, *rotate)
         else:
@@ -335,7 +336,7 @@ class DecodeLaunch:
         if append is not None:
             kernel, first_options = APPEND_AND_ROTATE, append.options
         else:
-            kernel, first_options = ROTATE_AND_APPEND if writes else ROTATE, {"num_warps": plan.rotate_warps}
+            kernel, first_options = ROTATE_AND_APPEND if writes else ROTATE, {"num_warps": 1}
         # What decides a variant besides constants: the dtypes of pointers.
         return (
             by(kernel, (step.first_constants, query_type, dense), **first_options),

@@ -91,16 +91,15 @@ def attend_single(
     dependent: dict[str, Any] = {"launch_pdl": True} if on.dependent_launch else {}
     limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
 
-    block_rows = plan.rotate_constants[3]
     constants: tuple[Any, ...] = (dim, triton.next_power_of_2(dim), *place, *plan.rotate_constants[1:])
     ROTATE(
-        (kv_heads, -(-groups * count // block_rows), plan.rotate_grid[2]),
+        (kv_heads, count + groups * count, 1),
         (query, key, value, pages.rows, sequences.block_table, sequences.cu_seqlens_q, sequences.cu_seqlens_k,
          rotations[0], pages.key_channel_scales, scratch),
         (count, kv_heads, groups * count, *_strides(query, key, value), width, pages.page_blocks, at.plain, at.scale),
         constants,
         (constants, query.dtype, pages.rows.dtype, device.index),
-        num_warps=plan.rotate_warps,
+        num_warps=1,
     )  # fmt: skip
     bounds, _ = options.flags
     constants = (dim, rotations[0].shape[0], *bits, bounds, *place, block_b, *plan.tile_constants)

@@ -205,7 +205,6 @@ class Plan:
     scratch: ScratchLayout
     rotate_grid: tuple[int, int, int]
     reduce_grid: tuple[int, int, int]
-    rotate_warps: int
     reduce_warps: int
     rotate_constants: tuple[Any, ...]
     tile_constants: tuple[Any, ...]
@@ -245,26 +244,9 @@ def plan_decode(
     resident = on.multiprocessors * config.programs_per_multiprocessor
     workers = min(resident, streams * max(capacity + dense_splits, 1))
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
-    # Without matrix units the rotation is held in shared memory as float32.
-    block_columns = min(128 if on.asm else 32, 32768 // triton.next_power_of_2(dvp), block_dv)
-    # One row a program of the merge while that does not read the rotation more often than the partial results are
-    # worth, else eight, of more than 256 channels twice as many columns: of 8 x 32k at 4 bits (one H100) 80 us instead
-    # of 83 with (64, 4, 128), whose 512 rows have a program each, and 278 instead of 339 with (32, 4, 512), whose 256
-    # rows had eight, one to a multiprocessor.
-    merges = streams * tile_rows * -(-value_dim // 128)
-    reduce_rows = 1 if on.fragments or merges <= 4 * on.multiprocessors else 8
-    if reduce_rows == 8 and block_dv > 256 and 4 * block_columns * block_dv < on.shared_bytes:
-        block_columns *= 2
-    rotate_rows = 1 if on.fragments else config.block_rows
     # Slots taken in at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).
     reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
-    # Two need no more registers than a program of the split, and so begin as soon as one of those ends.
-    narrow = reduce_rows == 1 and reduce_slots * block_dv <= 4096
-    if narrow and 2 * merges <= on.multiprocessors:
-        # Few programs, in more and smaller ones: with 32 KV heads 1 x 2k 21.0 us instead of 24.1, 1 x 8k 28.7 instead
-        # of 31.7 (one H200). More programs (8 x 32k) would take half a microsecond longer so.
-        block_columns = min(block_columns, 64)
     tile_constants = _tile_constants(config, dkp, dvp, value_dim, on)
     return Plan(
         config=config,
@@ -274,11 +256,10 @@ def plan_decode(
         tile_rows=tile_rows,
         dense_splits=dense_splits,
         scratch=ScratchLayout.of(heads, rows, workers + streams * (1 + dense_splits), tile_rows, key_dim, value_dim),
-        rotate_grid=(heads, -(-rows // rotate_rows), -(-dkp // 32)),
-        reduce_grid=(streams, -(-tile_rows // reduce_rows), -(-value_dim // block_columns)),
-        rotate_warps=2 if dkp <= 256 else 4,
-        reduce_warps=2 if narrow else (8 if block_dv > 128 else 4),
-        rotate_constants=(key_dim, dkp, block_dk, rotate_rows, on.dependent_launch),
+        rotate_grid=(heads, rows, 1),
+        reduce_grid=(streams, tile_rows, 1),
+        reduce_warps=2 if reduce_slots * block_dv <= 4096 else (8 if block_dv > 128 else 4),
+        rotate_constants=(key_dim, dkp, block_dk, 1, on.dependent_launch),
         tile_constants=tile_constants,
         split_constants=(
             key_dim, value_dim, dkp, dvp, key_bits, value_bits,
@@ -288,13 +269,6 @@ def plan_decode(
             *tile_constants,
         ),
         reduce_constants=(
-            value_dim,
-            dvp,
-            block_dv,
-            block_columns,
-            config.block_rows, reduce_slots, REDUCE_DENSE, reduce_rows,
-            1 if on.fragments else 8,
-            has_aux,
-            on.dependent_launch,
+            value_dim, dvp, block_dv, config.block_rows, reduce_slots, REDUCE_DENSE, has_aux, on.dependent_launch
         ),
     )  # fmt: skip
