@@ -12,7 +12,7 @@ from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from transformers import PreTrainedConfig
 
-from ..compat import attention_implementation, cached_table, outside_inference_mode
+from ..compat import attention_implementation, cached_table
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores.base import Counts, LayerStore, check_room, check_states, widened
@@ -134,7 +134,6 @@ class TurboQuantLayer(FullAttentionLayer):
             self.prompt = None
             self.store.assign(**assigned)
 
-    @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, prompt: bool = False) -> None:
         """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0), or for this `prompt`."""
         store: LayerStore

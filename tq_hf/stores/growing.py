@@ -198,7 +198,6 @@ class GrowingStore(LayerStore):
             self._encode_due()
         return view
 
-    @outside_inference_mode
     def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
         past = self.length
@@ -222,6 +221,7 @@ class GrowingStore(LayerStore):
         if self._prompt is not None:
             self._append_long(self._prompt, queries, attended)
 
+    @outside_inference_mode
     def _encode_due(self) -> None:
         """Encode the blocks of the residual that are due. Their rows stay until the next call."""
         self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
@@ -280,7 +280,6 @@ class GrowingStore(LayerStore):
         held_now = {"residual": residual, "tensors": tensors, "num_sinks": sinks, "num_blocks": blocks}
         vars(self).update(held_now, _prompt=None, device_counts=None)
 
-    @outside_inference_mode
     def _encode(self, states: KeyValue, start: int) -> None:
         """Encode the whole blocks of `states` into blocks `start` and on."""
         blocks = states[0].shape[2] // BLOCK_TOKENS

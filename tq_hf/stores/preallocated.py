@@ -61,7 +61,6 @@ class PreallocatedStore(LayerStore):
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
         """Tokens held, if the host knows: a compiled step does not count."""
-        self._entries = graph_ops.entries(counts.step_counts)
         self._config_text = graph_ops.config_text(tensors.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,7 +135,7 @@ class PreallocatedStore(LayerStore):
 
     def _step_view(self) -> StepView:
         held, pending = self.num_held, self._pending
-        return StepView(self.tensors, self.counts, self._entries, self._config_text, self.max_cache_len, held, pending)
+        return StepView(self.tensors, self.counts, self._config_text, self.max_cache_len, held, pending)
 
     @outside_inference_mode
     def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:

@@ -181,7 +181,6 @@ class StepView(NamedTuple):
     Args:
         tensors: The tensors read, which the store never replaces.
         counts: The store's, which hold what the step attends to once the newest token is appended.
-        entries: Views of the numbers of sinks, blocks and residual rows in `counts.step_counts`.
         config_text: The configuration as an operator of a graph takes it.
         length: Tokens there is room for: the length of the dense states that stand for this view.
         num_held: Tokens it covers, if the host knows.
@@ -191,7 +190,6 @@ class StepView(NamedTuple):
 
     tensors: LayerTensors
     counts: DeviceCounts
-    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     config_text: str
     length: int
     num_held: int | None

@@ -88,12 +88,15 @@ def _encode_launch(
 def _keys_and_values(
     packed: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, rotations: KeyValue
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What a launch for keys takes, and one for values: whether it is for values, the states, words, means (of keys
-    only), channel scales, rotation and bits."""
+    """What a launch for keys takes, and one for values: whether it is for values, the bits, the states, their strides
+    and the tensors of blocks: words, scales, means (of keys only), rotation and channel scales."""
     layout, (key_scales, value_scales) = packed.layout, packed.channel_scales
+    scales = packed.scales.view(torch.float16)
+    of_keys = (packed.key_words, scales, packed.key_means, rotations[0], key_scales)
+    of_values = (packed.value_words, scales, None, rotations[1], value_scales)
     return (
-        (False, keys, packed.key_words, packed.key_means, key_scales, rotations[0], layout.key_bits),
-        (True, values, packed.value_words, None, value_scales, rotations[1], layout.value_bits),
+        (False, layout.key_bits, keys, keys.stride()[:3], of_keys),
+        (True, layout.value_bits, values, values.stride()[:3], of_values),
     )
 
 
@@ -126,19 +129,19 @@ def encode(keys: torch.Tensor, values: torch.Tensor, packed: PackedBlocks, start
         )
     if batch * heads * blocks == 0:
         return
-    on = target(keys.device)
-    matrix = matrix_type(keys)
-    for is_value, states, words, means, channel_scales, rotation, bits in _keys_and_values(
-        packed, keys, values, rotations
-    ):
-        dims, itemsize = (states.shape[-1], rotation.shape[0]), states.element_size()
-        config, constants, options = _encode_launch(is_value, *dims, bits, packed.layout.bits, itemsize, on, matrix)
+    on, all_bits = target(keys.device), packed.layout.bits
+    kind = (keys.element_size(), on, matrix_type(keys))
+    block_strides = packed.block_strides
+    for is_value, bits, states, strides, tensors in _keys_and_values(packed, keys, values, rotations):
+        rotation = tensors[3]
+        config, constants, options = _encode_launch(
+            is_value, states.shape[-1], rotation.shape[0], bits, all_bits, *kind
+        )
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
-        strides = states.stride()[:3]
         ENCODE(
             (min(blocks, max(1, programs)), batch * heads, 1),
-            (states, words, packed.scales.view(torch.float16), means, rotation, channel_scales),
-            (heads, blocks, start, *packed.block_strides, *strides),
+            (states, *tensors),
+            (heads, blocks, start, *block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
             **options,
@@ -211,21 +214,20 @@ def dequantize(
     if batch * heads * blocks == 0:
         return
     on = target(keys.device)
-    for is_value, states, words, means, channel_scales, rotation, bits in _keys_and_values(
-        packed, keys, values, rotations
-    ):
+    block_strides = packed.block_strides
+    for is_value, bits, states, strides, tensors in _keys_and_values(packed, keys, values, rotations):
+        rotation = tensors[3]
         dim = rotation.shape[0]
         config = dequantize_config(dim, bits, on.capability)
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
         columns = min(config.columns, tile)
         tiles = triton.cdiv(dim, columns)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads * tiles)
-        strides = states.stride()[:3]
         constants = (*(states.shape[-1], dim, tile, bits, is_value, config.chunks), *(columns, config.resident, on.asm))
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
-            (words, packed.scales.view(torch.float16), means, rotation, channel_scales, states),
-            (heads, blocks, start, *packed.block_strides, *strides),
+            (*tensors, states),
+            (heads, blocks, start, *block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
             num_warps=config.warps,
