@@ -56,9 +56,9 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2705,  # channels in as many parts as leave the fewest empty; four warps for wide heads
         "prefix": 1650,  # values of wide heads in two launches
-        "codec": 2100,  # trellis codes and paths of two words in a register; rows and scales of a prompt in one launch
+        "codec": 2130,  # trellis codes and paths of two words in a register; launches of a prompt, worked out once
         "turing": 1310,
-        "common": 950,  # three tables of magnitudes, and signs from two bits
+        "common": 975,  # three tables of magnitudes, and signs from two bits; a launch that layers alike share
         "types": 322,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 110,
         "format": 140,  # what decides trellis codes
@@ -70,8 +70,8 @@ BUDGETS = {
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
         "layers": 1275,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
-        "stores": 1155,  # counts of a prompt are written with its rows, and a failure undoes that
-        "ops": 2165,  # wide heads over a history, one dequantized at a time; of them also prompts in batches
+        "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
+        "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,

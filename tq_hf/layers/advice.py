@@ -40,7 +40,7 @@ looked_at: set[tuple[Any, ...]] = set()
 
 def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None) -> None:
     """Warn of a dtype or a GPU that does not suit the model, by a layer's first states `[B, Hkv, S, D]`."""
-    if (kind := (states.dtype, states.device, layout, model_type)) in looked_at:
+    if (kind := (states.dtype, states.device, layout.key_dim, layout.value_dim, model_type)) in looked_at:
         return
     looked_at.add(kind)
     fails = f"{model_type} is known to exceed float16's range"

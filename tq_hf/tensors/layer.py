@@ -24,9 +24,10 @@ class RowKind(NamedTuple):
     device: torch.device
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LayerTensors:
-    """The tensors of a layer. A store whose tensors are replaced (they grow, move, are copied) makes another object.
+    """The tensors of a layer. A store whose tensors are replaced (they grow, move, are copied) makes another object:
+    nothing here changes. (Frozen, it would take three times as long to make.)
 
     Args:
         config: The configuration the blocks were encoded with.
@@ -51,9 +52,8 @@ class LayerTensors:
     def __post_init__(self) -> None:
         keys, values = self.ring
         (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
-        row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
-        object.__setattr__(self, "row", row)
-        object.__setattr__(self, "layout", self.blocks.layout)
+        self.row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
+        self.layout = self.blocks.layout
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without launches, which hold the addresses of these tensors.

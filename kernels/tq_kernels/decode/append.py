@@ -326,7 +326,7 @@ class AppendLaunch:
             warps = max(warps, config.warps)
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
         precision = "tf32x3" if on.asm else "ieee"
-        self.constants = (*constants, matrix_type(ring), precision, on.asm)
+        self.constants = (*constants, matrix_type(ring.dtype, ring.device), precision, on.asm)
         self.columns = rotate_columns(max(16, triton.next_power_of_2(rotations[0].shape[0])), warps)
         """Channels of a program of `append_and_rotate` that rotates."""
         # `sanitize_overflow` is what `debug` turns on.

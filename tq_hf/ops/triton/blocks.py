@@ -145,11 +145,12 @@ def rotations(
     return matrices[0], matrices[1]
 
 
-def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -> None:
-    """Make the tables that kernels on `like.device` read: made inside a captured graph, they would live in it."""
-    if supports_blocks(like, layout):
+@lru_cache
+def prepare(config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> None:
+    """Make the tables that kernels read for such states: made inside a captured graph, they would live in it."""
+    if supports_blocks(torch.empty(0, dtype=dtype, device=device), layout):
         for dtype in (torch.float32, torch.float16):
-            rotations(config, layout, like.device, dtype)
+            rotations(config, layout, device, dtype)
 
 
 def supports_prompt(keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -187,11 +188,18 @@ def store_prompt(
 
 
 @explains_failures
-def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
-    """`tq_hf.codec.reference.encode` on the GPU."""
+def encode(
+    config: TurboQuantConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: PackedBlocks,
+    start: int,
+    tokens: tuple[int, int] | None = None,
+) -> None:
+    """`tq_hf.ops.dispatch.encode` on the GPU."""
     with launching_on(keys):
         rotation = rotations(config, out.layout, keys.device, torch.float32)
-        encode_blocks(_rows(keys), _rows(values), out, start, rotation)
+        encode_blocks(_rows(keys), _rows(values), out, start, rotation, tokens)
 
 
 @explains_failures
