@@ -56,10 +56,10 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2600,  # channels in as many parts as leave the fewest empty; four warps for wide heads
         "prefix": 1650,  # values of wide heads in two launches
-        "codec": 2100,  # trellis codes and paths of two words in a register; rows and scales of a prompt in one launch
+        "codec": 2130,  # trellis codes and paths of two words in a register; launches of a prompt, worked out once
         "turing": 1310,
-        "common": 950,  # three tables of magnitudes, and signs from two bits
-        "types": 310,  # the options of a call, once for both attention functions; where rows of a prompt go
+        "common": 975,  # three tables of magnitudes, and signs from two bits; a launch that layers alike share
+        "types": 322,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 110,
         "format": 140,  # what decides trellis codes
         "__init__": 10,
@@ -69,9 +69,9 @@ BUDGETS = {
         "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
-        "layers": 1270,  # keys and values that are assigned (eviction); a first prompt is reported with one wait
-        "stores": 1155,  # counts of a prompt are written with its rows, and a failure undoes that
-        "ops": 2165,  # wide heads over a history, one dequantized at a time; of them also prompts in batches
+        "layers": 1275,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
+        "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
+        "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,

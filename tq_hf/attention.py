@@ -152,7 +152,7 @@ def _attend_step(
     # Biases by head (T5, ALiBi, masks the model learnt): over the dequantized states, of which those after the last are
     # empty room.
     keys, values = graph_ops.dense_tokens(view)
-    sinks, blocks, rows = view.entries
+    sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
     is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
     if mask is None:
         mask = is_token[None, None, None]

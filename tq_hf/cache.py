@@ -35,7 +35,7 @@ from .layers.rollback import crop, held_lengths
 from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
 from .saving.cache_file import load_cache, save_cache
-from .stores.base import check_states, widened
+from .stores.base import check_states, kind_of, widened
 
 logger = logging.get_logger(__name__)
 
@@ -366,7 +366,7 @@ class TurboQuantCache(DynamicCache):
         compressed = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)}
         if index not in compressed:
             return
-        check_states(*widened(keys, values, keys.dtype))
+        check_states(*map(kind_of, widened(keys, values, keys.dtype)))
         if index not in choice.layers_seen:
             choice.see(index, keys, free=all(layer.store is None for layer in compressed.values()))
             for layer in compressed.values():

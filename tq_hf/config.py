@@ -109,6 +109,8 @@ class TurboQuantConfig:
             ValueError: The preset or an option does not exist, or a value is outside its range.
         """
         preset = PRESETS[preset_name(name)]
+        if not overrides:
+            return preset
         known = {field.name for field in fields(cls)} - {"preset"}
         if unknown := sorted(set(overrides) - known):
             raise ValueError(f"Unknown option(s) {', '.join(unknown)}. Valid options: {', '.join(sorted(known))}.")

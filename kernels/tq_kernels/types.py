@@ -256,6 +256,21 @@ class DenseRows(NamedTuple):
     counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
+class HeldCounts:
+    """How much of a layer a step attends to: int32 scalars on the device, aligned to 16 bytes, and their addresses.
+
+    Args:
+        blocks: The first so many packed blocks count.
+        rows: So many rows of the residual count; they start at row 128 * `blocks` modulo its size.
+        sinks: The first so many rows of the sinks count.
+    """
+
+    def __init__(self, blocks: torch.Tensor, rows: torch.Tensor, sinks: torch.Tensor) -> None:
+        self.tensors = blocks, rows, sinks
+        # Addresses cannot go stale: the tensors are held.
+        self.addresses = blocks.data_ptr(), rows.data_ptr(), sinks.data_ptr()
+
+
 class PendingToken:
     """A token that attention has still to write.
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is launched")
 
 KERNELS = {launch: ("ROTATE", "ROTATE_AND_APPEND", "APPEND_AND_ROTATE", "SPLIT", "REDUCE"), append: ("APPEND",)}
 PROMPT_KERNELS = {prompts: ("STORE",), encoding: ("ENCODE",)}
-MAKE_NO_LAUNCH = ("empty", "new_empty")
+MAKE_NO_LAUNCH = ("empty", "empty_like", "new_empty")
 """Operations that launch nothing on a GPU, beside those that make views."""
 
 
@@ -186,7 +186,36 @@ def test_a_first_prompt_makes_few_tensors(tokens, tensors, kernels, monkeypatch)
     for layer in layers:
         with torch.no_grad(), Launching() as mode:
             resolve(*layer.update(states, states), SimpleNamespace(config=None), query)
-    assert [name for name in mode.names if name in ("empty", "new_empty")] == mode.names and len(mode.names) == tensors
+    assert {"empty", "empty_like", "new_empty"}.issuperset(mode.names) and len(mode.names) == tensors
+
+
+@pytest.mark.parametrize(
+    ("room", "tokens", "most"), [(None, 128, 73), (None, 512, 99), (1024, 128, 103), (1024, 512, 129)]
+)
+def test_what_the_first_layer_of_a_prompt_worked_out_others_look_up(room, tokens, most, kernels, monkeypatch):
+    """At most so many functions of this project run for each, a few of which compare equal configurations."""
+    for module, names in PROMPT_KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Kernel(Silent()))
+    monkeypatch.setattr(triton_blocks, "encode_blocks", encoding.encode)
+    monkeypatch.setattr(triton_blocks, "store_prompt_rows", prompts.store)
+    config = build("llama", num_hidden_layers=2).config
+    config._attn_implementation = "turboquant"
+    cache = TurboQuantCache(config, max_cache_len=room)
+    states, query = (torch.zeros(1, heads, tokens, 16) for heads in (2, 4))
+    functions: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith(("tq_hf.", "tq_kernels.")):
+            functions.append(frame.f_code.co_qualname)
+
+    with torch.no_grad():
+        for layer in range(2):
+            functions.clear()
+            sys.setprofile(note)
+            resolve(*cache.update(states, states, layer), SimpleNamespace(config=config), query)
+            sys.setprofile(None)
+    assert len(functions) <= most, functions
 
 
 @pytest.mark.parametrize(("room", "launches"), [(None, 3), (300, 3)], ids=["growing", "preallocated"])

@@ -77,6 +77,17 @@ def test_a_launch_passes_what_the_compiling_one_did(log) -> None:
     assert [by_address for _, _, by_address, _ in log] == [False] * 2 + [True] * 2
 
 
+def test_tokens_within_a_prompt_are_encoded_where_a_slice_of_them_begins(log) -> None:
+    blocks, (keys, values) = room(4), half(300)
+    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    triton_blocks.encode(CONFIG, keys[:, :, 4:260], values[:, :, 4:260], blocks, 1)
+    for _ in range(2):
+        triton_blocks.encode(CONFIG, keys, values, blocks, 1, (4, 260))
+    passed = [entry[3] for entry in log]
+    assert passed[:2] == passed[2:4] == passed[4:] and passed[0] != passed[1]
+    assert [by_address for _, _, by_address, _ in log] == [False] * 2 + [True] * 4
+
+
 def test_triton_is_asked_about_a_tensor_on_another_device() -> None:
     """It says what is wrong with it; a kernel would read memory of the host by its address."""
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from tq_kernels.types import AttentionOptions
+from tq_kernels.types import AttentionOptions, HeldCounts
 
 from tests.support.kernel_cases import INTERPRETED, Case, child, gpu, make_inputs, oracle, relative_rms, run_decode
 from tq_hf.config import PRESETS, TurboQuantConfig
@@ -201,11 +201,12 @@ def test_replays_in_a_graph_follow_the_length_on_the_device() -> None:
     case = BASE.with_(blocks=7, capacity=8, residual_capacity=128)
     inputs = make_inputs(case, device)
     blocks, residual = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
-    run_decode(inputs, num_blocks=blocks, num_residual=residual)
+    held = HeldCounts(blocks, residual, torch.tensor(case.sinks, dtype=torch.int32, device=device))
+    run_decode(inputs, held=held)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run_decode(inputs, num_blocks=blocks, num_residual=residual)
+        out = run_decode(inputs, held=held)
     for used in (7, 2, 5):
         shorter = make_inputs(case.with_(blocks=used), device)
         for name, tensor in inputs.packed.tensors().items():

@@ -193,7 +193,7 @@ def test_a_step_of_a_graph_makes_no_table(preallocated, log, monkeypatch):
         raise AssertionError("a table was made")
 
     preallocated.tensors.launches.clear()
-    launch.device_int.cache_clear()
+    launch.held_counts.cache_clear()
     monkeypatch.setattr(launch, "_integers", makes_a_table)
     view = preallocated.append(*token(2))._replace(num_held=None)
     assert graph_ops.attend_token(view, query(), None, AttentionOptions(0.3)).shape == (1, 1, 4, 32)

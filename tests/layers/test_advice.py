@@ -29,6 +29,7 @@ class Config:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
     type(advice.logger).warning_once.cache_clear()
+    advice.looked_at.clear()
     caplog.set_level(logging.WARNING, advice.__name__)
     return lambda: [record.getMessage() for record in caplog.records]
 

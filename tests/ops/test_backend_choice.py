@@ -178,7 +178,7 @@ def test_attention_that_fails_names_the_switch(kernels_run, monkeypatch):
     monkeypatch.setattr(triton_blocks, "decode_launch", lambda tensors: fail)
     monkeypatch.setattr(fail, "sinks", 4, raising=False)
     monkeypatch.setattr(fail, "value_dim", 16, raising=False)
-    monkeypatch.setattr(triton_blocks, "device_int", lambda value, device: value, raising=False)
+    monkeypatch.setattr(triton_blocks, "held_counts", lambda *counts: counts, raising=False)
     with pytest.raises(RuntimeError, match="TQ_HF_BACKEND=torch"):
         dispatch.attend(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
 

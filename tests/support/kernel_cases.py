@@ -278,14 +278,9 @@ def codec_rotations(config: TurboQuantConfig, layout: BlockLayout, device: torch
     return keys, values
 
 
-def run_decode(
-    inputs: Inputs,
-    scratch_fill: float = torch.nan,
-    num_blocks: torch.Tensor | None = None,
-    num_residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run_decode(inputs: Inputs, scratch_fill: float = torch.nan, held: Any = None) -> torch.Tensor:
     """Decode attention on `inputs`, with scratch and output poisoned."""
-    from tq_kernels.decode.launch import DecodeLaunch, device_int
+    from tq_kernels.decode.launch import DecodeLaunch, held_counts
     from tq_kernels.types import AttentionOptions
 
     case, packed = inputs.case, inputs.packed
@@ -293,9 +288,7 @@ def run_decode(
     decoder = DecodeLaunch(packed, inputs.sinks, inputs.residual, kernel_rotations(inputs))
     return decoder(
         inputs.query,
-        device_int(case.blocks, device) if num_blocks is None else num_blocks,
-        device_int(case.residual, device) if num_residual is None else num_residual,
-        device_int(case.sinks, device),
+        held_counts(case.blocks, case.residual, case.sinks, device) if held is None else held,
         inputs.mask,
         AttentionOptions(inputs.scaling, case.causal, case.softcap, inputs.s_aux),
         allocate=lambda size: torch.full((size,), scratch_fill, device=device),

@@ -34,8 +34,15 @@ GREAT_SPREAD = 4.0
 """`key_gain` of keys alone that argues for keys of 8 bits; models that were measured have less than half of it."""
 
 
+looked_at: set[tuple[Any, ...]] = set()
+"""States that `warn_about_states` has seen the like of: looking takes as long as a few launches."""
+
+
 def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None) -> None:
     """Warn of a dtype or a GPU that does not suit the model, by a layer's first states `[B, Hkv, S, D]`."""
+    if (kind := (states.dtype, states.device, layout.key_dim, layout.value_dim, model_type)) in looked_at:
+        return
+    looked_at.add(kind)
     fails = f"{model_type} is known to exceed float16's range"
     if states.dtype == torch.float16 and model_type in OVERFLOWS:
         logger.warning_once(f"{fails}: load it with `dtype=torch.bfloat16`, or float32 on a GPU without bfloat16.")

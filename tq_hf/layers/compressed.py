@@ -12,10 +12,10 @@ from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from transformers import PreTrainedConfig
 
-from ..compat import attention_implementation, cached_table, outside_inference_mode
+from ..compat import attention_implementation, cached_table
 from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..stores.base import Counts, LayerStore, check_room, check_states, widened
+from ..stores.base import Counts, LayerStore, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..tensors.layer import StepView, StoreView
@@ -134,7 +134,6 @@ class TurboQuantLayer(FullAttentionLayer):
             self.prompt = None
             self.store.assign(**assigned)
 
-    @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, prompt: bool = False) -> None:
         """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0), or for this `prompt`."""
         store: LayerStore
@@ -146,7 +145,9 @@ class TurboQuantLayer(FullAttentionLayer):
             store.set_scales(self.channel_scales)
         self.store = store
         model_config = None if self._model_config is None else self._model_config()
-        advice.warn_about_states(key_states, store.layout, getattr(model_config, "model_type", None))
+        # A config would look it up in Python.
+        model_type = None if model_config is None else object.__getattribute__(model_config, "model_type")
+        advice.warn_about_states(key_states, store.layout, model_type)
         self.dtype, self.device = key_states.dtype, key_states.device
         self._nan = _one_nan(key_states.dtype, key_states.device)
         self.is_initialized = True
@@ -170,9 +171,6 @@ class TurboQuantLayer(FullAttentionLayer):
         if not key_states.dtype == value_states.dtype == dtype:
             key_states, value_states = widened(key_states, value_states, dtype)
         if self.store is None:
-            if self.max_cache_len is not None:
-                check_states(key_states, value_states)
-                check_room(key_states.shape[2], 0, self.max_cache_len)
             view = self._begin(key_states, value_states)
         else:
             view = self.store.append(key_states, value_states, defer=self.needs_queries)
@@ -190,10 +188,12 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:
         """Make a store and append the first tokens; no store if that fails."""
-        self.lazy_initialization(keys, values, prompt=keys.shape[2] > 1)
+        several = keys.shape[2:3] > (1,)  # of a shape that is still to be checked
+        self.lazy_initialization(keys, values, prompt=several)
         assert self.store is not None
         try:
-            return self.store.append(keys, values, defer=self.needs_queries)
+            append = self.store.append_checked if several else self.store.append
+            return append(keys, values, defer=self.needs_queries)
         except BaseException:
             self.store, self.is_initialized = None, False
             raise

@@ -47,15 +47,25 @@ def store_prompt(
     backend.store_prompt(*prompt, dense, scales, balanced, queries, attended)
 
 
-def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
-    """Encode whole blocks of keys `[B, Hkv, n * 128, Dk]` and values `[B, Hkv, n * 128, Dv]` into blocks `start`...
-    of `out`."""
+def encode(
+    config: TurboQuantConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: PackedBlocks,
+    start: int,
+    tokens: tuple[int, int] | None = None,
+) -> None:
+    """Encode whole blocks of keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]` into blocks `start`... of `out`: all
+    tokens, or those from `tokens[0]` to `tokens[1]`."""
     kernels = triton_blocks.supports_encode(keys, config, out.layout)
     if not kernels:
         say_torch_computes("Encoding", keys, out.layout.key_dim, out.layout.value_dim)
-    backend = triton_blocks if kernels else codec_reference
     with outside_autocast(keys):
-        backend.encode(config, keys, values, out, start)
+        if kernels:
+            triton_blocks.encode(config, keys, values, out, start, tokens)
+        else:
+            part = slice(*(tokens or (None,)))
+            codec_reference.encode(config, keys[:, :, part], values[:, :, part], out, start)
 
 
 def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:

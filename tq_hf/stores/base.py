@@ -65,6 +65,10 @@ class LayerStore(ABC):
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
 
+    @abstractmethod
+    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
+        """`append` of several tokens whose states are known to fit the store."""
+
     @property
     @abstractmethod
     def is_deferred(self) -> bool:
@@ -141,34 +145,29 @@ class LayerStore(ABC):
         """Hold what `export` returned, from any device. The store must be empty."""
 
 
-def check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise a `ValueError` unless these are keys and values of the same tokens.
+Kind = tuple[torch.Size, torch.dtype, torch.device]
 
-    Args:
-        keys: `[B, Hkv, S, Dk]`.
-        values: `[B, Hkv, S, Dv]`.
-    """
-    shape, values_shape = keys.shape, values.shape
-    kind, device = keys.dtype, keys.device
-    if (
-        len(shape) == len(values_shape) == 4
-        and shape[:3] == values_shape[:3]
-        and device == values.device
-        and kind == values.dtype
-        and kind.is_floating_point
-        and shape[1] * shape[3] * values_shape[3]
-    ):
-        return
+
+def kind_of(states: torch.Tensor) -> Kind:
+    """Shape, dtype and device."""
+    return states.shape, states.dtype, states.device
+
+
+def check_states(keys: Kind, values: Kind) -> None:
+    """Raise a `ValueError` unless these are kinds of keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` of the same
+    tokens."""
+    (shape, dtype, device), (values_shape, values_dtype, values_device) = keys, values
     shapes = f"Keys {tuple(shape)} and values {tuple(values_shape)}"
-    if keys.dim() != 4 or values.dim() != 4:
+    if not len(shape) == len(values_shape) == 4:
         raise ValueError(f"{shapes} must both have the shape [batch, KV heads, tokens, head_dim].")
     if shape[:3] != values_shape[:3]:
         raise ValueError(f"{shapes} must agree in batch, heads and tokens.")
-    if device != values.device:
-        raise ValueError(f"Keys are on {keys.device} and values on {values.device}; move both to one device.")
-    if kind != values.dtype or not kind.is_floating_point:
-        raise ValueError(f"Keys are {keys.dtype} and values {values.dtype}; both must have one floating-point dtype.")
-    raise ValueError(f"{shapes} have no heads or a head_dim of 0; there is nothing to cache.")
+    if device != values_device:
+        raise ValueError(f"Keys are on {device} and values on {values_device}; move both to one device.")
+    if dtype != values_dtype or not dtype.is_floating_point:
+        raise ValueError(f"Keys are {dtype} and values {values_dtype}; both must have one floating-point dtype.")
+    if not shape[1] * shape[3] * values_shape[3]:
+        raise ValueError(f"{shapes} have no heads or a head_dim of 0; there is nothing to cache.")
 
 
 def widened(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype) -> KeyValue:
@@ -192,10 +191,16 @@ def check_same(what: str, held: object, came: object) -> None:
 
 def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
     """Raise a `ValueError` unless these states go with those a store holds in all but the number of tokens."""
-    check_states(keys, values)
-    (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
-    if held == ((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device):
+    shape, values_shape = keys.shape, values.shape
+    if (
+        shape[2:3] == values_shape[2:3]
+        and (*shape[:2], 1, *shape[3:]) == held.keys
+        and (*values_shape[:2], 1, *values_shape[3:]) == held.values
+        and keys.dtype == values.dtype == held.dtype
+        and keys.device == values.device == held.device
+    ):
         return
+    check_states(kind_of(keys), kind_of(values))
     expected = {
         "batch size": (held.keys[0], keys.shape[0]),
         "number of KV heads": (held.keys[1], keys.shape[1]),

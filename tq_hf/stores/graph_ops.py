@@ -29,14 +29,6 @@ from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from .base import Counts, check_room
 from .growing import GrowingStore
 
-Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def entries(step_counts: torch.Tensor) -> Entries:
-    """The numbers of sinks, blocks and residual rows, each `[]` int32, 16 bytes apart."""
-    sinks, blocks, rows = step_counts[:3, 0].unbind()
-    return sinks, blocks, rows
-
 
 @lru_cache
 def config_text(config: TurboQuantConfig) -> str:
@@ -128,7 +120,7 @@ def _append_token(
 
 def append_pending_token(view: StepView) -> None:
     """Append the newest token of the store, unless it is appended."""
-    tensors, counts, _, config, max_cache_len, _, pending = view
+    tensors, counts, config, max_cache_len, _, pending = view
     if pending.states is None:
         return
     if torch.compiler.is_compiling():
@@ -141,7 +133,7 @@ def append_pending_token(view: StepView) -> None:
 
 def _attend(view: StepView, query: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Append the newest token, unless it is appended, and attend."""
-    tensors, counts, _, _, max_cache_len, _, pending = view
+    tensors, counts, _, max_cache_len, _, pending = view
     if triton_blocks.supports_step(query, tensors):
         return triton_blocks.attend_token(query, view, mask, options)
     if pending.states is not None:
@@ -175,7 +167,7 @@ def _attend_token(
     if query.is_cpu and row:
         check_room(1, int(device_counts.length), max_cache_len)
     pending = PendingToken((row[0], row[1]) if row else None)
-    view = StepView(layer, device_counts, entries(device_counts.step_counts), config, max_cache_len, None, pending)
+    view = StepView(layer, device_counts, config, max_cache_len, None, pending)
     return _attend(view, query, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
 
 
@@ -200,7 +192,7 @@ def attend_token(
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    tensors, counts, _, config, max_cache_len, num_held, pending = view
+    tensors, counts, config, max_cache_len, num_held, pending = view
     if mask is not None:
         dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
     if torch.compiler.is_compiling():
@@ -232,7 +224,7 @@ def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> Key
     if tensors.blocks.capacity:
         packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
         dispatch.dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
-    sinks, blocks, rows = entries(step_counts)
+    sinks, blocks, rows = step_counts[:3, 0].unbind()
     first, device = blocks * tokens, tensors.row.device
     # As many neighbouring rows of the result as the ring has: those of the residual, and some before it at the end.
     row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
@@ -266,7 +258,7 @@ def dense_tokens(view: StepView) -> KeyValue:
 
     Nothing is read on the host. The time follows `view.length`, the room, as for transformers' static cache."""
     append_pending_token(view)
-    tensors, counts, _, config, length, *_ = view
+    tensors, counts, config, length, *_ = view
     if torch.compiler.is_compiling():
         return _dense_tokens(tensors.arguments(), counts.step_counts, config, length)
     return _dense(tensors, counts.step_counts, length)

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
-from tq_kernels.types import ChannelScales, DenseRows, KeyValue, PackedBlocks, PendingToken
+from tq_kernels.types import DenseRows, KeyValue, PackedBlocks, PendingToken
 
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..tensors.layer import DeviceCounts, LayerTensors, StoreView
-from ..tensors.residual import Residual, new_rows, ring_capacity, write
-from .base import NOTHING, Counts, LayerStore, check_fits, check_room, check_states
+from ..tensors.residual import Residual, ring_capacity, write
+from .base import NOTHING, Counts, Kind, LayerStore, check_fits, check_room, check_states, kind_of
 
 GROWTH = 1.125
 """Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
@@ -47,6 +47,51 @@ def _no_blocks(config: TurboQuantConfig, sizes: tuple[int, int, int, int], devic
     """No blocks: tensors without elements, which all layers alike hold until their first block is due."""
     batch, heads, *dims = sizes
     return PackedBlocks.allocate(config.layout(*dims), batch, heads, 0, device)
+
+
+@lru_cache(maxsize=1024)
+def _room(config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None) -> tuple[Any, ...]:
+    """What the tensors of a store for such keys and values are made like: no blocks; their words, scales and means,
+    each with the shape of the store's own, or `None` if they serve; the shapes of sinks and of the ring.
+
+    Raises:
+        ValueError: They do not fit each other, or exceed `max_cache_len`.
+    """
+    check_states(keys, values)
+    (batch, heads, tokens, key_dim), _, device = keys
+    due = config.num_blocks(tokens)
+    num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
+    if max_cache_len is not None:
+        check_room(tokens, 0, max_cache_len)
+    rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
+    none = _no_blocks(config, (batch, heads, key_dim, values[0][3]), device)
+    # Of a preallocated layer even no blocks are its own: graphs are told where they are.
+    own = num_blocks > 0 or max_cache_len is not None
+    tensors = [none.key_words, none.value_words, none.scales, none.key_means]
+    words = [(x, (batch, heads, num_blocks, x.shape[3]) if own and x is not None else None) for x in tensors]
+    capacity, dims = residual_capacity(config, rows, max_cache_len), (key_dim, values[0][3])
+    sinks, ring = ([(batch, heads, count, dim) for dim in dims] for count in (config.sink_tokens, capacity))
+    return none, words, sinks, ring
+
+
+@lru_cache(maxsize=1024)
+def _spread(
+    config: TurboQuantConfig, tokens: int, counts: tuple[int, int, int], max_cache_len: int | None
+) -> tuple[int, int, int, int, int, int, int]:
+    """Where so many tokens of a long call go, after `counts` of sinks, blocks and rows (see `_append_long`): how many
+    are sinks, become due and are due with rows in the old residual; first and last of the whole blocks; rows of the
+    residual in which a block begun is completed, 0 for none, and of that after the call."""
+    first, blocks, held = counts
+    past = first + blocks * BLOCK_TOKENS + held
+    to_sinks = min(tokens, config.sink_tokens - first) if past == first else 0
+    due = max(0, config.num_blocks(past + tokens) - blocks)
+    rows = tokens - to_sinks
+    lead = min(rows, -held % BLOCK_TOKENS)
+    whole = max(0, due - (held + lead) // BLOCK_TOKENS)
+    start = to_sinks + lead
+    completed = ring_capacity(held + lead) if held else 0
+    capacity = residual_capacity(config, held + rows - due * BLOCK_TOKENS, max_cache_len)
+    return to_sinks, due, due - whole, start, start + whole * BLOCK_TOKENS, completed, capacity
 
 
 class GrowingStore(LayerStore):
@@ -104,21 +149,16 @@ class GrowingStore(LayerStore):
                 filled then.
 
         Raises:
-            ValueError: The tensors do not fit each other.
+            ValueError: The tensors do not fit each other, or exceed `max_cache_len`.
         """
-        check_states(keys, values)
-        batch, heads, tokens, key_dim = keys.shape
-        none = _no_blocks(config, (batch, heads, key_dim, values.shape[3]), keys.device)
-        due = config.num_blocks(tokens)
-        num_blocks = due if max_cache_len is None else config.num_blocks(max_cache_len)
-        if num_blocks == 0 and max_cache_len is None:
-            scales = ChannelScales.allocate(batch, heads, key_dim, values.shape[3], keys.device, not prompt)
-            blocks = PackedBlocks(none.layout, none.key_words, none.value_words, none.scales, none.key_means, scales)
-        else:
-            blocks = PackedBlocks.allocate(none.layout, batch, heads, num_blocks, keys.device, not prompt)
-        sinks = new_rows((keys, values), config.sink_tokens)
-        rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
-        ring = new_rows((keys, values), residual_capacity(config, rows, max_cache_len))
+        none, words, (sink_keys, sink_values), (ring_keys, ring_values) = _room(
+            config, kind_of(keys), kind_of(values), max_cache_len
+        )
+        scales = none.channel_scales.map(torch.empty_like if prompt else torch.clone)
+        own = [like if shape is None else like.new_empty(shape) for like, shape in words]
+        blocks = PackedBlocks(none.layout, own[0], own[1], own[2], own[3], scales)
+        sinks = keys.new_empty(sink_keys), values.new_empty(sink_values)
+        ring = keys.new_empty(ring_keys), values.new_empty(ring_values)
         return cls(LayerTensors(config, blocks, sinks, ring), max_cache_len=max_cache_len)
 
     @property
@@ -148,6 +188,9 @@ class GrowingStore(LayerStore):
         ):  # never in a graph: see `TurboQuantCache.update`
             return self._append_token(keys, values)
         check_fits(keys, values, row)
+        return self.append_checked(keys, values, defer)
+
+    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
         if self.max_cache_len is not None:
             check_room(keys.shape[2], self.length, self.max_cache_len)
         self.encode_deferred()
@@ -198,7 +241,6 @@ class GrowingStore(LayerStore):
             self._encode_due()
         return view
 
-    @outside_inference_mode
     def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
         past = self.length
@@ -222,6 +264,7 @@ class GrowingStore(LayerStore):
         if self._prompt is not None:
             self._append_long(self._prompt, queries, attended)
 
+    @outside_inference_mode
     def _encode_due(self) -> None:
         """Encode the blocks of the residual that are due. Their rows stay until the next call."""
         self.num_pending = max(0, self.config.num_blocks(self.length) - self.num_blocks)
@@ -247,40 +290,35 @@ class GrowingStore(LayerStore):
         What is held changes at the end, at once: a kernel that fails leaves the store as it was, as in `append`.
         """
         keys, values = prompt
-        tokens, first, held = keys.shape[2], self.num_sinks, self.residual.count
-        past = first + self.num_blocks * BLOCK_TOKENS + held
-        rows = tokens - (to_sinks := self._room_of_sinks(tokens, past))
-        due = max(0, self.config.num_blocks(past + tokens) - self.num_blocks)
-        lead = min(rows, -held % BLOCK_TOKENS)
-        whole = max(0, due - (held + lead) // BLOCK_TOKENS)
-        begun = due - whole  # blocks due that have rows in the old residual
-        start, end = to_sinks + lead, to_sinks + lead + whole * BLOCK_TOKENS
+        tokens, first, blocks, held = keys.shape[2], self.num_sinks, self.num_blocks, self.residual.count
+        to_sinks, due, begun, start, end, rows_completed, capacity = _spread(
+            self.config, tokens, (first, blocks, held), self.max_cache_len
+        )
         completed = Residual(self.tensors.ring, self.residual.first)  # of no rows: nothing to complete
         if held:
-            completed = self.residual.copied(ring_capacity(held + lead))
+            completed = self.residual.copied(rows_completed)
             completed.append(*(x[:, :, to_sinks:start] for x in prompt))
         residual = completed
-        capacity = residual_capacity(self.config, held + rows - due * BLOCK_TOKENS, self.max_cache_len)
         if held or capacity > completed.capacity:
             residual = completed.copied(capacity, begun * BLOCK_TOKENS)
-        residual.first += whole * BLOCK_TOKENS
+        residual.first += end - start
         slot = (residual.first + residual.count) % residual.capacity
         residual.count += tokens - end
-        counts = first + to_sinks, self.num_blocks + due, residual.count
-        scales = None if self.scales_are_fixed or self.num_blocks else self.blocks.channel_scales
+        counts = first + to_sinks, blocks + due, residual.count
+        scales = None if self.scales_are_fixed or blocks else self.blocks.channel_scales
         dense = DenseRows(self.tensors.sinks, residual.ring, first, to_sinks, end, slot, counts, self.device_counts)
         dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
         if begun:
             for skipped, part in completed.parts(0, begun * BLOCK_TOKENS):
-                self._encode(part, self.num_blocks + skipped // BLOCK_TOKENS)
-        if whole:
-            self._encode((keys[:, :, start:end], values[:, :, start:end]), self.num_blocks + begun)
+                self._encode(part, blocks + skipped // BLOCK_TOKENS)
+        if end > start:
+            self._make_room(blocks + begun, blocks + due)
+            dispatch.encode(self.config, keys, values, self.blocks, blocks + begun, (start, end))
         ring, (sinks, blocks, _) = residual.ring, counts
         tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
         held_now = {"residual": residual, "tensors": tensors, "num_sinks": sinks, "num_blocks": blocks}
         vars(self).update(held_now, _prompt=None, device_counts=None)
 
-    @outside_inference_mode
     def _encode(self, states: KeyValue, start: int) -> None:
         """Encode the whole blocks of `states` into blocks `start` and on."""
         blocks = states[0].shape[2] // BLOCK_TOKENS

@@ -22,8 +22,7 @@ next eager step reads `length` once. The compiled step itself asserts on the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +60,6 @@ class PreallocatedStore(LayerStore):
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
         """Tokens held, if the host knows: a compiled step does not count."""
-        self._entries = graph_ops.entries(counts.step_counts)
         self._config_text = graph_ops.config_text(tensors.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,7 +87,7 @@ class PreallocatedStore(LayerStore):
             step_counts=make(6, 4, dtype=torch.int32, device=device),
             length=make((), dtype=torch.int64, device=device),
         )
-        triton_blocks.prepare(config, tensors.layout, keys)
+        triton_blocks.prepare(config, tensors.layout, keys.dtype, keys.device)
         mark_static_addresses((*tensors.arguments(), *counts))
         store = cls(tensors, counts, max_cache_len)
         store.num_held = 0
@@ -121,7 +119,7 @@ class PreallocatedStore(LayerStore):
         ):
             return self._append_token(keys, values)
         check_fits(keys, values, row)
-        return self._append_tokens(keys, values, defer)
+        return self.append_checked(keys, values, defer)
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> StepView:
         """A decode step. Attention appends the token, without lengths on the host, so that the step compiles."""
@@ -136,33 +134,31 @@ class PreallocatedStore(LayerStore):
 
     def _step_view(self) -> StepView:
         held, pending = self.num_held, self._pending
-        return StepView(self.tensors, self.counts, self._entries, self._config_text, self.max_cache_len, held, pending)
+        return StepView(self.tensors, self.counts, self._config_text, self.max_cache_len, held, pending)
 
     @outside_inference_mode
-    def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
+    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
         """A prompt or several tokens, with counts on the host: by the methods of a `GrowingStore`."""
         store = self.as_growing()
         if store.residual.count:
             # Of its own: what is returned reads the old rows, and outlives the writing back.
             store.residual = store.residual.copied(store.residual.capacity)
             store.tensors = store.tensors.with_ring(store.residual.ring)
-        with self._kept_if_it_fails(store):
-            view = store.append(keys, values, defer)
+        held = store.counts
+        try:
+            view = store.append_checked(keys, values, defer)
+        except BaseException:
+            self._undo(store, held)
+            raise
         self._appending = store
         if not store.is_deferred:
             self.encode_deferred()
         return view
 
-    @contextmanager
-    def _kept_if_it_fails(self, store: GrowingStore) -> Iterator[None]:
-        """Counts on the device that a failing call may have written are those that `store` had before it."""
-        held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
-        try:
-            yield
-        except BaseException:
-            reference.write_counts(self.counts, held)
-            store.device_counts = self.counts
-            raise
+    def _undo(self, store: GrowingStore, held: tuple[int, int, int, int]) -> None:
+        """Counts on the device that a call of `store` may have written before it failed are again what was held."""
+        reference.write_counts(self.counts, held)
+        store.device_counts = self.counts
 
     @property
     def is_deferred(self) -> bool:
@@ -173,11 +169,15 @@ class PreallocatedStore(LayerStore):
         if self._pending.states is not None:
             graph_ops.append_pending_token(self._step_view())
         if (store := self._appending) is not None:
-            with self._kept_if_it_fails(store):
+            held = store.num_sinks, store.num_blocks, store.residual.count, store.num_pending
+            try:
                 store.encode_deferred(queries, attended)
                 if store.residual.count > self.tensors.ring[0].shape[2]:
                     store.drop_encoded_rows()
                 self._take(store)
+            except BaseException:
+                self._undo(store, held)
+                raise
             self._appending = None
 
     def as_growing(self) -> GrowingStore:

@@ -24,9 +24,10 @@ class RowKind(NamedTuple):
     device: torch.device
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LayerTensors:
-    """The tensors of a layer. A store whose tensors are replaced (they grow, move, are copied) makes another object.
+    """The tensors of a layer. A store whose tensors are replaced (they grow, move, are copied) makes another object:
+    nothing here changes. (Frozen, it would take three times as long to make.)
 
     Args:
         config: The configuration the blocks were encoded with.
@@ -51,9 +52,8 @@ class LayerTensors:
     def __post_init__(self) -> None:
         keys, values = self.ring
         (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
-        row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
-        object.__setattr__(self, "row", row)
-        object.__setattr__(self, "layout", self.blocks.layout)
+        self.row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
+        self.layout = self.blocks.layout
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without launches, which hold the addresses of these tensors.
@@ -181,7 +181,6 @@ class StepView(NamedTuple):
     Args:
         tensors: The tensors read, which the store never replaces.
         counts: The store's, which hold what the step attends to once the newest token is appended.
-        entries: Views of the numbers of sinks, blocks and residual rows in `counts.step_counts`.
         config_text: The configuration as an operator of a graph takes it.
         length: Tokens there is room for: the length of the dense states that stand for this view.
         num_held: Tokens it covers, if the host knows.
@@ -191,7 +190,6 @@ class StepView(NamedTuple):
 
     tensors: LayerTensors
     counts: DeviceCounts
-    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     config_text: str
     length: int
     num_held: int | None

@@ -30,7 +30,7 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
-from tq_kernels.decode.launch import device_int
+from tq_kernels.decode.launch import held_counts
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, PackedBlocks
 from transformers import LlamaConfig
@@ -138,10 +138,10 @@ def prepared(
     allocate = functools.cache(functools.partial(torch.empty, device=device))
     out = torch.empty(batch, 1, query_heads, layout.value_dim, device=device, dtype=dtype)
     decoder = triton_blocks.decode_launch(LayerTensors(config, packed, sinks, window))
-    counts = [device_int(count, device) for count in (blocks, window_rows, SINKS)]
+    held = held_counts(blocks, window_rows, SINKS, device)
 
     def step() -> torch.Tensor:
-        return decoder(query, *counts, None, AttentionOptions(layout.key_dim**-0.5), allocate=allocate, out=out)
+        return decoder(query, held, None, AttentionOptions(layout.key_dim**-0.5), allocate=allocate, out=out)
 
     return step, {"query": query, "sinks": sinks, "window": window}
 

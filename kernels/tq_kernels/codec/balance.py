@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.launcher import Kernel, specialised
+from ..common.launcher import Kernel, Launch, specialised
 from ..format import (
     FAR,
     LARGEST_RATIO,
@@ -323,41 +323,61 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
         statistics: What to compute them from; without any they are ones.
     """
     keys, values = prompt
-    batch, heads, tokens, key_dim = keys.shape
-    constants = prompt_constants(key_dim, values.shape[-1])
-    kept = tokens - dense.start
-    copies = 2 * max(1, -(-(dense.to_sinks + kept) // constants[5]))
-    queries = valid = sums = counters = None
-    at, kinds, jobs = (0, 0, 0, 0), 0, 0
+    queries = valid = sums = counters = of_queries = of_valid = first = None
     if scales is not None and statistics is not None:
         queries, valid, first, allocate, zeros = statistics
+        of_queries = None if queries is None else (queries.shape[1], queries.stride(), queries.dtype, queries.device)
+        of_valid = None if valid is None else (valid.stride(), valid.device)
+    sinks, ring, counts = dense.sinks, dense.ring, dense.counts
+    of_states = (keys.shape, values.shape[3], keys.stride(), values.stride(), keys.dtype, keys.device, values.device)
+    places = (sinks[0].shape[2], ring[0].shape[2], *dense[2:7], scales is None, counts is None)
+    launch, sizes = _prompt_launch(of_states, of_queries, of_valid, first, places)
+    if first is not None:
+        sums, counters = allocate(sizes[0]), zeros(sizes[1])
+    tensors = (keys, values, queries, valid, sums, counters, *(scales or NONE[:2]), *sinks, *ring, *(counts or NONE))
+    STORE.launch(
+        launch,
+        [None if tensor is None else tensor.data_ptr() for tensor in tensors],
+        lambda: (*tensors[:3], None if valid is None else valid.view(torch.uint8), *tensors[4:]),
+    )
+
+
+NONE = (None, None, None)
+
+
+@lru_cache(maxsize=1024)
+def _prompt_launch(
+    of_states: tuple[Any, ...],
+    of_queries: tuple[Any, ...] | None,
+    of_valid: tuple[Any, ...] | None,
+    first: int | None,
+    places: tuple[Any, ...],
+) -> tuple[Launch, tuple[int, int]]:
+    """How tensors like these of `store` are launched, and how many sums and counters that takes."""
+    (batch, heads, tokens, key_dim), value_dim, key_strides, value_strides, dtype, device, _ = of_states
+    max_sinks, capacity, first_sink, to_sinks, start, slot, held, *_ = places
+    constants = prompt_constants(key_dim, value_dim)
+    kept = tokens - start
+    copies = 2 * max(1, -(-(to_sinks + kept) // constants[5]))
+    at, kinds = (0, 0, 0, 0), 0
+    if first is not None:
         sample_of = sample(tokens, first)
         at = (sample_of.pieces, sample_of.first, sample_of.size, sample_of.whole)
-        kinds = 2 if queries is None else 2 + queries.shape[1] // heads
-        jobs = sample_of.pieces * kinds
-        sums = allocate(batch * heads * jobs * (constants[4] + 1))
-        counters = zeros(2 * batch * heads)
+        kinds = 2 if of_queries is None else 2 + of_queries[0] // heads
+    jobs = at[0] * kinds
     strides = (
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *((0, 0, 0) if queries is None else queries.stride()[:3]),
-        *((0, 0) if valid is None else valid.stride()),
+        *key_strides[:3],
+        *value_strides[:3],
+        *((0, 0, 0) if of_queries is None else of_queries[1][:3]),
+        *((0, 0) if of_valid is None else of_valid[0]),
     )
-    kind = (keys.dtype, None if queries is None else queries.dtype, keys.device.index)
-    STORE(
+    place = (max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
+    launch = Launch(
         (jobs + copies, batch * heads, 1),
-        (
-            *(keys, values, queries, None if valid is None else valid.view(torch.uint8), sums, counters),
-            *(scales or (None, None)),
-            *dense.sinks,
-            *dense.ring,
-            *(dense.counts or (None, None, None)),
-        ),
-        (
-            *(heads, at[0], kinds, *at[1:], dense.sinks[0].shape[2], dense.first_sink, dense.to_sinks),
-            *(dense.ring[0].shape[2], dense.slot, dense.start, kept, *dense.held, *strides),
-        ),
+        (heads, at[0], kinds, *at[1:], *place, *held, *strides),
         constants,
-        (constants, kind, specialised(strides)),
-        num_warps=WARPS,
+        (constants, (dtype, None if of_queries is None else of_queries[2], device.index), specialised(strides)),
+        device.index,
+        {"num_warps": WARPS},
     )
+    return launch, (batch * heads * jobs * (constants[4] + 1), 2 * batch * heads)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import triton
 
-from ..common.device import Target, matrix_type, target
-from ..common.launcher import Kernel, specialised
+from ..common.device import matrix_type, target
+from ..common.launcher import Kernel, Launch, specialised
 from ..format import BLOCK_TOKENS
 from ..types import KeyValue, PackedBlocks
 from .dequantize import dequantize_blocks
@@ -68,36 +68,14 @@ def encode_config(
     return EncodeConfig(tile, warps=8, stages=2, programs_per_multiprocessor=2, registers=128)
 
 
-@lru_cache
-def _encode_launch(
-    is_value: bool, head_dim: int, dim: int, own: int, bits: tuple[int, int], itemsize: int, on: Target, matrix: Any
-) -> tuple[EncodeConfig, tuple[Any, ...], dict[str, Any]]:
-    """Tile sizes, constants and options of a launch; `own` are its bits, `bits` those of keys and of values."""
-    tile = max(16, triton.next_power_of_2(dim))
-    config = encode_config(tile, dim, bits, itemsize, on.capability)
-    options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
-    if on.dependent_launch and is_value:
-        options["launch_pdl"] = True
-    constants = (
-        *(head_dim, dim, tile, own, LEVELS[own], is_value, matrix),
-        *(config.k_step, "tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
-    )
-    return config, constants, {"num_warps": config.warps} | options
-
-
-def _keys_and_values(
-    packed: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, rotations: KeyValue
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What a launch for keys takes, and one for values: whether it is for values, the states, words, means (of keys
-    only), channel scales, rotation and bits."""
-    layout, (key_scales, value_scales) = packed.layout, packed.channel_scales
-    return (
-        (False, keys, packed.key_words, packed.key_means, key_scales, rotations[0], layout.key_bits),
-        (True, values, packed.value_words, None, value_scales, rotations[1], layout.value_bits),
-    )
-
-
-def encode(keys: torch.Tensor, values: torch.Tensor, packed: PackedBlocks, start: int, rotations: KeyValue) -> None:
+def encode(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    packed: PackedBlocks,
+    start: int,
+    rotations: KeyValue,
+    tokens: tuple[int, int] | None = None,
+) -> None:
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of the packed tensors, in two
     launches.
 
@@ -105,44 +83,81 @@ def encode(keys: torch.Tensor, values: torch.Tensor, packed: PackedBlocks, start
     with it.
 
     Args:
-        keys: `[B, Hkv, n * 128, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
-        values: `[B, Hkv, n * 128, Dv]`, like `keys`.
+        keys: `[B, Hkv, T, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
+        values: `[B, Hkv, T, Dv]`, like `keys`.
         packed: N >= start + n blocks to write to. Without `key_means` the mean stays in the keys.
         start: Index of the first block written.
         rotations: Of keys and of values, `[D padded, D padded]` float32, contiguous: the orthogonal R, by which a row x
             is rotated to x @ R.T; where D padded is a power of two, only the signs of R are read.
+        tokens: The first one encoded and the one after the last; `None` for all.
 
     Raises:
         ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
     """
-    batch, heads, length, _ = keys.shape
+    scales, (key_scales, value_scales) = packed.scales, packed.channel_scales
+    of_keys = (keys, packed.key_words, scales, packed.key_means, rotations[0], key_scales)
+    of_values = (values, packed.value_words, scales, None, rotations[1], value_scales)
+    first, stop = tokens or (0, keys.shape[2])
+    devices = (keys.device, values.device, scales.device)
+    kind = (keys.dtype, devices, scales.stride(), packed.layout.bits, packed.key_means is None)
+    dims = (values.shape[3], rotations[0].shape[0], rotations[1].shape[0])
+    launches = _encode_launches(keys.shape, dims, keys.stride(), values.stride(), (stop - first, start), kind)
+    for (launch, stride), (states, *others) in zip(launches, (of_keys, of_values), strict=False):
+
+        def tensors(states: torch.Tensor = states, others: Any = others) -> tuple[torch.Tensor | None, ...]:
+            return states[:, :, first:stop], others[0], scales.view(torch.float16), *others[2:]
+
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in others]
+        ENCODE.launch(launch, [states.data_ptr() + first * stride, *addresses], tensors)
+
+
+@lru_cache(maxsize=1024)
+def _encode_launches(
+    shape: torch.Size,
+    dims: tuple[int, int, int],
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    place: tuple[int, int],
+    kind: tuple[Any, ...],
+) -> tuple[tuple[Launch, int], ...]:
+    """How keys and values like these of `encode` are launched, and bytes from a token to the next; nothing if there is
+    no block. `dims` are channels of values, and of both in blocks, `place` how many tokens and their first block."""
+    (batch, heads, _, key_dim), (value_dim, *padded), (length, start) = shape, dims, place
     blocks, rest = divmod(length, BLOCK_TOKENS)
     if rest:
         raise ValueError(f"`keys` have {length} tokens; only whole blocks of {BLOCK_TOKENS} can be encoded.")
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+    if key_strides[-1] != 1 or value_strides[-1] != 1:
         raise ValueError(
-            f"The last dimension of keys and values must be contiguous; "
-            f"strides are {keys.stride()} and {values.stride()}."
+            f"The last dimension of keys and values must be contiguous; strides are {key_strides} and {value_strides}."
         )
     if batch * heads * blocks == 0:
-        return
-    on = target(keys.device)
-    matrix = matrix_type(keys)
-    for is_value, states, words, means, channel_scales, rotation, bits in _keys_and_values(
-        packed, keys, values, rotations
+        return ()
+    dtype, (device, *_), (blocks_b, blocks_h, *_), all_bits, _ = kind
+    on, matrix = target(device), matrix_type(dtype, device)
+    launches = []
+    for is_value, head_dim, dim, own, strides in zip(
+        (False, True), (key_dim, value_dim), padded, all_bits, (key_strides[:3], value_strides[:3]), strict=True
     ):
-        dims, itemsize = (states.shape[-1], rotation.shape[0]), states.element_size()
-        config, constants, options = _encode_launch(is_value, *dims, bits, packed.layout.bits, itemsize, on, matrix)
-        programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
-        strides = states.stride()[:3]
-        ENCODE(
-            (min(blocks, max(1, programs)), batch * heads, 1),
-            (states, words, packed.scales.view(torch.float16), means, rotation, channel_scales),
-            (heads, blocks, start, *packed.block_strides, *strides),
-            constants,
-            (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),
-            **options,
+        tile = max(16, triton.next_power_of_2(dim))
+        config = encode_config(tile, dim, all_bits, dtype.itemsize, on.capability)
+        options: dict[str, Any] = {} if config.registers is None else {"maxnreg": config.registers}
+        if on.dependent_launch and is_value:
+            options["launch_pdl"] = True
+        constants = (
+            *(head_dim, dim, tile, own, LEVELS[own], is_value, matrix),
+            *(config.k_step, "tf32x3" if on.asm else "ieee", on.asm, on.dependent_launch, config.stages),
         )
+        programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
+        launch = Launch(
+            (min(blocks, max(1, programs)), batch * heads, 1),
+            (heads, blocks, start, blocks_b // BLOCK_TOKENS, blocks_h // BLOCK_TOKENS, *strides),
+            constants,
+            (constants, config, specialised(strides), dtype, device.index),
+            device.index,
+            {"num_warps": config.warps} | options,
+        )
+        launches.append((launch, strides[2] * dtype.itemsize))
+    return tuple(launches)
 
 
 @dataclass(frozen=True)
@@ -210,21 +225,21 @@ def dequantize(
             raise ValueError(f"The last dimension of `{name}` must be contiguous; its strides are {states.stride()}.")
     if batch * heads * blocks == 0:
         return
-    on = target(keys.device)
-    for is_value, states, words, means, channel_scales, rotation, bits in _keys_and_values(
-        packed, keys, values, rotations
-    ):
-        dim = rotation.shape[0]
+    on, layout, channel_scales = target(keys.device), packed.layout, packed.channel_scales
+    scales = packed.scales.view(torch.float16)
+    of_keys = (False, layout.key_bits, keys, packed.key_words, packed.key_means, rotations[0], channel_scales.keys)
+    of_values = (True, layout.value_bits, values, packed.value_words, None, rotations[1], channel_scales.values)
+    for is_value, bits, states, words, means, rotation, own_scales in (of_keys, of_values):
+        dim, strides = rotation.shape[0], states.stride()[:3]
         config = dequantize_config(dim, bits, on.capability)
         tile = max(16 * config.chunks, triton.next_power_of_2(dim))
         columns = min(config.columns, tile)
         tiles = triton.cdiv(dim, columns)
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads * tiles)
-        strides = states.stride()[:3]
         constants = (*(states.shape[-1], dim, tile, bits, is_value, config.chunks), *(columns, config.resident, on.asm))
         DEQUANTIZE(
             (min(blocks, max(1, programs)), batch * heads, tiles),
-            (words, packed.scales.view(torch.float16), means, rotation, channel_scales, states),
+            (words, scales, means, rotation, own_scales, states),
             (heads, blocks, start, *packed.block_strides, *strides),
             constants,
             (constants, config, specialised(strides), states.dtype, rotation.dtype, states.device.index),

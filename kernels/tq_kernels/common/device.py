@@ -127,7 +127,7 @@ def target(device: torch.device) -> Target:
     return found if override is None else override(found)
 
 
-def matrix_type(states: torch.Tensor) -> tl.dtype:
-    """The dtype of matrix operands made of `states`. The interpreter cannot multiply bf16."""
+def matrix_type(dtype: torch.dtype, device: torch.device) -> tl.dtype:
+    """The dtype of matrix operands made of such states. The interpreter cannot multiply bf16."""
     types = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-    return tl.float32 if states.device.type == "cpu" else types[states.dtype]
+    return tl.float32 if device.type == "cpu" else types[dtype]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import lru_cache, wraps
+from dataclasses import dataclass, field
+from functools import lru_cache, reduce, wraps
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +47,25 @@ class Launcher(NamedTuple):
 
     call: Callable[..., Any]
     fixed: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Launch:
+    """A launch but for its tensors, which layers alike share.
+
+    Args:
+        grid, numbers, constants, key, options: As `Kernel` takes them.
+        index: Of the GPU.
+        variant: The kernel that was launched so, and how it launches aligned tensors again.
+    """
+
+    grid: tuple[int, int, int]
+    numbers: tuple[float, ...]
+    constants: tuple[Any, ...]
+    key: tuple[Any, ...]
+    index: int
+    options: dict[str, Any]
+    variant: tuple[Kernel, Launcher] | None = field(default=None, init=False)
 
 
 class Kernel:
@@ -86,6 +107,20 @@ class Kernel:
         stream = current_raw_stream(first.device.index)
         launcher.call(*grid, stream, *launcher.fixed, *addresses, *numbers, *constants)
         return launcher
+
+    def launch(
+        self, launch: Launch, addresses: list[int | None], tensors: Callable[[], tuple[torch.Tensor | None, ...]]
+    ) -> None:
+        """Launch `tensors`, which are called for only if it takes more than their addresses. Those of one `launch` are
+        on one device."""
+        aligned = not reduce(or_, filter(None, addresses), 0) & 15
+        if aligned and launch.variant is not None and launch.variant[0] is self:
+            (call, fixed), stream = launch.variant[1], current_raw_stream(launch.index)
+            call(*launch.grid, stream, *fixed, *addresses, *launch.numbers, *launch.constants)
+            return
+        launcher = self(launch.grid, tensors(), launch.numbers, launch.constants, launch.key, **launch.options)
+        if aligned and launcher is not None:
+            launch.variant = self, launcher
 
     def launcher(self, compiled: Any) -> Launcher | None:
         """How to launch what Triton compiled, if this Triton is known."""

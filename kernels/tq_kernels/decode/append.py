@@ -24,7 +24,7 @@ from ..common.device import current_device, matrix_type, target
 from ..common.launcher import Kernel
 from ..common.schedule import lengths, ring_rows, row_of
 from ..format import TOKENS, due_blocks_in_kernel
-from ..types import KeyValue, PackedBlocks
+from ..types import HeldCounts, KeyValue, PackedBlocks
 from .rotate import Queries, rotate_rows
 
 
@@ -301,6 +301,9 @@ class AppendLaunch:
         scales, bits = packed.scales.view(torch.float16), packed.layout.bits
         blocks = (packed.key_words, packed.value_words, scales, packed.key_means)
         self.counts = counts
+        sinks_held, blocks_held, rows_held = counts[1][:3, 0].unbind()
+        self.held = HeldCounts(blocks_held, rows_held, sinks_held)
+        """What a step attends to once its token is appended."""
         self.tensors = (*counts, *sinks, *residual, *blocks, *rotations, packed.channel_scales.values)
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
@@ -317,7 +320,7 @@ class AppendLaunch:
             warps = max(warps, config.warps)
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
         precision = "tf32x3" if on.asm else "ieee"
-        self.constants = (*constants, matrix_type(ring), precision, on.asm)
+        self.constants = (*constants, matrix_type(ring.dtype, ring.device), precision, on.asm)
         # `sanitize_overflow` is what `debug` turns on.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 

@@ -16,7 +16,7 @@ import triton
 from ..common.device import current_device, current_raw_stream, target
 from ..common.launcher import Kernel, Launcher
 from ..turing.split import decode_split_fragments
-from ..types import AttentionOptions, KeyValue, PackedBlocks, PendingToken
+from ..types import AttentionOptions, HeldCounts, KeyValue, PackedBlocks, PendingToken
 from .append import AppendLaunch, append_and_rotate, rotate_and_append
 from .plan import Plan, plan_decode
 from .reduce import reduce_splits
@@ -34,9 +34,10 @@ def _integers(size: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=65536)
 @torch.inference_mode(False)
-def device_int(value: int, device: torch.device) -> torch.Tensor:
-    """`value` as an int32 scalar on the device, out of a table: the host waits for a table, not for every length."""
-    return _integers(max(4096, 1 << value.bit_length()), device)[4 * value]
+def held_counts(blocks: int, rows: int, sinks: int, device: torch.device) -> HeldCounts:
+    """These counts on the device, out of a table: the host waits for a table, not for every length."""
+    numbers = (blocks, rows, sinks)
+    return HeldCounts(*(_integers(max(4096, 1 << number.bit_length()), device)[4 * number] for number in numbers))
 
 
 class Step(NamedTuple):
@@ -71,20 +72,20 @@ class Step(NamedTuple):
         query: Any,
         scratch: Any,
         out: Any,
-        num_blocks: Any,
-        num_residual: Any,
-        num_sinks: Any,
+        held: tuple[Any, ...],
         mask: Any,
         s_aux: Any,
     ) -> None:
         """Launch the three kernels, with tensors or their addresses.
 
         `tensors` are a `DecodeLaunch`'s: of blocks, of dense rows, of queries and of outputs. `row` and `slot` are what
-        the first kernel takes before other tensors and numbers. What a call does not have stands for another tensor.
+        the first kernel takes before other tensors and numbers. `held` are the counts of `HeldCounts`. What a call does
+        not have stands for another tensor.
         """
         (call_first, fixed_first), (call_split, fixed_split), (call_reduce, fixed_reduce) = launchers
         plan, first_grid, _, _, of_first, (before_mask, after_mask), of_reduce, _ = self
         blocks, dense, of_queries, of_outputs = tensors
+        num_blocks, num_residual, num_sinks = held
         call_first(*first_grid, stream, *fixed_first, *row, query, *of_queries, scratch, *slot, *of_first)
         call_split(
             plan.workers, 1, 1, stream, *fixed_split, scratch, *blocks, num_blocks, *dense, num_residual, num_sinks,
@@ -146,9 +147,7 @@ class DecodeLaunch:
     def __call__(
         self,
         query: torch.Tensor,
-        num_blocks: torch.Tensor,
-        num_residual: torch.Tensor,
-        num_sinks: torch.Tensor,
+        held: HeldCounts,
         mask: torch.Tensor | None,
         options: AttentionOptions,
         allocate: Callable[[int], torch.Tensor],
@@ -160,10 +159,7 @@ class DecodeLaunch:
 
         Args:
             query: `[B, Hq, S, Dk]` fp16, bf16 or fp32.
-            num_blocks: int32 scalar on the device: the first so many blocks count.
-            num_residual: int32 scalar on the device: the rows of the residual that count start at row 128 *
-                `num_blocks` modulo its size.
-            num_sinks: int32 scalar on the device: the rows of the sinks that count.
+            held: What is attended to.
             mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and residual rows in this
                 order.
             options: If causal, the packed part and the sinks are older than all queries.
@@ -179,7 +175,7 @@ class DecodeLaunch:
         if self.on_gpu and index != current_device():
             # Kernels are launched on the current device; layers of a model spread over several GPUs are not on it.
             with torch.cuda.device(self.device):
-                return self(query, num_blocks, num_residual, num_sinks, mask, options, allocate, out, token, append)
+                return self(query, held, mask, options, allocate, out, token, append)
         if mask is None:
             mask_rows, mask_strides = 0, (0, 0, 0)
         else:
@@ -202,7 +198,7 @@ class DecodeLaunch:
                 query, *row = (part.contiguous() for part in rows)
                 if token is not None:
                     token.states = row[0], row[1]
-                return self(query, num_blocks, num_residual, num_sinks, mask, options, allocate, out, token, append)
+                return self(query, held, mask, options, allocate, out, token, append)
         if out is None:
             out = query.new_empty(shape[0], shape[2], shape[1], self.value_dim)
         if step is None:
@@ -210,7 +206,7 @@ class DecodeLaunch:
         scratch = allocate(step.plan.scratch.size)
         # The common case, with nothing left to look up: all is compiled, for tensors that are aligned like these.
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
-        blocks_at, rows_at, sinks_at = num_blocks.data_ptr(), num_residual.data_ptr(), num_sinks.data_ptr()
+        blocks_at, rows_at, sinks_at = held.addresses
         mask_at = scratch_at if mask is None else mask.data_ptr()
         aux_at = scratch_at if s_aux is None else s_aux.data_ptr()
         bits = query_at | scratch_at | out_at | blocks_at | rows_at | sinks_at | mask_at | aux_at
@@ -227,7 +223,7 @@ class DecodeLaunch:
         if aligned and step.launchers:
             step.launch(
                 step.launchers, current_raw_stream(index), self.addresses, mask_strides, row_at, slot,
-                query_at, scratch_at, out_at, blocks_at, rows_at, sinks_at, mask_at, aux_at,
+                query_at, scratch_at, out_at, held.addresses, mask_at, aux_at,
             )  # fmt: skip
             return out
         row = () if states is None else (*states, *(self.ring if append is None else append.tensors))
@@ -236,7 +232,7 @@ class DecodeLaunch:
         step.launch(
             self._compiling(step, launched, append, states is not None, query.dtype, out.dtype, s_aux.dtype),
             0, self.tensors, mask_strides, row, slot,
-            query, scratch, out, num_blocks, num_residual, num_sinks,
+            query, scratch, out, held.tensors,
             scratch if mask is None else mask.view(torch.uint8),
             s_aux,
         )  # fmt: skip

@@ -158,7 +158,7 @@ def encode_new_blocks(
         dim, padded, tile, pages.key_bits, pages.value_bits,
         LEVELS[pages.key_bits],
         LEVELS[pages.value_bits],
-        matrix_type(key),
+        matrix_type(key.dtype, key.device),
         config.k_step,
         "tf32x3" if on.asm else "ieee",
         pages.sinks,

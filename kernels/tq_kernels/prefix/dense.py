@@ -333,7 +333,7 @@ def attend_dense(
     aux = query if options.s_aux is None else options.s_aux
     flags = (options.causal and mask is None, kind, *options.flags, splits > 1)
     tiles = (config.block_rows, config.block_tokens, config.stages)
-    constants = (key_dim, value_dim, block_dk, block_dv, *flags, matrix_type(query), *tiles)
+    constants = (key_dim, value_dim, block_dk, block_dv, *flags, matrix_type(query.dtype, query.device), *tiles)
     strides = (*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3])
     counts = (rows, groups, kv_heads, queries, tokens)
     ATTEND(

@@ -173,7 +173,7 @@ def attend_windows(
     place = (block_table.shape[1], rows.stride(0) // 8, window)
     flags = (*options.flags, splits > 1)
     tiles = (config.block_rows, config.block_tokens, STAGES)
-    constants = (dim, block_d, rows.shape[2], *flags, matrix_type(query), *tiles)
+    constants = (dim, block_d, rows.shape[2], *flags, matrix_type(query.dtype, query.device), *tiles)
     ATTEND(
         (count, kv_heads * row_tiles, splits),
         (query, key, value, rows, block_table, past, aux, out, partial, lse),

@@ -24,9 +24,9 @@ if HAS_TRITON:
     from tq_kernels.codec.balance import store as store_prompt_rows
     from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
-    from tq_kernels.common.device import interpreted, target
+    from tq_kernels.common.device import current_device, interpreted, target
     from tq_kernels.decode.append import AppendLaunch
-    from tq_kernels.decode.launch import DecodeLaunch, device_int
+    from tq_kernels.decode.launch import DecodeLaunch, held_counts
     from tq_kernels.decode.reorder import ReorderLaunch
     from tq_kernels.prefix.dense import attend_dense as attend_dense_states
     from tq_kernels.prefix.dense import attends_dense
@@ -100,10 +100,11 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride()[-1] == 1 else states.contiguous()
 
 
-def launching_on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device; layers of a model spread over several GPUs are not on it."""
-    away = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if away else nullcontext()
+def launching_on(states: torch.Tensor) -> AbstractContextManager:
+    """The device of these states: Triton launches on the current one, and layers of a model spread over several GPUs
+    are not on it."""
+    away = states.is_cuda and states.device.index != current_device()
+    return torch.cuda.device(states.device) if away else nullcontext()
 
 
 def supports_mask(mask: torch.Tensor | None, options: AttentionOptions) -> bool:
@@ -144,11 +145,12 @@ def rotations(
     return matrices[0], matrices[1]
 
 
-def prepare(config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor) -> None:
-    """Make the tables that kernels on `like.device` read: made inside a captured graph, they would live in it."""
-    if supports_blocks(like, layout):
+@lru_cache
+def prepare(config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> None:
+    """Make the tables that kernels read for such states: made inside a captured graph, they would live in it."""
+    if supports_blocks(torch.empty(0, dtype=dtype, device=device), layout):
         for dtype in (torch.float32, torch.float16):
-            rotations(config, layout, like.device, dtype)
+            rotations(config, layout, device, dtype)
 
 
 def supports_prompt(keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -181,22 +183,29 @@ def store_prompt(
             dense.to_sinks,
             *makes,
         )
-    with launching_on(keys.device):
+    with launching_on(keys):
         store_prompt_rows((_rows(keys), _rows(values)), dense, scales, statistics)
 
 
 @explains_failures
-def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, out: PackedBlocks, start: int) -> None:
-    """`tq_hf.codec.reference.encode` on the GPU."""
-    with launching_on(keys.device):
+def encode(
+    config: TurboQuantConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: PackedBlocks,
+    start: int,
+    tokens: tuple[int, int] | None = None,
+) -> None:
+    """`tq_hf.ops.dispatch.encode` on the GPU."""
+    with launching_on(keys):
         rotation = rotations(config, out.layout, keys.device, torch.float32)
-        encode_blocks(_rows(keys), _rows(values), out, start, rotation)
+        encode_blocks(_rows(keys), _rows(values), out, start, rotation, tokens)
 
 
 @explains_failures
 def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`tq_hf.codec.reference.dequantize` on the GPU."""
-    with launching_on(keys.device):
+    with launching_on(keys):
         rotation = rotations(config, blocks.layout, keys.device, torch.float32)
         dequantize_blocks(blocks, 0, blocks.capacity, keys, values, rotation)
 
@@ -215,9 +224,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
     try:
         out = launch(
             query,
-            device_int(num_blocks, device),
-            device_int(num_residual, device),
-            device_int(launch.sinks, device),
+            held_counts(num_blocks, num_residual, launch.sinks, device),
             None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
             options,
             allocator(current_workspace(device), "decode attention", device),
@@ -344,17 +351,16 @@ def attend_token(
     Scratch of a captured or compiled step is of the call alone: in a captured graph it comes from the graph's own
     memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
-    tensors, counts, (num_sinks, num_blocks, num_residual), _, max_cache_len, num_held, pending = view
-    writes, device = pending.states is not None, query.device
+    tensors, counts, _, max_cache_len, num_held, pending = view
+    append, device = _append_launch(tensors, counts, max_cache_len), query.device
+    token = None if pending.states is None else pending
     workspace = None if num_held is None or is_capturing() else current_workspace(device)
     return decode_launch(tensors)(
         query,
-        num_blocks,
-        num_residual,
-        num_sinks,
+        append.held,
         None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
         options,
         allocator(workspace, "decode attention", device),
-        token=pending if writes else None,
-        append=_append_launch(tensors, counts, max_cache_len) if writes else None,
+        token=token,
+        append=None if token is None else append,
     )

@@ -130,7 +130,7 @@ def paged_step(
     tokens = Tokens(_rows(query), _rows(key), _rows(value))
     rotation_fp16 = blocks.rotations(config, layout, device, torch.float16)
     scratch = allocator(None if is_capturing() else workspace, SCRATCH, device)
-    with blocks.launching_on(device):
+    with blocks.launching_on(query):
         if attend_prompts is not None:
             attend_prompts(out)
         elif not single:
@@ -159,7 +159,7 @@ def attend_windows(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of one new token each `[N, *, D]` of requests over their windows, stored there: `[N, Hq, D]`."""
-    with blocks.launching_on(query.device):
+    with blocks.launching_on(query):
         return attend_window_rows(
             (_rows(query), _rows(key), _rows(value)),
             windows.rows,
