@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.common.schedule import START, holder, lead, share_start
+from tq_kernels.common.schedule import START, counted, holder, share_start
 
 from tests.support.kernel_cases import INTERPRETED, child
 
@@ -17,7 +17,7 @@ test_passes_in_the_interpreter = child(__file__)
 
 @triton.jit
 def deal(starts, holders, blocks, streams, workers, WORKERS: tl.constexpr, TOTAL: tl.constexpr):
-    total = (blocks + lead(blocks, streams, workers)) * streams
+    total = counted(blocks) * streams
     w, at = tl.arange(0, WORKERS), tl.arange(0, TOTAL)
     tl.store(starts + w, share_start(w, workers, total), mask=w <= workers)
     tl.store(holders + at, holder(at, workers, total), mask=at < total)
@@ -27,7 +27,7 @@ if INTERPRETED:
 
     @pytest.mark.parametrize(("blocks", "streams", "workers"), NUMBERS)
     def test_shares(blocks: int, streams: int, workers: int) -> None:
-        total = (blocks + (START.value if blocks * streams > workers else 0)) * streams
+        total = (blocks + START.value) * streams if blocks else 0
         starts = torch.empty(workers + 1, dtype=torch.int32)
         holders = torch.empty(total, dtype=torch.int32)
         sizes = (triton.next_power_of_2(n + 1) for n in (workers, total))

@@ -6,13 +6,12 @@ sequence, stream after stream, and each of the W resident programs (*workers*) t
 have the same work whatever the shape; of fewer blocks than workers, the first workers take one each. A share may span
 streams: worker w leaves its partial result for stream s in slot w + s. Both grow along the sequence and one of them
 with each new piece, so slots are unique, and the pieces of stream s lie in consecutive slots. Each stream counts as if
-`START` blocks more came first, because a program that goes on to another one has to begin anew; not where nobody has
-more than one block.
+`START` blocks more came first, because a program that goes on to another one has to begin anew.
 
-The dense tokens (sinks and residual) are cut into jobs of 32 tokens of one stream. Where nobody has more than one
-block, jobs are dealt out in turn, to those without a block first. Else they are claimed by whoever is done: programs
-are not equally fast. Of those on one multiprocessor, the first are served first, and are done when a fifth of the time
-is left. Their jobs wait for memory while the others compute.
+The dense tokens (sinks and residual) are cut into jobs of 32 tokens of one stream. Workers that have no share begin
+with one each; the others are claimed by whoever is done. Programs are not equally fast: of those on one multiprocessor,
+the first are served first, and are done when a fifth of the time is left. Their jobs wait for memory while the others
+compute.
 
 Over the pages of many sequences, streams are of one sequence each and differ in length. An *item* is a packed block or
 a dense job, which are about as many bytes. A stream's items are its blocks, then its dense jobs; those of all streams,
@@ -115,7 +114,7 @@ ROTATED = tl.constexpr(2 * 32)
 DENSE_TOKENS = tl.constexpr(32)
 """Tokens of a dense job. With 64, 1 x 8k takes 18.4 us instead of 19.0, but 1 x 32k 27.0, not 26.3 (4 bits, H200)."""
 START = tl.constexpr(1)
-"""Blocks that a stream counts as more than it has where programs go on from one to another."""
+"""Blocks that a stream counts as more than it has."""
 
 
 @triton.jit
@@ -125,9 +124,9 @@ def dense_jobs(dense_tokens):
 
 
 @triton.jit
-def lead(blocks, streams, workers):
-    """Blocks that each of `streams` streams of so many blocks counts as more than it has."""
-    return tl.where(blocks * streams > workers, START, 0)
+def counted(blocks):
+    """What a stream of so many blocks counts."""
+    return tl.where(blocks > 0, blocks + START, 0)
 
 
 @triton.jit
@@ -146,18 +145,22 @@ def holder(block, workers, total):
 
 
 @triton.jit
-def first_job(worker, workers, total):
-    """The job that a worker begins with; less than 0 if it has a share of `total` blocks, or claims its jobs."""
-    return tl.where(total <= workers, worker - total, -1)
+def first_jobs(worker, workers, total):
+    """The job that a worker begins with, less than 0 if it has a share of `total` blocks; and how many workers begin
+    with one."""
+    # Of fewer blocks than workers, the first workers have one each.
+    without_share = tl.maximum(workers - total, 0)
+    return worker - (workers - without_share), without_share
 
 
 @triton.jit
-def next_job(job, workers, total, claims):
-    """The job after `job`. To claim one takes half a microsecond, also where none is left."""
-    following = job + workers
-    if total > workers:
-        following = tl.atomic_add(claims, 1, sem="relaxed")
-    return following
+def claim(claims, without_share, jobs):
+    """The next of `jobs` jobs, behind those that workers begin with. Where they begin with all, nobody asks: the answer
+    takes half a microsecond."""
+    job = jobs
+    if without_share < jobs:
+        job = without_share + tl.atomic_add(claims, 1, sem="relaxed")
+    return job
 
 
 @triton.jit

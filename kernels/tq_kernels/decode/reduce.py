@@ -14,11 +14,11 @@ from triton.language.extra import cuda
 
 from ..common.schedule import (
     LINE,
+    counted,
     dense_jobs,
     dense_jobs_of,
     dense_slots,
     holder,
-    lead,
     lengths,
     packed_of,
     stream_items,
@@ -130,7 +130,7 @@ def reduce_splits(
     factor = tl.load(channel_scales + head * DV + d, mask=d < DV, other=1.0).to(tl.float32)
     blocks = tl.load(num_blocks)
     dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
-    per_stream = blocks + lead(blocks, streams, workers)
+    per_stream = counted(blocks)
     first = holder(stream * per_stream, workers, per_stream * streams) + stream
     last = holder((stream + 1) * per_stream - 1, workers, per_stream * streams) + stream + 1
     last = tl.where(blocks > 0, last, first)

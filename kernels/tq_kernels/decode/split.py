@@ -23,15 +23,16 @@ from triton.language.extra import cuda
 from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
+    START,
     NewTokens,
+    claim,
+    counted,
     dense_jobs,
     dense_rows,
     dense_slots,
     first_block_column,
-    first_job,
-    lead,
+    first_jobs,
     lengths,
-    next_job,
     packed_of,
     share,
     share_start,
@@ -120,13 +121,12 @@ def decode_split(
     local = tl.arange(0, BLOCK_R)
     store_rows = local < tile_rows
 
-    ahead = lead(blocks, streams, workers)
-    total = (blocks + ahead) * streams
+    total = counted(blocks) * streams
     start = share_start(worker, workers, total)
     end = share_start(worker + 1, workers, total)
-    per_stream = tl.maximum(blocks + ahead, 1)
+    per_stream = tl.maximum(counted(blocks), 1)
     jobs = dense_jobs(sink_count + residual_count)
-    job = first_job(worker, workers, total)
+    first_job, without_share = first_jobs(worker, workers, total)
     residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
     # Where the share's streams are is counted on from here: divisions behind the wait would make a short call longer.
     first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
@@ -135,15 +135,15 @@ def decode_split(
     if ASM:
         # What comes first is on its way while queries are made.
         own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
-        own_block += tl.maximum(start % per_stream - ahead, 0)
+        own_block += tl.maximum(start % per_stream - START, 0)
         prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
         prefetch(key_words + own_block * (4 * DKP * KEY_BITS), DKP * KEY_BITS // 8, start < end)
         prefetch(value_words + own_block * (4 * DVP * VALUE_BITS), DVP * VALUE_BITS // 8, start < end)
-        if (job >= 0) & (job < jobs * streams):
-            job_head = job // jobs // row_tiles
+        if (first_job >= 0) & (first_job < jobs * streams):
+            job_head = first_job // jobs // row_tiles
             own_sinks = (job_head // kv_heads).to(tl.int64) * sink_b + job_head % kv_heads * sink_h
             own_residual = (job_head // kv_heads).to(tl.int64) * residual_b + job_head % kv_heads * residual_h
-            first_low = job % jobs * DENSE_TOKENS
+            first_low = first_job % jobs * DENSE_TOKENS
             first_dense = DenseTokens(
                 sink_keys + own_sinks * DK, sink_values + own_sinks * DV, residual_keys + own_residual * DK,
                 residual_values + own_residual * DV, sink_count, residual_count, residual_start, residual_capacity,
@@ -155,8 +155,8 @@ def decode_split(
         cuda.gdc_wait()
 
     for stream in tl.range(first_stream, last_stream, num_stages=1):
-        first = tl.maximum(start - stream * per_stream - ahead, 0)
-        last = per_lane(tl.minimum(end - stream * per_stream - ahead, blocks), ASM)
+        first = tl.maximum(start - stream * per_stream - START, 0)
+        last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
         r = tile * BLOCK_R + local
         stream_blocks = Blocks(key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h)
         stream_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
@@ -168,8 +168,9 @@ def decode_split(
         tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
         batch, kv_head = batch + (kv_head == kv_heads).to(tl.int32), tl.where(kv_head == kv_heads, 0, kv_head)
 
+    job = first_job
     if job < 0:
-        job = next_job(job, workers, total, claims)
+        job = claim(claims, without_share, jobs * streams)
     while job < jobs * streams:
         stream = job // jobs
         part = job % jobs
@@ -197,7 +198,7 @@ def decode_split(
         d, inverse = tl.arange(0, BLOCK_DM), 1.0 / tl.where(dense_total > 0, dense_total, 1.0)
         at = slot.to(tl.int64) * (tile_rows * DM) + local[None, :] * DM + d[:, None]
         tl.store(scratch + LINE * partial_at + at, out * inverse[None, :], mask=store_rows[None, :] & (d < DV)[:, None])
-        job = next_job(job, workers, total, claims)
+        job = claim(claims, without_share, jobs * streams)
 
 
 @triton.jit(

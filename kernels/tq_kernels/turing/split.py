@@ -18,15 +18,16 @@ from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
     ROTATED,
+    START,
     NewTokens,
+    claim,
+    counted,
     dense_jobs,
     dense_rows,
     dense_slots,
     first_block_column,
-    first_job,
-    lead,
+    first_jobs,
     lengths,
-    next_job,
     packed_of,
     share,
     share_start,
@@ -150,17 +151,16 @@ def decode_split_fragments(
     lse = scratch + LINE * lse_at
     partial = scratch + LINE * partial_at
 
-    ahead = lead(blocks, streams, workers)
-    total = (blocks + ahead) * streams
+    total = counted(blocks) * streams
     start = share_start(worker, workers, total)
     end = share_start(worker + 1, workers, total)
-    per_stream = tl.maximum(blocks + ahead, 1)
+    per_stream = tl.maximum(counted(blocks), 1)
     KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
     VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
     KEY_WIDTH: tl.constexpr = DKP // KEY_QUARTERS
     for stream in tl.range(start // per_stream, (end + per_stream - 1) // per_stream):
-        first = tl.maximum(start - stream * per_stream - ahead, 0)
-        last = tl.minimum(end - stream * per_stream - ahead, blocks)
+        first = tl.maximum(start - stream * per_stream - START, 0)
+        last = tl.minimum(end - stream * per_stream - START, blocks)
         head = stream // row_tiles
         batch = head // kv_heads
         kv_head = head % kv_heads
@@ -207,9 +207,9 @@ def decode_split_fragments(
     jobs = dense_jobs(sink_count + residual_count)
     residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
-    job = first_job(worker, workers, total)
+    job, without_share = first_jobs(worker, workers, total)
     if job < 0:
-        job = next_job(job, workers, total, claims)
+        job = claim(claims, without_share, jobs * streams)
     while job < jobs * streams:
         stream = job // jobs
         part = job % jobs
@@ -265,7 +265,7 @@ def decode_split_fragments(
         slot = workers + streams + stream * dense_splits + part
         slots = Slots(lse, partial, tile_rows, g, t)
         store_partial(slots, slot, acc, sums, maximum, gain, 0.0, 1.0, DV, DM, 1, TILES, True)
-        job = next_job(job, workers, total, claims)
+        job = claim(claims, without_share, jobs * streams)
 
 
 @triton.jit(
