@@ -17,7 +17,6 @@ MOST_AMD = 16.0
 STACK = {
     # Decode: read before the loop over blocks and behind it, at 64 and 128 channels to keep three or four warps a
     # scheduler; in the loop only where `IN_LOOP` says so.
-    ("sm_75", "decode", 256): 8,
     ("sm_86", "decode", 64): 8,
     ("sm_86", "decode", 128): 8,
     ("sm_86", "decode", 256): 8,
@@ -29,7 +28,7 @@ STACK = {
     ("sm_90", "decode", 256): 48,
     ("sm_100", "decode", 64): 48,
     ("sm_100", "decode", 128): 128,
-    ("sm_100", "decode", 256): 64,
+    ("sm_100", "decode", 256): 80,
     # Dequantize: at 255 registers, of 64 and 128 channels 7 to 18 accesses a block of 3,300 to 8,500 instructions. Of
     # 256 on sm_75 ptxas gives it 64 registers.
     ("sm_75", "dequantize keys", 128): 48,
