@@ -132,7 +132,8 @@ def _encode_launches(
         )
     if batch * heads * blocks == 0:
         return ()
-    dtype, (device, *_), (blocks_b, blocks_h, *_), all_bits, _ = kind
+    dtype, (device, *_), (blocks_b, blocks_h, block, _), all_bits, _ = kind
+    assert start + blocks < 2 or block == BLOCK_TOKENS  # one behind the other
     on, matrix = target(device), matrix_type(dtype, device)
     launches = []
     for is_value, head_dim, dim, own, strides in zip(
