@@ -30,6 +30,7 @@ from tests.support.tiny_models import CONFIGS, VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
 from tq_hf.memory import MemoryFootprint, measure
+from tq_hf.ops import dispatch
 from tq_hf.tools.estimate import Estimator, estimate, parse_memory
 
 model_named = lru_cache(build)
@@ -255,3 +256,15 @@ def test_amounts_of_memory_are_read(text, size):
 def test_other_amounts_are_refused(text):
     with pytest.raises(ValueError, match="not an amount of memory"):
         parse_memory(text)
+
+
+def test_nothing_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes need no codes; to encode tensors without memory takes half a second for each prompt."""
+
+    def encodes(*_: Any) -> None:
+        raise AssertionError("something was encoded")
+
+    monkeypatch.setattr(dispatch, "encode", encodes)
+    estimator = Estimator(LlamaConfig(num_hidden_layers=2, vocab_size=64), torch.bfloat16)
+    for room in (None, 4096):
+        assert estimator.footprint("4bit_nc", 3000, max_cache_len=room).total > 0

@@ -289,8 +289,7 @@ class GrowingStore(LayerStore):
 
         What is held changes at the end, at once: a kernel that fails leaves the store as it was, as in `append`.
         """
-        keys, values = prompt
-        tokens, first, blocks, held = keys.shape[2], self.num_sinks, self.num_blocks, self.residual.count
+        tokens, first, blocks, held = prompt[0].shape[2], self.num_sinks, self.num_blocks, self.residual.count
         to_sinks, due, begun, start, end, rows_completed, capacity = _spread(
             self.config, tokens, (first, blocks, held), self.max_cache_len
         )
@@ -312,19 +311,18 @@ class GrowingStore(LayerStore):
             for skipped, part in completed.parts(0, begun * BLOCK_TOKENS):
                 self._encode(part, blocks + skipped // BLOCK_TOKENS)
         if end > start:
-            self._make_room(blocks + begun, blocks + due)
-            dispatch.encode(self.config, keys, values, self.blocks, blocks + begun, (start, end))
+            self._encode(prompt, blocks + begun, (start, end))
         ring, (sinks, blocks, _) = residual.ring, counts
         tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
         held_now = {"residual": residual, "tensors": tensors, "num_sinks": sinks, "num_blocks": blocks}
         vars(self).update(held_now, _prompt=None, device_counts=None)
 
-    def _encode(self, states: KeyValue, start: int) -> None:
-        """Encode the whole blocks of `states` into blocks `start` and on."""
-        blocks = states[0].shape[2] // BLOCK_TOKENS
-        if blocks:
+    def _encode(self, states: KeyValue, start: int, tokens: tuple[int, int] | None = None) -> None:
+        """Encode the whole blocks of `states`, or of tokens `tokens[0]` to `tokens[1]`, into blocks `start` and on."""
+        first, stop = tokens or (0, states[0].shape[2])
+        if blocks := (stop - first) // BLOCK_TOKENS:
             self._make_room(start, start + blocks)
-            dispatch.encode(self.config, *states, self.blocks, start)
+            dispatch.encode(self.config, *states, self.blocks, start, tokens)
 
     def _make_room(self, held: int, needed: int) -> None:
         """Room for `needed` blocks of which `held` are encoded."""

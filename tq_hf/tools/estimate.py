@@ -37,8 +37,9 @@ MOST = 2**40  # the end of a search: a cache that fits with more tokens or seque
 class _Sizes(GrowingStore):
     """A store that allocates blocks and encodes nothing."""
 
-    def _encode(self, states: KeyValue, start: int) -> None:
-        self._make_room(start, start + states[0].shape[2] // self.layout.tokens)
+    def _encode(self, states: KeyValue, start: int, tokens: tuple[int, int] | None = None) -> None:
+        first, stop = tokens or (0, states[0].shape[2])
+        self._make_room(start, start + (stop - first) // self.layout.tokens)
 
 
 class Estimator:

@@ -93,7 +93,7 @@ def decode_numbers() -> list[dict[str, Any]]:
         for row in record["rows"]:
             if row["batch"] == 1 and "ms_per_step" in row and not any(word in row["cache"] for word in ASIDE):
                 curves.setdefault(row["cache"], []).append((row["context"], row["ms_per_step"]))
-        curves = {name: points for name, points in curves.items() if len(points) > 1}
+        curves = {name: points for name, points in curves.items() if len(points) > 2}  # two make no curve
         if curves:
             panels.append({"gpu": record["device"], "model": record["model"], "curves": curves})
     return panels

@@ -155,8 +155,7 @@ def first_jobs(worker, workers, total):
 
 @triton.jit
 def claim(claims, without_share, jobs):
-    """The next of `jobs` jobs, behind those that workers begin with. Where they begin with all, nobody asks: the answer
-    takes half a microsecond."""
+    """The next of `jobs` jobs, behind those that workers begin with. If these are all, none asks: that takes 0.5 us."""
     job = jobs
     if without_share < jobs:
         job = without_share + tl.atomic_add(claims, 1, sem="relaxed")
