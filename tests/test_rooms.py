@@ -59,7 +59,7 @@ BUDGETS = {
         "codec": 2131,  # trellis codes and paths of two words in a register; launches of a prompt, worked out once
         "turing": 1310,
         "common": 977,  # three tables of magnitudes, and signs from two bits; a launch that layers alike share
-        "types": 322,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
+        "types": 317,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 110,
         "format": 140,  # what decides trellis codes
         "__init__": 10,

@@ -68,13 +68,10 @@ class ChannelScales(NamedTuple):
     values: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device, filled: bool = True
-    ) -> ChannelScales:
-        """Room for channel scales, `filled` with ones, which change nothing."""
-        make = torch.ones if filled else torch.empty
-        keys = make(batch, heads, key_dim, dtype=torch.float16, device=device)
-        return cls(keys, make(batch, heads, value_dim, dtype=torch.float16, device=device))
+    def allocate(cls, batch: int, heads: int, key_dim: int, value_dim: int, device: torch.device) -> ChannelScales:
+        """Channel scales of one, which change nothing."""
+        keys = torch.ones(batch, heads, key_dim, dtype=torch.float16, device=device)
+        return cls(keys, torch.ones(batch, heads, value_dim, dtype=torch.float16, device=device))
 
     def check(self, others: ChannelScales) -> None:
         """Raise a `ValueError` unless `others`, `[B or 1, Hkv, D]`, can take the place of these."""
@@ -113,10 +110,8 @@ class PackedBlocks:
     channel_scales: ChannelScales
 
     @classmethod
-    def allocate(
-        cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device, scaled: bool = True
-    ) -> PackedBlocks:
-        """Room for `blocks` blocks of `heads` KV heads, not filled, with channel scales of one if `scaled`."""
+    def allocate(cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device) -> PackedBlocks:
+        """Room for `blocks` blocks of `heads` KV heads, not filled, with channel scales of one."""
 
         def room(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(batch, heads, blocks, size, dtype=dtype, device=device)
@@ -127,7 +122,7 @@ class PackedBlocks:
             value_words=room(layout.value_words),
             scales=room(layout.tokens),
             key_means=room(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
-            channel_scales=ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device, scaled),
+            channel_scales=ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device),
         )
 
     @property

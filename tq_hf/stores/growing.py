@@ -74,6 +74,11 @@ def _room(config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int
     return none, words, sinks, ring
 
 
+def _to_sinks(config: TurboQuantConfig, tokens: int, sinks: int, past: int) -> int:
+    """How many of `tokens` after `past` others, `sinks` of them sinks, become sinks."""
+    return min(tokens, config.sink_tokens - sinks) if past == sinks else 0
+
+
 @lru_cache(maxsize=1024)
 def _spread(
     config: TurboQuantConfig, tokens: int, counts: tuple[int, int, int], max_cache_len: int | None
@@ -83,7 +88,7 @@ def _spread(
     residual in which a block begun is completed, 0 for none, and of that after the call."""
     first, blocks, held = counts
     past = first + blocks * BLOCK_TOKENS + held
-    to_sinks = min(tokens, config.sink_tokens - first) if past == first else 0
+    to_sinks = _to_sinks(config, tokens, first, past)
     due = max(0, config.num_blocks(past + tokens) - blocks)
     rows = tokens - to_sinks
     lead = min(rows, -held % BLOCK_TOKENS)
@@ -228,7 +233,8 @@ class GrowingStore(LayerStore):
     @outside_inference_mode
     def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
         """Several tokens after others, or a first one: they are copied to the sinks and to the residual."""
-        past, first, to_sinks = self.length, self.num_sinks, self._room_of_sinks(keys.shape[2], self.length)
+        past, first = self.length, self.num_sinks
+        to_sinks = _to_sinks(self.config, keys.shape[2], first, past)
         for buffer, states in zip(self.tensors.sinks, (keys, values), strict=True):
             buffer[:, :, first : first + to_sinks] = states[:, :, :to_sinks]
         self.num_sinks += to_sinks
@@ -251,10 +257,6 @@ class GrowingStore(LayerStore):
         else:
             self._append_long((keys, values))
         return view
-
-    def _room_of_sinks(self, tokens: int, past: int) -> int:
-        """How many of `tokens` after `past` others are sinks."""
-        return min(tokens, self.config.sink_tokens - self.num_sinks) if past == self.num_sinks else 0
 
     @property
     def is_deferred(self) -> bool:
