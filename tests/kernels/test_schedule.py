@@ -4,35 +4,60 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.common.schedule import START, counted, holder, share_start
+from tq_kernels.common.schedule import START, counted, first_jobs, holder, share_start, sharing
 
 from tests.support.kernel_cases import INTERPRETED, child
 
-NUMBERS = [(0, 8, 528), (1, 1, 4), (1, 8, 528), (14, 8, 528), (65, 8, 528), (66, 8, 528), (254, 64, 528), (7, 512, 528)]
-"""Blocks of a stream, streams, workers."""
+NUMBERS = [
+    (0, 8, 528, 40),
+    (1, 1, 4, 2),
+    (1, 8, 528, 40),
+    (14, 8, 528, 40),
+    (63, 8, 528, 40),
+    (66, 8, 528, 0),
+    (8, 64, 528, 320),
+    (131, 8, 528, 40),
+    (254, 64, 528, 320),
+    (7, 512, 528, 2560),
+]
+"""Blocks of a stream, streams, workers, dense jobs."""
 
 
 test_passes_in_the_interpreter = child(__file__)
 
 
 @triton.jit
-def deal(starts, holders, blocks, streams, workers, WORKERS: tl.constexpr, TOTAL: tl.constexpr):
+def deal(
+    starts, holders, firsts, sharers_at, blocks, streams, workers, jobs, WORKERS: tl.constexpr, TOTAL: tl.constexpr
+):  # fmt: skip
     total = counted(blocks) * streams
+    sharers = sharing(workers, total, jobs)
     w, at = tl.arange(0, WORKERS), tl.arange(0, TOTAL)
-    tl.store(starts + w, share_start(w, workers, total), mask=w <= workers)
-    tl.store(holders + at, holder(at, workers, total), mask=at < total)
+    tl.store(starts + w, share_start(w, sharers, total), mask=w <= workers)
+    tl.store(holders + at, holder(at, sharers, total), mask=at < total)
+    tl.store(firsts + w, first_jobs(w, workers, total, sharers)[0], mask=w < workers)
+    tl.store(sharers_at, sharers)
 
 
 if INTERPRETED:
 
-    @pytest.mark.parametrize(("blocks", "streams", "workers"), NUMBERS)
-    def test_shares(blocks: int, streams: int, workers: int) -> None:
+    @pytest.mark.parametrize(("blocks", "streams", "workers", "jobs"), NUMBERS)
+    def test_shares(blocks: int, streams: int, workers: int, jobs: int) -> None:
         total = (blocks + START.value) * streams if blocks else 0
         starts = torch.empty(workers + 1, dtype=torch.int32)
         holders = torch.empty(total, dtype=torch.int32)
+        firsts, sharers = torch.empty(workers, dtype=torch.int32), torch.empty((), dtype=torch.int32)
         sizes = (triton.next_power_of_2(n + 1) for n in (workers, total))
-        deal[(1,)](starts, holders, blocks, streams, workers, *sizes)
+        deal[(1,)](starts, holders, firsts, sharers, blocks, streams, workers, jobs, *sizes)
         shares = starts.diff()
+        sharing = shares[: int(sharers)]
         assert starts[0] == 0 and starts[-1] == total
-        assert shares.max() - shares.min() <= 1
+        assert sharing.max() - sharing.min() <= 1
         assert torch.equal(holders.long(), torch.arange(workers).repeat_interleave(shares))
+        # Who has no share begins with a job: the first of them with the first job.
+        assert torch.equal(firsts < 0, shares > 0)
+        assert torch.equal(firsts[firsts >= 0], torch.arange(int((firsts >= 0).sum())).int())
+        if total < 2 * workers:
+            assert int((firsts >= 0).sum()) >= min(jobs, workers // 2)
+        else:
+            assert int(sharers) == workers

@@ -12,6 +12,9 @@ rotations were products with matrices then):
 | the same with a split that only this call needs |    17.1 |   17.6 |   21.6 |    31.6 |   109.3 |
 | one: the last program of a head merges          |    20.1 |   22.0 |   31.8 |    41.4 |         |
 
+With rotations by sums and differences 12.7, 13.6, 18.5, 25.7 and 93.4 us; where programs of the split rotate as well,
+in the same run, 13.5, 14.2, 19.3, 28.2 and 95.3.
+
 Of the 14.0 us of 1 x 2k today, three launches that do nothing take 6.6 (one 4.3), the rotation 1, the split 5 after it,
 and the merge 3.4. None of it is memory: with code and data in the caches a call takes as long. It is the latency of
 instructions, of which one or two warps a scheduler issue one in some two cycles. Measured and not taken (1 x 2k, when
@@ -19,6 +22,13 @@ it took 15.7): a first pass over stale queries or results, so that code is in th
 merge 16.1); a merge that counts pieces instead of waiting for the end of the split (15.7); fewer slots at a time in the
 merge of few splits (15.6); one division of L1 and shared memory for all three (no difference). To begin as soon as the
 kernel in front of the rotation ends (programmatic launch) would win 0.3.
+
+At 1 x 8k it is memory: 14.4 us with the blocks in L2, 17.7 without, and their bytes take 2.1. All programs ask for
+their first block at once. Programs beside the rotation that ask for them (the split then waits for these to end, too)
+make 25.3 us of 26.6 at 1 x 32k and 56.2 of 57.4 at 1 x 128k, but 17.7 of 17.8 at 1 x 8k and 14.3 of 13.7 at 1 x 2k:
+not taken, for a hundredth of a step. Without the merge a call takes 3.2 to 3.7 us less at any length, without dense
+tokens 2.5 at 1 x 8k before `sharing` and 0 to 0.9 elsewhere. Half as many programs at 3 bits: 27.6 us, not 28.8, at
+1 x 32k, but 67 of 55 at 1 x 128k.
 """
 
 from __future__ import annotations
@@ -30,7 +40,7 @@ from typing import Any
 import triton
 
 from ..common.device import Target
-from ..common.schedule import DENSE_TOKENS
+from ..common.schedule import DENSE_TOKENS, START
 from ..format import BLOCK_TOKENS, padded_dim
 
 REDUCE_DENSE = 16
@@ -243,7 +253,7 @@ def plan_decode(
     # One wave of resident programs, or fewer if there is not one block or dense job for each. Sinks and residual beside
     # the blocks, not after them: 1 x 512 14.0 us instead of 16.2, 1 x 2k 15.3 instead of 17.8 (4 bits, H200).
     resident = on.multiprocessors * config.programs_per_multiprocessor
-    workers = min(resident, streams * max(capacity + dense_splits, 1))
+    workers = min(resident, streams * (capacity + START.value + dense_splits))
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
     # Slots taken in at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).

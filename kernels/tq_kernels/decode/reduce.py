@@ -21,6 +21,7 @@ from ..common.schedule import (
     holder,
     lengths,
     packed_of,
+    sharing,
     stream_items,
 )
 from ..common.softmax import LOG2E, rescaled
@@ -130,12 +131,13 @@ def reduce_splits(
     factor = tl.load(channel_scales + head * DV + d, mask=d < DV, other=1.0).to(tl.float32)
     blocks = tl.load(num_blocks)
     dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
-    per_stream = counted(blocks)
-    first = holder(stream * per_stream, workers, per_stream * streams) + stream
-    last = holder((stream + 1) * per_stream - 1, workers, per_stream * streams) + stream + 1
+    per_stream, jobs = counted(blocks), dense_jobs(dense_tokens)
+    sharers = sharing(workers, per_stream * streams, jobs * streams)
+    first = holder(stream * per_stream, sharers, per_stream * streams) + stream
+    last = holder((stream + 1) * per_stream - 1, sharers, per_stream * streams) + stream + 1
     last = tl.where(blocks > 0, last, first)
     dense_first = workers + streams + stream * dense_splits
-    dense_last = dense_first + dense_jobs(dense_tokens)
+    dense_last = dense_first + jobs
     head_q = (head % kv_heads) * (rows // queries) + r // queries
     at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h
     if PDL:

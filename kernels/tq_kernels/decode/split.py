@@ -36,6 +36,7 @@ from ..common.schedule import (
     packed_of,
     share,
     share_start,
+    sharing,
     stream_items,
 )
 from ..common.softmax import log2_sum
@@ -122,11 +123,12 @@ def decode_split(
     store_rows = local < tile_rows
 
     total = counted(blocks) * streams
-    start = share_start(worker, workers, total)
-    end = share_start(worker + 1, workers, total)
-    per_stream = tl.maximum(counted(blocks), 1)
     jobs = dense_jobs(sink_count + residual_count)
-    first_job, without_share = first_jobs(worker, workers, total)
+    sharers = sharing(workers, total, jobs * streams)
+    start = share_start(worker, sharers, total)
+    end = share_start(worker + 1, sharers, total)
+    per_stream = tl.maximum(counted(blocks), 1)
+    first_job, without_share = first_jobs(worker, workers, total, sharers)
     residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
     # Where the share's streams are is counted on from here: divisions behind the wait would make a short call longer.
     first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream

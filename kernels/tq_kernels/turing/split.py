@@ -31,6 +31,7 @@ from ..common.schedule import (
     packed_of,
     share,
     share_start,
+    sharing,
     stream_items,
 )
 from ..common.softmax import log2_sum
@@ -152,8 +153,9 @@ def decode_split_fragments(
     partial = scratch + LINE * partial_at
 
     total = counted(blocks) * streams
-    start = share_start(worker, workers, total)
-    end = share_start(worker + 1, workers, total)
+    sharers = sharing(workers, total, dense_jobs(tl.load(num_sinks) + tl.load(num_residual)) * streams)
+    start = share_start(worker, sharers, total)
+    end = share_start(worker + 1, sharers, total)
     per_stream = tl.maximum(counted(blocks), 1)
     KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
     VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
@@ -201,13 +203,13 @@ def decode_split_fragments(
             small_unit(VALUE_BITS), DVP, DM, VALUE_QUARTERS, TILES, False,
         )  # fmt: skip
 
-    # Not before: the loop above has no register to spare.
+    # Anew: the loop above has no register to spare.
     residual_count = tl.load(num_residual)
     sink_count = tl.load(num_sinks)
     jobs = dense_jobs(sink_count + residual_count)
     residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
     claims = scratch.to(tl.pointer_type(tl.int32), bitcast=True)
-    job, without_share = first_jobs(worker, workers, total)
+    job, without_share = first_jobs(worker, workers, total, sharing(workers, total, jobs * streams))
     if job < 0:
         job = claim(claims, without_share, jobs * streams)
     while job < jobs * streams:
