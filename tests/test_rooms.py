@@ -58,7 +58,7 @@ BUDGETS = {
         "prefix": 1650,  # values of wide heads in two launches
         "codec": 2131,  # trellis codes and paths of two words in a register; launches of a prompt, worked out once
         "turing": 1310,
-        "common": 990,  # magnitudes, and signs from two bits; a launch that layers share; who begins with what
+        "common": 995,  # magnitudes, and signs from two bits; a launch that layers share; who begins with what
         "types": 317,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 110,
         "format": 140,  # what decides trellis codes

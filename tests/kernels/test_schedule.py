@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tq_kernels.common.schedule import START, counted, first_jobs, holder, share_start, sharing
+from tq_kernels.common.schedule import START, counted, first_jobs, holder, packed_share, sharing
 
 from tests.support.kernel_cases import INTERPRETED, child
 
@@ -33,7 +33,8 @@ def deal(
     total = counted(blocks) * streams
     sharers = sharing(workers, total, jobs)
     w, at = tl.arange(0, WORKERS), tl.arange(0, TOTAL)
-    tl.store(starts + w, share_start(w, sharers, total), mask=w <= workers)
+    tl.store(starts + w, packed_share(w, sharers, total)[0], mask=w < workers)
+    tl.store(starts + w + 1, packed_share(w, sharers, total)[1], mask=w == workers - 1)
     tl.store(holders + at, holder(at, sharers, total), mask=at < total)
     tl.store(firsts + w, first_jobs(w, workers, total, sharers)[0], mask=w < workers)
     tl.store(sharers_at, sharers)

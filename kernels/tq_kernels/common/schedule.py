@@ -140,9 +140,15 @@ def sharing(workers, total, jobs):
 
 @triton.jit
 def share_start(worker, workers, total):
-    """Where a worker's share of `total` blocks starts (the next one's: ends). The first shares have a block more, and
-    from `workers` on they have none."""
-    return tl.minimum(worker * (total // workers) + tl.minimum(worker, total % workers), total)
+    """Where a worker's share of `total` blocks starts (the next one's: ends). The first shares have a block more."""
+    return worker * (total // workers) + tl.minimum(worker, total % workers)
+
+
+@triton.jit
+def packed_share(worker, sharers, total):
+    """A worker's first block of `total` and the one after its last. From `sharers` on they have none."""
+    start = share_start(tl.minimum(worker, sharers), sharers, total)
+    return start, share_start(tl.minimum(worker + 1, sharers), sharers, total)
 
 
 @triton.jit

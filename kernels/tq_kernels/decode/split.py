@@ -34,8 +34,8 @@ from ..common.schedule import (
     first_jobs,
     lengths,
     packed_of,
+    packed_share,
     share,
-    share_start,
     sharing,
     stream_items,
 )
@@ -125,8 +125,7 @@ def decode_split(
     total = counted(blocks) * streams
     jobs = dense_jobs(sink_count + residual_count)
     sharers = sharing(workers, total, jobs * streams)
-    start = share_start(worker, sharers, total)
-    end = share_start(worker + 1, sharers, total)
+    start, end = packed_share(worker, sharers, total)
     per_stream = tl.maximum(counted(blocks), 1)
     first_job, without_share = first_jobs(worker, workers, total, sharers)
     residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)

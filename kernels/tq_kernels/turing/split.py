@@ -29,8 +29,8 @@ from ..common.schedule import (
     first_jobs,
     lengths,
     packed_of,
+    packed_share,
     share,
-    share_start,
     sharing,
     stream_items,
 )
@@ -154,8 +154,7 @@ def decode_split_fragments(
 
     total = counted(blocks) * streams
     sharers = sharing(workers, total, dense_jobs(tl.load(num_sinks) + tl.load(num_residual)) * streams)
-    start = share_start(worker, sharers, total)
-    end = share_start(worker + 1, sharers, total)
+    start, end = packed_share(worker, sharers, total)
     per_stream = tl.maximum(counted(blocks), 1)
     KEY_QUARTERS: tl.constexpr = quarters_of(KEY_BITS)
     VALUE_QUARTERS: tl.constexpr = quarters_of(VALUE_BITS)
