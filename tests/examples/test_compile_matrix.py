@@ -17,10 +17,10 @@ MOST_AMD = 16.0
 STACK = {
     # Decode: read before the loop over blocks and behind it, at 64 and 128 channels to keep three or four warps a
     # scheduler; in the loop only where `IN_LOOP` says so.
-    ("sm_86", "decode", 64): 8,
+    ("sm_86", "decode", 64): 16,
     ("sm_86", "decode", 128): 8,
     ("sm_86", "decode", 256): 8,
-    ("sm_89", "decode", 64): 8,
+    ("sm_89", "decode", 64): 16,
     ("sm_89", "decode", 128): 8,
     ("sm_89", "decode", 256): 8,
     ("sm_90", "decode", 64): 40,
