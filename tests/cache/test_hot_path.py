@@ -16,6 +16,7 @@ from tq_kernels.decode import append, launch
 from tq_kernels.types import PendingToken
 
 from tests.support.kernel_cases import INTERPRETED
+from tests.support.launch_recorder import store_no_rows
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.layers.handle import resolve
@@ -51,8 +52,8 @@ def kernels(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(Silent()))
     monkeypatch.setattr(triton_blocks, "interpreted", lambda: True)
-    for name in ("encode_blocks", "store_prompt_rows"):
-        monkeypatch.setattr(triton_blocks, name, lambda *arguments, **options: None)
+    monkeypatch.setattr(triton_blocks, "encode_blocks", lambda *arguments, **options: None)
+    monkeypatch.setattr(triton_blocks, "store_prompt_rows", store_no_rows)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     release_workspaces()
     yield
