@@ -14,6 +14,7 @@ NUMBERS = [
     (1, 8, 528, 40),
     (14, 8, 528, 40),
     (63, 8, 528, 40),
+    (65, 8, 528, 40),
     (66, 8, 528, 0),
     (8, 64, 528, 320),
     (131, 8, 528, 40),
@@ -28,13 +29,15 @@ test_passes_in_the_interpreter = child(__file__)
 
 @triton.jit
 def deal(
-    starts, holders, firsts, sharers_at, blocks, streams, workers, jobs, WORKERS: tl.constexpr, TOTAL: tl.constexpr
+    starts, ends, holders, firsts, sharers_at, blocks, streams, workers, jobs, WORKERS: tl.constexpr,
+    TOTAL: tl.constexpr,
 ):  # fmt: skip
     total = counted(blocks) * streams
     sharers = sharing(workers, total, jobs)
     w, at = tl.arange(0, WORKERS), tl.arange(0, TOTAL)
-    tl.store(starts + w, packed_share(w, sharers, total)[0], mask=w < workers)
-    tl.store(starts + w + 1, packed_share(w, sharers, total)[1], mask=w == workers - 1)
+    start, end = packed_share(w, sharers, total)
+    tl.store(starts + w, start, mask=w < workers)
+    tl.store(ends + w, end, mask=w < workers)
     tl.store(holders + at, holder(at, sharers, total), mask=at < total)
     tl.store(firsts + w, first_jobs(w, workers, total, sharers)[0], mask=w < workers)
     tl.store(sharers_at, sharers)
@@ -45,15 +48,14 @@ if INTERPRETED:
     @pytest.mark.parametrize(("blocks", "streams", "workers", "jobs"), NUMBERS)
     def test_shares(blocks: int, streams: int, workers: int, jobs: int) -> None:
         total = (blocks + START.value) * streams if blocks else 0
-        starts = torch.empty(workers + 1, dtype=torch.int32)
-        holders = torch.empty(total, dtype=torch.int32)
-        firsts, sharers = torch.empty(workers, dtype=torch.int32), torch.empty((), dtype=torch.int32)
+        starts, ends, firsts = (torch.empty(workers, dtype=torch.int32) for _ in range(3))
+        holders, sharers = torch.empty(total, dtype=torch.int32), torch.empty((), dtype=torch.int32)
         sizes = (triton.next_power_of_2(n + 1) for n in (workers, total))
-        deal[(1,)](starts, holders, firsts, sharers, blocks, streams, workers, jobs, *sizes)
-        shares = starts.diff()
-        sharing = shares[: int(sharers)]
-        assert starts[0] == 0 and starts[-1] == total
-        assert sharing.max() - sharing.min() <= 1
+        deal[(1,)](starts, ends, holders, firsts, sharers, blocks, streams, workers, jobs, *sizes)
+        shares = ends - starts
+        of_sharers = shares[: int(sharers)]
+        assert starts[0] == 0 and ends[-1] == total and torch.equal(starts[1:], ends[:-1])
+        assert of_sharers.max() - of_sharers.min() <= 1
         assert torch.equal(holders.long(), torch.arange(workers).repeat_interleave(shares))
         # Who has no share begins with a job: the first of them with the first job.
         assert torch.equal(firsts < 0, shares > 0)

@@ -250,8 +250,9 @@ def plan_decode(
     dense_splits = -(-dense_capacity // DENSE_TOKENS.value)
     row_tiles = -(-rows // config.block_rows)
     streams, tile_rows = heads * row_tiles, min(rows, config.block_rows)
-    # One wave of resident programs, or fewer if there is not one block or dense job for each. Sinks and residual beside
-    # the blocks, not after them: 1 x 512 14.0 us instead of 16.2, 1 x 2k 15.3 instead of 17.8 (4 bits, H200).
+    # One wave of resident programs, or fewer if there is not one block, as they are counted, or dense job for each.
+    # Sinks and residual beside the blocks, not after them: 1 x 512 14.0 us instead of 16.2, 1 x 2k 15.3 instead of 17.8
+    # (4 bits, H200).
     resident = on.multiprocessors * config.programs_per_multiprocessor
     workers = min(resident, streams * (capacity + START.value + dense_splits))
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
