@@ -9,52 +9,119 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.support.ptx import LANE, LANES, WORD, Registers, load, store, value_of
+from tests.support.ptx import LANE, LANES, WORD, Registers, bits, floats, load, multiply_add, store, value_of
 
-SHARED_WORDS = 1 << 16
-NUMBER = re.compile(r"-?(0x)?[0-9a-fA-F]+U?")
+SHARED_BYTES = 1 << 16
+NUMBER = re.compile(r"-?(0[xXfF])?[0-9a-fA-F]+U?")
+ACCESS = re.compile(r"(ld|st)\.(global|shared)(?:\.v\d)?\.[bu](\d+)")
+MATRICES = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x\d\.shared\.b16")
 Values = list[np.ndarray]
+Instruction = Callable[[Values], np.ndarray]
 
 
-def signed(x: np.ndarray) -> np.ndarray:
-    """32-bit registers as the integers that they stand for."""
-    return (x ^ 0x80000000) - 0x80000000
+def signed(x: np.ndarray, size: int = 32) -> np.ndarray:
+    """Registers' low bits as the integers that they stand for."""
+    return (x & (1 << size) - 1 ^ 1 << size - 1) - (1 << size - 1)
+
+
+def half(x: np.ndarray) -> np.ndarray:
+    """float16 in the low halves of registers."""
+    return x.astype(np.uint16).view(np.float16)
 
 
 def _flag(x: np.ndarray) -> np.ndarray:
     return x.astype(np.int64)
 
 
-INSTRUCTIONS: dict[str, Callable[[Values], np.ndarray]] = {
+def _compare(
+    test: Callable[[np.ndarray, np.ndarray], np.ndarray], read: Callable[[np.ndarray], np.ndarray]
+) -> Instruction:
+    return lambda x: _flag(test(read(x[0]), read(x[1])))
+
+
+def _of_floats(function: Callable[..., np.ndarray]) -> Instruction:
+    return lambda x: bits(function(*map(floats, x)).astype(np.float32))
+
+
+def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return a.astype(np.float64) * b + c  # rounded twice at worst, in fp64 and in fp32
+
+
+def _ordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return ~(np.isnan(a) | np.isnan(b))
+
+
+INSTRUCTIONS: dict[str, Instruction] = {
     "mad.lo.s32": lambda x: x[0] * x[1] + x[2],
     "mul.lo.s32": lambda x: x[0] * x[1],
     "sub.s32": lambda x: x[0] - x[1],
     "neg.s32": lambda x: -x[0],
+    "div.s32": lambda x: signed(x[0]) // signed(x[1]),  # of numbers that are not negative
+    "min.u32": lambda x: np.minimum(x[0], x[1]),
     "or.b32": lambda x: x[0] | x[1],
+    "shr.s32": lambda x: signed(x[0]) >> x[1],
     "bfe.u32": lambda x: x[0] >> x[1] & (1 << x[2]) - 1,
+    "bfe.s32": lambda x: signed(x[0] >> x[1], int(x[2].flat[0])),
     "selp.b32": lambda x: np.where(x[2] != 0, x[0], x[1]),
+    "selp.f32": lambda x: np.where(x[2] != 0, x[0], x[1]),
     "selp.b16": lambda x: np.where(x[2] != 0, x[0], x[1]) & 0xFFFF,
     "mov.pred": lambda x: _flag(x[0] != 0),
     "not.pred": lambda x: 1 - x[0],
     "and.pred": lambda x: x[0] & x[1],
-    "setp.eq.b32": lambda x: _flag(x[0] == x[1]),
-    "setp.ne.b32": lambda x: _flag(x[0] != x[1]),
+    "setp.eq.b32": _compare(np.equal, np.asarray),
+    "setp.ne.b32": _compare(np.not_equal, np.asarray),
     "setp.ne.b16": lambda x: _flag(x[0] != x[1] & 0xFFFF),
-    "setp.lt.u32": lambda x: _flag(x[0] < x[1]),
+    "setp.lt.u32": _compare(np.less, np.asarray),
+    "setp.lt.u64": _compare(np.less, np.asarray),
+    "setp.lt.s32": _compare(np.less, signed),
+    "setp.gt.u32": _compare(np.greater, np.asarray),
+    "setp.gt.s32": _compare(np.greater, signed),
+    "setp.ge.s32": _compare(np.greater_equal, signed),
+    "setp.eq.f32": _compare(np.equal, floats),
+    "setp.ne.f32": _compare(lambda a, b: (a != b) & _ordered(a, b), floats),
+    "setp.lt.f32": _compare(np.less, floats),
+    "setp.gt.f32": _compare(np.greater, floats),
+    "setp.num.f32": _compare(_ordered, floats),
+    "setp.nan.f32": _compare(lambda a, b: ~_ordered(a, b), floats),
+    "setp.ne.f16": _compare(lambda a, b: (a != b) & _ordered(a, b), half),
     "cvt.u16.u32": lambda x: x[0] & 0xFFFF,
     "cvt.u32.u16": lambda x: x[0],
+    "cvt.s32.s8": lambda x: signed(x[0], 8),
+    "cvt.rn.f32.s32": lambda x: bits(signed(x[0]).astype(np.float32)),
+    "cvt.f32.f16": lambda x: bits(half(x[0]).astype(np.float32)),
+    "cvt.rn.f16.f32": lambda x: bits(floats(x[0]).astype(np.float16)),
+    "mul.f16": lambda x: bits(half(x[0]) * half(x[1])),
+    "abs.f16": lambda x: x[0] & 0x7FFF,
+    "abs.f32": lambda x: x[0] & 0x7FFFFFFF,
+    "add.f32": _of_floats(np.add),
+    "mul.f32": _of_floats(np.multiply),
+    "fma.rn.f32": _of_floats(_fused),
+    "max.f32": _of_floats(np.fmax),
+    "min.f32": _of_floats(np.fmin),
+    "div.full.f32": _of_floats(np.divide),
+    "sqrt.approx.ftz.f32": _of_floats(np.sqrt),
+    "rsqrt.approx.ftz.f32": _of_floats(lambda x: 1 / np.sqrt(x.astype(np.float64))),
     "and.b16": lambda x: x[0] & x[1],
     "or.b16": lambda x: x[0] | x[1],
     "shl.b16": lambda x: x[0] << x[1] & 0xFFFF,
     "shr.u16": lambda x: x[0] >> x[1],
+    "mov.b16": lambda x: x[0],
     "redux.sync.add.s32": lambda x: np.zeros_like(x[0]) + signed(x[0]).sum(1, keepdims=True),
     "shfl.sync.bfly.b32": lambda x: x[0][:, LANE ^ int(x[1][0, 0])],
+    "shfl.sync.idx.b32": lambda x: np.take_along_axis(x[0], x[1], 1),
     "cvt.u32.u64": lambda x: x[0],
 }
-WIDE: dict[str, Callable[[Values], np.ndarray]] = {
+WIDE: dict[str, Instruction] = {
     "cvt.u64.u32": lambda x: x[0],
+    "cvt.s64.s32": lambda x: signed(x[0]),
+    "mov.b64": lambda x: x[0],
+    "or.b64": lambda x: x[0] | x[1],
     "mad.wide.u32": lambda x: x[0] * x[1] + x[2],
+    "mad.wide.s32": lambda x: signed(x[0]) * signed(x[1]) + x[2],
     "mul.wide.u32": lambda x: x[0] * x[1],
+    "mul.wide.s32": lambda x: signed(x[0]) * signed(x[1]),
+    "mad.lo.s64": lambda x: x[0] * x[1] + x[2],
+    "mul.lo.s64": lambda x: x[0] * x[1],
     "add.s64": lambda x: x[0] + x[1],
     "shl.b64": lambda x: x[0] << x[1],
 }
@@ -74,25 +141,64 @@ def statements(text: str) -> tuple[list[str], dict[str, int]]:
     return found, labels
 
 
+class _Shared:
+    """Shared memory, read and written as `load` and `store` do the CPU's."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(SHARED_BYTES, np.uint8)
+
+    def load(self, addresses: np.ndarray, size: int, active: np.ndarray, old: np.ndarray) -> np.ndarray:
+        where = np.where(active, addresses, 0)[..., None] + np.arange(size)
+        return np.where(active, (self.bytes[where].astype(np.int64) << 8 * np.arange(size)).sum(-1), old)
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, size: int, active: np.ndarray) -> None:
+        where = addresses[active][:, None] + np.arange(size)
+        self.bytes[where] = values[active][:, None] >> 8 * np.arange(size) & 0xFF
+
+    def matrix(self, rows: np.ndarray) -> np.ndarray:
+        """What `ldmatrix` reads of one matrix, whose rows are where lanes 0 to 7 of `rows` [warps, 8] say."""
+        where = rows[:, LANE // 4] + 4 * (LANE % 4)
+        return self.load(where, 4, where >= 0, where)
+
+
 def run_kernel(text: str, arguments: list[int], threads: int) -> None:
-    """Run one program of a kernel.
+    """Run a kernel's only program.
 
     Args:
         text: Its PTX.
-        arguments: Its first arguments, pointers to the CPU's memory.
+        arguments: Its first arguments: integers, and pointers to the CPU's memory.
         threads: Of the program, a multiple of 32.
     """
     like = np.zeros((threads // LANES, LANES), np.int64)  # of a register: warps, lanes
     registers: Registers = {"%tid.x": like + np.arange(threads).reshape(-1, LANES), "global_smem": like}
+    registers |= {f"%ctaid.{axis}": like for axis in "xyz"} | {f"%nctaid.{axis}": like + 1 for axis in "xyz"}
     registers["%lanemask_lt"] = like + (1 << LANE) - 1
-    shared = np.zeros(SHARED_WORDS, np.int64)
+    shared = _Shared()
 
     def read(name: str) -> np.ndarray:
-        return registers[name] if name in registers else like + (int(name.removesuffix("U"), 0) & WORD)
+        if name in registers:
+            return registers[name]
+        if name.startswith(("0f", "0F")):
+            return like + int(name[2:], 16)
+        return like + int(name.removesuffix("U"), 0)
 
     def address(operand: str) -> np.ndarray:
         base, _, offset = operand.strip("[] ").replace(" ", "").partition("+")
         return registers[base] + int(offset or 0)
+
+    def of_memory(kind: str, space: str, size: int, operands: list[str], vectors: list[list[str]]) -> None:
+        start = address(operands[1 if kind == "ld" else 0])
+        for i, name in enumerate(vectors[0 if kind == "ld" else 1]):
+            where = start + size * i
+            if kind == "st" and space == "global":
+                store(where.ravel(), (read(name) & (1 << 8 * size) - 1).ravel(), size, active.ravel())
+            elif kind == "st":
+                shared.store(where, read(name), size, active)
+            elif space == "global":
+                old = registers.get(name, like)
+                registers[name] = load(where.ravel(), size, active.ravel(), old.ravel()).reshape(like.shape)
+            else:
+                registers[name] = shared.load(where, size, active, registers.get(name, like))
 
     program, labels = statements(text)
     at = 0
@@ -104,40 +210,38 @@ def run_kernel(text: str, arguments: list[int], threads: int) -> None:
         operation, _, rest = line.partition(" ")
         operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", rest)
         vectors = [re.findall(r"[^\s,{}]+", operand) for operand in operands]
-        if operation == "ret":
-            return
-        if operation == "bra":
+        if operation in ("ret", "bra", "bra.uni"):
             assert active.all() or not active.any(), f"threads part at {line}"
+            if operation == "ret" and active.all():
+                return
             at = labels[operands[0]] if active.all() else at
         elif operation == "bar.sync":
             pass
-        elif operation == "ld.param.b64":
+        elif operation.startswith("ld.param"):
             registers[operands[0]] = like + arguments[int(operands[1].rpartition("_")[2].rstrip("]"))]
-        elif operation in ("ld.global.b32", "ld.shared.b32", "ld.shared.v4.b32"):
+        elif found := ACCESS.fullmatch(operation):
+            of_memory(found[1], found[2], int(found[3]) // 8, operands, vectors)
+        elif MATRICES.fullmatch(operation):
+            rows = address(operands[1])
             for i, name in enumerate(vectors[0]):
-                where, old = address(operands[1]) + 4 * i, registers.get(name, like)
-                if operation == "ld.global.b32":
-                    new = load(where.ravel(), 4, active.ravel(), old.ravel()).reshape(like.shape)
-                else:
-                    new = np.where(active, shared[np.where(active, where, 0) // 4], old)
-                registers[name] = new
-        elif operation in ("st.global.b32", "st.shared.b32", "st.shared.v4.b32"):
-            for i, name in enumerate(vectors[1]):
-                where = address(operands[0]) + 4 * i
-                if operation == "st.global.b32":
-                    store(where.ravel(), read(name).ravel(), 4, active.ravel())
-                else:
-                    shared[where[active] // 4] = read(name)[active]
-        elif operation == "ldmatrix.sync.aligned.m8n8.x1.shared.b16":
-            rows = address(operands[1])[:, LANE // 4]
-            registers[vectors[0][0]] = shared[rows // 4 + LANE % 4]
+                registers[name] = shared.matrix(rows[:, 8 * i : 8 * i + 8])
+        elif operation.startswith("mma"):
+            a, (b,), c = ([read(name) for name in vector] for vector in vectors[1:])
+            warps = [multiply_add([x[w] for x in a], b[w], [x[w] for x in c]) for w in range(len(like))]
+            registers |= dict(zip(vectors[0], np.stack(warps, 1), strict=True))
+        elif operation == "mov.b32" and len(vectors[0]) == 2:
+            word = read(operands[1])
+            registers |= {vectors[0][0]: word & 0xFFFF, vectors[0][1]: word >> 16 & 0xFFFF}
+        elif operation == "mov.b32" and len(vectors[1]) == 2:
+            low, high = (read(name) & 0xFFFF for name in vectors[1])
+            registers[operands[0]] = low | high << 16
         else:
             names = [name for name in operands[1:] if name in registers or NUMBER.fullmatch(name)]
             x = [read(name) for name in names]
             if operation in WIDE:
                 new = WIDE[operation](x)
-            elif operation in INSTRUCTIONS:
-                new = INSTRUCTIONS[operation](x) & WORD
             else:
-                new = value_of(operation, names, x) & WORD
+                x = [value if name.startswith("%rd") else value & WORD for name, value in zip(names, x, strict=True)]
+                known = operation in INSTRUCTIONS
+                new = (INSTRUCTIONS[operation](x) if known else value_of(operation, names, x)) & WORD
             registers[operands[0]] = np.where(active, new, registers.get(operands[0], like))

@@ -96,13 +96,15 @@ def _least_sum(a, b, c, ASM: tl.constexpr):
 
 @triton.jit
 def _one(ASM: tl.constexpr):
-    """1, `[1, 1, 1]`, by way of bit 31 of `%lanemask_lt`, which is 0: constants times it stay in registers. They would
-    be copied there before each use, and products with powers of two would be shifts, on the busier pipe."""
+    """1, `[1, 1, 1]`, as no compiler knows: by way of bit 31 of `%lanemask_lt`, or of the last program of the largest
+    grid. Constants times it stay in registers. They would be copied there before each use, and products with powers of
+    two would be shifts, on the busier pipe; without PTX, sums of such shifts become vectors, and LLVM loses some of
+    their terms (Triton 3.6 and 3.7: wrong codes of 2 bits)."""
     if ASM:
         asm: tl.constexpr = "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.u32 $0, z, $1; }"
         return tl.inline_asm_elementwise(asm, "=r,r", [tl.full([1, 1, 1], 1, tl.uint32)], tl.uint32, True, 1)
     else:
-        return tl.full([1, 1, 1], 1, tl.uint32)
+        return tl.full([1, 1, 1], 1, tl.uint32) + 2 * (tl.program_id(0) == 0x7FFFFFFE).to(tl.uint32)
 
 
 @triton.jit
