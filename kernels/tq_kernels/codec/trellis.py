@@ -98,8 +98,8 @@ def _least_sum(a, b, c, ASM: tl.constexpr):
 def _one(ASM: tl.constexpr):
     """1, `[1, 1, 1]`, as no compiler knows: by way of bit 31 of `%lanemask_lt`, or of the last program of the largest
     grid. Constants times it stay in registers. They would be copied there before each use, and products with powers of
-    two would be shifts, on the busier pipe; without PTX, sums of such shifts become vectors, and LLVM loses some of
-    their terms (Triton 3.6 and 3.7: wrong codes of 2 bits)."""
+    two would be shifts, on the busier pipe. Without PTX, LLVM would make vectors of sums and differences with
+    constants, and lose terms of them (Triton 3.6 and 3.7: nearly all codes of 2 bits were wrong)."""
     if ASM:
         asm: tl.constexpr = "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.u32 $0, z, $1; }"
         return tl.inline_asm_elementwise(asm, "=r,r", [tl.full([1, 1, 1], 1, tl.uint32)], tl.uint32, True, 1)
@@ -168,6 +168,15 @@ def _constant(bits, level, place):
 
 
 @triton.jit
+def _error(x, one, SLOPE: tl.constexpr, CONSTANT: tl.constexpr, ASM: tl.constexpr):
+    """Errors of a level for channels `x`, from `_slope` and `_constant`."""
+    if ASM:
+        return x * (one * SLOPE) + CONSTANT
+    else:
+        return x * (one * SLOPE) + one * CONSTANT
+
+
+@triton.jit
 def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """Least errors of paths from each state 2 b + p before a code of 2 bits, of those `e` from each state behind it.
 
@@ -175,7 +184,7 @@ def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """
     added = ()  # of level 4 t + 2 b + p
     for level in tl.static_range(8):
-        added += (x * (one * _slope(2, level)) + _constant(2, level, PLACE),)
+        added += (_error(x, one, _slope(2, level), _constant(2, level, PLACE), ASM),)
     least = ()
     for before in tl.static_range(4):
         found = e[before // 2] + added[before % 2]
@@ -193,7 +202,7 @@ def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """
     best = ()  # [low bit behind, low bit]
     for magnitude in tl.static_range(8):
-        added = x * (one * _slope(3, magnitude)) + _constant(3, magnitude, PLACE)
+        added = _error(x, one, _slope(3, magnitude), _constant(3, magnitude, PLACE), ASM)
         if magnitude % 4 < 2:
             best += (added,)
         else:
