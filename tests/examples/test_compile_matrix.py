@@ -47,12 +47,12 @@ STACK = {
     ("sm_90", "dequantize keys", 128): 32,
     # Encode: on sm_90 at 128 registers, which 16 warps a multiprocessor leave; 6 to 9 reads a block of 2,100
     # instructions or more, and no write. Of 256 channels at 255, of which two tiles are 128: 6 to 21 reads a block. On
-    # sm_75, where it is 600 and more, sixteen warps would take two thirds of the stack each, and so more in all; up to
-    # 96 bytes of it are constants of trellis codes, which the compiler must not know there.
-    ("sm_75", "encode keys", 128): 72,
-    ("sm_75", "encode keys", 256): 1136,
-    ("sm_75", "encode values", 128): 64,
-    ("sm_75", "encode values", 256): 1104,
+    # sm_75, where it is 600 and more, sixteen warps would take two thirds of the stack each, and so more in all; of 128
+    # channels there trellis codes keep up to 14 of their constants on it.
+    ("sm_75", "encode keys", 128): 120,
+    ("sm_75", "encode keys", 256): 1072,
+    ("sm_75", "encode values", 128): 104,
+    ("sm_75", "encode values", 256): 1008,
     ("sm_80", "encode keys", 256): 24,
     ("sm_80", "encode values", 256): 8,
     ("sm_86", "encode keys", 256): 40,

@@ -92,6 +92,11 @@ if wanted_card() is None:
 else:
     DEVICE = torch.device("cuda", 0)
 
+    def skip_trellis_without_assembly(preset: str) -> None:
+        """AMD's GPUs find codes of 2 and 3 bits with an instruction of their own, which `plain` leaves out."""
+        if wanted_card().capability == (0, 0) and min(PRESETS[preset].key_bits, PRESETS[preset].value_bits) < 4:
+            pytest.skip("nobody encodes 2 and 3 bits without inline assembly, of which LLVM makes wrong code")
+
     def test_tables_know_the_card() -> None:
         from tq_kernels.common.device import target
 
@@ -114,6 +119,7 @@ else:
 
     @pytest.mark.parametrize("preset", PRESETS)
     def test_encode(preset: str) -> None:
+        skip_trellis_without_assembly(preset)
         encode.check(encode.Case(PRESETS[preset], 128, 64), DEVICE)
 
     @pytest.mark.parametrize("dims", [(128, 64), (64, 128), (128, 128), (256, 256), (80, 96)], ids=str)
@@ -123,6 +129,7 @@ else:
 
     @pytest.mark.parametrize("step", PAGED, ids=str)
     def test_pages(step: Step) -> None:
+        skip_trellis_without_assembly(step.preset)
         if max(step.new) > 1 and wanted_card().capability == (7, 5):
             pytest.skip("prompts over pages are torch's on sm_75")
         paged.check(step, torch.device("cuda"))

@@ -108,14 +108,14 @@ if INTERPRETED:
 
     @BITS
     @SIDES
-    @pytest.mark.parametrize("asm", [0, 8, 9], ids=["no PTX", "sm_80", "sm_90"])
+    @pytest.mark.parametrize("asm", [0, 1, 7, 8, 9], ids=["none", "AMD", "sm_75", "sm_80", "sm_90"])
     def test_finds_the_codes_of_the_reference(bits: int, is_value: bool, asm: int) -> None:
         check(bits, is_value, CPU, asm)
 
 else:
 
     @pytest.mark.parametrize(
-        ("bits", "is_value", "arch"), [(2, False, 90), (3, True, 90), (2, True, 80), (3, False, 80)]
+        ("bits", "is_value", "arch"), [(2, False, 90), (3, True, 90), (2, True, 80), (3, False, 80), (2, False, 75)]
     )
     def test_compiled_code_finds_the_codes_of_the_reference(bits: int, is_value: bool, arch: int) -> None:
         """The interpreter runs the source: what Triton takes for a variable of a loop shows in compiled code only."""
@@ -127,4 +127,4 @@ else:
 @SIDES
 def test_finds_the_codes_of_the_reference_on_a_gpu(bits: int, is_value: bool) -> None:
     device = torch.device("cuda", 0)
-    check(bits, is_value, device, target(device).asm)
+    check(bits, is_value, device, target(device).encoder_asm)

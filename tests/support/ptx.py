@@ -142,7 +142,10 @@ def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarra
             return logic(x[0], x[1], x[2], int(names[3], 0))
         case "setp.ne.u32":
             return (x[0] != x[1]).astype(np.int64)
-        case "min.u16x2" | "min.f16x2" | "add.u16x2" | "add.s16x2" | "min.s16x2.relu":
+        case "set.lt.u32.f16x2":
+            less = halves(x[0]) < halves(x[1])
+            return less[..., 0] * 0xFFFF | less[..., 1] * 0xFFFF0000
+        case "min.u16x2" | "v_pk_min_u16" | "min.f16x2" | "add.u16x2" | "add.s16x2" | "min.s16x2.relu":
             return of_halves(operation, *(pairs(register) for register in x))
         case "dp4a.s32.s32" | "dp4a.u32.u32":
             kind = np.int8 if "s32" in operation else np.uint8

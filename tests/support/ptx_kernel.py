@@ -9,11 +9,26 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.support.ptx import LANE, LANES, WORD, Registers, bits, floats, load, multiply_add, store, value_of
+from tests.support.ptx import (
+    LANE,
+    LANES,
+    WORD,
+    Registers,
+    bits,
+    floats,
+    halves,
+    load,
+    multiply_add,
+    store,
+    value_of,
+    words,
+)
 
 SHARED_BYTES = 1 << 16
 NUMBER = re.compile(r"-?(0[xXfF])?[0-9a-fA-F]+U?")
-ACCESS = re.compile(r"(ld|st)\.(global|shared)(?:\.v\d)?\.[bu](\d+)")
+ACCESS = re.compile(r"(ld|st)\.(global|shared)(?:::cta)?(?:\.v\d)?\.[bu](\d+)")
+HALVES = {"mov.b32": 16, "mov.b64": 32}
+"""Bits of the registers that these put together, or take apart."""
 MATRICES = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x\d\.shared\.b16")
 Values = list[np.ndarray]
 Instruction = Callable[[Values], np.ndarray]
@@ -37,6 +52,10 @@ def _compare(
     test: Callable[[np.ndarray, np.ndarray], np.ndarray], read: Callable[[np.ndarray], np.ndarray]
 ) -> Instruction:
     return lambda x: _flag(test(read(x[0]), read(x[1])))
+
+
+def _unsigned_shift(x: Values) -> np.ndarray:
+    return (x[0].view(np.uint64) >> x[1].view(np.uint64)).view(np.int64)
 
 
 def _of_floats(function: Callable[..., np.ndarray]) -> Instruction:
@@ -91,7 +110,9 @@ INSTRUCTIONS: dict[str, Instruction] = {
     "cvt.f32.f16": lambda x: bits(half(x[0]).astype(np.float32)),
     "cvt.rn.f16.f32": lambda x: bits(floats(x[0]).astype(np.float16)),
     "mul.f16": lambda x: bits(half(x[0]) * half(x[1])),
+    "mul.f16x2": lambda x: words(halves(x[0]) * halves(x[1])),
     "abs.f16": lambda x: x[0] & 0x7FFF,
+    "abs.f16x2": lambda x: x[0] & 0x7FFF7FFF,
     "abs.f32": lambda x: x[0] & 0x7FFFFFFF,
     "add.f32": _of_floats(np.add),
     "mul.f32": _of_floats(np.multiply),
@@ -115,6 +136,9 @@ WIDE: dict[str, Instruction] = {
     "cvt.u64.u32": lambda x: x[0],
     "cvt.s64.s32": lambda x: signed(x[0]),
     "mov.b64": lambda x: x[0],
+    "selp.b64": lambda x: np.where(x[2] != 0, x[0], x[1]),
+    "bfe.u64": lambda x: _unsigned_shift(x) & (1 << x[2]) - 1,
+    "shr.u64": lambda x: _unsigned_shift(x),
     "or.b64": lambda x: x[0] | x[1],
     "mad.wide.u32": lambda x: x[0] * x[1] + x[2],
     "mad.wide.s32": lambda x: signed(x[0]) * signed(x[1]) + x[2],
@@ -178,6 +202,8 @@ def run_kernel(text: str, arguments: list[int], threads: int) -> None:
     def read(name: str) -> np.ndarray:
         if name in registers:
             return registers[name]
+        if name.startswith("%"):  # which nothing was written to, and nothing should depend on
+            return like + 0x7FFF
         if name.startswith(("0f", "0F")):
             return like + int(name[2:], 16)
         return like + int(name.removesuffix("U"), 0)
@@ -229,12 +255,13 @@ def run_kernel(text: str, arguments: list[int], threads: int) -> None:
             a, (b,), c = ([read(name) for name in vector] for vector in vectors[1:])
             warps = [multiply_add([x[w] for x in a], b[w], [x[w] for x in c]) for w in range(len(like))]
             registers |= dict(zip(vectors[0], np.stack(warps, 1), strict=True))
-        elif operation == "mov.b32" and len(vectors[0]) == 2:
-            word = read(operands[1])
-            registers |= {vectors[0][0]: word & 0xFFFF, vectors[0][1]: word >> 16 & 0xFFFF}
-        elif operation == "mov.b32" and len(vectors[1]) == 2:
-            low, high = (read(name) & 0xFFFF for name in vectors[1])
-            registers[operands[0]] = low | high << 16
+        elif operation in HALVES and len(vectors[0]) == 2:
+            whole, size = read(operands[1]), HALVES[operation]
+            registers |= {vectors[0][0]: whole & (1 << size) - 1, vectors[0][1]: whole >> size & (1 << size) - 1}
+        elif operation in HALVES and len(vectors[1]) == 2:
+            size = HALVES[operation]
+            low, high = (read(name) & (1 << size) - 1 for name in vectors[1])
+            registers[operands[0]] = low | high << size
         else:
             names = [name for name in operands[1:] if name in registers or NUMBER.fullmatch(name)]
             x = [read(name) for name in names]

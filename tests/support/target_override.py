@@ -4,7 +4,7 @@
 
 PTX is forward compatible. With the variable set, every Triton kernel of the process is compiled for the named target as
 far as its PTX, which is then assembled for the GPU at hand, and the heuristic tables are told the named GPU. `plain` is
-the code without inline PTX, which AMD and Intel GPUs run, compiled for the GPU at hand.
+the code without inline assembly, which AMD's GPUs run but to encode 2 and 3 bits, compiled for the GPU at hand.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def capability(arch: int | str) -> tuple[int, int]:
 
 def target_of(arch: int | str) -> Target:
     """A GPU of this architecture, as large as an H200."""
-    return Target(132, SHARED[arch] * 1024, capability(arch), isinstance(arch, int))
+    nvidia = isinstance(arch, int)
+    return Target(132, SHARED[arch] * 1024, capability(arch), small_levels=nvidia, amd=not nvidia)
 
 
 def plan(

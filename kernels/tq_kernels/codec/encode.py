@@ -122,7 +122,7 @@ def _add_product(x, high, low, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 def _finite_or_zero(x, ASM: tl.constexpr):
     """float16, 0 for what is infinite or NaN: a row that is not finite leaves its block without a mean, not the other
     rows without sense."""
-    if ASM:
+    if ASM >= 7:
         # Two at a time, as nothing that Triton has: a compare to a mask, and the mask.
         return tl.inline_asm_elementwise(
             """{
@@ -297,7 +297,7 @@ def encode_blocks(
         source = states + stride_token.to(tl.int64) * (block * TOKENS)
         late = source + HALF_TOKENS * stride_token
         home = first_home + block
-        if ASM and STAGES > 1:
+        if ASM >= 8 and STAGES > 1:
             _prefetch_rows(states, tl.minimum(block + tl.num_programs(0), blocks - 1), stride_token, TILE)
         out = Output(words, scales, means)
         encode_block(source, late, offsets, offsets, out, home, rotation, channel_scales, high, low, C)

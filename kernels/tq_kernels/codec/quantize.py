@@ -122,7 +122,7 @@ def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl
 @triton.jit
 def _high_bytes(a, b, ASM: tl.constexpr):
     """Byte 3 of a, anything, byte 3 of b, anything."""
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0703;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return a >> 24 | (b >> 24) << 16

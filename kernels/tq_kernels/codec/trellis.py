@@ -31,7 +31,7 @@ NO_LABELS = tl.constexpr(0xFFF0FFF0)
 @triton.jit
 def low_bytes(a, b, ASM: tl.constexpr):
     """Byte 0 of a, byte 0 of b, anything, anything."""
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0040;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return (a & 0xFF) | (b & 0xFF) << 8
@@ -40,7 +40,7 @@ def low_bytes(a, b, ASM: tl.constexpr):
 @triton.jit
 def low_halves(a, b, ASM: tl.constexpr):
     """Bytes 0 and 1 of a, bytes 0 and 1 of b."""
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return (a & 0xFFFF) | b << 16
@@ -49,7 +49,7 @@ def low_halves(a, b, ASM: tl.constexpr):
 @triton.jit
 def high_halves(a, b, ASM: tl.constexpr):
     """Bytes 2 and 3 of a, bytes 2 and 3 of b."""
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return a >> 16 | (b & 0xFFFF0000)
@@ -64,22 +64,31 @@ def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr)
     inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0) * (UNITS[BITS - 2] / (2 * LARGEST))
     # In [0, 1], by the multiplication itself, which saturates; 0 for what is not a number.
     x = z * inverse[:, None] + 0.5
-    if not ASM:  # maxima of NumPy, in the interpreter, and of other GPUs may be NaN
+    if ASM < 7:  # maxima of NumPy, in the interpreter, and of other GPUs may be NaN
         x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, 0.0), 1.0)
     least = tl.where(finite, WHOLE + BIAS - LARGEST, WHOLE + BIAS)
     return (x * tl.where(finite, 2 * LARGEST, 0.0)[:, None] + least[:, None]).to(tl.uint32, bitcast=True)
 
 
-_LEAST = tl.constexpr(("min.f16x2 $0, $1, $2;", "min.u16x2 $0, $1, $2;"))
-"""Of sm_80 and of sm_90. Bits of positive fp16 numbers have the order of the numbers."""
+_LEAST = tl.constexpr(
+    (
+        "{ .reg .b32 less; set.lt.u32.f16x2 less, $1, $2; lop3.b32 $0, less, $1, $2, 0xca; }",
+        "min.f16x2 $0, $1, $2;",
+        "min.u16x2 $0, $1, $2;",
+    )
+)
+"""Of sm_75, sm_80 and sm_90. Bits of positive fp16 numbers have the order of the numbers."""
 
 
 @triton.jit
 def _least(a, b, ASM: tl.constexpr):
-    """The less of two pairs of numbers below 31 * 2**10."""
-    if ASM:
-        return tl.inline_asm_elementwise(_LEAST[ASM >= 9], "=r,r,r", [a, b], tl.uint32, True, 1)
+    """The less of two pairs of numbers below 31 * 2**10. Every GPU has inline assembly here: without it LLVM makes
+    vectors of the sums before, and loses some of their terms (Triton 3.5 to 3.7; codes of 2 bits were wrong)."""
+    if ASM == 1:
+        return tl.inline_asm_elementwise("v_pk_min_u16 $0, $1, $2", "=v,v,v", [a, b], tl.uint32, True, 1)
+    elif ASM:
+        return tl.inline_asm_elementwise(_LEAST[(ASM >= 8) + (ASM >= 9)], "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return tl.minimum(a & 0xFFFF, b & 0xFFFF) | tl.minimum(a & 0xFFFF0000, b & 0xFFFF0000)
 
@@ -96,15 +105,13 @@ def _least_sum(a, b, c, ASM: tl.constexpr):
 
 @triton.jit
 def _one(ASM: tl.constexpr):
-    """1, `[1, 1, 1]`, as no compiler knows: by way of bit 31 of `%lanemask_lt`, or of the last program of the largest
-    grid. Constants times it stay in registers. They would be copied there before each use, and products with powers of
-    two would be shifts, on the busier pipe. Without PTX, LLVM would make vectors of sums and differences with
-    constants, and lose terms of them (Triton 3.6 and 3.7: nearly all codes of 2 bits were wrong)."""
-    if ASM:
+    """1, `[1, 1, 1]`, by way of bit 31 of `%lanemask_lt`, which is 0: constants times it stay in registers. They would
+    be copied there before each use, and products with powers of two would be shifts, on the busier pipe."""
+    if ASM >= 7:
         asm: tl.constexpr = "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.u32 $0, z, $1; }"
         return tl.inline_asm_elementwise(asm, "=r,r", [tl.full([1, 1, 1], 1, tl.uint32)], tl.uint32, True, 1)
     else:
-        return tl.full([1, 1, 1], 1, tl.uint32) + 2 * (tl.program_id(0) == 0x7FFFFFFE).to(tl.uint32)
+        return tl.full([1, 1, 1], 1, tl.uint32)
 
 
 @triton.jit
@@ -124,7 +131,7 @@ def _limited(x, one, ASM: tl.constexpr):
 @triton.jit
 def _channel_pairs(words, ASM: tl.constexpr):
     """Bytes 1 and 3 of words, and bytes 0 and 2, as numbers of 16 bits."""
-    if ASM:  # a product, as its pipe is less busy than that of masks
+    if ASM >= 7:  # a product, as its pipe is less busy than that of masks
         asm: tl.constexpr = "{ .reg .b32 s; prmt.b32 s, $2, 0, 0x4341; mad.lo.u32 $1, s, -256, $2; mov.b32 $0, s; }"
         return tl.inline_asm_elementwise(asm, "=&r,=r,r", [words], (tl.uint32, tl.uint32), True, 1)
     else:
@@ -168,15 +175,6 @@ def _constant(bits, level, place):
 
 
 @triton.jit
-def _error(x, one, SLOPE: tl.constexpr, CONSTANT: tl.constexpr, ASM: tl.constexpr):
-    """Errors of a level for channels `x`, from `_slope` and `_constant`."""
-    if ASM:
-        return x * (one * SLOPE) + CONSTANT
-    else:
-        return x * (one * SLOPE) + one * CONSTANT
-
-
-@triton.jit
 def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """Least errors of paths from each state 2 b + p before a code of 2 bits, of those `e` from each state behind it.
 
@@ -184,7 +182,7 @@ def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """
     added = ()  # of level 4 t + 2 b + p
     for level in tl.static_range(8):
-        added += (_error(x, one, _slope(2, level), _constant(2, level, PLACE), ASM),)
+        added += (x * (one * _slope(2, level)) + _constant(2, level, PLACE),)
     least = ()
     for before in tl.static_range(4):
         found = e[before // 2] + added[before % 2]
@@ -202,7 +200,7 @@ def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """
     best = ()  # [low bit behind, low bit]
     for magnitude in tl.static_range(8):
-        added = _error(x, one, _slope(3, magnitude), _constant(3, magnitude, PLACE), ASM)
+        added = x * (one * _slope(3, magnitude)) + _constant(3, magnitude, PLACE)
         if magnitude % 4 < 2:
             best += (added,)
         else:
@@ -235,7 +233,7 @@ def _least_of(e, ASM: tl.constexpr):
 @triton.jit
 def _label_bytes(a, b, ASM: tl.constexpr):
     """Bytes 0 and 2 of a, then those of b: bytes with the labels of two errors, for both words of a pair."""
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         a, b = a & 0x00FF00FF, b & 0x00FF00FF
@@ -308,7 +306,7 @@ def _picked(low, high, select, ASM: tl.constexpr):
     """Labels of both words of a pair, in bytes 1 and 3, from what `_label_bytes` gave of states 0 and 2, and of states
     1 and 3. `select` has in nibble 1 for the first word and in nibble 3 for the other the word's bit at 0, and the bits
     of the state at 1 (the higher one) and 2."""
-    if ASM:
+    if ASM >= 7:
         asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
         found = tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, select], tl.uint32, True, 1)
     else:
@@ -340,7 +338,7 @@ def _next(labels, kept, BITS: tl.constexpr, ASM: tl.constexpr):
     At 2 bits the state is bit 2 of a label and bit 3 ^ bit 0, bits 2 and 3 of its product with 9; at 3 bits bit 3 is
     that of the state which changes.
     """
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise(_NEXT[BITS - 2], "=r,r,r", [labels, kept], tl.uint32, True, 1)
     else:
         both = ((labels >> 8) & 15) * 8 + (labels >> 24) * 2048
@@ -350,7 +348,7 @@ def _next(labels, kept, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _odd_bytes(a, b, ASM: tl.constexpr):
     """Byte 1 of a and of b, then byte 3 of them."""
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return ((a >> 8) & 0x00FF00FF) | (b & 0xFF00FF00)
@@ -443,7 +441,7 @@ def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Entries of the low three bits of the eight nibbles of words: bytes of two uint32."""
     low = tl.full(words.shape, _table(T, 0, BITS), tl.uint32)
     high = tl.full(words.shape, _table(T, 4, BITS), tl.uint32)
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 s;
@@ -484,7 +482,7 @@ def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _zipped(a, b, ASM: tl.constexpr):
     """Bytes 0 of both, then bytes 1; bytes 2, then bytes 3."""
-    if ASM:
+    if ASM >= 7:
         asm: tl.constexpr = "{ .reg .b32 s; prmt.b32 s, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362; mov.b32 $0, s; }"
         return tl.inline_asm_elementwise(asm, "=r,=r,r,r", [a, b], (tl.uint32, tl.uint32), True, 1)
     else:
@@ -511,7 +509,7 @@ _DOT = tl.constexpr(("dp4a.s32.s32 $0, $1, $2, 0;", "dp4a.u32.u32 $0, $1, $2, 0;
 @triton.jit
 def _dot(x, y, BITS: tl.constexpr, ASM: tl.constexpr):
     """Products of bytes, at 2 bits with sign, summed: int32."""
-    if ASM:
+    if ASM >= 7:
         return tl.inline_asm_elementwise(_DOT[BITS - 2], "=r,r,r", [x, y], tl.int32, True, 1)
     else:
         SIGN: tl.constexpr = 128 if BITS == 2 else 0

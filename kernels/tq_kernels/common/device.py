@@ -63,17 +63,24 @@ class Target:
         shared_bytes: Shared memory of one of them.
         capability: Compute capability of an NVIDIA GPU; (0, 0) for other GPUs and for the interpreter.
         small_levels: Subnormal fp16 numbers count in products (NVIDIA; AMD's MI200 takes them for 0).
+        amd: An AMD GPU.
     """
 
     multiprocessors: int
     shared_bytes: int
     capability: tuple[int, int]
     small_levels: bool
+    amd: bool = False
 
     @property
     def asm(self) -> int:
         """Inline PTX: the major compute capability if it is 8 or more, or 0."""
         return self.capability[0] if self.capability[0] >= 8 else 0
+
+    @property
+    def encoder_asm(self) -> int:
+        """Inline assembly of kernels that encode: `asm`, which begins with 7 for them, or 1 on AMD's GPUs."""
+        return 1 if self.amd else self.capability[0] if self.capability[0] >= 7 else 0
 
     @property
     def fragments(self) -> bool:
@@ -123,6 +130,7 @@ def target(device: torch.device) -> Target:
         shared_bytes=properties.shared_memory_per_multiprocessor,
         capability=(properties.major, properties.minor) if nvidia else (0, 0),
         small_levels=nvidia,
+        amd=not nvidia,
     )
     return found if override is None else override(found)
 

@@ -320,7 +320,7 @@ class AppendLaunch:
             warps = max(warps, config.warps)
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
         precision = "tf32x3" if on.asm else "ieee"
-        self.constants = (*constants, matrix_type(ring.dtype, ring.device), precision, on.asm)
+        self.constants = (*constants, matrix_type(ring.dtype, ring.device), precision, on.encoder_asm)
         # `sanitize_overflow` is what `debug` turns on.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 

@@ -166,7 +166,7 @@ def encode_new_blocks(
         pages.page_rows,
         pages.block_words,
         triton.next_power_of_2(count),
-        on.asm,
+        on.encoder_asm,
     )  # fmt: skip
     ENCODE(
         (min(most, programs), kv_heads, 2),
