@@ -318,8 +318,8 @@ else:
 
     @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc", "2.5bit_nc", "2bit_nc"])
     def test_what_turing_runs_agrees_with_the_reference(preset: str) -> None:
-        """The interpreter runs the source, and on others than Turing there is inline PTX: what LLVM makes wrong of code
-        without it shows here only (2 bits once)."""
+        """The interpreter runs the source. What LLVM makes of it shows in compiled code only: once that
+        nearly all codes of 2 bits were wrong."""
         check(Case(PRESETS[preset], 128, 64, FP16, heads=1), CPU, run_compiled_for_turing)
 
 
