@@ -118,16 +118,18 @@ def run_compiled_for_turing(case: Case, keys: torch.Tensor, values: torch.Tensor
     from examples.measure.compile.builds import build_encode
     from tests.support.ptx_kernel import run_kernel
 
+    assert case.dtype == FP16
     out = poisoned(case, CPU)
-    bits, dtype = (out.layout.key_bits, out.layout.value_bits), {FP16: "fp16", BF16: "bf16"}[case.dtype]
+    assert out.key_means is not None
     rotations = codec_rotations(case.config, out.layout, CPU)
     of_keys = (keys, out.key_words, out.scales, out.key_means, rotations[0], out.channel_scales.keys)
     of_values = (values, out.value_words, out.scales, rotations[1], out.channel_scales.values)
     for is_value, tensors in ((False, of_keys), (True, of_values)):
-        states, pointers = tensors[0], [tensor.data_ptr() for tensor in tensors if tensor is not None]
-        compiled = build_encode(75, bits, is_value=is_value, dim=states.shape[3], dtype=dtype)
-        sizes = (case.heads, BLOCKS, START, CAPACITY, CAPACITY, *states.stride()[:3])
-        run_kernel(compiled.asm["ptx"], [*pointers, *sizes], 32 * compiled.metadata.num_warps)
+        compiled = build_encode(75, out.layout.bits, is_value=is_value, dim=tensors[0].shape[3])
+        sizes = (case.heads, BLOCKS, START, CAPACITY, CAPACITY, *tensors[0].stride()[:3])
+        run_kernel(
+            compiled.asm["ptx"], [*[tensor.data_ptr() for tensor in tensors], *sizes], 32 * compiled.metadata.num_warps
+        )
     return out
 
 
@@ -318,8 +320,8 @@ else:
 
     @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc", "2.5bit_nc", "2bit_nc"])
     def test_what_turing_runs_agrees_with_the_reference(preset: str) -> None:
-        """The interpreter runs the source. What LLVM makes of it shows in compiled code only: once that
-        nearly all codes of 2 bits were wrong."""
+        """The interpreter runs the source. What LLVM makes of it shows in compiled code only: nearly all codes of 2
+        bits were wrong once."""
         check(Case(PRESETS[preset], 128, 64, FP16, heads=1), CPU, run_compiled_for_turing)
 
 

@@ -41,7 +41,7 @@ def signed(x: np.ndarray, size: int = 32) -> np.ndarray:
 
 def half(x: np.ndarray) -> np.ndarray:
     """float16 in the low halves of registers."""
-    return x.astype(np.uint16).view(np.float16)
+    return halves(x)[..., 0]
 
 
 def _flag(x: np.ndarray) -> np.ndarray:
@@ -138,7 +138,7 @@ WIDE: dict[str, Instruction] = {
     "mov.b64": lambda x: x[0],
     "selp.b64": lambda x: np.where(x[2] != 0, x[0], x[1]),
     "bfe.u64": lambda x: _unsigned_shift(x) & (1 << x[2]) - 1,
-    "shr.u64": lambda x: _unsigned_shift(x),
+    "shr.u64": _unsigned_shift,
     "or.b64": lambda x: x[0] | x[1],
     "mad.wide.u32": lambda x: x[0] * x[1] + x[2],
     "mad.wide.s32": lambda x: signed(x[0]) * signed(x[1]) + x[2],
@@ -165,26 +165,6 @@ def statements(text: str) -> tuple[list[str], dict[str, int]]:
     return found, labels
 
 
-class _Shared:
-    """Shared memory, read and written as `load` and `store` do the CPU's."""
-
-    def __init__(self) -> None:
-        self.bytes = np.zeros(SHARED_BYTES, np.uint8)
-
-    def load(self, addresses: np.ndarray, size: int, active: np.ndarray, old: np.ndarray) -> np.ndarray:
-        where = np.where(active, addresses, 0)[..., None] + np.arange(size)
-        return np.where(active, (self.bytes[where].astype(np.int64) << 8 * np.arange(size)).sum(-1), old)
-
-    def store(self, addresses: np.ndarray, values: np.ndarray, size: int, active: np.ndarray) -> None:
-        where = addresses[active][:, None] + np.arange(size)
-        self.bytes[where] = values[active][:, None] >> 8 * np.arange(size) & 0xFF
-
-    def matrix(self, rows: np.ndarray) -> np.ndarray:
-        """What `ldmatrix` reads of one matrix, whose rows are where lanes 0 to 7 of `rows` [warps, 8] say."""
-        where = rows[:, LANE // 4] + 4 * (LANE % 4)
-        return self.load(where, 4, where >= 0, where)
-
-
 def run_kernel(text: str, arguments: list[int], threads: int) -> None:
     """Run a kernel's only program.
 
@@ -197,7 +177,8 @@ def run_kernel(text: str, arguments: list[int], threads: int) -> None:
     registers: Registers = {"%tid.x": like + np.arange(threads).reshape(-1, LANES), "global_smem": like}
     registers |= {f"%ctaid.{axis}": like for axis in "xyz"} | {f"%nctaid.{axis}": like + 1 for axis in "xyz"}
     registers["%lanemask_lt"] = like + (1 << LANE) - 1
-    shared = _Shared()
+    shared = np.zeros(SHARED_BYTES, np.uint8)
+    starts = {"global": 0, "shared": shared.ctypes.data}
 
     def read(name: str) -> np.ndarray:
         if name in registers:
@@ -211,20 +192,6 @@ def run_kernel(text: str, arguments: list[int], threads: int) -> None:
     def address(operand: str) -> np.ndarray:
         base, _, offset = operand.strip("[] ").replace(" ", "").partition("+")
         return registers[base] + int(offset or 0)
-
-    def of_memory(kind: str, space: str, size: int, operands: list[str], vectors: list[list[str]]) -> None:
-        start = address(operands[1 if kind == "ld" else 0])
-        for i, name in enumerate(vectors[0 if kind == "ld" else 1]):
-            where = start + size * i
-            if kind == "st" and space == "global":
-                store(where.ravel(), (read(name) & (1 << 8 * size) - 1).ravel(), size, active.ravel())
-            elif kind == "st":
-                shared.store(where, read(name), size, active)
-            elif space == "global":
-                old = registers.get(name, like)
-                registers[name] = load(where.ravel(), size, active.ravel(), old.ravel()).reshape(like.shape)
-            else:
-                registers[name] = shared.load(where, size, active, registers.get(name, like))
 
     program, labels = statements(text)
     at = 0
@@ -246,11 +213,21 @@ def run_kernel(text: str, arguments: list[int], threads: int) -> None:
         elif operation.startswith("ld.param"):
             registers[operands[0]] = like + arguments[int(operands[1].rpartition("_")[2].rstrip("]"))]
         elif found := ACCESS.fullmatch(operation):
-            of_memory(found[1], found[2], int(found[3]) // 8, operands, vectors)
-        elif MATRICES.fullmatch(operation):
-            rows = address(operands[1])
+            is_load, space, size = found[1] == "ld", found[2], int(found[3]) // 8
+            start = address(operands[1 if is_load else 0])
+            for i, name in enumerate(vectors[0 if is_load else 1]):
+                where = start + size * i
+                assert space == "global" or (where[active] <= SHARED_BYTES - size).all()
+                where = (starts[space] + where).ravel()
+                if is_load:
+                    old = registers.get(name, like)
+                    registers[name] = load(where, size, active.ravel(), old.ravel()).reshape(like.shape)
+                else:
+                    store(where, (read(name) & (1 << 8 * size) - 1).ravel(), size, active.ravel())
+        elif MATRICES.fullmatch(operation):  # lanes 8 i to 8 i + 7 say where the rows of the ith are
+            rows, held = address(operands[1]) // 4, shared.view(np.uint32).astype(np.int64)
             for i, name in enumerate(vectors[0]):
-                registers[name] = shared.matrix(rows[:, 8 * i : 8 * i + 8])
+                registers[name] = held[rows[:, 8 * i + LANE // 4] + LANE % 4]
         elif operation.startswith("mma"):
             a, (b,), c = ([read(name) for name in vector] for vector in vectors[1:])
             warps = [multiply_add([x[w] for x in a], b[w], [x[w] for x in c]) for w in range(len(like))]

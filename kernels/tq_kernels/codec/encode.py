@@ -48,7 +48,6 @@ class EncodeShape(NamedTuple):
     IS_VALUE: tl.constexpr
     MATRIX: tl.constexpr
     K_STEP: tl.constexpr
-    PRECISION: tl.constexpr
     ASM: tl.constexpr
     BLOCK_WORDS: tl.constexpr
 
@@ -109,8 +108,9 @@ def resident_rotation(
 
 
 @triton.jit
-def _add_product(x, high, low, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+def _add_product(x, high, low, y, SPLIT: tl.constexpr, ASM: tl.constexpr):
     """y + x @ (high + low), fp32."""
+    PRECISION: tl.constexpr = "tf32x3" if ASM >= 8 else "ieee"
     x = x.to(high.dtype)
     y = tl.dot(x, high, y, input_precision=PRECISION)
     if SPLIT:
@@ -184,8 +184,8 @@ def _rotated(states, out, home, part, C: tl.constexpr):
     if C.K_STEP == C.TILE:
         x0 = _load_rows(early + early_offsets, k, C.HEAD_DIM, C.TILE)  # [64, TILE]
         x1 = _load_rows(late + late_offsets, k, C.HEAD_DIM, C.TILE)
-        y0 = _add_product(x0, high, low, y0, SPLIT, C.PRECISION)
-        y1 = _add_product(x1, high, low, y1, SPLIT, C.PRECISION)
+        y0 = _add_product(x0, high, low, y0, SPLIT, C.ASM)
+        y1 = _add_product(x1, high, low, y1, SPLIT, C.ASM)
     else:
         for first in tl.range(0, C.TILE, C.K_STEP):
             x0 = _load_rows(early + first + early_offsets, first + k, C.HEAD_DIM, C.TILE)  # [64, K_STEP]
@@ -193,8 +193,8 @@ def _rotated(states, out, home, part, C: tl.constexpr):
             step_high, step_low = load_rotation(
                 rotation, channel_scales, first, C.K_STEP, C.MATRIX, C.HEAD_DIM, C.DIM, C.TILE, SPLIT, part
             )
-            y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.PRECISION)
-            y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.PRECISION)
+            y0 = _add_product(x0, step_high, step_low, y0, SPLIT, C.ASM)
+            y1 = _add_product(x1, step_high, step_low, y1, SPLIT, C.ASM)
     if out.means is not None:
         mean = _finite_or_zero((tl.sum(y0 + y1, axis=0) * (UNIT / TOKENS)).to(tl.float16), C.ASM)
         channel, inside = part_channels(part, C.DIM, C.TILE)
@@ -275,13 +275,11 @@ def encode_blocks(
     blocks_batch,  # strides of the packed tensors, in blocks
     blocks_head, stride_batch, stride_head, stride_token,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr, STAGES: tl.constexpr,
+    IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Encode blocks `program, program + programs, ...` of the keys or of the values; the first becomes `start`."""
-    C: tl.constexpr = EncodeShape(
-        HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, PRECISION, ASM, 0
-    )  # fmt: skip
+    C: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, ASM, 0)
     if PDL and not IS_VALUE:
         cuda.gdc_launch_dependents()
     k = tl.arange(0, K_STEP)
@@ -391,7 +389,7 @@ def encode_completed(
     width,  # W
     page_blocks, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr,
-    MATRIX: tl.constexpr, K_STEP: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr,
+    MATRIX: tl.constexpr, K_STEP: tl.constexpr, SINKS: tl.constexpr,
     RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs, Hkv, 2), keys and values."""
@@ -401,11 +399,9 @@ def encode_completed(
     if tl.program_id(0) >= total:
         return
     pool = Pool(rows, table, cu_seqlens_q, cu_seqlens_k, count, width, page_blocks)
-    KEYS: tl.constexpr = EncodeShape(
-        HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
-    )  # fmt: skip
+    KEYS: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, ASM, BLOCK_WORDS)
     VALUES: tl.constexpr = EncodeShape(
-        HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, PRECISION, ASM, BLOCK_WORDS
+        HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, ASM, BLOCK_WORDS
     )  # fmt: skip
     if tl.program_id(2) == 0:
         new_keys = NewStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)

@@ -179,7 +179,7 @@ def append_and_encode(
     blocks_h, heads, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    MATRIX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H, 2). A full store is left as it is, and the assertion fails."""
     sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
@@ -212,12 +212,8 @@ def append_and_encode(
     head = tl.program_id(0)
     home = (head // heads).to(tl.int64) * blocks_b + (head % heads).to(tl.int64) * blocks_h + blocks
     place = Place(heads, max_sinks, capacity, sinks, slot, to_sinks, fits, due, first_slot, home)
-    KEYS: tl.constexpr = EncodeShape(
-        DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, PRECISION, ASM, 0
-    )  # fmt: skip
-    VALUES: tl.constexpr = EncodeShape(
-        DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, PRECISION, ASM, 0
-    )  # fmt: skip
+    KEYS: tl.constexpr = EncodeShape(DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, ASM, 0)
+    VALUES: tl.constexpr = EncodeShape(DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, 0)
     if tl.program_id(1) == 0:
         new_keys = NewStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
         _append(new_keys, place, Output(key_words, scales, key_means), KEYS)
@@ -245,7 +241,7 @@ def append_and_rotate(
     scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    MATRIX: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    MATRIX: tl.constexpr, ASM: tl.constexpr,
     BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
@@ -261,7 +257,7 @@ def append_and_rotate(
             key_channel_scales, keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len,
             blocks_b, blocks_h, heads, DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
             DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP,
-            MATRIX, PRECISION, ASM,
+            MATRIX, ASM,
         )  # fmt: skip
     else:
         rotate_rows(
@@ -319,8 +315,7 @@ class AppendLaunch:
             config = encode_config(tile, dim, bits, states.element_size(), on.capability)
             warps = max(warps, config.warps)
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
-        precision = "tf32x3" if on.asm else "ieee"
-        self.constants = (*constants, matrix_type(ring.dtype, ring.device), precision, on.encoder_asm)
+        self.constants = (*constants, matrix_type(ring.dtype, ring.device), on.encoder_asm)
         # `sanitize_overflow` is what `debug` turns on.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 

@@ -160,7 +160,6 @@ def encode_new_blocks(
         LEVELS[pages.value_bits],
         matrix_type(key.dtype, key.device),
         config.k_step,
-        "tf32x3" if on.asm else "ieee",
         pages.sinks,
         pages.ring_rows,
         pages.page_rows,
