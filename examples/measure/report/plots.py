@@ -81,7 +81,7 @@ def draw_memory(axes: Any, numbers: dict[str, Any]) -> None:
     label_ends(axes, ends)
 
 
-ASIDE = ("one pad token", "host work", "room for")
+ASIDE = ("one pad token", "host work", "room for", "static, compiled, tuned")
 """In names of rows that the picture leaves to the tables."""
 
 

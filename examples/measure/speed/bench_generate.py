@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CompileConfig,
     DynamicCache,
     LlamaConfig,
     PreTrainedModel,
@@ -60,6 +61,7 @@ class Variant(NamedTuple):
         one_graph: Whether a step is one graph.
         padding: Tokens of padding on the left of the first sequence: of one, transformers makes a mask.
         host_work: How many times its own work the host does a step.
+        compile_config: How the step is compiled, if not as `generate()` does by itself.
     """
 
     attention: str
@@ -67,6 +69,7 @@ class Variant(NamedTuple):
     one_graph: bool = False
     padding: int = 0
     host_work: float = 1.0
+    compile_config: CompileConfig | None = None
 
 
 def variants(model: PreTrainedModel, batch: int, context: int, host_work: float | None = None) -> dict[str, Variant]:
@@ -96,6 +99,12 @@ def variants(model: PreTrainedModel, batch: int, context: int, host_work: float 
     if host_work is not None:
         name = f"{ONE_GRAPH}, host work × {host_work:g}"
         chosen[name] = Variant("turboquant", ours(), one_graph=True, host_work=host_work)
+    if batch == 1:  # of one row the compiler makes products of its own, instead of a library's, if it may tune them
+        tuning = {"coordinate_descent_tuning": True}
+        config_of_one_graph = CompileConfig(options=tuning)
+        config_of_static = CompileConfig(mode=None, options=tuning | {"triton.cudagraphs": True})  # type: ignore[arg-type]
+        chosen["static, compiled, tuned"] = chosen["static, compiled"]._replace(compile_config=config_of_static)
+        chosen[f"{ONE_GRAPH}, tuned"] = chosen[ONE_GRAPH]._replace(compile_config=config_of_one_graph)
     if batch > 1:  # where the bytes of the cache count
         for preset in ("k8v4", "3bit_nc"):
             chosen[f"{preset}, compiled"] = Variant("turboquant", ours(preset))
@@ -176,12 +185,15 @@ def go_on(
 
 def step_seconds(model: PreTrainedModel, variant: Variant, ids: torch.Tensor, cache: Cache) -> float:
     """Mean time of the last steps of `go_on`."""
+    options: dict[str, Any] = {}
+    if variant.compile_config is not None:
+        options["compile_config"] = variant.compile_config
     if variant.one_graph:
         with timed_flags(variant.host_work) as times:
-            go_on(model, ids, cache, NEW_TOKENS, variant.padding, custom_generate=graph_decoding)
+            go_on(model, ids, cache, NEW_TOKENS, variant.padding, custom_generate=graph_decoding, **options)
     else:
         clock = Clock()
-        go_on(model, ids, cache, NEW_TOKENS, variant.padding, stopping_criteria=[clock])
+        go_on(model, ids, cache, NEW_TOKENS, variant.padding, stopping_criteria=[clock], **options)
         times = clock.times
     return (times[-1] - times[-1 - TIMED]) / TIMED
 
