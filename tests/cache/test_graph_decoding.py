@@ -247,6 +247,18 @@ def test_a_step_that_is_compiled_is_another_than_one_that_is_not(model, monkeypa
     assert compiled != plain
 
 
+def test_options_of_the_compiler_are_heeded_but_for_its_graphs(model, monkeypatch) -> None:
+    given = CompileConfig(backend="eager", mode="max-autotune", options={"epilogue": 1, "triton.cudagraphs": True})
+    given._compile_all_devices = True
+    compiled = []
+    monkeypatch.setattr(model, "get_compiled_call", lambda config: compiled.append(config) or model.__call__)
+    cache = TurboQuantCache(model.config, max_cache_len=ROOM)
+    options = dict(past_key_values=cache, custom_generate=graph_decoding, compile_config=given)
+    model.generate(**prompt(model), **GREEDY, **options)
+    assert [(config.backend, config.mode, config.options) for config in compiled] == [("eager", None, {"epilogue": 1})]
+    assert "triton.cudagraphs" in given.options, "the caller's own"
+
+
 def test_layers_on_several_devices_are_refused_where_a_step_would_be_captured(monkeypatch) -> None:
     """With layers on the CPU, `generate()` compiles nothing and the loop captures nothing."""
     model = build("llama")

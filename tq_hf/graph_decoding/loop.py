@@ -191,7 +191,8 @@ class _Loop:
 
     def _compiled(self, config: GenerationConfig) -> Callable[..., Any]:
         options = (CompileConfig() if config.compile_config is None else config.compile_config).to_dict()
-        # "reduce-overhead" would capture graphs of its own inside of ours.
+        # Graphs of the compiler's own would be captured inside of ours.
+        (options["options"] or {}).pop("triton.cudagraphs", None)
         return self.model.get_compiled_call(CompileConfig(**{**options, "mode": None}))
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:

@@ -99,12 +99,10 @@ def variants(model: PreTrainedModel, batch: int, context: int, host_work: float 
     if host_work is not None:
         name = f"{ONE_GRAPH}, host work × {host_work:g}"
         chosen[name] = Variant("turboquant", ours(), one_graph=True, host_work=host_work)
-    if batch == 1:  # of one row the compiler makes products of its own, instead of a library's, if it may tune them
-        tuning = {"coordinate_descent_tuning": True}
-        config_of_one_graph = CompileConfig(options=tuning)
-        config_of_static = CompileConfig(mode=None, options=tuning | {"triton.cudagraphs": True})  # type: ignore[arg-type]
-        chosen["static, compiled, tuned"] = chosen["static, compiled"]._replace(compile_config=config_of_static)
-        chosen[f"{ONE_GRAPH}, tuned"] = chosen[ONE_GRAPH]._replace(compile_config=config_of_one_graph)
+    if batch == 1:  # products of one row are the compiler's own then, not a library's
+        tuned = CompileConfig(mode=None, options={"coordinate_descent_tuning": True, "triton.cudagraphs": True})  # type: ignore[arg-type]
+        for name in ("static, compiled", ONE_GRAPH):
+            chosen[f"{name}, tuned"] = chosen[name]._replace(compile_config=tuned)
     if batch > 1:  # where the bytes of the cache count
         for preset in ("k8v4", "3bit_nc"):
             chosen[f"{preset}, compiled"] = Variant("turboquant", ours(preset))
@@ -185,9 +183,7 @@ def go_on(
 
 def step_seconds(model: PreTrainedModel, variant: Variant, ids: torch.Tensor, cache: Cache) -> float:
     """Mean time of the last steps of `go_on`."""
-    options: dict[str, Any] = {}
-    if variant.compile_config is not None:
-        options["compile_config"] = variant.compile_config
+    options = {} if variant.compile_config is None else {"compile_config": variant.compile_config}
     if variant.one_graph:
         with timed_flags(variant.host_work) as times:
             go_on(model, ids, cache, NEW_TOKENS, variant.padding, custom_generate=graph_decoding, **options)
