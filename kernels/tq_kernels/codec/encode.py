@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ..common.device import AMPERE, TURING
 from ..common.schedule import completed, first_block_column, lengths, located, ring_rows, row_of
 from ..format import PLANE, TOKENS, due_blocks_in_kernel
 from .quantize import part_channels, part_width, row_sizes, store_codes, store_scales
@@ -110,7 +111,7 @@ def resident_rotation(
 @triton.jit
 def _add_product(x, high, low, y, SPLIT: tl.constexpr, ASM: tl.constexpr):
     """y + x @ (high + low), fp32."""
-    PRECISION: tl.constexpr = "tf32x3" if ASM >= 8 else "ieee"
+    PRECISION: tl.constexpr = "tf32x3" if ASM >= AMPERE else "ieee"
     x = x.to(high.dtype)
     y = tl.dot(x, high, y, input_precision=PRECISION)
     if SPLIT:
@@ -122,7 +123,7 @@ def _add_product(x, high, low, y, SPLIT: tl.constexpr, ASM: tl.constexpr):
 def _finite_or_zero(x, ASM: tl.constexpr):
     """float16, 0 for what is infinite or NaN: a row that is not finite leaves its block without a mean, not the other
     rows without sense."""
-    if ASM >= 7:
+    if ASM >= TURING:
         # Two at a time, as nothing that Triton has: a compare to a mask, and the mask.
         return tl.inline_asm_elementwise(
             """{
@@ -295,7 +296,7 @@ def encode_blocks(
         source = states + stride_token.to(tl.int64) * (block * TOKENS)
         late = source + HALF_TOKENS * stride_token
         home = first_home + block
-        if ASM >= 8 and STAGES > 1:
+        if ASM >= AMPERE and STAGES > 1:
             _prefetch_rows(states, tl.minimum(block + tl.num_programs(0), blocks - 1), stride_token, TILE)
         out = Output(words, scales, means)
         encode_block(source, late, offsets, offsets, out, home, rotation, channel_scales, high, low, C)

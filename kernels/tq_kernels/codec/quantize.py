@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .. import format as block_format
+from ..common.device import TURING
 from . import trellis
 from .trellis import low_bytes, low_halves
 
@@ -122,7 +123,7 @@ def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl
 @triton.jit
 def _high_bytes(a, b, ASM: tl.constexpr):
     """Byte 3 of a, anything, byte 3 of b, anything."""
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0703;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return a >> 24 | (b >> 24) << 16

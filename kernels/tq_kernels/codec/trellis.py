@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .. import format as block_format
+from ..common.device import AMD, AMPERE, HOPPER, TURING
 from ..common.unpack import turned
 
 UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
@@ -31,7 +32,7 @@ NO_LABELS = tl.constexpr(0xFFF0FFF0)
 @triton.jit
 def low_bytes(a, b, ASM: tl.constexpr):
     """Byte 0 of a, byte 0 of b, anything, anything."""
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0040;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return (a & 0xFF) | (b & 0xFF) << 8
@@ -40,7 +41,7 @@ def low_bytes(a, b, ASM: tl.constexpr):
 @triton.jit
 def low_halves(a, b, ASM: tl.constexpr):
     """Bytes 0 and 1 of a, bytes 0 and 1 of b."""
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return (a & 0xFFFF) | b << 16
@@ -49,7 +50,7 @@ def low_halves(a, b, ASM: tl.constexpr):
 @triton.jit
 def high_halves(a, b, ASM: tl.constexpr):
     """Bytes 2 and 3 of a, bytes 2 and 3 of b."""
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return a >> 16 | (b & 0xFFFF0000)
@@ -64,7 +65,7 @@ def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr)
     inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0) * (UNITS[BITS - 2] / (2 * LARGEST))
     # In [0, 1], by the multiplication itself, which saturates; 0 for what is not a number.
     x = z * inverse[:, None] + 0.5
-    if ASM < 7:  # maxima of NumPy, in the interpreter, and of other GPUs may be NaN
+    if ASM < TURING:  # maxima of NumPy, in the interpreter, and of other GPUs may be NaN
         x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, 0.0), 1.0)
     least = tl.where(finite, WHOLE + BIAS - LARGEST, WHOLE + BIAS)
@@ -85,10 +86,11 @@ _LEAST = tl.constexpr(
 def _least(a, b, ASM: tl.constexpr):
     """The less of two pairs of numbers below 31 * 2**10. Every GPU has inline assembly here: without it LLVM makes
     vectors of the sums before, and loses some of their terms (Triton 3.5 to 3.7; codes of 2 bits were wrong)."""
-    if ASM == 1:
+    if ASM == AMD:
         return tl.inline_asm_elementwise("v_pk_min_u16 $0, $1, $2", "=v,v,v", [a, b], tl.uint32, True, 1)
     elif ASM:
-        return tl.inline_asm_elementwise(_LEAST[(ASM >= 8) + (ASM >= 9)], "=r,r,r", [a, b], tl.uint32, True, 1)
+        asm: tl.constexpr = _LEAST[(ASM >= AMPERE) + (ASM >= HOPPER)]
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return tl.minimum(a & 0xFFFF, b & 0xFFFF) | tl.minimum(a & 0xFFFF0000, b & 0xFFFF0000)
 
@@ -96,7 +98,7 @@ def _least(a, b, ASM: tl.constexpr):
 @triton.jit
 def _least_sum(a, b, c, ASM: tl.constexpr):
     """The less of pairs a + b and c."""
-    if ASM >= 9:
+    if ASM >= HOPPER:
         asm: tl.constexpr = "{ .reg .b32 s; add.u16x2 s, $1, $2; min.u16x2 $0, s, $3; }"
         return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, c], tl.uint32, True, 1)
     else:
@@ -107,7 +109,7 @@ def _least_sum(a, b, c, ASM: tl.constexpr):
 def _one(ASM: tl.constexpr):
     """1, `[1, 1, 1]`, by way of bit 31 of `%lanemask_lt`, which is 0: constants times it stay in registers. They would
     be copied there before each use, and products with powers of two would be shifts, on the busier pipe."""
-    if ASM >= 7:
+    if ASM >= TURING:
         asm: tl.constexpr = "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.u32 $0, z, $1; }"
         return tl.inline_asm_elementwise(asm, "=r,r", [tl.full([1, 1, 1], 1, tl.uint32)], tl.uint32, True, 1)
     else:
@@ -119,7 +121,7 @@ def _limited(x, one, ASM: tl.constexpr):
     """Pairs of bytes between limits of 2 bits, less the lower; `one` from `_one`."""
     LOWER: tl.constexpr = BYTE_BIAS - LIMITS[0]
     most = tl.full(x.shape, PAIR * 2 * LIMITS[0], tl.uint32)
-    if ASM >= 9:
+    if ASM >= HOPPER:
         asm: tl.constexpr = "{ .reg .b32 s; add.s16x2 s, $1, $2; min.s16x2.relu $0, s, $3; }"
         less = tl.broadcast_to(one * (PAIR * (0x10000 - LOWER)), x.shape)
         return tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, less, most], tl.uint32, True, 1)
@@ -131,7 +133,7 @@ def _limited(x, one, ASM: tl.constexpr):
 @triton.jit
 def _channel_pairs(words, ASM: tl.constexpr):
     """Bytes 1 and 3 of words, and bytes 0 and 2, as numbers of 16 bits."""
-    if ASM >= 7:  # a product, as its pipe is less busy than that of masks
+    if ASM >= TURING:  # a product, as its pipe is less busy than that of masks
         asm: tl.constexpr = "{ .reg .b32 s; prmt.b32 s, $2, 0, 0x4341; mad.lo.u32 $1, s, -256, $2; mov.b32 $0, s; }"
         return tl.inline_asm_elementwise(asm, "=&r,=r,r", [words], (tl.uint32, tl.uint32), True, 1)
     else:
@@ -233,7 +235,7 @@ def _least_of(e, ASM: tl.constexpr):
 @triton.jit
 def _label_bytes(a, b, ASM: tl.constexpr):
     """Bytes 0 and 2 of a, then those of b: bytes with the labels of two errors, for both words of a pair."""
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         a, b = a & 0x00FF00FF, b & 0x00FF00FF
@@ -306,7 +308,7 @@ def _picked(low, high, select, ASM: tl.constexpr):
     """Labels of both words of a pair, in bytes 1 and 3, from what `_label_bytes` gave of states 0 and 2, and of states
     1 and 3. `select` has in nibble 1 for the first word and in nibble 3 for the other the word's bit at 0, and the bits
     of the state at 1 (the higher one) and 2."""
-    if ASM >= 7:
+    if ASM >= TURING:
         asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
         found = tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, select], tl.uint32, True, 1)
     else:
@@ -338,7 +340,7 @@ def _next(labels, kept, BITS: tl.constexpr, ASM: tl.constexpr):
     At 2 bits the state is bit 2 of a label and bit 3 ^ bit 0, bits 2 and 3 of its product with 9; at 3 bits bit 3 is
     that of the state which changes.
     """
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise(_NEXT[BITS - 2], "=r,r,r", [labels, kept], tl.uint32, True, 1)
     else:
         both = ((labels >> 8) & 15) * 8 + (labels >> 24) * 2048
@@ -348,7 +350,7 @@ def _next(labels, kept, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _odd_bytes(a, b, ASM: tl.constexpr):
     """Byte 1 of a and of b, then byte 3 of them."""
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
         return ((a >> 8) & 0x00FF00FF) | (b & 0xFF00FF00)
@@ -441,7 +443,7 @@ def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Entries of the low three bits of the eight nibbles of words: bytes of two uint32."""
     low = tl.full(words.shape, _table(T, 0, BITS), tl.uint32)
     high = tl.full(words.shape, _table(T, 4, BITS), tl.uint32)
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 s;
@@ -482,7 +484,7 @@ def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _zipped(a, b, ASM: tl.constexpr):
     """Bytes 0 of both, then bytes 1; bytes 2, then bytes 3."""
-    if ASM >= 7:
+    if ASM >= TURING:
         asm: tl.constexpr = "{ .reg .b32 s; prmt.b32 s, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362; mov.b32 $0, s; }"
         return tl.inline_asm_elementwise(asm, "=r,=r,r,r", [a, b], (tl.uint32, tl.uint32), True, 1)
     else:
@@ -509,7 +511,7 @@ _DOT = tl.constexpr(("dp4a.s32.s32 $0, $1, $2, 0;", "dp4a.u32.u32 $0, $1, $2, 0;
 @triton.jit
 def _dot(x, y, BITS: tl.constexpr, ASM: tl.constexpr):
     """Products of bytes, at 2 bits with sign, summed: int32."""
-    if ASM >= 7:
+    if ASM >= TURING:
         return tl.inline_asm_elementwise(_DOT[BITS - 2], "=r,r,r", [x, y], tl.int32, True, 1)
     else:
         SIGN: tl.constexpr = 128 if BITS == 2 else 0

@@ -17,6 +17,9 @@ LAUNCH_READ_IN = ((3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
 """Versions of Triton in whose source `run(x, y, z, stream, function, packed_metadata, launch_metadata, enter hook, exit
 hook, *arguments)` of a compiled kernel was read, for NVIDIA and AMD."""
 
+AMD, TURING, AMPERE, HOPPER = (tl.constexpr(number) for number in (1, 7, 8, 9))
+"""Whose inline assembly a kernel has, where GPUs differ; those of NVIDIA also have that of the ones before."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -74,13 +77,13 @@ class Target:
 
     @property
     def asm(self) -> int:
-        """Inline PTX: the major compute capability if it is 8 or more, or 0."""
-        return self.capability[0] if self.capability[0] >= 8 else 0
+        """Inline PTX: the major compute capability from Ampere on, or 0."""
+        return self.capability[0] if self.capability[0] >= AMPERE.value else 0
 
     @property
     def encoder_asm(self) -> int:
-        """Inline assembly of kernels that encode: `asm`, which begins with 7 for them, or 1 on AMD's GPUs."""
-        return 1 if self.amd else self.capability[0] if self.capability[0] >= 7 else 0
+        """Inline assembly of kernels that encode: `asm`, but from Turing on, and on AMD's GPUs, too."""
+        return AMD.value if self.amd else self.capability[0] if self.capability[0] >= TURING.value else 0
 
     @property
     def fragments(self) -> bool:
