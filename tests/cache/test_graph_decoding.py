@@ -247,15 +247,33 @@ def test_a_step_that_is_compiled_is_another_than_one_that_is_not(model, monkeypa
     assert compiled != plain
 
 
-def test_options_of_the_compiler_are_heeded_but_for_its_graphs(model, monkeypatch) -> None:
-    given = CompileConfig(backend="eager", mode="max-autotune", options={"epilogue": 1, "triton.cudagraphs": True})
+def test_a_step_that_is_compiled_otherwise_is_another(model, monkeypatch) -> None:
+    monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__)
+    calls = [dict(do_sample=False, compile_config=CompileConfig(options={"tuning": on})) for on in (True, False, True)]
+    for call in calls:
+        call["compile_config"]._compile_all_devices = True
+    one, other, again = keys(model, monkeypatch, *calls)
+    assert one == again != other
+
+
+@pytest.mark.parametrize(
+    ("mode", "taken"),
+    [
+        ("reduce-overhead", None),
+        ("max-autotune", "max-autotune-no-cudagraphs"),
+        ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
+        (None, None),
+    ],
+)
+def test_how_to_compile_is_heeded_but_for_graphs_of_the_compiler(model, mode, taken, monkeypatch) -> None:
+    given = CompileConfig(backend="eager", mode=mode, options={"epilogue": 1, "triton.cudagraphs": True})
     given._compile_all_devices = True
     compiled = []
     monkeypatch.setattr(model, "get_compiled_call", lambda config: compiled.append(config) or model.__call__)
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
     options = dict(past_key_values=cache, custom_generate=graph_decoding, compile_config=given)
     model.generate(**prompt(model), **GREEDY, **options)
-    assert [(config.backend, config.mode, config.options) for config in compiled] == [("eager", None, {"epilogue": 1})]
+    assert [(config.backend, config.mode, config.options) for config in compiled] == [("eager", taken, {"epilogue": 1})]
     assert "triton.cudagraphs" in given.options, "the caller's own"
 
 

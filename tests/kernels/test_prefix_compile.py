@@ -27,7 +27,7 @@ def compiled_for(
     return compiled, prefix_config(dim, value_dim or dim, *BITS[preset], target_of(arch))
 
 
-SPILLED = {(75, "k8v4")}
+SPILLED = {(75, "k8v4"), (75, "2bit_nc")}
 """Where it takes stack, 8 bytes a thread."""
 
 

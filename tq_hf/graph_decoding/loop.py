@@ -56,6 +56,9 @@ READ_SCORES_ONLY = (
 )
 """Processors that look at scores alone: those that look at the tokens so far see another number of them each step."""
 
+WITHOUT_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+"""Modes of the compiler that capture graphs, and what they do besides."""
+
 WARM_UP = 2
 """Steps that run before one is captured: kernels are compiled in the first, and memory has settled after the second."""
 
@@ -84,7 +87,7 @@ def graph_decoding(
             `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
         generation_config: Likewise; `disable_compile` and `compile_config` are heeded, but for the compiler's own CUDA
             graphs, which cannot be captured again. Of one sequence
-            `CompileConfig(options={"coordinate_descent_tuning": True})` makes a step 11 to 15% shorter and the first
+            `CompileConfig(options={"coordinate_descent_tuning": True})` makes a step 11 to 15% shorter, and the first
             call half a minute longer (8B, H200): the compiler then writes products with one row itself, and tunes them.
         token_streamer: Gets each token, a step late. `generate(streamer=...)` is not passed on by transformers 5.17 to
             5.23 to loops of others: give it as `generate(..., token_streamer=streamer)`.
@@ -181,7 +184,7 @@ class _Loop:
         has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.pad = pad_token(config).to(prompt.device) if has_end else None
         self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
-        self.compiles = compiles_steps(model, cache, config)
+        self.compiles, self.compile_config = compiles_steps(model, cache, config), config.compile_config
         self.captures = self.compiles and prompt.is_cuda
         self.forward = self._compiled(config) if self.compiles else model.__call__
         self.returns_dict = config.return_dict_in_generate
@@ -193,7 +196,8 @@ class _Loop:
         options = (CompileConfig() if config.compile_config is None else config.compile_config).to_dict()
         # Graphs of the compiler's own would be captured inside of ours.
         (options["options"] or {}).pop("triton.cudagraphs", None)
-        return self.model.get_compiled_call(CompileConfig(**{**options, "mode": None}))
+        mode = WITHOUT_GRAPHS.get(options["mode"], options["mode"])
+        return self.model.get_compiled_call(CompileConfig(**{**options, "mode": mode}))
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
@@ -363,7 +367,7 @@ class _Loop:
             str(adapters(self.model)),
             [(name, _exact(value)) for name, value in constants.items()],
             (chooses, self.sample, self.selects_in_graph, [_exact(end) for end in self.ends], pad),
-            self.compiles,
+            self.compiles and repr(self.compile_config),
             shapes,
             (self.prompt.shape[0], width),
             tuple(tensor.data_ptr() for tensor in tensors),
