@@ -47,6 +47,21 @@ def test_rows_name_what_is_measured():
     assert not any("host work" in name for name in variants(model, *SHAPES[0]))
 
 
+@pytest.mark.parametrize("name", ["static, compiled, tuned", f"{ONE_GRAPH}, tuned"])
+def test_what_is_tuned_is_compiled_so(name, monkeypatch):
+    model = build("llama")
+    variant = variants(model, 1, 20)[name]
+    model.set_attn_implementation(variant.attention)
+    given, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda *args, **options: given.append(options) or generate(*args, **options))
+    cache = variant.make()
+    fill(cache, model, 1, 20)
+    step_seconds(model, variant, torch.randint(3, 100, (1, 21)), cache)
+    assert [options["compile_config"] for options in given] == [variant.compile_config]
+    assert variant.compile_config.options["coordinate_descent_tuning"] and variant.compile_config.mode is None
+    assert not any(name.endswith("tuned") for name in variants(model, 8, 20)), "products of one row only"
+
+
 @pytest.mark.parametrize("padding", [0, 1])
 def test_a_pad_token_makes_a_mask(padding, monkeypatch):
     model = build("llama")

@@ -105,6 +105,16 @@ def test_a_picture_is_dark_where_the_system_is(name: str) -> None:
     assert "#000000" not in drawn
 
 
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_curve_leaves_its_panel(name: str) -> None:
+    for axes in plots.figure_of(name).axes:
+        (low, high), (bottom, top) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
+        for line in axes.lines:
+            assert all(bottom <= y <= top for y in line.get_ydata()), line.get_ydata()
+            if line.get_transform() is axes.transData:  # not a line across the panel
+                assert all(low <= x <= high for x in line.get_xdata()), line.get_xdata()
+
+
 def words_of(figure: Any) -> dict[str, Any]:
     """The boxes of all that is written in a picture, in pixels."""
     figure.draw_without_rendering()

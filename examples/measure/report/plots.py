@@ -105,7 +105,7 @@ def draw_decode(axes: Any, numbers: dict[str, Any]) -> None:
     axes.set_xlim(contexts[0], contexts[-1])
     in_thousands(axes, contexts)
     axes.set_yscale("log")
-    axes.set_ylim(5, 100)
+    axes.set_ylim(4, 100)
     in_plain_numbers(axes.yaxis, (5, 10, 20, 50, 100))
     greys, ends = iter((INK, GREY, GREY, GREY)), []
     for name, points in numbers["curves"].items():

@@ -82,7 +82,7 @@ class Target:
 
     @property
     def encoder_asm(self) -> int:
-        """Inline assembly of kernels that encode: `asm`, but from Turing on, and on AMD's GPUs, too."""
+        """Inline assembly of kernels that encode: the major compute capability from Turing on, `AMD` on AMD's, or 0."""
         return AMD.value if self.amd else self.capability[0] if self.capability[0] >= TURING.value else 0
 
     @property

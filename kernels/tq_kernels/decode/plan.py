@@ -26,10 +26,10 @@ kernel in front of the rotation ends (programmatic launch) would win 0.3.
 At 1 x 8k it is memory: 14.4 us with the blocks in L2, 17.7 without, and their bytes take 2.1. All programs ask for
 their first block at once. Programs beside the rotation that ask for them (the split then waits for these to end, too)
 make 25.3 us of 26.6 at 1 x 32k and 56.2 of 57.4 at 1 x 128k, but 17.7 of 17.8 at 1 x 8k and 14.3 of 13.7 at 1 x 2k: not
-taken, for a hundredth of a step. Nor is asking, in a preallocated cache, by the last step's counts before this step's
-are written: 0.2 us less up to 8k, nothing at 1 x 32k, 2 of 90 at 8 x 32k. Without the merge a call takes 3.2 to 3.7 us
-less at any length, without dense tokens 2.5 at 1 x 8k before `sharing` and 0 to 0.9 elsewhere. Half as many programs at
-3 bits: 27.6 us, not 28.8, at 1 x 32k, but 67 of 55 at 1 x 128k.
+taken, for a hundredth of a step. Nor do programs of a preallocated cache ask for their first block by the last step's
+counts, before this step's are written: that saves 0.2 us up to 8k, nothing at 1 x 32k, and 2 of 90 us at 8 x 32k.
+Without the merge a call takes 3.2 to 3.7 us less at any length, without dense tokens 2.5 at 1 x 8k before `sharing` and
+0 to 0.9 elsewhere. Half as many programs at 3 bits: 27.6 us, not 28.8, at 1 x 32k, but 67 of 55 at 1 x 128k.
 """
 
 from __future__ import annotations
