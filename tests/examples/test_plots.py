@@ -105,6 +105,11 @@ def test_a_picture_is_dark_where_the_system_is(name: str) -> None:
     assert "#000000" not in drawn
 
 
+def test_contexts_are_labelled_by_their_length() -> None:
+    labels = [text.get_text() for text in plots.figure_of("overview").axes[1].get_xticklabels()]
+    assert labels == ["512", "2k", "8k", "32k", "128k"]
+
+
 @pytest.mark.parametrize("name", DRAWN)
 def test_no_curve_leaves_its_panel(name: str) -> None:
     for axes in plots.figure_of(name).axes:

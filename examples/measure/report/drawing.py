@@ -47,7 +47,7 @@ WIDTH, HEIGHT = 11.5, 4.3
 def in_thousands(axes: Any, ticks: Iterable[int]) -> None:
     """Label the x axis in thousands of tokens."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick // 1024}k" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick // 1024}k" if tick % 1024 == 0 else f"{tick}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("context, tokens")
 
