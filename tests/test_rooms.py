@@ -58,7 +58,7 @@ BUDGETS = {
         "prefix": 1650,  # values of wide heads in two launches
         "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
         "turing": 1310,
-        "common": 1004,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
+        "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
         "types": 317,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 110,
         "format": 140,  # what decides trellis codes

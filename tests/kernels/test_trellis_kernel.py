@@ -127,4 +127,4 @@ else:
 @SIDES
 def test_finds_the_codes_of_the_reference_on_a_gpu(bits: int, is_value: bool) -> None:
     device = torch.device("cuda", 0)
-    check(bits, is_value, device, target(device).encoder_asm)
+    check(bits, is_value, device, target(device).asm)

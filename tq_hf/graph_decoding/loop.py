@@ -14,7 +14,6 @@ the same loop runs step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -158,6 +157,13 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], argumen
     return cache
 
 
+def _without_graphs(config: CompileConfig | None) -> CompileConfig:
+    """How a step is compiled: graphs of the compiler's own would be captured inside of ours."""
+    fields = (CompileConfig() if config is None else config).to_dict()
+    (fields["options"] or {}).pop("triton.cudagraphs", None)
+    return CompileConfig(**{**fields, "mode": WITHOUT_GRAPHS.get(fields["mode"], fields["mode"])})
+
+
 class _Loop:
     """One call of `graph_decoding`."""
 
@@ -184,20 +190,13 @@ class _Loop:
         has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.pad = pad_token(config).to(prompt.device) if has_end else None
         self.length, self.max_length = prompt.shape[1], stopping_criteria.max_length
-        self.compiles, self.compile_config = compiles_steps(model, cache, config), config.compile_config
-        self.captures = self.compiles and prompt.is_cuda
-        self.forward = self._compiled(config) if self.compiles else model.__call__
+        self.compile_config = _without_graphs(config.compile_config) if compiles_steps(model, cache, config) else None
+        self.captures = self.compile_config is not None and prompt.is_cuda
+        self.forward = model.__call__ if self.compile_config is None else model.get_compiled_call(self.compile_config)
         self.returns_dict = config.return_dict_in_generate
         self.logits: list[torch.Tensor] | None = [] if self.returns_dict and config.output_logits else None
         self.scores: list[torch.Tensor] | None = [] if self.returns_dict and config.output_scores else None
         self.flags = LateFlags(prompt.device, prompt.shape[0], streamer)
-
-    def _compiled(self, config: GenerationConfig) -> Callable[..., Any]:
-        options = (CompileConfig() if config.compile_config is None else config.compile_config).to_dict()
-        # Graphs of the compiler's own would be captured inside of ours.
-        (options["options"] or {}).pop("triton.cudagraphs", None)
-        mode = WITHOUT_GRAPHS.get(options["mode"], options["mode"])
-        return self.model.get_compiled_call(CompileConfig(**{**options, "mode": mode}))
 
     def run(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode from the logits `[B, vocabulary]` of the prompt until all sequences have ended."""
@@ -367,7 +366,7 @@ class _Loop:
             str(adapters(self.model)),
             [(name, _exact(value)) for name, value in constants.items()],
             (chooses, self.sample, self.selects_in_graph, [_exact(end) for end in self.ends], pad),
-            self.compiles and repr(self.compile_config),
+            repr(self.compile_config),
             shapes,
             (self.prompt.shape[0], width),
             tuple(tensor.data_ptr() for tensor in tensors),

@@ -64,7 +64,7 @@ def build_encode(arch: Arch, bits: Bits, *, is_value: bool = False, dim: int = 1
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), own, LEVELS[own], is_value, MATRIX[dtype]),
-        *(config.k_step, on.encoder_asm, on.dependent_launch, config.stages),
+        *(config.k_step, on.asm, on.dependent_launch, config.stages),
     )
     types = [f"*{dtype}", "*i32", "*fp16", None if is_value else "*fp16", "*fp32", "*fp16"]
     options = {"maxnreg": config.registers} if config.registers else {}
@@ -173,7 +173,7 @@ def build_preallocated_append(
     tile = tile_of(stored)
     config = encode_config(tile, stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     halves = [(dim, stored, tile, own, LEVELS[own], config.k_step) for own in bits]
-    constants = (*halves[0], *halves[1], MATRIX[dtype], on.encoder_asm)
+    constants = (*halves[0], *halves[1], MATRIX[dtype], on.asm)
     states = [f"*{dtype}"]
     types = [*2 * states, "*i32", "*i32", "*i64", *4 * states, "*i32", "*i32", "*fp16", "*fp16", "*fp32", "*fp32"]
     options = {"debug": True, "sanitize_overflow": False, "num_warps": config.warps}
@@ -252,7 +252,7 @@ def build_completed(arch: int, preset: str = "4bit_nc", dim: int = 128, dtype: s
     config = encode_config(tile_of(stored), stored, bits, 4 if dtype == "fp32" else 2, on.capability)
     constants = (
         *(dim, stored, tile_of(stored), *bits, *[LEVELS[own] for own in bits]),
-        *(MATRIX[dtype], config.k_step, *place(preset, dim), SEQUENCES, on.encoder_asm),
+        *(MATRIX[dtype], config.k_step, *place(preset, dim), SEQUENCES, on.asm),
     )
     types = [*[f"*{dtype}"] * 3, *["*i32"] * 5, "*fp16", "*fp16", "*fp32", "*fp32", "*fp16", "*fp16", *["i32"] * 7]
     return build(encode_completed, types, constants, arch, num_warps=config.warps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from examples.measure.report.page import tokens
+
 COLOURS = {
     "k8v4": "#1b9e77",
     "4bit_nc": "#d95f02",
@@ -47,7 +49,7 @@ WIDTH, HEIGHT = 11.5, 4.3
 def in_thousands(axes: Any, ticks: Iterable[int]) -> None:
     """Label the x axis in thousands of tokens."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick // 1024}k" if tick % 1024 == 0 else f"{tick}" for tick in ticks])
+    axes.set_xticks(ticks, [tokens(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("context, tokens")
 

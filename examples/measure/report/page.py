@@ -13,9 +13,14 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def tokens(context: int) -> str:
+    """A number of tokens, e.g. 32k."""
+    return f"{context // 1024}k" if context % 1024 == 0 else f"{context:,}"
+
+
 def shape(batch: int, context: int) -> str:
     """Sequences and tokens, e.g. 8 × 32k."""
-    return f"{batch} × {context // 1024}k" if context % 1024 == 0 else f"{batch} × {context:,}"
+    return f"{batch} × {tokens(context)}"
 
 
 def details(summary: str, content: str) -> str:

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -183,13 +184,13 @@ def go_on(
 
 def step_seconds(model: PreTrainedModel, variant: Variant, ids: torch.Tensor, cache: Cache) -> float:
     """Mean time of the last steps of `go_on`."""
-    options = {} if variant.compile_config is None else {"compile_config": variant.compile_config}
+    go = partial(go_on, model, ids, cache, NEW_TOKENS, variant.padding, compile_config=variant.compile_config)
     if variant.one_graph:
         with timed_flags(variant.host_work) as times:
-            go_on(model, ids, cache, NEW_TOKENS, variant.padding, custom_generate=graph_decoding, **options)
+            go(custom_generate=graph_decoding)
     else:
         clock = Clock()
-        go_on(model, ids, cache, NEW_TOKENS, variant.padding, stopping_criteria=[clock], **options)
+        go(stopping_criteria=[clock])
         times = clock.times
     return (times[-1] - times[-1 - TIMED]) / TIMED
 

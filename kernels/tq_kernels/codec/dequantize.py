@@ -11,6 +11,7 @@ equal rows, which leaves it where it is added.
 import triton
 import triton.language as tl
 
+from ..common.device import AMPERE
 from ..common.unpack import load_crumbs, load_levels, load_signs
 from ..format import TOKENS
 
@@ -43,7 +44,7 @@ def _load_inverse(
 @triton.jit
 def _two_planes(even, odd, IS_VALUE: tl.constexpr, ASM: tl.constexpr):
     """Level tiles of two planes (`[32, C]`; of values `[C, 32]`) as the rows of one, `[64, C]`."""
-    if IS_VALUE and ASM:
+    if IS_VALUE and ASM >= AMPERE:
         # Words are pairs of tokens, operands pairs of channels. Triton moves the operand's layout above the look-up
         # where it can, which then takes halves of two words for one; above an impure operation it moves nothing.
         even, odd = tl.inline_asm_elementwise(

@@ -389,9 +389,9 @@ def encode_completed(
     key_t, key_h, value_t, value_h,
     width,  # W
     page_blocks, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr,
-    MATRIX: tl.constexpr, K_STEP: tl.constexpr, SINKS: tl.constexpr,
-    RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, ASM: tl.constexpr,
+    VALUE_BITS: tl.constexpr, KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, MATRIX: tl.constexpr,
+    K_STEP: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs, Hkv, 2), keys and values."""
     _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)

@@ -146,7 +146,7 @@ def _encode_launches(
             options["launch_pdl"] = True
         constants = (
             *(head_dim, dim, tile, own, LEVELS[own], is_value, matrix),
-            *(config.k_step, on.encoder_asm, on.dependent_launch, config.stages),
+            *(config.k_step, on.asm, on.dependent_launch, config.stages),
         )
         programs = config.programs_per_multiprocessor * on.multiprocessors // (batch * heads)
         launch = Launch(

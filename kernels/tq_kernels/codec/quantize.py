@@ -14,7 +14,6 @@ import triton.language as tl
 from .. import format as block_format
 from ..common.device import TURING
 from . import trellis
-from .trellis import low_bytes, low_halves
 
 STEP = tl.constexpr(2.0**30)
 """Arguments of the staircase are scaled by this, so that neighbouring fp32 numbers differ by more than 1."""
@@ -293,13 +292,13 @@ def store_codes(
             index, x, inner = _quantize(odd, odd_size, part, LEVELS, DIM, TILE)
             results += (_result(inner, odd_size, sizes, BITS, DIM),)
             # Whole bytes, because one permute moves those of two codes; their bits are picked below.
-            half_word = low_bytes(even_index, index, ASM)
+            half_word = trellis.low_bytes(even_index, index, ASM)
             half_signs = _high_bytes(even_x, x, ASM)
             if half == 0:
                 word = half_word
                 signs = half_signs & 0x00800080
             else:
-                word = low_halves(word, half_word, ASM) & 0x07070707
+                word = trellis.low_halves(word, half_word, ASM) & 0x07070707
                 signs |= (half_signs >> 4) & 0x00080008
         result = _joined(results)
         word = _merge_neighbours(word, 4, IS_VALUE, WIDTH)
@@ -315,9 +314,9 @@ def store_codes(
             even, odd = _planes(y)
             even = trellis.rounded(even, even_size, BITS, DIM, ASM)
             odd = trellis.rounded(odd, odd_size, BITS, DIM, ASM)
-            pairs += (low_bytes(even, odd, ASM),)
+            pairs += (trellis.low_bytes(even, odd, ASM),)
             results += (even_size, odd_size)
-        a, b, c, d = trellis.neighbours(low_halves(pairs[0], pairs[1], ASM), IS_VALUE)  # [ROWS, 2, COLUMNS] each
+        a, b, c, d = trellis.neighbours(trellis.low_halves(pairs[0], pairs[1], ASM), IS_VALUE)  # 4 x [ROWS, 2, COLUMNS]
         if BITS == 2:
             word = trellis.codes2(a, b, c, d, ASM)
         else:

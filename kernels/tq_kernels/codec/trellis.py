@@ -1,7 +1,7 @@
 """Choose the trellis codes of a block's channels: Viterbi's algorithm by word, as `tq_hf.codec.trellis` defines it.
 
 Errors are below 2**15, so that a register has those of two words: they are added as one number, and which is less a
-GPU finds of both at once. ASM is `Target.encoder_asm`.
+GPU finds of both at once. ASM is `Target.asm`.
 """
 
 from __future__ import annotations

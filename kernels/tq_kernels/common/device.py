@@ -18,7 +18,7 @@ LAUNCH_READ_IN = ((3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
 hook, *arguments)` of a compiled kernel was read, for NVIDIA and AMD."""
 
 AMD, TURING, AMPERE, HOPPER = (tl.constexpr(number) for number in (1, 7, 8, 9))
-"""Whose inline assembly a kernel has, where GPUs differ; those of NVIDIA also have that of the ones before."""
+"""Whose inline assembly a kernel has: those of NVIDIA also have that of the ones before."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,7 @@ class Target:
 
     @property
     def asm(self) -> int:
-        """Inline PTX: the major compute capability from Ampere on, or 0."""
-        return self.capability[0] if self.capability[0] >= AMPERE.value else 0
-
-    @property
-    def encoder_asm(self) -> int:
-        """Inline assembly of kernels that encode: the major compute capability from Turing on, `AMD` on AMD's, or 0."""
+        """Inline assembly of kernels: the major compute capability from Turing on, `AMD` on AMD's GPUs, or 0."""
         return AMD.value if self.amd else self.capability[0] if self.capability[0] >= TURING.value else 0
 
     @property

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from ..format import LEVEL_TABLES
+from .device import AMPERE
 
 SMALL_UNIT = tl.constexpr(2.0**-18)
 """What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
@@ -127,9 +128,9 @@ def load_words(words, row, column, mask, ROW_WORDS: tl.constexpr, ASM: tl.conste
         mask: Broadcastable to [M, K], or None; masked elements read 0.
 
     Returns:
-        [M, K] int16 (ASM) or int32, to be given to `unpack*`.
+        [M, K] int16 (from Ampere on) or int32, to be given to `unpack*`.
     """
-    if ASM:
+    if ASM >= AMPERE:
         pointer = words.to(tl.pointer_type(tl.int16), bitcast=True) + (row * (2 * ROW_WORDS) + column)  # [M, K]
     else:
         pointer = words + (row * ROW_WORDS + column // 2)  # [M, K]
@@ -183,7 +184,7 @@ def unpack4(words, odd, SMALL: tl.constexpr, ASM: tl.constexpr):
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
     """
-    if ASM:
+    if ASM >= AMPERE:
         return tl.inline_asm_elementwise(
             _ASM4_SMALL if SMALL else _ASM4,
             "=r,=r,=r,=r,r",
@@ -220,7 +221,7 @@ def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
     """
-    if ASM:
+    if ASM >= AMPERE:
         return tl.inline_asm_elementwise(
             _ASM3_SMALL[QUARTER] if SMALL else _ASM3[QUARTER],
             "=r,=r,=r,=r,r,r",
@@ -252,7 +253,7 @@ def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.
     """
-    if ASM:
+    if ASM >= AMPERE:
         return tl.inline_asm_elementwise(
             _ASM2[QUARTER % 2],
             "=r,=r,=r,=r,r",
@@ -279,7 +280,7 @@ def unpack8(words, odd, ASM: tl.constexpr):
     Returns:
         Two [M, K] fp16 tiles, planes 2 u and 2 u + 1.
     """
-    if ASM:
+    if ASM >= AMPERE:
         return tl.inline_asm_elementwise(
             _ASM8, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )

@@ -241,8 +241,7 @@ def append_and_rotate(
     scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_LEVELS: tl.constexpr, KEY_STEP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
-    MATRIX: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    MATRIX: tl.constexpr, ASM: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`append_and_encode` by the first two programs of each head, `rotate_query` by the others.
 
@@ -256,8 +255,7 @@ def append_and_rotate(
             key_words, value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
             key_channel_scales, keys_b, keys_h, values_b, values_h, max_sinks, capacity, residual, max_cache_len,
             blocks_b, blocks_h, heads, DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, KEY_STEP,
-            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP,
-            MATRIX, ASM,
+            DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, VALUE_STEP, MATRIX, ASM,
         )  # fmt: skip
     else:
         rotate_rows(
@@ -315,7 +313,7 @@ class AppendLaunch:
             config = encode_config(tile, dim, bits, states.element_size(), on.capability)
             warps = max(warps, config.warps)
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
-        self.constants = (*constants, matrix_type(ring.dtype, ring.device), on.encoder_asm)
+        self.constants = (*constants, matrix_type(ring.dtype, ring.device), on.asm)
         # `sanitize_overflow` is what `debug` turns on.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 

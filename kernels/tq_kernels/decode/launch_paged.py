@@ -165,7 +165,7 @@ def encode_new_blocks(
         pages.page_rows,
         pages.block_words,
         triton.next_power_of_2(count),
-        on.encoder_asm,
+        on.asm,
     )  # fmt: skip
     ENCODE(
         (min(most, programs), kv_heads, 2),

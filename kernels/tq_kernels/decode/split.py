@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ..common.device import AMPERE
 from ..common.schedule import (
     DENSE_TOKENS,
     LINE,
@@ -133,7 +134,7 @@ def decode_split(
     first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
     tile, head = first_stream % row_tiles, first_stream // row_tiles
     batch, kv_head = head // kv_heads, head % kv_heads
-    if ASM:
+    if ASM >= AMPERE:
         # What comes first is on its way while queries are made.
         own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
         own_block += tl.maximum(start % per_stream - START, 0)
@@ -257,7 +258,7 @@ def decode_split_paged(
     heads = kv_heads * row_tiles
 
     start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B)
-    if ASM:
+    if ASM >= AMPERE:
         # The share's first block is on its way while queries are read.
         sequence = stream // heads
         starts_packed = (start < end) & (start - at < packed_of(packed_blocks, sequence, count))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.device import AMPERE
 from ..common.schedule import DENSE_TOKENS
 from ..common.softmax import bounded, finite
 from ..common.unpack import chunk_start, load_levels, load_signs, small_unit, unpack_scales
@@ -32,7 +33,7 @@ class Shape(NamedTuple):
         BLOCK_MEAN: Elements of a key mean's tile: BLOCK_KC where the mean is taken in the same parts.
         BLOCK_R: Query rows of a tile.
         SMALL: Whether levels are small (`tq_kernels.common.unpack.SMALL_UNIT`).
-        ASM: Whether words are unpacked by inline PTX.
+        ASM: `Target.asm`.
         BLOCK_WORDS: With a block table, int32 words from a block to the next; 0 without.
     """
 
@@ -88,7 +89,7 @@ def per_lane(x, ASM: tl.constexpr):
     The compiler must take it for different per lane: with a uniform bound it recomputes the predicate of every
     prefetching copy from a uniform register, 200 cycles a block.
     """
-    if ASM:  # adds zero
+    if ASM >= AMPERE:  # adds zero
         return tl.inline_asm_elementwise(
             "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.s32 $0, $1, z; }",
             "=r,r",

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.device import Target, matrix_type, target
+from ..common.device import AMPERE, Target, matrix_type, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
@@ -238,7 +238,7 @@ def dense_config(dim: int, rows: int, mask: int, on: Target) -> DenseConfig:
         on: The device.
     """
     masked = mask == 2
-    large = on.asm and on.shared_bytes > 160 * 1024
+    large = on.asm >= AMPERE.value and on.shared_bytes > 160 * 1024
     if dim > 256:
         if on.capability[0] == 9 and rows > 64:
             # A launch for each half of the values: logits are computed twice, which makes half as many operations more,
@@ -249,7 +249,7 @@ def dense_config(dim: int, rows: int, mask: int, on: Target) -> DenseConfig:
         return DenseConfig(16, 32, 8, 2) if rows <= 16 else DenseConfig(32, 32, 8, 1)
     if rows <= 16:
         return DenseConfig(16, 64 if dim <= 128 else 32, 4, 2)
-    if not on.asm:
+    if on.asm < AMPERE.value:
         return DenseConfig(64, 32, 4, 1)
     # What is on its way takes registers, for which masks leave no room.
     if dim > 128:

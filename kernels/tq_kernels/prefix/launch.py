@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from ..common.device import Target, target
+from ..common.device import AMPERE, Target, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..format import BLOCK_TOKENS, padded_dim
 from ..turing.prefix import prefix_attention_fragments
@@ -58,7 +58,7 @@ def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     largest = max(block_of(key_dim), block_of(value_dim))
     if on.fragments:
         return PrefixConfig(16 if largest <= 128 else 8, 64, 1, 1, None, 8)
-    if not on.asm:
+    if on.asm < AMPERE.value:
         # Products without asynchronous copies hold their operands in registers and shared memory: small tiles.
         return PrefixConfig(32, 64, 4, 1, None, 2)
     if largest > 128:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.device import AMPERE
 from ..common.schedule import lengths, located
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, merge, normalize
 from ..common.unpack import load_levels
@@ -33,7 +34,7 @@ def _scaled(levels, scale, mean, ASM: tl.constexpr):
     """levels * scale + mean, fp16; `scale` and `mean`, which may be None, broadcast to the levels' [M, K]."""
     scale = tl.broadcast_to(scale, levels.shape)
     if mean is None:
-        if ASM:
+        if ASM >= AMPERE:
             return tl.inline_asm_elementwise(
                 "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [levels, scale], dtype=tl.float16, is_pure=True, pack=2
             )
@@ -41,7 +42,7 @@ def _scaled(levels, scale, mean, ASM: tl.constexpr):
             return (levels.to(tl.float32) * scale.to(tl.float32)).to(tl.float16)
     else:
         mean = tl.broadcast_to(mean, levels.shape)
-        if ASM:
+        if ASM >= AMPERE:
             return tl.inline_asm_elementwise(
                 "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [levels, scale, mean], tl.float16, is_pure=True, pack=2
             )
@@ -196,7 +197,7 @@ def normalised_rows(pointers, inside):
 @triton.jit
 def opaque(x, ASM: tl.constexpr):
     """`x`, an int32 scalar: what is computed from the result is computed anew, not kept in registers until then."""
-    if ASM:
+    if ASM >= AMPERE:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     else:
         return x

@@ -24,7 +24,7 @@ if HAS_TRITON:
     from tq_kernels.codec.balance import store as store_prompt_rows
     from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
-    from tq_kernels.common.device import current_device, interpreted, target
+    from tq_kernels.common.device import AMPERE, current_device, interpreted, target
     from tq_kernels.decode.append import AppendLaunch
     from tq_kernels.decode.launch import DecodeLaunch, held_counts
     from tq_kernels.decode.reorder import ReorderLaunch
@@ -91,7 +91,7 @@ def supports_step(query: torch.Tensor, tensors: LayerTensors) -> bool:
 def supports_inline_ptx(device: torch.device) -> bool:
     """Whether kernels unpack with inline PTX there: on NVIDIA, from Turing on."""
     on = target(device)
-    return on.asm > 0 or on.fragments
+    return on.asm >= AMPERE.value or on.fragments
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
