@@ -11,13 +11,15 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The newest versions there are, without constraints.
+NEXT := $(VENV)-next
 # What the demo needs: no tools of development.
 DEMO_STAMP := $(VENV)/.installed-for-the-demo
 # The oldest versions allowed, over the packages of $(VENV): only what differs is installed twice.
 OLDEST := $(VENV)-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_TESTS := $(addprefix tests/,cache/test_generate.py cache/test_compiled.py cache/test_bad_input.py \
-	saving stores/test_store.py layers tools kernels/test_frontend.py)
+	saving stores/test_store.py layers tools kernels/test_frontend.py test_ways.py)
 # By itself: a torch that comes with CUDA asks for a Triton of its own.
 OLDEST_TRITON := "triton==3.5.0; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 PYTEST := $(BIN)/python -m pytest --timeout=900 $(PYTEST_ARGS)
@@ -31,10 +33,10 @@ PARALLEL := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 COMMA := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newest test-oldest test-kernels test-slow test-cuda test-images lint format tables notebooks wheel clean
+.PHONY: help venv demo test test-newest test-oldest test-next test-kernels test-slow test-cuda test-images lint format tables notebooks wheel clean
 
 help:
-	@echo "make demo | test | test-newest | test-oldest | test-kernels | test-slow | test-cuda | test-images | lint | format"
+	@echo "make demo | test | test-newest | test-oldest | test-next | test-kernels | test-slow | test-cuda | test-images | lint | format"
 	@echo "make tables | notebooks | wheel | venv | clean"
 
 # $(call install,PACKAGES,WHAT): says what is downloaded, and afterwards how much it was and how long it took.
@@ -98,6 +100,14 @@ test-oldest: $(OLDEST_STAMP)
 	$(PARALLEL) $(OLDEST)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) \
 		-m "$(QUICK)" -o cache_dir=.pytest_cache/oldest $(OLDEST_TESTS)
 
+# The ways that users use, on the newest transformers, torch and Triton there are: what `pip install` brings today.
+test-next:
+	test -x $(NEXT)/bin/python || $(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(PIP_ARGS) -e ".[dev]"
+	$(NEXT)/bin/python -m pip list --disable-pip-version-check | grep -E "^(torch|transformers|triton) "
+	$(PARALLEL) $(NEXT)/bin/python -m pytest --timeout=900 $(PYTEST_ARGS) $(SPREAD) -m "$(QUICK)" \
+		-o cache_dir=.pytest_cache/next tests/test_ways.py
+
 # The kernels by themselves: in Triton's interpreter, and compiled for every GPU they are written for. (The frontend's
 # tests are for the oldest Triton: under the newest, all that they compile is compiled here, too.)
 test-kernels: $(STAMP)
@@ -123,5 +133,5 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEXT) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

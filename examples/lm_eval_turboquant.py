@@ -35,6 +35,7 @@ from transformers.cache_utils import Cache
 
 from examples.provenance import provenance
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.compat import as_input
 
 PLAIN = "plain"
 CACHES = (PLAIN, *PRESETS, "auto")
@@ -96,7 +97,7 @@ class CachedLM(HFLM):
     def _model_generate(self, context: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if self.chunk:
             options["prefill_chunk_size"] = self.chunk
-        return super()._model_generate(context, *args, past_key_values=self._empty_cache(), **options)
+        return super()._model_generate(context, *args, **as_input(self._empty_cache()), **options)
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -108,7 +109,7 @@ class CachedLM(HFLM):
                 "generate_until`), e.g. gsm8k."
             )
         cache = self._empty_cache()
-        return torch.cat([self.model(ids, past_key_values=cache).logits for ids in inps.split(self.chunk, 1)], 1)
+        return torch.cat([self.model(ids, **as_input(cache)).logits for ids in inps.split(self.chunk, 1)], 1)
 
 
 def error_of(samples: list[dict[str, Any]], metric: str, value: float) -> float | None:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.compat import as_input
 
 SHIPPED_MODEL = str(Path(__file__).resolve().parent / "needle")
 
@@ -47,7 +48,7 @@ def main() -> None:
     model, tokenizer = load(arguments.model, parallel), AutoTokenizer.from_pretrained(arguments.model)
     inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
     cache = TurboQuantCache(model.config, arguments.preset)
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=arguments.new_tokens, do_sample=False)
+    output = model.generate(**inputs, **as_input(cache), max_new_tokens=arguments.new_tokens, do_sample=False)
     held = ", ".join(f"{size / 2**20:.2f} MiB on {place}" for place, size in cache.memory_footprint().by_device.items())
     if rank == 0:
         print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))

@@ -30,6 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.compat import as_input
 
 MIB = 2**20
 
@@ -101,7 +102,7 @@ def run(
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **as_input(cache),
             max_new_tokens=count,
             do_sample=False,
             streamer=streamer,

@@ -66,8 +66,8 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
-        "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
-        "graph_decoding": 520,
+        "batching": 1875,  # heads by kind of layer, layers that share keys; what models of 5.24 call; steps that no CUDA graph holds, warm-ups
+        "graph_decoding": 525,
         "saving": 945,  # states that a model gives the layer itself
         "layers": 1275,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
         "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
@@ -80,7 +80,7 @@ BUDGETS = {
         "balance": 120,
         "auto": 220,
         "config": 250,
-        "compat": 325,  # a capture that failed is ended
+        "compat": 440,  # names of transformers that each way stands on, and a sentence where one has gone
         "__init__": 60,
     },
 }

@@ -21,10 +21,10 @@ def test_what_is_installed_here_is_known(monkeypatch):
     ("installed", "clauses"),
     [
         ({"torch": "2.9.0+cu128", "transformers": "5.17.0", "triton": "3.5.0"}, []),
-        ({"torch": "2.15.1", "transformers": "5.23.0", "triton": "3.9.0"}, []),
+        ({"torch": "2.15.1", "transformers": "5.24.0", "triton": "3.9.0"}, []),
         ({"torch": "2.8.0"}, ["torch 2.8.0 (tested: 2.9 to 2.15)"]),
         ({"torch": "2.16.0a0", "triton": "3.10.0"}, ["torch 2.16.0a0 (tested: 2.9 to 2.15)", "triton 3.10.0 (tested"]),
-        ({"transformers": "6.0.0"}, ["transformers 6.0.0 (tested: 5.17 to 5.23)"]),
+        ({"transformers": "6.0.0"}, ["transformers 6.0.0 (tested: 5.17 to 5.24)"]),
         ({"torch": "main"}, []),
     ],
     ids=str,

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing as is_tracing
@@ -28,11 +31,110 @@ Number = tuple[int, int]
 
 TESTED: dict[str, tuple[Number, Number]] = {
     "torch": ((2, 9), (2, 15)),
-    "transformers": ((5, 17), (5, 23)),
+    "transformers": ((5, 17), (5, 24)),
     "triton": ((3, 5), (3, 9)),
 }
 """The oldest and the newest of each that tests have run with. What `pyproject.toml` allows is wider: each torch asks
 for a Triton of its own, and a newer one may well work."""
+
+
+_GENERATION = "transformers:GenerationMixin."
+_CACHE = "transformers.cache_utils:"
+_ENGINE = "transformers.generation.continuous_batching."
+_MANAGER = f"{_ENGINE}continuous_api:ContinuousBatchingManager."
+_PROCESSOR = f"{_ENGINE}continuous_api:ContinuousBatchProcessor."
+_RUNNER = f"{_ENGINE}model_runner:ModelRunner."
+_SERVER = "transformers.cli."
+
+GROUND: dict[str, dict[str, str]] = {
+    "TurboQuantCache": {
+        f"{_CACHE}DynamicLayer.lazy_initialization": "key_states value_states",
+        f"{_CACHE}DynamicSlidingWindowLayer.update": "key_states value_states",
+        f"{_CACHE}StaticLayer.lazy_initialization": "key_states value_states",
+        f"{_CACHE}StaticSlidingWindowLayer.get_mask_sizes": "query_length",
+        f"{_CACHE}Cache.update": "key_states value_states layer_idx",
+        f"{_CACHE}Cache.get_mask_sizes": "query_length layer_idx",
+        f"{_CACHE}LinearAttentionCacheLayerMixin.update_conv_state": "",
+        "transformers:PreTrainedConfig.get_text_config": "decoder",
+        "transformers:PreTrainedModel._can_set_attn_implementation": "",
+        "transformers.integrations.sdpa_attention:sdpa_attention_forward": "module query key value scaling",
+        "transformers.masking_utils:sdpa_mask": "batch_size q_length kv_length q_offset kv_offset mask_function",
+        "transformers.utils.import_utils:is_tracing": "",
+        f"{_GENERATION}_valid_auto_compile_criteria": "model_kwargs generation_config",
+        f"{_GENERATION}_prefill": "input_ids generation_config model_kwargs",
+    },
+    "graph_decoding": {
+        f"{_GENERATION}_prefill": "input_ids generation_config model_kwargs",
+        f"{_GENERATION}_update_model_kwargs_for_generation": "outputs model_kwargs",
+        f"{_GENERATION}_valid_auto_compile_criteria": "model_kwargs generation_config",
+        f"{_GENERATION}_optimize_model_for_decode": "",
+        f"{_GENERATION}prepare_inputs_for_generation": "input_ids next_sequence_length",
+        "transformers:PreTrainedModel.get_compiled_call": "compile_config",
+        "transformers.generation.stopping_criteria:EosTokenCriteria": "eos_token_id",
+    },
+    "continuous batching": {
+        f"{_ENGINE}cache:PagedAttentionCache.search_prefix_match": "request_id prompt_ids",
+        f"{_ENGINE}cache:PagedAttentionCache.count_new_complete_blocks": "state request_len",
+        f"{_ENGINE}cache:PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors": "",
+        f"{_ENGINE}cache:group_layers_by_attn_type": "config",
+        f"{_ENGINE}cache_allocators:FullAttentionCacheAllocator.register_cache_tensor": "",
+        f"{_ENGINE}cache_allocators:SlidingAttentionCacheAllocator.register_cache_tensor": "",
+        f"{_ENGINE}cache_allocators:CachePool.allocate_sector": "",
+        f"{_MANAGER}_create_batch_processor": "",
+        f"{_MANAGER}_generation_loop_body": "batch_processor bootstrapping",
+        f"{_MANAGER}_generation_step": "",
+        f"{_MANAGER}_handle_critical_error": "error batch_processor",
+        f"{_MANAGER}switch_to_cb_friendly_attn": "model",
+        f"{_PROCESSOR}__init__": "cache config generation_config logit_processor scheduler distributed_helper",
+        f"{_PROCESSOR}_handle_request_error": "error state",
+        f"{_PROCESSOR}_generation_step": "model",
+        f"{_PROCESSOR}prepare_next_batch": "",
+        f"{_RUNNER}compute_batch": "model batch_data",
+        f"{_RUNNER}run_one_warmup": "model",
+        f"{_RUNNER}_capture_graph": "forward_fn compute_stream",
+        f"{_ENGINE}scheduler:FIFOScheduler._get_waiting_candidates": "",
+        f"{_ENGINE}requests:RequestState": "request_id initial_tokens",
+        "transformers:ContinuousMixin.init_continuous_batching": "generation_config continuous_batching_config",
+        "transformers:ContinuousMixin.generate_batch": "inputs generation_config",
+    },
+    "tq-hf serve": {
+        f"{_SERVER}serve:Serve.__init__": "continuous_batching non_blocking cb_num_blocks",
+        f"{_SERVER}serve:Serve.start_server": "",
+        f"{_SERVER}serving.utils:CBGenerateManager.init_cb": "model gen_config",
+        f"{_SERVER}serving.utils:Modality.LLM": "",
+    },
+}
+"""Private or changing names of transformers, by the way that stands on them, with the parameters that are used."""
+
+
+def moved(way: str) -> list[str]:
+    """The names of `GROUND[way]` that the installed transformers does not have, or that lack a parameter."""
+    gone = []
+    for name, parameters in GROUND[way].items():
+        try:
+            found = signature(resolve_name(name)).parameters if parameters else resolve_name(name)
+        except (ImportError, AttributeError):
+            gone.append(name)
+        else:
+            gone += [f"{name}({parameter}=)" for parameter in parameters.split() if parameter not in found]
+    return gone
+
+
+@lru_cache
+def check_ground(way: str, instead: str) -> None:
+    """Raise an `ImportError` that names what `way` needs of transformers and the installed version does not have.
+
+    Args:
+        way: A key of `GROUND`.
+        instead: What to use in its place: a sentence.
+    """
+    if gone := moved(way):
+        oldest, newest = (".".join(map(str, bound)) for bound in TESTED["transformers"])
+        raise ImportError(
+            f"{way} was tested with transformers {oldest} to {newest}. Version {transformers.__version__} is installed "
+            f"and lacks {', '.join(gone)}. {instead} Or install transformers {newest}: "
+            f'`pip install "transformers=={newest}.*"`.'
+        )
 
 
 def untested(installed: dict[str, str]) -> list[str]:
@@ -197,8 +299,20 @@ METADATA: set[Any] = {
 """Methods and attributes of a tensor that need no elements (torch 2.9 to 2.15)."""
 
 
+CACHE_NAME = (
+    "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+)
+"""Name of the cache among a model's inputs and outputs: `past_key_values` in transformers 5.17 to 5.23, `cache` in
+5.24. `generate()` and models of 5.24 also take the older name, with a warning."""
+
+
+def as_input(cache: Cache) -> dict[str, Cache]:
+    """The keyword argument by which the installed transformers hands `cache` to a model and to `generate()`."""
+    return {CACHE_NAME: cache}
+
+
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
-    """`config._attn_implementation` (transformers 5.17 to 5.23).
+    """`config._attn_implementation` (transformers 5.17 to 5.24).
 
     Configurations look up attributes in Python, which takes as long as a kernel launch and comes with every update of
     every layer. Outside of compilation this reads what is stored beneath the property.
@@ -212,7 +326,7 @@ def attention_implementation(config: PreTrainedConfig | None) -> str | None:
 
 def attention_of_parts(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:
     """The config of every part of a model (text decoder, vision tower) and its attention, to give back after
-    `set_attn_implementation` (transformers 5.17 to 5.23)."""
+    `set_attn_implementation` (transformers 5.17 to 5.24)."""
     configs = [model.config, *(part.config for part in model.modules() if isinstance(part, PreTrainedModel))]
     for config in configs:  # which grows: parts of parts
         parts = (getattr(config, name, None) for name in config.sub_configs)
@@ -222,7 +336,7 @@ def attention_of_parts(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:
 
 def give_attention_back(parts: list[tuple[PreTrainedConfig, str | None]]) -> None:
     """Let every part attend as `attention_of_parts` found it. Given to `set_attn_implementation`, the attention of the
-    whole would be that of all parts, and a dict could not name parts of parts (transformers 5.17 to 5.23)."""
+    whole would be that of all parts, and a dict could not name parts of parts (transformers 5.17 to 5.24)."""
     for config, attention in parts:
         config._attn_implementation_internal = attention
 
@@ -282,7 +396,7 @@ def _models() -> Iterator[type[PreTrainedModel]]:
 def asked_by_prefill() -> bool:
     """Whether `generate()` asks if it should compile the chunks of a prompt, by the names of its functions.
 
-    `_prefill` asks `_valid_auto_compile_criteria`, as the loop over steps does (transformers 5.17 to 5.23).
+    `_prefill` asks `_valid_auto_compile_criteria`, as the loop over steps does (transformers 5.17 to 5.24).
     """
     if torch.compiler.is_compiling():
         return False
@@ -297,27 +411,27 @@ def asked_by_prefill() -> bool:
 
 def arguments_of_generate() -> dict[str, Any]:
     """The local variables of `generate()`, for a loop that it calls: it does not pass on `streamer`, `assistant_model`
-    and `synced_gpus` (transformers 5.17 to 5.23)."""
+    and `synced_gpus` (transformers 5.17 to 5.24)."""
     return sys._getframe(2).f_locals
 
 
 def prefill(model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> tuple[Any, Any]:
     """Run the prompt as `generate()` does, in chunks if asked. Returns the model's outputs and the inputs of the first
-    step (transformers 5.17 to 5.23)."""
+    step (transformers 5.17 to 5.24)."""
     outputs = model._prefill(ids, config, inputs)
     return outputs, model._update_model_kwargs_for_generation(outputs, inputs)
 
 
 def compiles_steps(model: Any, cache: Cache, config: GenerationConfig) -> bool:
-    """Whether `generate()` would compile its steps over this cache (transformers 5.17 to 5.23)."""
-    return model._valid_auto_compile_criteria({"past_key_values": cache}, config)
+    """Whether `generate()` would compile its steps over this cache (transformers 5.17 to 5.24)."""
+    return model._valid_auto_compile_criteria(as_input(cache), config)
 
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[None]:
-    """What `generate()` does to a model for the time of its steps (transformers 5.17 to 5.23)."""
+    """What `generate()` does to a model for the time of its steps (transformers 5.17 to 5.24)."""
     return model._optimize_model_for_decode()
 
 
 def pad_token(config: Any) -> torch.Tensor:
-    """The padding token as `generate()` has prepared it (transformers 5.17 to 5.23)."""
+    """The padding token as `generate()` has prepared it (transformers 5.17 to 5.24)."""
     return config._pad_token_tensor

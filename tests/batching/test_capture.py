@@ -15,6 +15,7 @@ from tests.support.batching_cases import Session, agreement, greedy, model_of, p
 from tests.support.recorded_graph import record_graphs
 from tq_hf import TurboQuantCache, compat, graph_decoding
 from tq_hf.batching import manager
+from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
 
 SENTENCE = "A decode step of LlamaForCausalLM cannot be captured as a CUDA graph"
@@ -158,7 +159,7 @@ def test_graph_decoding_says_so_and_ends_the_capture(monkeypatch: pytest.MonkeyP
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=256)
     with pytest.raises(RuntimeError, match=f"{SENTENCE}. Leave out `custom_generate=graph_decoding`."):
-        model.generate(torch.tensor(prompts([9])), past_key_values=cache, custom_generate=graph_decoding, **NEW)
+        model.generate(torch.tensor(prompts([9])), **as_input(cache), custom_generate=graph_decoding, **NEW)
     assert len(capture.failed) == 1
 
 
@@ -224,10 +225,10 @@ def test_torch_is_as_it_was_after_graph_decoding() -> None:
     for _ in range(2):
         cache = TurboQuantCache(model.config, max_cache_len=256)
         with pytest.raises(RuntimeError, match=SENTENCE):
-            model.generate(ids, past_key_values=cache, custom_generate=graph_decoding, **NEW)
+            model.generate(ids, **as_input(cache), custom_generate=graph_decoding, **NEW)
         torch_is_as_it_was()
     cache = TurboQuantCache(model.config)
-    assert model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=True).shape[1] > 150
+    assert model.generate(ids, **as_input(cache), max_new_tokens=10, do_sample=True).shape[1] > 150
 
 
 @pytest.mark.cuda

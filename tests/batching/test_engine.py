@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.support.batching_cases import (
 )
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp, scheduler_class
+from tq_hf.compat import as_input
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def test_log_probabilities_are_those_of_the_logits(batching: TurboQuantBatching)
     cache, at, found = oracle.cache(), 0, []
     with torch.no_grad():
         for end in range(len(prompt), len(text)):
-            logits = batching.model(torch.tensor([text[at:end]]), past_key_values=cache).logits[0, -1]
+            logits = batching.model(torch.tensor([text[at:end]]), **as_input(cache)).logits[0, -1]
             found.append(logits.log_softmax(-1)[text[end]].item())
             at = end
     batching.model.set_attn_implementation("sdpa")
@@ -300,8 +302,8 @@ def test_a_warm_up_waits_for_the_one_before(asynchronous: dict[str, Any], monkey
     events.clear()
     manager.warmup()
     manager.destroy()
-    # A step with prompts and 1, 2, 4, .. 64 requests that decode, for two sets of inputs.
-    assert events == ["compute", "wait"] * 16
+    # A step with prompts and 1, 2, 4, .. 64 requests that decode, for two sets of inputs. transformers 5.24 waits, too.
+    assert [event for event, _ in groupby(events)] == ["compute", "wait"] * 16
 
 
 def test_asynchronous_forks_and_shared_prefixes(asynchronous: dict[str, Any]) -> None:

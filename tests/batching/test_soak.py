@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.support.batching_cases import Log, Oracle, Session, Tokens, greedy, mixed, model_of, take_scratch
+from tq_hf.compat import as_input
 
 NEAR = 0.05
 """So far may a token's logit be below the largest: rounding differs between batches, and now and then moves a code."""
@@ -30,11 +31,11 @@ def replay(oracle: Oracle, prompt: Tokens, answer: Tokens, lives: list[list[tupl
     for steps in lives:
         cache = oracle.begun(text, steps[0][2])
         if steps[0][0] > cache.get_seq_length():  # forked from
-            oracle.model(torch.tensor([text[cache.get_seq_length() : steps[0][0]]]), past_key_values=cache)
+            oracle.model(torch.tensor([text[cache.get_seq_length() : steps[0][0]]]), **as_input(cache))
         for past, new, _ in steps:
             if not new:  # all but its last token was there when it was forked
                 continue
-            logits = oracle.model(torch.tensor([text[past : past + new]]), past_key_values=cache).logits[0, -1]
+            logits = oracle.model(torch.tensor([text[past : past + new]]), **as_input(cache)).logits[0, -1]
             if past + new == len(prompt) + checked and checked < len(answer):
                 token = answer[checked]
                 assert logits[token] >= logits.max() - NEAR, (len(prompt), checked, steps)

@@ -1,4 +1,4 @@
-"""What of transformers' continuous batching is copied, replaced or relied upon, as it was read in 5.19.0 to 5.23.0.
+"""What of transformers' continuous batching is copied, replaced or relied upon, as it was read in 5.19.0 to 5.24.0.
 
 A failure says that transformers has changed a method. Read the change (`git log -p` of its file), do what it asks for
 in the file named beside it, and put the new hash here, after the old one if both releases are supported.
@@ -48,12 +48,12 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 READ: dict[Any, dict[str, tuple[str, str]]] = {
     PagedAttentionCache: {
-        "__init__": ("7846b73eca22", "copied: batching/cache.py"),
+        "__init__": ("7846b73eca22 c64951fe6abb", "copied: batching/cache.py"),
         "search_prefix_match": ("cc74bff7058f", "extended: batching/cache.py"),
         "count_new_complete_blocks": ("17dfa11a642a", "relied upon: batching/allocators.py"),
     },
     PagedAttentionMemoryHandler: {
-        "__init__": ("26595d2cfbe5", "extended: batching/cache.py"),
+        "__init__": ("26595d2cfbe5 61c50474b2ea", "extended: batching/cache.py"),
         "bytes_per_cache_token": ("94a5f81fd8af", "replaced: batching/cache.py"),
     },
     FullAttentionCacheAllocator: {
@@ -90,7 +90,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
     ModelRunner: {
         "_capture_graph": ("cb51ab2309b2", "wrapped: batching/manager.py"),
         "compute_batch": ("7d4ae3f3ba63", "wrapped: batching/manager.py"),
-        "run_one_warmup": ("8dc178e45660", "wrapped: batching/manager.py"),
+        "run_one_warmup": ("8dc178e45660 10d2388427eb", "wrapped: batching/manager.py"),
     },
     ContinuousMixin: {"init_continuous_batching": ("864a244a2534", "replaced: batching/entry.py")},
     ContinuousBatchingIOs: {

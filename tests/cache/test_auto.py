@@ -14,6 +14,7 @@ from tests.support.tiny_models import CONFIGS, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, auto
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.rotation import rotate_back
+from tq_hf.compat import as_input
 
 DIM = 64
 WIDE = dict(heads=2, dim=DIM)
@@ -223,9 +224,7 @@ def test_generation_is_that_of_the_preset_chosen(log):
     ids = torch.randint(2, 128, (2, 300), generator=torch.Generator().manual_seed(6))
     caches = TurboQuantCache(model.config, "auto"), TurboQuantCache(model.config, "4bit_nc")
     auto_tokens, tokens = (
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=8, do_sample=False
-        )
+        model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), max_new_tokens=8, do_sample=False)
         for cache in caches
     )
     assert torch.equal(auto_tokens, tokens)
@@ -237,6 +236,6 @@ def test_a_cache_that_chose_is_saved_under_the_preset(tmp_path, log):
     model = build("llama", head_dim=64)
     cache = TurboQuantCache(model.config, "auto")
     with torch.no_grad():
-        model(torch.randint(2, 128, (1, 300)), past_key_values=cache)
+        model(torch.randint(2, 128, (1, 300)), **as_input(cache))
     cache.save(tmp_path / "x.safetensors", model)
     assert TurboQuantCache.load(tmp_path / "x.safetensors", model).config == PRESETS["4bit_nc"]

@@ -14,6 +14,7 @@ from tests.support.helpers import assert_same, llama_config, packed_tensors, rel
 from tests.support.tiny_models import VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.attention import turboquant_attention
+from tq_hf.compat import as_input
 from tq_hf.graph_decoding.loop import latest_steps
 
 CALLS = (60, 1, 1, 9, 1)
@@ -37,7 +38,7 @@ def logits(model: PreTrainedModel, cache, attention: str, padded: int = 0, order
     for i, (tokens, enabled) in enumerate(zip(CALLS, order or [True] * len(CALLS), strict=True)):
         with on(enabled=enabled, device=model.device.type, **options):
             held, ids = mask[:, : sum(CALLS[: i + 1])], prompt(tokens, i).to(model.device)
-            found.append(model(ids, past_key_values=cache, attention_mask=held).logits[:, -1:])
+            found.append(model(ids, **as_input(cache), attention_mask=held).logits[:, -1:])
     return torch.cat(found, 1)
 
 
@@ -148,7 +149,7 @@ def test_compiled_steps_are_like_eager_ones(backend, attention):
         cache = TurboQuantCache(model.config, max_cache_len=200, residual_length=0)
         options |= dict(do_sample=False, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
         with on():
-            steps = model.generate(prompt(125), past_key_values=cache, **options).logits
+            steps = model.generate(prompt(125), **as_input(cache), **options).logits
         found.append(torch.stack(steps))
         assert cache.layers[1].store.state.tolist()[1] == 1, "a block was encoded while decoding"
     assert all(relative_error(other, found[0]) < 0.05 for other in found[1:])
@@ -168,8 +169,8 @@ def test_graph_decoding_keeps_a_step_for_its_autocast(device):
         cache.reset()
         with on(enabled=enabled, device=device):
             ids, plain = prompt(20).to(device), TurboQuantCache(model.config)
-            steps = model.generate(ids, past_key_values=cache, custom_generate=graph_decoding, **options).logits
-            expected = model.generate(ids, past_key_values=plain, **options).logits
+            steps = model.generate(ids, **as_input(cache), custom_generate=graph_decoding, **options).logits
+            expected = model.generate(ids, **as_input(plain), **options).logits
         found, right = torch.stack(steps), torch.stack(expected)
         # In 16 bits the best two tokens may tie; what follows another token is another text.
         alike = (found.argmax(-1) == right.argmax(-1)).all(1).int().cumprod(0).sum().item() + 1
@@ -185,7 +186,7 @@ def test_a_cache_filled_within_autocast_is_saved_and_loaded(tmp_path, skipped, l
     model = build("llama")
     cache = TurboQuantCache(model.config, max_cache_len=limit, skip_layers=skipped)
     with torch.no_grad(), on():
-        model(prompt(200), past_key_values=cache)
+        model(prompt(200), **as_input(cache))
     with on(enabled=loads):
         cache.save(tmp_path / "cache.safetensors", model)
         there = TurboQuantCache.load(tmp_path / "cache.safetensors", model)

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from examples.measure.quality.stress import rescaled
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import Balance, TurboQuantCache, TurboQuantConfig
+from tq_hf.compat import as_input
 from tq_hf.layers.compressed import TurboQuantLayer
 from tq_hf.ops import dispatch
 
@@ -40,8 +41,8 @@ def error(model: Any, options: dict[str, Any], prompt: int = 400) -> float:
     """Of the logits of 8 tokens after a prompt, relative to a plain cache."""
     logits = []
     for cache in (DynamicCache(config=model.config), TurboQuantCache(model.config, **(PACKED | options))):
-        model(tokens(prompt), past_key_values=cache)
-        logits.append(model(tokens(8, seed=1), past_key_values=cache).logits)
+        model(tokens(prompt), **as_input(cache))
+        logits.append(model(tokens(8, seed=1), **as_input(cache)).logits)
     return ((logits[1] - logits[0]).norm() / logits[0].norm()).item()
 
 
@@ -59,18 +60,18 @@ def test_a_batch_equals_its_rows_and_padding_is_left_out(name):
     model = made(name)
     together = TurboQuantCache(model.config)
     ids = tokens(300, batch=2)
-    model(ids, past_key_values=together)
+    model(ids, **as_input(together))
     for row in range(2):
         alone = TurboQuantCache(model.config)
-        model(ids[row : row + 1], past_key_values=alone)
+        model(ids[row : row + 1], **as_input(alone))
         for pair, one in zip(channel_scales(together), channel_scales(alone), strict=True):
             assert all(torch.equal(a[row : row + 1], b) for a, b in zip(pair, one, strict=True))
     padded = TurboQuantCache(model.config)
     mask = torch.ones(2, 300, dtype=torch.long)
     mask[:, :100] = 0
-    model(ids, attention_mask=mask, past_key_values=padded)
+    model(ids, attention_mask=mask, **as_input(padded))
     other = TurboQuantCache(model.config)
-    model(torch.where(mask.bool(), ids, 7), attention_mask=mask, past_key_values=other)
+    model(torch.where(mask.bool(), ids, 7), attention_mask=mask, **as_input(other))
     for pair, one in zip(channel_scales(padded), channel_scales(other), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, one, strict=True))
 
@@ -81,7 +82,7 @@ def test_without_queries_values_are_balanced_and_at_most_one_layers_prompt_waits
     model = made("llama")
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config)
-    model(tokens(300), past_key_values=cache)
+    model(tokens(300), **as_input(cache))
     assert not any(layer.store.is_deferred for layer in cache.layers)
     for keys, values in channel_scales(cache):
         assert (keys == 1).all() and (values != 1).any()
@@ -104,7 +105,7 @@ def test_a_prompt_waits_for_its_queries_and_for_nothing_else():
 def test_channel_scales_go_where_their_sequence_goes(length):
     model = made("qwen2")
     cache = TurboQuantCache(model.config, max_cache_len=length)
-    model(tokens(300, batch=3), past_key_values=cache)
+    model(tokens(300, batch=3), **as_input(cache))
     before = [pair.map(torch.clone) for pair in channel_scales(cache)]
     assert any(not torch.equal(keys[0], keys[1]) for keys, _ in before)
 
@@ -130,10 +131,10 @@ def test_channel_scales_go_where_their_sequence_goes(length):
 def test_a_forgotten_prompt_leaves_no_channel_scales(length, forget):
     model = made("llama")
     cache, fresh = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
-    model(tokens(300), past_key_values=cache)
+    model(tokens(300), **as_input(cache))
     forget(cache)
     for used in (cache, fresh):
-        model(tokens(280, seed=3), past_key_values=used)
+        model(tokens(280, seed=3), **as_input(used))
     for pair, expected in zip(channel_scales(cache), channel_scales(fresh), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
 
@@ -145,12 +146,12 @@ def test_a_reset_cache_waits_for_queries_again(length):
     used, fresh = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
     model.set_attn_implementation("sdpa")  # shows none
     for part in (tokens(300), tokens(1)):
-        model(part, past_key_values=used)
+        model(part, **as_input(used))
     assert all((keys == 1).all() for keys, _ in channel_scales(used))
     used.reset()
     model.set_attn_implementation("turboquant")
     for cache in (used, fresh):
-        model(tokens(300, seed=3), past_key_values=cache)
+        model(tokens(300, seed=3), **as_input(cache))
     for pair, expected in zip(channel_scales(used), channel_scales(fresh), strict=True):
         assert (expected[0] != 1).any() and all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
 
@@ -159,21 +160,21 @@ def test_a_reset_cache_waits_for_queries_again(length):
 def test_channel_scales_are_saved(tmp_path):
     model = made("qwen3")
     cache = TurboQuantCache(model.config)
-    model(tokens(300), past_key_values=cache)
+    model(tokens(300), **as_input(cache))
     cache.save(tmp_path / "c.safetensors", model)
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
     assert any((keys != 1).any() for keys, _ in channel_scales(cache))
     for pair, expected in zip(channel_scales(loaded), channel_scales(cache), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
     ids = tokens(1, seed=2)
-    assert torch.equal(model(ids, past_key_values=loaded).logits, model(ids, past_key_values=cache).logits)
+    assert torch.equal(model(ids, **as_input(loaded)).logits, model(ids, **as_input(cache)).logits)
 
 
 @torch.no_grad()
 def test_a_short_prompt_is_not_balanced():
     model = made("llama")
     cache = TurboQuantCache(model.config)
-    model(tokens(20), past_key_values=cache)
+    model(tokens(20), **as_input(cache))
     assert all((part == 1).all() for pair in channel_scales(cache) for part in pair)
 
 
@@ -181,16 +182,16 @@ def test_a_short_prompt_is_not_balanced():
 def test_channel_scales_are_handed_on_to_prompts_too_short_for_statistics():
     model = made("llama")
     long = TurboQuantCache(model.config)
-    model(tokens(300, batch=2), past_key_values=long)
+    model(tokens(300, batch=2), **as_input(long))
     for balance in (long, Balance.of(model)):
         cache = TurboQuantCache(model.config, balance=balance, **PACKED)
         for part in tokens(260, batch=3, seed=5).split(20, dim=1):
-            model(part, past_key_values=cache)
+            model(part, **as_input(cache))
         for keys, values in channel_scales(cache):
             assert keys.shape[0] == 3 and (keys < 0.3).any() and (values < 0.3).any()
             assert torch.equal(keys[0], keys[2])
         cache.reset()
-        model(tokens(300, seed=6), past_key_values=cache)
+        model(tokens(300, seed=6), **as_input(cache))
         assert all(
             torch.equal(layer.store.blocks.channel_scales.keys, layer.channel_scales.keys)
             for layer in cache.layers
@@ -231,7 +232,7 @@ def test_channel_scales_of_another_model_or_of_nothing_are_refused():
     other = made("qwen2")
     cache = TurboQuantCache(other.config, balance=balance)
     with pytest.raises(ValueError, match=r"of \[2, 32\] heads and channels.*\[2, 16\]"):
-        other(tokens(10), past_key_values=cache)
+        other(tokens(10), **as_input(cache))
 
 
 @pytest.mark.parametrize("length", [None, 500])

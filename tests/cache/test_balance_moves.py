@@ -11,6 +11,7 @@ from accelerate import dispatch_model
 from test_balance import channel_scales, made, tokens
 
 from tq_hf import Balance, TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.layers.compressed import TurboQuantLayer
 
 LENGTHS = pytest.mark.parametrize("length", [None, 700], ids=["growing", "preallocated"])
@@ -29,13 +30,13 @@ def is_balanced(cache: TurboQuantCache) -> bool:
 def test_a_later_prompt_decides_where_the_first_was_too_short(length):
     model = made("llama")
     cache = TurboQuantCache(model.config, max_cache_len=length)
-    model(tokens(20), past_key_values=cache)
-    model(tokens(128, seed=1), past_key_values=cache)  # short calls go through the window, and decide nothing
+    model(tokens(20), **as_input(cache))
+    model(tokens(128, seed=1), **as_input(cache))  # short calls go through the window, and decide nothing
     assert all((part == 1).all() for pair in channel_scales(cache) for part in pair)
-    model(tokens(200, seed=2), past_key_values=cache)
+    model(tokens(200, seed=2), **as_input(cache))
     assert is_balanced(cache) and cache.layers[0].store.export()[0].blocks == 1
     before = [pair.map(torch.clone) for pair in channel_scales(cache)]
-    model(tokens(200, seed=3), past_key_values=cache)
+    model(tokens(200, seed=3), **as_input(cache))
     for now, then in zip(channel_scales(cache), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
 
@@ -46,7 +47,7 @@ def test_a_chat_of_short_turns_is_balanced_by_a_probe_only(length):
     for balance in (None, Balance.of(model)):
         cache = TurboQuantCache(model.config, max_cache_len=length, balance=balance)
         for turn in range(7):
-            model(tokens(20 if turn == 0 else 60, seed=turn), past_key_values=cache)
+            model(tokens(20 if turn == 0 else 60, seed=turn), **as_input(cache))
         assert is_balanced(cache) == (balance is not None)
         assert cache.layers[0].store.export()[0].blocks == 1
 
@@ -56,10 +57,10 @@ def test_a_crop_that_leaves_tokens_leaves_their_channel_scales(length):
     model = made("qwen2")
     cache, uncropped = (TurboQuantCache(model.config, max_cache_len=length) for _ in range(2))
     for used in (cache, uncropped):
-        model(tokens(400), past_key_values=used)
+        model(tokens(400), **as_input(used))
     cache.crop(-250)  # into the packed block
     assert_equal_channel_scales(cache, uncropped)
-    model(tokens(300, seed=4), past_key_values=cache)
+    model(tokens(300, seed=4), **as_input(cache))
     assert cache.get_seq_length() == 450
     if length is None:
         assert cache.layers[0].store.num_blocks > 0
@@ -69,7 +70,7 @@ def test_a_crop_that_leaves_tokens_leaves_their_channel_scales(length):
 def test_every_tensor_of_a_layer_moves_its_channel_scales_among_them():
     model = made("llama")
     cache = TurboQuantCache(model.config)
-    model(tokens(300), past_key_values=cache)
+    model(tokens(300), **as_input(cache))
     for layer in cache.layers:
         layer._map(lambda tensor: tensor.to("meta"))
     assert all(part.is_meta for pair in channel_scales(cache) for part in pair)
@@ -108,8 +109,8 @@ def test_layers_offloaded_to_disk_have_the_channel_scales_of_the_whole_model(len
     caches = [TurboQuantCache(plain.config, max_cache_len=length) for _ in range(2)]
     logits = []
     for model, cache in zip((plain, offloaded), caches, strict=True):
-        model(tokens(300), past_key_values=cache)
-        logits.append(model(tokens(1, seed=1), past_key_values=cache).logits)
+        model(tokens(300), **as_input(cache))
+        logits.append(model(tokens(1, seed=1), **as_input(cache)).logits)
     assert is_balanced(caches[0])
     assert_equal_channel_scales(*caches)
     assert torch.equal(*logits)
@@ -121,7 +122,7 @@ def test_layers_offloaded_to_disk_have_the_channel_scales_of_the_whole_model(len
 def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(saved, loaded, tmp_path):
     model = made("llama")
     cache = TurboQuantCache(model.config, max_cache_len=saved)
-    model(tokens(300, batch=2), past_key_values=cache)
+    model(tokens(300, batch=2), **as_input(cache))
     cache.save(tmp_path / "c.safetensors", model)
     again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
     assert is_balanced(again)
@@ -130,7 +131,7 @@ def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(saved, loade
     again.reset()
     fresh = TurboQuantCache(model.config, max_cache_len=loaded)
     for used in (again, fresh):
-        model(tokens(280, batch=2, seed=3), past_key_values=used)
+        model(tokens(280, batch=2, seed=3), **as_input(used))
     assert_equal_channel_scales(again, fresh)
 
 
@@ -138,15 +139,15 @@ def test_a_file_brings_its_channel_scales_into_either_kind_of_cache(saved, loade
 def test_channel_scales_that_are_handed_on_stay_in_a_file(saved, loaded, tmp_path):
     model = made("llama")
     cache = TurboQuantCache(model.config, max_cache_len=saved, balance=Balance.of(model))
-    model(tokens(20, batch=2), past_key_values=cache)
+    model(tokens(20, batch=2), **as_input(cache))
     cache.save(tmp_path / "c.safetensors", model)
     again = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded)
-    same = [model(tokens(400, batch=2, seed=5), past_key_values=used).logits for used in (cache, again)]
+    same = [model(tokens(400, batch=2, seed=5), **as_input(used)).logits for used in (cache, again)]
     assert is_balanced(again) and torch.equal(*same)
     assert_equal_channel_scales(again, cache)
     for used in (cache, again):
         used.reset()
-        model(tokens(300, batch=2, seed=3), past_key_values=used)
+        model(tokens(300, batch=2, seed=3), **as_input(used))
     assert_equal_channel_scales(again, cache)
 
 
@@ -158,7 +159,7 @@ def test_channel_scales_that_are_handed_on_go_with_an_empty_cache_to_another_pro
     again = pickle.loads(pickle.dumps(cache))
     for used in (cache, again):
         for part in (tokens(20), tokens(200, seed=3)):
-            model(part, past_key_values=used)
+            model(part, **as_input(used))
     assert is_balanced(again)
     assert_equal_channel_scales(again, cache)
 
@@ -167,12 +168,12 @@ def test_channel_scales_that_are_handed_on_go_with_an_empty_cache_to_another_pro
 def test_a_copy_has_channel_scales_of_its_own(length):
     model = made("llama")
     cache = TurboQuantCache(model.config, max_cache_len=length)
-    model(tokens(300), past_key_values=cache)
+    model(tokens(300), **as_input(cache))
     copied = copy.deepcopy(cache)
     assert_equal_channel_scales(copied, cache)
     before = [pair.map(torch.clone) for pair in channel_scales(copied)]
     cache.reset()
-    model(tokens(290, seed=5), past_key_values=cache)
+    model(tokens(290, seed=5), **as_input(cache))
     for now, then in zip(channel_scales(copied), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
 
@@ -188,6 +189,6 @@ def test_beams_take_their_channel_scales_along(length):
         cache = TurboQuantCache(model.config, max_cache_len=length, balance=Balance.of(model))
         model.set_attn_implementation(attention)
         options = dict(attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=8, do_sample=False)
-        outputs.append(model.generate(ids, past_key_values=cache, disable_compile=True, **options))
+        outputs.append(model.generate(ids, **as_input(cache), disable_compile=True, **options))
         assert is_balanced(cache) and channel_scales(cache)[0].keys.shape[0] == 6
     assert torch.equal(*outputs)

@@ -15,6 +15,7 @@ from tests.support.helpers import CPU
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
+from tq_hf.compat import as_input
 from tq_hf.ops.cpu import packed
 from tq_hf.stores import graph_ops
 
@@ -43,7 +44,7 @@ def compile_config(backend: str = "aot_eager") -> CompileConfig:
 def generate(
     model: PreTrainedModel, cache: TurboQuantCache, prompt: dict[str, torch.Tensor], **options
 ) -> torch.Tensor:
-    return model.generate(**prompt, past_key_values=cache, do_sample=False, max_new_tokens=24, **options)
+    return model.generate(**prompt, **as_input(cache), do_sample=False, max_new_tokens=24, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -123,8 +124,8 @@ def test_a_growing_cache_is_right_under_compilation_and_breaks_graphs_at_updates
 
     def logits(call):
         cache = TurboQuantCache(model.config, **OPTIONS)
-        model(ids, past_key_values=cache)
-        return torch.stack([call(ids[:, i : i + 1], past_key_values=cache).logits for i in range(2)])
+        model(ids, **as_input(cache))
+        return torch.stack([call(ids[:, i : i + 1], **as_input(cache)).logits for i in range(2)])
 
     with torch.no_grad():
         torch.testing.assert_close(logits(torch.compile(model, backend="eager")), logits(model))
@@ -150,8 +151,8 @@ def test_positions_are_those_before_the_step_where_a_model_takes_them_from_the_c
 
     def logits(call):
         cache = TurboQuantCache(model.config, max_cache_len=MAX_LENGTH, **OPTIONS)
-        model(ids, past_key_values=cache)
-        return torch.stack([call(ids[:, i : i + 1], past_key_values=cache).logits for i in range(2)])
+        model(ids, **as_input(cache))
+        return torch.stack([call(ids[:, i : i + 1], **as_input(cache)).logits for i in range(2)])
 
     with torch.no_grad():
         compiled = torch.compile(model, backend="inductor", fullgraph=True)
@@ -210,7 +211,7 @@ def test_overrunning_the_cache_is_an_error_before_anything_is_overwritten():
         generate(model, cache, inputs(), compile_config=compile_config())
     assert cache.get_seq_length() == 250
     exact = TurboQuantCache(model.config, **OPTIONS)
-    model.generate(**inputs(), past_key_values=exact, do_sample=False, max_new_tokens=11)
+    model.generate(**inputs(), **as_input(exact), do_sample=False, max_new_tokens=11)
     for layer, other in zip(cache.layers, exact.layers, strict=True):
         assert torch.equal(layer.keys, other.keys)
         assert torch.equal(layer.values, other.values)
@@ -224,16 +225,14 @@ def test_compiled_steps_of_every_turn_read_packed_blocks(monkeypatch):
     monkeypatch.setattr(graph_ops, "_dense", lambda *arguments: pytest.fail("a compiled step reads dense states"))
     ids = torch.randint(2, VOCAB, (1, 150), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
-        ids = model.generate(
-            ids, past_key_values=cache, max_new_tokens=4, do_sample=False, compile_config=compile_config()
-        )
+        ids = model.generate(ids, **as_input(cache), max_new_tokens=4, do_sample=False, compile_config=compile_config())
         ids = torch.cat([ids, ids[:, :7]], dim=1)
 
 
 def two_turns(model: PreTrainedModel, cache: TurboQuantCache, chunk: int | None, **options) -> list[torch.Tensor]:
     """Tokens of a prompt of 600 and of a second turn of 37 more, both read in chunks where transformers can."""
     ids = torch.randint(3, VOCAB, (1, 637), generator=torch.Generator().manual_seed(7)).to(model.device)
-    options |= dict(past_key_values=cache, do_sample=False, max_new_tokens=9, prefill_chunk_size=chunk)
+    options |= dict(**as_input(cache), do_sample=False, max_new_tokens=9, prefill_chunk_size=chunk)
     first = model.generate(ids[:, :600], **options)
     if OLD_TRANSFORMERS:
         options["prefill_chunk_size"] = None
@@ -268,9 +267,7 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
         caches = [TurboQuantCache(model.config, max_cache_len=room, **OPTIONS) for room in (preallocated, None)]
         for seed, tokens in enumerate((300, 150, 150, 20, 1, 1, 1)):
             ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(seed))
-            actual, expected = (
-                m(ids, past_key_values=c).logits for m, c in zip((compiled, model), caches, strict=True)
-            )
+            actual, expected = (m(ids, **as_input(c)).logits for m, c in zip((compiled, model), caches, strict=True))
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] <= 8 + OLD_TRANSFORMERS and graphs[13] <= 40 and graphs[20] == graphs[13]
@@ -279,6 +276,6 @@ def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated)
 def test_the_first_call_of_a_growing_cache_is_not_traced_into_the_store():
     model = build("llama", num_hidden_layers=1)
     model.set_attn_implementation("turboquant")
-    torch.compile(model, backend="eager")(inputs(1, 300)["input_ids"], past_key_values=TurboQuantCache(model.config))
+    torch.compile(model, backend="eager")(inputs(1, 300)["input_ids"], **as_input(TurboQuantCache(model.config)))
     # Before, between and after what leaves the graph: the embedding, norms and products of a layer, the head.
     assert counters["stats"]["unique_graphs"] <= 7 + OLD_TRANSFORMERS

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from tests.support.helpers import assert_same, llama_config, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 
 SLIDING = Gemma3TextConfig(
     num_hidden_layers=2,
@@ -59,7 +60,7 @@ def test_a_model_on_the_meta_device_runs(config, attention, limit, skipped):
     cache = TurboQuantCache(config, max_cache_len=limit, skip_layers=skipped)
     for tokens in (300, 1, 1, 20, 1):
         with torch.no_grad():
-            out = model(torch.ones(2, tokens, dtype=torch.long, device="meta"), past_key_values=cache)
+            out = model(torch.ones(2, tokens, dtype=torch.long, device="meta"), **as_input(cache))
         assert out.logits.shape == (2, tokens, VOCAB) and out.logits.is_meta
     assert int(cache.get_seq_length(1)) == 323 and cache.memory_footprint().total > 0
     if config is not SLIDING:
@@ -78,7 +79,7 @@ def used(name: str, attention: str, **options):
     model = build(name)
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config, **options)
-    model.generate(tokens(150), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    model.generate(tokens(150), **as_input(cache), max_new_tokens=3, do_sample=False)
     return model, cache
 
 
@@ -96,23 +97,23 @@ def test_a_model_of_another_dtype_is_refused_by_a_used_cache(name, attention, li
     before = held(cache)
     model.bfloat16()
     for call in (
-        lambda: model(tokens(1), past_key_values=cache),
-        lambda: model(tokens(5), past_key_values=cache),
-        lambda: model.generate(tokens(155), past_key_values=cache, max_new_tokens=3),
+        lambda: model(tokens(1), **as_input(cache)),
+        lambda: model(tokens(5), **as_input(cache)),
+        lambda: model.generate(tokens(155), **as_input(cache), max_new_tokens=3),
     ):
         with pytest.raises(ValueError, match="dtype torch.float32, but was given keys with dtype torch.bfloat16"):
             call()
     assert all(torch.equal(now, then) for now, then in zip(held(cache), before, strict=True))
     cache.reset()
     if limit is None:
-        model.generate(tokens(150), past_key_values=cache, max_new_tokens=3)
+        model.generate(tokens(150), **as_input(cache), max_new_tokens=3)
         assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
     else:
         with pytest.raises(ValueError, match="a preallocated cache still has its batch size, dtype and device"):
-            model.generate(tokens(150), past_key_values=cache, max_new_tokens=3)
+            model.generate(tokens(150), **as_input(cache), max_new_tokens=3)
         fresh = TurboQuantCache(model.float().config, max_cache_len=limit, skip_layers=skipped)
         for serving in (cache, fresh):
-            model.generate(tokens(150), past_key_values=serving, max_new_tokens=3, do_sample=False)
+            model.generate(tokens(150), **as_input(serving), max_new_tokens=3, do_sample=False)
         assert all(torch.equal(again, new) for again, new in zip(held(cache), held(fresh), strict=True))
 
 
@@ -126,5 +127,5 @@ def test_a_model_on_another_device_is_refused_by_a_used_cache(name, limit, skipp
     model.to("meta")
     for count in (1, 5) if limit is None else (1,):
         with pytest.raises(ValueError, match="device cpu, but was given keys with device meta.*reset"):
-            model(tokens(count).to("meta"), past_key_values=cache)
+            model(tokens(count).to("meta"), **as_input(cache))
     assert all(torch.equal(now, then) for now, then in zip(held(cache), before, strict=True))

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, DynamicCache
 from tests.support.helpers import assert_same, assert_unchanged, llama_config, relative_error, snapshot, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import CACHE_NAME, as_input
 from tq_hf.layers.dense import PreallocatedLayer, PreallocatedSlidingLayer
 
 PROMPT, KEPT, QUESTION = 700, 420, 20
@@ -53,7 +54,7 @@ def pressed(model, press):
     """kvpress's hook: what a layer holds after the prompt is read, pruned and assigned."""
 
     def hook(module, args, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs[CACHE_NAME].layers[module.layer_idx]
         keys, values = press(module, layer.keys, layer.values)
         layer.keys = keys
         layer.values = values
@@ -98,7 +99,7 @@ def ids(tokens: int = PROMPT + QUESTION + 3) -> torch.Tensor:
 def prefill(model, cache, press=None):
     """A prompt, pruned. Returns the rows that each layer holds."""
     with pressed(model, press):
-        model.model(ids()[:, :PROMPT], past_key_values=cache)
+        model.model(ids()[:, :PROMPT], **as_input(cache))
     rows = [(layer.keys, layer.values) for layer in cache.layers]
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [keys.shape[2] for keys, _ in rows]
     return rows
@@ -110,7 +111,7 @@ def answer(model, cache):
     logits, start = [], PROMPT
     for tokens in (QUESTION, 1, 1, 1):
         new, positions = ids()[:, start : start + tokens], torch.arange(start, start + tokens)[None]
-        logits.append(model(new, past_key_values=cache, position_ids=positions).logits)
+        logits.append(model(new, **as_input(cache), position_ids=positions).logits)
         start += tokens
     return torch.cat(logits, 1).double().log_softmax(-1)
 
@@ -157,7 +158,7 @@ def test_generation_goes_on_after_a_pruned_prompt_as_on_a_dynamic_cache(attentio
             cache = TurboQuantCache(model.config, residual_length=10**6, max_cache_len=limit)
         prefill(model, cache, press)
         own = options if ours else {}
-        new = model.generate(ids()[:, : KEPT + 1], max_new_tokens=8, do_sample=False, past_key_values=cache, **own)
+        new = model.generate(ids()[:, : KEPT + 1], max_new_tokens=8, do_sample=False, **as_input(cache), **own)
         generated.append(new)
         assert int(cache.get_seq_length()) == KEPT + 8
     assert torch.equal(*generated)

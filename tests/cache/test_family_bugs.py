@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from examples.measure.quality.family_check import difference, forward
 from examples.measure.quality.family_configs import tiny_model
 from tq_hf import TurboQuantCache, TurboQuantLayer
+from tq_hf.compat import as_input
 from tq_hf.layers.handle import LazyStates
 
 DENSE = dict(residual_length=10**6)
@@ -60,7 +61,7 @@ def test_states_of_a_model_that_leaves_them_alone_are_never_made(returned):
     cache = TurboQuantCache(model.config, **DENSE)
     with torch.no_grad():
         for length in (9, 1, 3, 1, 3):
-            model(ids(1, length), past_key_values=cache)
+            model(ids(1, length), **as_input(cache))
     layers = len(cache.layers)
     assert [type(keys) is LazyStates for keys, _ in returned[::layers]] == [True] * 5
     assert not any(tensor._handle.touched for pair in returned for tensor in pair)
@@ -70,7 +71,7 @@ def test_states_of_a_model_that_leaves_them_alone_are_never_made(returned):
 def test_a_prompt_is_not_lazy_for_other_attention(returned):
     model = tiny_model("llama")
     with torch.no_grad():
-        model(ids(1, 9), past_key_values=TurboQuantCache(model.config))
+        model(ids(1, 9), **as_input(TurboQuantCache(model.config)))
     assert type(returned[0][0]) is torch.Tensor
 
 
@@ -81,7 +82,7 @@ def test_a_lazy_tensor_becomes_the_states_at_any_operation(operation):
     model = tiny_model("llama", "turboquant")
     cache = TurboQuantCache(model.config, **DENSE)
     with torch.no_grad():
-        model(ids(1, 9), past_key_values=cache)
+        model(ids(1, 9), **as_input(cache))
     layer = layer_of(cache)
     new = torch.randn(1, 4, 1, 16)
     keys, _ = layer.update(new, new)
@@ -100,7 +101,7 @@ def test_masks_for_models_with_attention_of_their_own(room):
         expected = right(ids(2, 20), attention_mask=mask).logits[1]
         cache = TurboQuantCache(model.config, max_cache_len=room, **DENSE)
         assert difference([model(ids(2, 20), attention_mask=mask).logits[1]], [expected]) < 2e-3
-        actual = model(ids(2, 20), attention_mask=mask, past_key_values=cache).logits[1]
+        actual = model(ids(2, 20), attention_mask=mask, **as_input(cache)).logits[1]
     assert difference([actual], [expected]) < 2e-3
 
 
@@ -126,7 +127,7 @@ def test_assisted_decoding_of_an_encoder_decoder(cross, room):
 
     def generate(cache):
         options = dict(do_sample=False, max_new_tokens=8, prompt_lookup_num_tokens=2, eos_token_id=None)
-        return model.generate(ids(1, 30), past_key_values=cache, decoder_start_token_id=2, **options)
+        return model.generate(ids(1, 30), **as_input(cache), decoder_start_token_id=2, **options)
 
     own = DynamicCache(config=model.config)
     beside = TurboQuantCache(model.config, **DENSE) if cross == "compressed" else DynamicCache(config=model.config)
@@ -149,7 +150,7 @@ def test_a_compressed_cross_attention_cache_is_read(attention):
         cache = EncoderDecoderCache(TurboQuantCache(model.config, **DENSE), cross)
         with torch.no_grad():
             for step in range(3):
-                out = model(ids(1, 200), decoder_input_ids=ids(1, 3)[:, step : step + 1], past_key_values=cache)
+                out = model(ids(1, 200), decoder_input_ids=ids(1, 3)[:, step : step + 1], **as_input(cache))
         logits.append(out.logits)
     assert layer_of(cross).store.blocks.capacity == 1
     assert 1e-4 < difference([logits[1]], [logits[0]]) < 0.1

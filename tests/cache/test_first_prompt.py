@@ -11,6 +11,7 @@ import torch
 from examples.measure.quality.stress import rescaled
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.layers import advice
 
 
@@ -37,7 +38,7 @@ def scaled(keys: float = 1.0, values: float = 1.0, layer: int = 2) -> Any:
 def run(model: Any, cache: TurboQuantCache, tokens: int = 300, calls: int = 3) -> None:
     ids = torch.randint(1, VOCAB, (2, tokens), generator=torch.Generator().manual_seed(0))
     for part in (ids, *[ids[:, :1]] * (calls - 1)):
-        model(part, past_key_values=cache)
+        model(part, **as_input(cache))
 
 
 @pytest.mark.parametrize("length", [None, 500])

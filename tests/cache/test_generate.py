@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from tests.support.tiny_models import CONFIGS, VOCAB, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantLayer
+from tq_hf.compat import as_input
 
 NEW_TOKENS = 12
 EVERYTHING_DENSE = dict(residual_length=10**6)
@@ -36,7 +37,7 @@ def prompts(batch: int, length: int, padding: tuple[int, ...] = ()) -> dict[str,
 def generate(model: PreTrainedModel, cache: Cache, inputs: dict[str, torch.Tensor], **options) -> torch.Tensor:
     """Token ids of a generation, greedy unless `options` say otherwise."""
     options = dict(do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS) | options
-    return model.generate(**inputs, past_key_values=cache, **options)
+    return model.generate(**inputs, **as_input(cache), **options)
 
 
 Scenario = Callable[[PreTrainedModel, Callable[[], Cache]], torch.Tensor]
@@ -98,7 +99,7 @@ def copied_prefix(model, make):
     prefix = make()
     ids = prompts(1, 40)["input_ids"]
     with torch.no_grad():
-        model(ids, past_key_values=prefix)
+        model(ids, **as_input(prefix))
     outputs = []
     for length in (5, 9):
         full = torch.cat([ids, prompts(1, length)["input_ids"]], dim=1)
@@ -149,7 +150,7 @@ def decode_logits(
     with torch.no_grad():
         for step in range(steps + 1):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            out = model(ids, attention_mask=mask, position_ids=positions, **as_input(cache))
             logits.append(out.logits[:, -1])
             if step < steps:
                 ids = following[:, step : step + 1]
@@ -171,7 +172,7 @@ def forward(model: PreTrainedModel, cache: Cache, mask: torch.Tensor, new_tokens
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new_tokens:]
     ids = prompts(mask.shape[0], new_tokens)["input_ids"]
     with torch.no_grad():
-        return model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        return model(ids, attention_mask=mask, position_ids=positions, **as_input(cache)).logits
 
 
 @pytest.mark.parametrize("padding", [(0, 0, 0), (37, 0, 150)], ids=["unpadded", "left_padded"])
@@ -236,7 +237,7 @@ def test_a_cache_serves_a_model_that_changes_its_attention_between_turns():
         for turn, implementation in enumerate(attention):
             model.set_attn_implementation(implementation)
             with torch.no_grad():
-                out = model(prompts(1, 151 + turn)["input_ids"], past_key_values=cache)
+                out = model(prompts(1, 151 + turn)["input_ids"], **as_input(cache))
         logits.append(out.logits)
     assert_close(logits[1], logits[0])
     assert_close(logits[2], logits[0])
@@ -261,7 +262,7 @@ def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_
     for room in (None, 400):
         cache = TurboQuantCache(model.config, max_cache_len=room, skip_layers=(0, 2), **EVERYTHING_PACKED)
         with torch.no_grad():
-            model(prompts(2, 300)["input_ids"], past_key_values=cache)
+            model(prompts(2, 300)["input_ids"], **as_input(cache))
             with pytest.raises(ValueError, match="negative"):
                 cache.crop(30)
             assert cache.get_seq_length() == 300
@@ -270,8 +271,8 @@ def test_operations_on_preallocated_layers_that_are_not_compressed_are_those_of_
             cache.batch_select_indices(torch.tensor([3, 0, 1]))
             cache.reorder_cache(torch.tensor([1, 1, 2]))
             assert cache.batch_size == 3
-            model(prompts(3, 20)["input_ids"], past_key_values=cache)
-            logits.append(model(prompts(3, 1)["input_ids"], past_key_values=cache).logits)
+            model(prompts(3, 20)["input_ids"], **as_input(cache))
+            logits.append(model(prompts(3, 1)["input_ids"], **as_input(cache)).logits)
     assert_close(*logits)
 
 
@@ -282,9 +283,9 @@ def test_too_many_tokens_leave_layers_that_are_not_compressed_as_they_are(skip_l
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=200, skip_layers=skip_layers, **EVERYTHING_PACKED)
     with torch.no_grad():
-        model(prompts(1, held)["input_ids"], past_key_values=cache)
+        model(prompts(1, held)["input_ids"], **as_input(cache))
         with pytest.raises(ValueError, match=f"{more} tokens to the {held} in this cache exceeds its `max_cache_len`"):
-            model(prompts(1, more)["input_ids"], past_key_values=cache)
+            model(prompts(1, more)["input_ids"], **as_input(cache))
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [held] * 4
 
 
@@ -319,7 +320,7 @@ def test_a_cache_filled_in_inference_mode_serves_a_plain_generate(preallocated):
         ids = prompts(2, 300)["input_ids"]
         with context():
             for start in range(0, 260, 130):
-                model(ids[:, start : start + 130], past_key_values=cache)
+                model(ids[:, start : start + 130], **as_input(cache))
             cache.reorder_cache(torch.tensor([1, 0]))
         outputs.append(generate(model, cache, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
     assert torch.equal(*outputs)
@@ -348,7 +349,7 @@ def test_a_copy_made_in_inference_mode_goes_on_like_its_original(preallocated):
     ids = prompts(2, 300)["input_ids"]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with torch.inference_mode():
-        model(ids[:, :290], past_key_values=cache)
+        model(ids[:, :290], **as_input(cache))
         cache.reorder_cache(torch.tensor([0, 1]))
         copied = copy.deepcopy(cache)
         inside = generate(model, copy.deepcopy(cache), inputs)
@@ -366,7 +367,7 @@ def test_offloading_between_steps_changes_nothing():
         ids = prompts(2, 300)["input_ids"]
         for start in range(0, 300, 60):
             with torch.no_grad():
-                out = model(ids[:, start : start + 60], past_key_values=cache)
+                out = model(ids[:, start : start + 60], **as_input(cache))
             if offloaded:
                 for layer in packed_layers(cache):
                     view = layer.store.view()
@@ -398,7 +399,7 @@ def test_nothing_keeps_the_prompt_alive_after_a_forward(preallocated, monkeypatc
     try:
         with torch.no_grad():
             for tokens in (400, 200, 1):
-                model(prompts(1, tokens)["input_ids"], past_key_values=cache)
+                model(prompts(1, tokens)["input_ids"], **as_input(cache))
         assert len(alive) == 3 * 2 * len(cache.layers)
         assert not [reference for reference in alive if reference() is not None]
     finally:
@@ -412,7 +413,7 @@ def test_a_cache_filled_with_gradients_enabled_holds_no_graph(preallocated):
     cache = TurboQuantCache(model.config, max_cache_len=preallocated, **EVERYTHING_PACKED)
     with torch.enable_grad():
         for tokens in (300, 20, 1):
-            model(prompts(1, tokens)["input_ids"], past_key_values=cache)
+            model(prompts(1, tokens)["input_ids"], **as_input(cache))
     tensors = [t for layer in cache.layers for kind in layer.store.by_kind().values() for t in kind]
     assert not any(tensor.requires_grad for tensor in tensors)
     copy.deepcopy(cache)
@@ -428,9 +429,9 @@ def test_a_preallocated_cache_is_read_with_additive_masks():
         mask = torch.zeros(1, 1, 1, keys)
         mask[..., 50:60] = -torch.inf
         with torch.no_grad():
-            model(prompts(1, 200)["input_ids"], past_key_values=cache)
-            model(prompts(1, 1)["input_ids"], past_key_values=cache)
-            steps.append(model(prompts(1, 1)["input_ids"], attention_mask=mask, past_key_values=cache).logits)
+            model(prompts(1, 200)["input_ids"], **as_input(cache))
+            model(prompts(1, 1)["input_ids"], **as_input(cache))
+            steps.append(model(prompts(1, 1)["input_ids"], attention_mask=mask, **as_input(cache)).logits)
     torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=1e-4)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from examples import needle_data as needle
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
+from tq_hf.compat import as_input
 from tq_hf.ops.workspace import release_workspaces
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -45,8 +46,8 @@ def test_a_passkey_is_recalled_from_packed_blocks(model, tokenizer, preset, comp
         cache = TurboQuantCache(model.config, preset, max_cache_len=3072 if compiled else None)
         # The document first, the question in a second call: the answer is read from the compressed history.
         with torch.inference_mode():
-            model(ids.input_ids[:, :-30], past_key_values=cache)
-        out = model.generate(**ids, past_key_values=cache, max_new_tokens=needle.ANSWER_TOKENS)
+            model(ids.input_ids[:, :-30], **as_input(cache))
+        out = model.generate(**ids, **as_input(cache), max_new_tokens=needle.ANSWER_TOKENS)
         right += needle.is_recalled(tokenizer.decode(out[0, ids.input_ids.shape[1] :]), answer)
     assert right >= (5 if preset != "2bit_nc" else 3)
 
@@ -65,7 +66,7 @@ def test_a_prompt_is_read_in_chunks_into_a_preallocated_cache(tokenizer, attenti
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to("cuda")
     for chunk in (256, 1000):
         cache = TurboQuantCache(model.config, max_cache_len=3200)
-        options = dict(past_key_values=cache, do_sample=False, max_new_tokens=needle.ANSWER_TOKENS, **own_loop)
+        options = dict(**as_input(cache), do_sample=False, max_new_tokens=needle.ANSWER_TOKENS, **own_loop)
         out = model.generate(ids, prefill_chunk_size=chunk, **options)
         assert needle.is_recalled(tokenizer.decode(out[0, ids.shape[1] :]), answer)
         again = torch.cat([out, ids[:, -40:]], dim=1)
@@ -86,10 +87,10 @@ def test_compiled_decoding_gives_the_tokens_of_eager_decoding_for_2000_steps(tok
     ids = tokenizer([prompt, prompt[200:]], return_tensors="pt", padding=True).to("cuda")
     options = dict(do_sample=False, min_new_tokens=2000, max_new_tokens=2000)
     cache = TurboQuantCache(model.config, max_cache_len=4096)
-    compiled = model.generate(**ids, past_key_values=cache, **options)
+    compiled = model.generate(**ids, **as_input(cache), **options)
     graphs = counters["stats"]["unique_graphs"]
     eager = model.generate(
-        **ids, past_key_values=TurboQuantCache(model.config, max_cache_len=4096), disable_compile=True, **options
+        **ids, **as_input(TurboQuantCache(model.config, max_cache_len=4096)), disable_compile=True, **options
     )
     same = (compiled == eager).all(0)
     assert same.all(), f"first difference at token {int((~same).nonzero()[0])}"
@@ -110,10 +111,8 @@ def test_kernels_and_reads_agree_in_logits(model, tokenizer, attention):
         for each in (model, reference):
             cache = TurboQuantCache(each.config, residual_length=0)
             with torch.inference_mode():
-                each(ids[:, :1900].to(each.device), past_key_values=cache)
-                steps = [
-                    each(ids[:, t : t + 1].to(each.device), past_key_values=cache).logits for t in range(1900, 1940)
-                ]
+                each(ids[:, :1900].to(each.device), **as_input(cache))
+                steps = [each(ids[:, t : t + 1].to(each.device), **as_input(cache)).logits for t in range(1900, 1940)]
             logits.append(torch.cat(steps, 1).float().cpu())
     finally:
         model.set_attn_implementation("turboquant")
@@ -144,12 +143,12 @@ def test_decoding_allocates_nothing_after_the_first_step(model, tokenizer):
     for name, make in (("ours", TurboQuantCache), ("dynamic", lambda config: DynamicCache(config=config))):
         cache = make(model.config)
         with torch.inference_mode():
-            model(ids[:, :-40], past_key_values=cache)
+            model(ids[:, :-40], **as_input(cache))
             for t in range(40, 38, -1):
-                model(ids[:, -t : -t + 1], past_key_values=cache)
+                model(ids[:, -t : -t + 1], **as_input(cache))
             reserved = torch.cuda.memory_reserved()
             for t in range(38, 8, -1):
-                model(ids[:, -t : -t + 1], past_key_values=cache)
+                model(ids[:, -t : -t + 1], **as_input(cache))
         allocated[name] = torch.cuda.memory_reserved() - reserved
     assert allocated["ours"] == 0
 
@@ -159,7 +158,7 @@ def test_offloaded_layers_give_the_same_tokens_from_less_device_memory(model, to
     ids = tokenizer(prompt, return_tensors="pt").to("cuda")
     plain, offloaded = (TurboQuantCache(model.config, offloading=offloading) for offloading in (False, True))
     expected, actual = (
-        model.generate(**ids, past_key_values=cache, do_sample=False, max_new_tokens=40) for cache in (plain, offloaded)
+        model.generate(**ids, **as_input(cache), do_sample=False, max_new_tokens=40) for cache in (plain, offloaded)
     )
     assert torch.equal(actual, expected)
     devices = [layer.store.tensors.ring[0].device.type for layer in offloaded.layers]
@@ -179,6 +178,6 @@ def test_compiled_steps_that_read_dense_states_give_the_tokens_of_eager_ones(tok
         torch._dynamo.reset()
         counters.clear()
         cache = TurboQuantCache(model.config, max_cache_len=2048)
-        tokens.append(model.generate(**ids, past_key_values=cache, disable_compile=disabled, **options))
+        tokens.append(model.generate(**ids, **as_input(cache), disable_compile=disabled, **options))
         assert not counters["inductor"]["cudagraph_skips"]
     assert torch.equal(*tokens)

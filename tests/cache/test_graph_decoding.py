@@ -8,6 +8,7 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessor, StoppingC
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import CACHE_NAME, as_input
 from tq_hf.graph_decoding import loop as graph_loop
 
 # Of a tiny model compiled by transformers alone.
@@ -37,7 +38,7 @@ def both(model, inputs, **options):
     for loop in ({}, {"custom_generate": graph_decoding}):
         cache = TurboQuantCache(model.config, "4bit_nc", residual_length=32, max_cache_len=ROOM)
         torch.manual_seed(7)
-        results.append((model.generate(**inputs, past_key_values=cache, **options, **loop), cache))
+        results.append((model.generate(**inputs, **as_input(cache), **options, **loop), cache))
     return results
 
 
@@ -65,7 +66,7 @@ def test_sampled_tokens_are_those_of_generate(model, options) -> None:
 
 def test_it_stops_where_generate_stops(model) -> None:
     inputs = prompt(model)
-    free = model.generate(**inputs, **GREEDY, past_key_values=DynamicCache(config=model.config))[:, 150:]
+    free = model.generate(**inputs, **GREEDY, **as_input(DynamicCache(config=model.config)))[:, 150:]
     ends = [int(free[0, 4]), int(free[1, 9])]
     (expected, plain), (tokens, cache) = both(model, inputs, **GREEDY, eos_token_id=ends, pad_token_id=0)
     assert expected.shape[1] < 150 + 20
@@ -95,7 +96,7 @@ def test_several_turns_use_one_cache(model) -> None:
         cache = TurboQuantCache(model.config, "4bit_nc", max_cache_len=ROOM)
         ids = prompt(model)["input_ids"]
         for turn in range(3):
-            ids = model.generate(ids, past_key_values=cache, **GREEDY, **loop)
+            ids = model.generate(ids, **as_input(cache), **GREEDY, **loop)
             ids = torch.cat([ids, prompt(model, tokens=7 + turn)["input_ids"]], dim=1)
         turns.append(ids)
     assert torch.equal(turns[0], turns[1])
@@ -104,7 +105,7 @@ def test_several_turns_use_one_cache(model) -> None:
 def test_a_dictionary_holds_what_generate_returns(model) -> None:
     options = dict(return_dict_in_generate=True, output_logits=True, output_scores=True)
     (expected, _), (got, cache) = both(model, prompt(model), **GREEDY, **options, repetition_penalty=1.2)
-    assert torch.equal(got.sequences, expected.sequences) and got.past_key_values is cache
+    assert torch.equal(got.sequences, expected.sequences) and got[CACHE_NAME] is cache
     for name in ("logits", "scores"):
         assert len(getattr(got, name)) == len(getattr(expected, name))
         for one, other in zip(getattr(got, name), getattr(expected, name), strict=True):
@@ -125,20 +126,20 @@ def test_a_streamer_gets_every_token_once(model) -> None:
     plain, streamed = Streamed(), Streamed()
     inputs = prompt(model, batch=1)
     options = dict(**GREEDY, pad_token_id=0)
-    ids = model.generate(**inputs, **options, past_key_values=DynamicCache(config=model.config))
+    ids = model.generate(**inputs, **options, **as_input(DynamicCache(config=model.config)))
     end = int(ids[0, 150 + 6])
     for streamer, loop in ((plain, {"streamer": plain}), (streamed, {"custom_generate": graph_decoding})):
         cache = TurboQuantCache(model.config, max_cache_len=ROOM)
         extra = {} if streamer is plain else {"token_streamer": streamer}
-        model.generate(**inputs, past_key_values=cache, eos_token_id=end, **options, **loop, **extra)
+        model.generate(**inputs, **as_input(cache), eos_token_id=end, **options, **loop, **extra)
     assert streamed == plain
 
 
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (dict(past_key_values="growing"), "max_cache_len"),
-        (dict(past_key_values="dynamic"), "DynamicCache"),
+        (dict(cache="growing"), "max_cache_len"),
+        (dict(cache="dynamic"), "DynamicCache"),
         (dict(num_beams=2), "beam search"),
         (dict(num_beams=2, do_sample=True), "beam sample"),
         (dict(num_beams=4, num_beam_groups=2, diversity_penalty=1.0), "group beam search"),
@@ -162,9 +163,9 @@ def test_what_it_cannot_do_is_a_sentence(model, change, sentence) -> None:
         "dynamic": lambda: DynamicCache(config=model.config),
         None: lambda: TurboQuantCache(model.config, max_cache_len=ROOM),
     }
-    cache = caches[change.pop("past_key_values", None)]()
+    cache = caches[change.pop("cache", None)]()
     with pytest.raises(ValueError, match=sentence):
-        model.generate(**prompt(model), **(GREEDY | change), past_key_values=cache, custom_generate=graph_decoding)
+        model.generate(**prompt(model), **(GREEDY | change), **as_input(cache), custom_generate=graph_decoding)
     assert int(cache.get_seq_length()) == 0
 
 
@@ -208,7 +209,7 @@ def test_another_adapter_makes_another_step(model, monkeypatch) -> None:
     steps = []
     for active in ("one", "one", "other"):
         monkeypatch.setattr(graph_loop, "adapters", lambda model, active=active: {"active": [active]})
-        model.generate(**prompt(model, tokens=20), past_key_values=cache, **GREEDY, custom_generate=graph_decoding)
+        model.generate(**prompt(model, tokens=20), **as_input(cache), **GREEDY, custom_generate=graph_decoding)
         steps.append(graph_loop.latest_steps[cache])
         cache.reset()
     assert steps[0] is steps[1] is not steps[2]
@@ -219,7 +220,7 @@ def keys(model, monkeypatch, *calls: dict) -> list:
     found, real = [], graph_loop._Loop._key
     monkeypatch.setattr(graph_loop._Loop, "_key", lambda self, *args: found.append(real(self, *args)) or found[-1])
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
-    options = dict(max_new_tokens=3, past_key_values=cache, custom_generate=graph_decoding)
+    options = dict(max_new_tokens=3, **as_input(cache), custom_generate=graph_decoding)
     for call in calls:
         model.generate(**prompt(model, tokens=20), **options, **call)
         cache.reset()
@@ -271,7 +272,7 @@ def test_how_to_compile_is_heeded_but_for_graphs_of_the_compiler(model, mode, ta
     compiled = []
     monkeypatch.setattr(model, "get_compiled_call", lambda config: compiled.append(config) or model.__call__)
     cache = TurboQuantCache(model.config, max_cache_len=ROOM)
-    options = dict(past_key_values=cache, custom_generate=graph_decoding, compile_config=given)
+    options = dict(**as_input(cache), custom_generate=graph_decoding, compile_config=given)
     model.generate(**prompt(model), **GREEDY, **options)
     assert [(config.backend, config.mode, config.options) for config in compiled] == [("eager", taken, {"epilogue": 1})]
     assert "triton.cudagraphs" in given.options, "the caller's own"
@@ -285,7 +286,7 @@ def test_layers_on_several_devices_are_refused_where_a_step_would_be_captured(mo
 
     def answer(devices, cache):
         monkeypatch.setattr(model, "hf_device_map", devices, raising=False)
-        options = dict(past_key_values=cache, custom_generate=graph_decoding, compile_config=config)
+        options = dict(**as_input(cache), custom_generate=graph_decoding, compile_config=config)
         return model.generate(**prompt(model), **GREEDY, **options).tolist()
 
     caches = [TurboQuantCache(model.config, max_cache_len=ROOM) for _ in range(3)]
@@ -314,9 +315,7 @@ def test_a_step_is_used_again_in_and_out_of_inference_mode(model, first) -> None
     for inference in (first, not first):
         with torch.inference_mode(inference):
             found.append(
-                model.generate(
-                    **prompt(model, padded=9), **GREEDY, past_key_values=cache, custom_generate=graph_decoding
-                )
+                model.generate(**prompt(model, padded=9), **GREEDY, **as_input(cache), custom_generate=graph_decoding)
             )
             cache.reset()
     assert torch.equal(*found)

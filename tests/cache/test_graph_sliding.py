@@ -12,6 +12,7 @@ from transformers import Llama4TextConfig
 from tests.support.recorded_graph import record_graphs
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
 
 # Of a tiny model compiled by transformers alone.
@@ -39,7 +40,7 @@ def conversation(model, loop, prompt: int, padded: int = 0, ends: tuple[tuple[in
     cache = TurboQuantCache(model.config, residual_length=32, max_cache_len=ROOM)
     for end in ends:
         options = dict(do_sample=False, max_new_tokens=30, eos_token_id=list(end) or None, pad_token_id=0)
-        ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **options, **loop)
+        ids = model.generate(ids, attention_mask=mask, **as_input(cache), **options, **loop)
         ids = torch.cat([ids, ids[:, 20:27]], dim=1)
         mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], dim=1)
     return ids, cache
@@ -95,4 +96,4 @@ def test_windows_that_do_not_slide_are_refused():
     model.config.attention_chunk_size = Llama4TextConfig().attention_chunk_size
     ids = torch.randint(2, VOCAB, (1, 20))
     with pytest.raises(ValueError, match="within chunks"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=4, **LOOP)
+        model.generate(ids, **as_input(cache), max_new_tokens=4, **LOOP)

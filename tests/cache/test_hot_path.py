@@ -19,6 +19,7 @@ from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import store_no_rows
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.layers.handle import resolve
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
@@ -92,13 +93,13 @@ def test_keys_pass_eight_functions_in_six_modules_and_never_come_back(preallocat
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=preallocated)
     ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
-    model(ids, past_key_values=cache)
+    model(ids, **as_input(cache))
     for _ in range(2):  # the first step compiles
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **as_input(cache))
     way = Way()
     sys.setprofile(way)
     try:
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **as_input(cache))
     finally:
         sys.setprofile(None)
     modules = [module for module, _ in way.functions]
@@ -127,12 +128,12 @@ def test_a_layer_of_a_step_runs_few_functions(preallocated, dispatched, most, ke
             functions.append(f"{module} {frame.f_code.co_qualname}")
 
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **as_input(cache))
         for _ in range(2):  # the first step compiles
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **as_input(cache))
         sys.setprofile(note)
         try:
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **as_input(cache))
         finally:
             sys.setprofile(None)
     start, end = (i for i, name in enumerate(functions) if name == "tq_hf.cache TurboQuantCache.update")
@@ -225,8 +226,8 @@ def test_a_step_launches_few_kernels_a_layer(room, launches, kernels):
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=room)
     ids = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
-    model(ids, past_key_values=cache)
+    model(ids, **as_input(cache))
     for _ in range(3):
         before = Silent.launches
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **as_input(cache))
         assert Silent.launches - before == 2 * launches

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, G
 
 from tests.support.helpers import BLOCK, all_packed, dequantized, encoded, relative_error, states
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.compat import as_input
 
 LATENT, ROTARY = 512, 64
 VOCAB = 128
@@ -50,7 +51,7 @@ def test_what_is_held_is_the_latent(name, room):
     model = build(name)
     cache, plain = TurboQuantCache(model.config, max_cache_len=room), DynamicCache(config=model.config)
     for held in (cache, plain):
-        model(ids(4 + 5 * BLOCK + 128), past_key_values=held)
+        model(ids(4 + 5 * BLOCK + 128), **as_input(held))
     for layer, other in zip(cache.layers, plain.layers, strict=True):
         assert layer.keys.shape == other.keys.shape == (1, 1, 772, LATENT)
         assert layer.values.shape == other.values.shape == (1, 1, 772, ROTARY)
@@ -102,8 +103,8 @@ def test_logits_of_a_compressed_latent_stay_near_those_in_float64(name, attentio
     prompt, step = ids(700), ids(701)[:, :1]
 
     def logits(cache) -> torch.Tensor:
-        model(prompt, past_key_values=cache)
-        return model(step, past_key_values=cache).logits
+        model(prompt, **as_input(cache))
+        return model(step, **as_input(cache)).logits
 
     found = {preset: logits(TurboQuantCache(model.config, preset)) for preset in ("k8v4", "4bit_nc", "2bit_nc")}
     dense = logits(TurboQuantCache(model.config, residual_length=10**6))

@@ -18,6 +18,7 @@ from examples.measure.quality.family_configs import tiny_model
 from examples.measure.speed.bench_multi_gpu import by_group
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantLayer
+from tq_hf.compat import as_input
 from tq_hf.ops import workspace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -38,16 +39,16 @@ def everything(model: PreTrainedModel, **options: Any) -> dict[str, list]:
     inputs = {name: tensor.to(device) for name, tensor in prompt().items()}
     cache = TurboQuantCache(model.config, **OPTIONS, **options)
     settings = dict(do_sample=False, disable_compile=True)
-    first = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, **settings)
+    first = model.generate(**inputs, **as_input(cache), max_new_tokens=20, **settings)
     cache.crop(-30)
     kept = first[:, : int(cache.get_seq_length())]
     again = torch.cat([kept, kept[:, 100:150]], dim=1)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(again[:, 280:])], 1)[:, : again.shape[1]]
-    second = model.generate(again, attention_mask=mask, past_key_values=cache, max_new_tokens=20, **settings)
+    second = model.generate(again, attention_mask=mask, **as_input(cache), max_new_tokens=20, **settings)
     results = {"greedy": first, "cropped": second}
     if not options:
         beams = TurboQuantCache(model.config, **OPTIONS)
-        results["beams"] = model.generate(**inputs, past_key_values=beams, max_new_tokens=20, num_beams=3, **settings)
+        results["beams"] = model.generate(**inputs, **as_input(beams), max_new_tokens=20, num_beams=3, **settings)
     return {name: tokens.tolist() for name, tokens in results.items()}
 
 
@@ -64,13 +65,13 @@ def test_layers_offloaded_to_disk_give_the_same_tokens_and_files(tmp_path, optio
 
     cache = TurboQuantCache(plain.config, **OPTIONS, **options)
     with torch.no_grad():
-        plain(**prompt(), past_key_values=cache)
+        plain(**prompt(), **as_input(cache))
     cache.save(tmp_path / "cache.safetensors", plain)
     loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", offloaded)
     assert loaded.memory_footprint().by_device == cache.memory_footprint().by_device
     step = torch.full((2, 1), 5)
     with torch.no_grad():
-        expected, actual = (m(step, past_key_values=c).logits for m, c in ((plain, cache), (offloaded, loaded)))
+        expected, actual = (m(step, **as_input(c)).logits for m, c in ((plain, cache), (offloaded, loaded)))
     assert torch.equal(actual, expected)
 
 
@@ -94,7 +95,7 @@ def test_hooks_of_an_offloaded_model_leave_states_to_the_model(name, tmp_path, m
         cache = TurboQuantCache(model.config, residual_length=10**6)
         given.clear()
         ids = prompt(batch=1, length=40)["input_ids"]
-        found.append([model(part, past_key_values=cache).logits for part in (ids, *ids[:, :3].split(1, dim=1))])
+        found.append([model(part, **as_input(cache)).logits for part in (ids, *ids[:, :3].split(1, dim=1))])
         assert all(layer.reads_packed == (attention == "turboquant") for layer in cache.layers[1:2])
     for dense, expected, actual in zip(*found, strict=True):
         torch.testing.assert_close(expected, dense, atol=1e-4, rtol=1e-4)
@@ -189,7 +190,7 @@ def test_layers_offloaded_to_the_cpu_give_the_same_tokens(one_gpu, options):
     assert everything(model, **options) == everything(one_gpu, **options)
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
-        model(prompt()["input_ids"].cuda(), past_key_values=cache)
+        model(prompt()["input_ids"].cuda(), **as_input(cache))
     assert set(cache.memory_footprint().by_device) == {"cuda:0"}, "states live where their layer runs"
 
 
@@ -208,7 +209,7 @@ def test_two_gpus_give_the_tokens_of_one(one_gpu, two_gpus, options):
 def test_each_layer_is_stored_where_it_runs_and_counted_there(two_gpus):
     cache = TurboQuantCache(two_gpus.config)
     with torch.no_grad():
-        two_gpus(prompt(length=1000)["input_ids"].to("cuda:0"), past_key_values=cache)
+        two_gpus(prompt(length=1000)["input_ids"].to("cuda:0"), **as_input(cache))
     footprint = cache.memory_footprint()
     assert footprint.by_device == {"cuda:0": footprint.total // 2, "cuda:1": footprint.total // 2}
     places = [{str(t.device) for kind in layer.store.by_kind().values() for t in kind} for layer in cache.layers]
@@ -223,11 +224,11 @@ def test_a_file_is_loaded_onto_the_gpus_of_the_model(one_gpu, two_gpus, tmp_path
     for saver, loader in ((one_gpu, two_gpus), (two_gpus, one_gpu)):
         cache = TurboQuantCache(saver.config, offloading=offloading)
         with torch.no_grad():
-            saver(ids, past_key_values=cache)
+            saver(ids, **as_input(cache))
         cache.save(tmp_path / "cache.safetensors", saver)
         loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", loader)
         with torch.no_grad():
-            expected, actual = (m(step, past_key_values=c).logits.cpu() for m, c in ((saver, cache), (loader, loaded)))
+            expected, actual = (m(step, **as_input(c)).logits.cpu() for m, c in ((saver, cache), (loader, loaded)))
         assert torch.equal(actual, expected)
 
 
@@ -240,8 +241,8 @@ def test_compiled_decoding_over_two_gpus_recalls_a_passkey(two_gpus):
     ids = tokenizer(text, return_tensors="pt").to("cuda:0")
     cache = TurboQuantCache(two_gpus.config, max_cache_len=3072)
     with torch.inference_mode():
-        two_gpus(ids.input_ids[:, :-30], past_key_values=cache)
-    out = two_gpus.generate(**ids, past_key_values=cache, max_new_tokens=needle.ANSWER_TOKENS)
+        two_gpus(ids.input_ids[:, :-30], **as_input(cache))
+    out = two_gpus.generate(**ids, **as_input(cache), max_new_tokens=needle.ANSWER_TOKENS)
     assert needle.is_recalled(tokenizer.decode(out[0, ids.input_ids.shape[1] :]), answer)
 
 

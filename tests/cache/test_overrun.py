@@ -15,6 +15,7 @@ from tests.support.helpers import assert_unchanged, snapshot
 from tests.support.kernel_cases import INTERPRETED, child
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantLayer
+from tq_hf.compat import as_input
 
 ROOM = 12
 once = pytest.mark.skipif(INTERPRETED, reason="the operator checks before it chooses who computes")
@@ -53,11 +54,11 @@ def test_an_eager_step_too_many_is_refused(attention, masked, skip_layers, devic
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config, max_cache_len=ROOM, skip_layers=skip_layers, residual_length=0)
     ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0)).to(device)
-    model(ids, past_key_values=cache)
+    model(ids, **as_input(cache))
 
     def step(length: int) -> None:
         mask = torch.ones(1, length, dtype=torch.long, device=device) if masked else None
-        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+        model(ids[:, :1], attention_mask=mask, **as_input(cache))
 
     step(ROOM - 1)
     step(ROOM)
@@ -81,12 +82,12 @@ def test_a_compiled_step_too_many_is_refused(attention, masked):
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config, max_cache_len=ROOM, residual_length=0)
     ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
-    model(ids, past_key_values=cache)
+    model(ids, **as_input(cache))
     compiled = torch.compile(model, backend="aot_eager")
 
     def step(call, length: int) -> None:
         mask = torch.ones(1, length, dtype=torch.long) if masked else None
-        call(ids[:, :1], attention_mask=mask, past_key_values=cache)
+        call(ids[:, :1], attention_mask=mask, **as_input(cache))
 
     step(compiled, ROOM - 1)
     assert all(layer.store.num_held is None for layer in cache.layers), "a compiled step does not count"
@@ -112,5 +113,5 @@ def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
         options = dict(compile_config=CompileConfig(backend="aot_eager", mode=None))
         options["compile_config"]._compile_all_devices = True
     with pytest.raises(ValueError, match="exceeds its `max_cache_len`"):
-        model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=8, **options)
+        model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), max_new_tokens=8, **options)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [ROOM] * 2

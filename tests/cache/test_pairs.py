@@ -21,6 +21,7 @@ from tests.support.batching_cases import Oracle, Session, greedy
 from tests.support.recorded_graph import record_graphs
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import as_input
 
 HOLDERS = ("growing", "preallocated", "pages")
 PROMPTS = ("whole", "chunked", "second turn", "empty", "one token")
@@ -84,11 +85,11 @@ def by_calls(forward: Any, cache: TurboQuantCache, chunk: int = 10**6) -> Say:
 
     def say(given: torch.Tensor, new: int) -> torch.Tensor:
         for part in given[:, cache.get_seq_length() :].split(chunk, dim=1):
-            logits = forward(part, past_key_values=cache).logits
+            logits = forward(part, **as_input(cache)).logits
         for left in reversed(range(new)):
             given = torch.cat([given, logits[:, -1:].argmax(-1)], dim=1)
             if left:
-                logits = forward(given[:, -1:], past_key_values=cache).logits
+                logits = forward(given[:, -1:], **as_input(cache)).logits
         return given
 
     return say
@@ -96,7 +97,7 @@ def by_calls(forward: Any, cache: TurboQuantCache, chunk: int = 10**6) -> Say:
 
 def by_generate(model: PreTrainedModel, cache: TurboQuantCache, **options: Any) -> Say:
     def say(given: torch.Tensor, new: int) -> torch.Tensor:
-        return model.generate(given, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
+        return model.generate(given, **as_input(cache), max_new_tokens=new, do_sample=False, **options)
 
     return say
 
@@ -157,7 +158,7 @@ def expected_of_pages(model: PreTrainedModel, prompt: str) -> Tokens:
     said = conversation(prompt, by_calls(model, oracle.cache(), CHUNK if prompt == "chunked" else 10**6), lambda: None)
     if prompt == "second turn":
         turn, cache = said[:, :-NEW], oracle.cache(residual_length=0)
-        model(turn[:, : oracle.config.sink_tokens + BLOCK], past_key_values=cache)
+        model(turn[:, : oracle.config.sink_tokens + BLOCK], **as_input(cache))
         said = by_calls(model, cache)(turn, NEW)
     return said[0].tolist()
 

@@ -16,6 +16,7 @@ from tests.support.saving_cases import assert_continue_alike, filled, model_name
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
 from tq_hf.codec.ablation import Ablation
+from tq_hf.compat import as_input
 from tq_hf.layers.dense import GrowingLayer, PreallocatedLayer
 from tq_hf.stores.graph_ops import config_from, config_text
 
@@ -168,7 +169,7 @@ def test_generate_gives_what_layers_of_each_preset_give(room, options, device):
         TurboQuantCache(model.config, "2bit_nc", residual_length=0, max_cache_len=room),
     ):
         options = dict(max_new_tokens=40, do_sample=False) | options
-        outputs.append(model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options))
+        outputs.append(model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), **options))
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
 
 

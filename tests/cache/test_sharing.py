@@ -9,13 +9,14 @@ from transformers.cache_utils import KVSharingDict
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantLayer
+from tq_hf.compat import as_input
 
 
 def logits(model, cache) -> torch.Tensor:
     """Of a prompt and two steps, `[1, V]`."""
     ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
     for tokens in (ids, ids[:, :1], ids[:, 1:2]):
-        out = model(tokens, past_key_values=cache).logits[:, -1]
+        out = model(tokens, **as_input(cache)).logits[:, -1]
     return out
 
 

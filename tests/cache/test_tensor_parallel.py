@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from examples.measure.quality.stress import rescaled
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.compat import as_input
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = (0, 1)
@@ -51,7 +52,7 @@ def leave_results(folder: Path, model: PreTrainedModel) -> Path:
     rescaled(model, 1, 20.0, 2).save_pretrained(folder / "loud")
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
-        model(torch.full((2, 150), 5), past_key_values=cache)
+        model(torch.full((2, 150), 5), **as_input(cache))
     cache.save(folder / "alone.safetensors", model)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
     worker = ["-m", "tests.support.tensor_parallel_worker", str(folder)]

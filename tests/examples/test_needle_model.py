@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from examples import needle_data as needle
+from tq_hf.compat import as_input
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -39,7 +40,7 @@ def generated(prompts: list[str]) -> list[str]:
     """What the model says after each prompt, greedily by its own default, with transformers' own cache."""
     inputs = tokenizer()(prompts, return_tensors="pt", padding=True)
     cache = DynamicCache(config=model().config)
-    output = model().generate(**inputs, past_key_values=cache, max_new_tokens=needle.ANSWER_TOKENS)
+    output = model().generate(**inputs, **as_input(cache), max_new_tokens=needle.ANSWER_TOKENS)
     return tokenizer().batch_decode(output[:, inputs["input_ids"].shape[1] :])
 
 

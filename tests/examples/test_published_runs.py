@@ -12,6 +12,7 @@ from examples.measure.quality import published_runs
 from examples.measure.quality.family_check import NOT_TESTABLE
 from examples.measure.quality.family_configs import model_types, tiny_config
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_families_run_at_published_sizes(model_type: str, width: int, refused: s
     model = published_runs.published_model(model_type, CPU, torch.float32)
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
-        model(input_ids=published_runs.ids(model, 1, 3), past_key_values=cache)
+        model(input_ids=published_runs.ids(model, 1, 3), **as_input(cache))
     assert max(layer.keys.shape[-1] for layer in cache.layers) == width
 
 

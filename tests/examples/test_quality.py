@@ -25,6 +25,7 @@ from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.codec import reference
 from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.rotation import hadamard, signs
+from tq_hf.compat import as_input
 from tq_hf.config import Correction
 from tq_hf.ops import dispatch
 from tq_hf.ops.cpu.attention import attend_dense
@@ -87,10 +88,10 @@ def reading() -> Reading:
     asked_ids = torch.tensor([list(text.ljust(longest).encode()) for text in questions])
     model().set_attn_implementation("sdpa")
     dense, plain = DynamicCache(config=model().config), DynamicCache(config=model().config)
-    model()(ids, past_key_values=dense, logits_to_keep=1)
+    model()(ids, **as_input(dense), logits_to_keep=1)
     for index, layer in enumerate(dense.layers):
         plain.update(layer.keys, layer.values, index)
-    log_probs = model()(asked_ids, past_key_values=plain).logits.log_softmax(-1)
+    log_probs = model()(asked_ids, **as_input(plain)).logits.log_softmax(-1)
     return Reading(asked_ids, dense, log_probs, starts)
 
 
@@ -101,7 +102,7 @@ def measured(preset: str, **options: Any) -> Limits:
     config = Ablation.from_preset(preset, **(PACKED | options))
     cache = compress(known.dense, TurboQuantCache(model().config, config))
     model().set_attn_implementation("turboquant")
-    log_probs = model()(known.questions, past_key_values=cache).logits.log_softmax(-1)
+    log_probs = model()(known.questions, **as_input(cache)).logits.log_softmax(-1)
     kl = (known.log_probs.exp() * (known.log_probs - log_probs)).sum(-1).mean().item()
     guesses = log_probs.argmax(-1)
     right = sum(

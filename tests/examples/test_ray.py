@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.needle_data import passkey_prompt
 from examples.provenance import ROOT, SHIPPED_MODEL
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 
 ray = pytest.importorskip("ray", reason="ray is an extra")
 pytest.importorskip("pyarrow", reason="ray is an extra")
@@ -114,7 +115,7 @@ def test_answers_are_streamed_to_many_clients() -> None:
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     inputs = tokenizer(pairs[0][0], return_tensors="pt")
-    out = model.generate(**inputs, past_key_values=TurboQuantCache(model.config), max_new_tokens=8, do_sample=False)
+    out = model.generate(**inputs, **as_input(TurboQuantCache(model.config)), max_new_tokens=8, do_sample=False)
     assert "".join(found[0]) == tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
 
 

@@ -12,6 +12,7 @@ from tq_kernels.types import AttentionOptions
 from tests.support.kernel_cases import INTERPRETED, child, relative_rms
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.ops import backend, dispatch
 from tq_hf.ops.cpu import attention as cpu_attention
 from tq_hf.ops.triton import blocks as triton_blocks
@@ -179,10 +180,10 @@ def check_model(name: str, device: str, monkeypatch) -> None:
 
     def run() -> torch.Tensor:
         cache = TurboQuantCache(model.config)
-        logits = [model(ids[:, :120], attention_mask=mask[:, :120], past_key_values=cache).logits[:, -1]]
+        logits = [model(ids[:, :120], attention_mask=mask[:, :120], **as_input(cache)).logits[:, -1]]
         for calls in ((120, 127), (127, 128), (128, 129)):
             part = ids[:, slice(*calls)]
-            logits.append(model(part, attention_mask=mask[:, : calls[1]], past_key_values=cache).logits[:, -1])
+            logits.append(model(part, attention_mask=mask[:, : calls[1]], **as_input(cache)).logits[:, -1])
         return torch.stack(logits)
 
     monkeypatch.setattr(backend, "chosen", "torch")

@@ -9,6 +9,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicSlidingW
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.layers.dense import PreallocatedSlidingLayer, SlidingLayer
 
 WINDOW = 16
@@ -158,11 +159,11 @@ def test_assisted_decoding_on_a_preallocated_cache_of_sliding_layers() -> None:
     model = build("gemma3")
     ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
     options = dict(do_sample=False, max_new_tokens=12, prompt_lookup_num_tokens=3)
-    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    expected = model.generate(ids, **as_input(DynamicCache(config=model.config)), **options)
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
         cache = TurboQuantCache(model.config, max_cache_len=200, residual_length=10**6)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+        assert torch.equal(model.generate(ids, **as_input(cache), **options), expected)
 
 
 def test_a_prompt_is_freed_at_once() -> None:
@@ -171,7 +172,7 @@ def test_a_prompt_is_freed_at_once() -> None:
     held = []
     for cache in (TurboQuantCache(model.config), DynamicCache(config=model.config)):
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **as_input(cache))
         layer = cache.layers[0]
         assert layer.is_sliding
         held.append(layer.keys.untyped_storage().nbytes())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tests.support.helpers import all_packed, filled, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.ops import dispatch, workspace
 from tq_hf.ops.cpu.packed import PackedTile
 from tq_hf.ops.triton import blocks as triton_blocks
@@ -43,9 +44,7 @@ def generate(model: PreTrainedModel, seed: int, preset: str = "4bit_nc", **optio
     ids = prompt(seed).to(model.device)
     mask = torch.ones_like(ids)
     lengths = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
-    out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, do_sample=False, disable_compile=True, **lengths
-    )
+    out = model.generate(ids, attention_mask=mask, **as_input(cache), do_sample=False, disable_compile=True, **lengths)
     return out.cpu()
 
 
@@ -214,7 +213,7 @@ def test_two_models_compiled_in_one_process_do_not_disturb_each_other(gpu_models
         ids = prompt(seed).cuda()
         lengths = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
         mask = torch.ones_like(ids)
-        return model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, **lengths).cpu()
+        return model.generate(ids, attention_mask=mask, **as_input(cache), do_sample=False, **lengths).cpu()
 
     alone = [run(model, seed) for seed, model in enumerate(gpu_models)]
     for _ in range(2):

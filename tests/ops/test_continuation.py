@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.attention import turboquant_mask
+from tq_hf.compat import as_input
 from tq_hf.ops import dispatch, reference
 from tq_hf.ops.cpu import attention as cpu_attention
 from tq_hf.ops.triton import blocks as triton_blocks
@@ -118,7 +119,7 @@ def test_chunked_and_unchunked_logits_agree_with_an_unbounded_residual(name):
     for sizes in ([450], [200, 137, 113], [131] * 3 + [57], [100, 17, 300, 33]):
         cache = TurboQuantCache(model.config, residual_length=10**6)
         with torch.no_grad():
-            parts = [model(part, past_key_values=cache).logits for part in ids.split(sizes, dim=1)]
+            parts = [model(part, **as_input(cache)).logits for part in ids.split(sizes, dim=1)]
         logits.append(torch.cat(parts, 1))
     for other in logits[1:]:
         assert (other - logits[0]).abs().max() <= 1e-4 * logits[0].abs().max()
@@ -138,7 +139,7 @@ def test_assisted_greedy_is_greedy(preset, seeds):
         outputs = []
         for lookup in (None, 4):
             cache = TurboQuantCache(model.config, preset, residual_length=24, sink_tokens=4)
-            outputs.append(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=lookup, **options))
+            outputs.append(model.generate(ids, **as_input(cache), prompt_lookup_num_tokens=lookup, **options))
             assert any(layer.store.num_blocks for layer in cache.layers)
         assert torch.equal(*outputs), seed
 
@@ -150,5 +151,5 @@ def test_the_cache_matters_to_what_is_generated():
     ids = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 4)
     options = dict(attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=24, max_new_tokens=24)
     caches = (DynamicCache(config=model.config), TurboQuantCache(model.config, "2bit_nc", residual_length=24))
-    first, second = (model.generate(ids, past_key_values=cache, **options) for cache in caches)
+    first, second = (model.generate(ids, **as_input(cache), **options) for cache in caches)
     assert not torch.equal(first, second)

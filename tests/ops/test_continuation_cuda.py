@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import needle_data as needle
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import current_workspace, release_workspaces
@@ -87,7 +88,7 @@ def test_assisted_greedy_is_greedy_on_a_trained_model(preset):
     options = dict(do_sample=False, min_new_tokens=512, max_new_tokens=512)
     outputs = [
         model.generate(
-            **ids, past_key_values=TurboQuantCache(model.config, preset), prompt_lookup_num_tokens=lookup, **options
+            **ids, **as_input(TurboQuantCache(model.config, preset)), prompt_lookup_num_tokens=lookup, **options
         )[0, ids.input_ids.shape[1] :]
         for lookup in (None, 24)
     ]
@@ -99,7 +100,7 @@ def test_assisted_greedy_is_greedy_on_a_trained_model(preset):
     cache = TurboQuantCache(model.config, preset)
     with torch.inference_mode():
         before = torch.cat([ids.input_ids, outputs[0][None, :first]], 1)
-        logits = model(before, past_key_values=cache).logits[0, -1].float()
+        logits = model(before, **as_input(cache)).logits[0, -1].float()
     best = logits.topk(2).values
     chosen = logits[torch.stack([outputs[0][first], outputs[1][first]])]
     assert (best[0] - chosen.min()) <= 0.02 * logits.std(), "the runs part where there is no tie"

@@ -11,6 +11,7 @@ import torch
 from tests.support.adapters import Lora, change
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
 
 IDS = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
@@ -27,7 +28,7 @@ def adapted() -> Any:
 def saved(model: Any, path: Any) -> None:
     cache = TurboQuantCache(model.config, model=model)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **as_input(cache))
     cache.save(path)
 
 
@@ -96,7 +97,7 @@ def test_prefix_tuning_leaves_a_cache_aside_or_is_refused_in_a_sentence():
     model = peft.get_peft_model(build("llama"), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     cache, options = TurboQuantCache(model.config), dict(input_ids=IDS, max_new_tokens=2, do_sample=False)
     try:
-        found = model.generate(past_key_values=cache, **options)
+        found = model.generate(**as_input(cache), **options)
     except AttributeError as error:
         assert re.search("PEFT asks for it in prefix tuning.*without `past_key_values`", str(error))
     else:

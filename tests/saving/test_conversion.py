@@ -9,6 +9,7 @@ import torch
 
 from tests.support.tiny_models import CONFIGS, VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 
 
 def tokens(count: int, seed: int) -> torch.Tensor:
@@ -20,13 +21,13 @@ def filled(name: str, length: int, **options: Any) -> Any:
     model.set_attn_implementation("turboquant" if name not in ("gemma2", "gpt_oss") else "eager")
     cache = TurboQuantCache(model.config, model=model, **options)
     with torch.no_grad():
-        model(tokens(length, 0), past_key_values=cache)
+        model(tokens(length, 0), **as_input(cache))
     return model, cache
 
 
 def logits(model: Any, cache: Any, calls: list[int]) -> list[torch.Tensor]:
     with torch.no_grad():
-        return [model(tokens(count, seed), past_key_values=cache).logits for seed, count in enumerate(calls)]
+        return [model(tokens(count, seed), **as_input(cache)).logits for seed, count in enumerate(calls)]
 
 
 @pytest.mark.parametrize("length", [50, 95, 96, 97, 300])

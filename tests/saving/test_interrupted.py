@@ -12,6 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForCondi
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -29,7 +30,7 @@ def interrupted(model: Any, cache: TurboQuantCache, ids: torch.Tensor, after: in
 
     hook = model.model.layers[2].register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        model.generate(ids, **as_input(cache), max_new_tokens=9, do_sample=False)
     hook.remove()
 
 
@@ -47,9 +48,9 @@ def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
     cache.save(tmp_path / "c.safetensors")
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
     with torch.no_grad():
-        model(tokens(300), past_key_values=undisturbed)
+        model(tokens(300), **as_input(undisturbed))
         ids = tokens(5, seed=1)
-        assert torch.equal(*(model(ids, past_key_values=one).logits for one in (loaded, undisturbed)))
+        assert torch.equal(*(model(ids, **as_input(one)).logits for one in (loaded, undisturbed)))
 
 
 def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
@@ -59,7 +60,7 @@ def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
     model = T5ForConditionalGeneration(config).eval()
     own = TurboQuantCache(model.config)
     cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
-    model.generate(input_ids=tokens(9), past_key_values=cache, max_new_tokens=3)
+    model.generate(input_ids=tokens(9), **as_input(cache), max_new_tokens=3)
     assert own.get_seq_length() > 0
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
         own.save(tmp_path / "c.safetensors", model)
@@ -70,7 +71,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
     model = build("llama")
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
-        model(tokens(9), past_key_values=cache)
+        model(tokens(9), **as_input(cache))
     real = builtins.open
 
     def locked(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.compat import as_input
 from tq_hf.saving.cache_file import VERSION
 
 FILES = Path(__file__).parent / "files"
@@ -54,7 +55,7 @@ def write() -> None:
     decoder = model()
     cache = TurboQuantCache(decoder.config, CONFIG)
     with torch.no_grad():
-        decoder((torch.arange(TOKENS) ** 2 * 7 % 29 + 1)[None], past_key_values=cache)
+        decoder((torch.arange(TOKENS) ** 2 * 7 % 29 + 1)[None], **as_input(cache))
     cache.save(FILES / f"version{VERSION}.safetensors", decoder)
 
 
@@ -90,7 +91,7 @@ def test_a_file_of_each_version_goes_on_where_it_ended(version):
     decoder = model()
     loaded = TurboQuantCache.load(FILES / f"version{version}.safetensors", decoder)
     with torch.no_grad():
-        logits = decoder(torch.tensor([[3]]), past_key_values=loaded).logits[0, 0, :6]
+        logits = decoder(torch.tensor([[3]]), **as_input(loaded)).logits[0, 0, :6]
     torch.testing.assert_close(logits, torch.tensor(NEXT_LOGITS), rtol=1e-3, atol=1e-3)
 
 

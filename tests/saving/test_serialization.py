@@ -21,6 +21,7 @@ from tests.support.saving_cases import assert_continue_alike, filled, model_name
 from tests.support.tiny_models import CONFIGS, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
 from tq_hf.codec.ablation import Ablation
+from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
 from tq_hf.saving.cache_file import load_cache, save_cache
 
@@ -61,9 +62,9 @@ def test_generate_goes_on_from_a_loaded_cache(tmp_path, name):
     cache.save(tmp_path / "c.safetensors")
     ids = torch.cat([tokens(2, 299), tokens(2, 1, seed=1), tokens(2, 5, seed=2)], dim=1)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    expected = model.generate(ids, past_key_values=cache, **options)
+    expected = model.generate(ids, **as_input(cache), **options)
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
-    assert torch.equal(model.generate(ids, past_key_values=loaded, **options), expected)
+    assert torch.equal(model.generate(ids, **as_input(loaded), **options), expected)
     assert expected[:, -8:].unique().numel() > 3
 
 
@@ -150,12 +151,12 @@ def test_sliding_layers_that_record_their_past_come_back(tmp_path, max_cache_len
 def test_sliding_layers_come_back_after_assisted_decoding(tmp_path, max_cache_len):
     model, cache = filled("gemma3", length=80, batch=1, max_cache_len=max_cache_len)
     ids = tokens(1, 120)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
+    out = model.generate(ids, **as_input(cache), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
     assert any(layer.record_past for layer in cache.layers if layer.is_sliding)
     cache.save(tmp_path / "c.safetensors")
     loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model)
     outs = [
-        model.generate(out, past_key_values=one, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
+        model.generate(out, **as_input(one), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
         for one in (cache, loaded)
     ]
     assert torch.equal(*outs)
@@ -355,7 +356,7 @@ def test_a_long_prompt_saved_and_loaded_answers_its_pass_key(tmp_path):
     assert loaded.get_seq_length() == prompt.shape[1] >= 3000
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     options |= dict(output_logits=True, return_dict_in_generate=True)
-    outputs = [model.generate(ids, past_key_values=one, **options) for one in (cache, loaded)]
+    outputs = [model.generate(ids, **as_input(one), **options) for one in (cache, loaded)]
     assert tokenizer.decode(outputs[1].sequences[0, ids.shape[1] :]).startswith("493817")
     for ours, theirs in zip(*(output.logits for output in outputs), strict=True):
         assert torch.equal(ours, theirs)
@@ -364,7 +365,7 @@ def test_a_long_prompt_saved_and_loaded_answers_its_pass_key(tmp_path):
 def test_a_cache_of_an_ablation_is_not_saved(tmp_path):
     model = build("llama")
     cache = TurboQuantCache(model.config, Ablation(key_mean=False))
-    model(torch.arange(40)[None], past_key_values=cache)
+    model(torch.arange(40)[None], **as_input(cache))
     with pytest.raises(ValueError, match="cache of an `Ablation` is for measurements"):
         cache.save(tmp_path / "c.safetensors", model)
     assert not list(tmp_path.iterdir())

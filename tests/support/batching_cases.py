@@ -18,6 +18,7 @@ from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.batching import cache as paged_cache
 from tq_hf.batching.cache import TurboQuantPagedCache
 from tq_hf.batching.geometry import TableShape
+from tq_hf.compat import as_input
 
 Tokens = list[int]
 
@@ -104,7 +105,7 @@ class Oracle:
         self.model.set_attn_implementation("turboquant")
         ids = torch.tensor([prompt], device=self.model.device)
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache(), max_new_tokens=new, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), **as_input(self.cache()), max_new_tokens=new, do_sample=False
         )
         self.model.set_attn_implementation(before)
         return out[0, len(prompt) :].tolist()
@@ -114,7 +115,7 @@ class Oracle:
         if not blocks:
             return self.cache()
         cache = self.cache(residual_length=0)
-        self.model(torch.tensor([prompt[: self.config.sink_tokens + 128 * blocks]]), past_key_values=cache)
+        self.model(torch.tensor([prompt[: self.config.sink_tokens + 128 * blocks]]), **as_input(cache))
         for store in (layer.store for layer in cache.layers if getattr(layer, "store", None) is not None):
             store.config, store._rows_of_due = self.config, 128 + self.config.residual_length
         return cache
@@ -133,11 +134,11 @@ class Oracle:
         with torch.no_grad():
             cache, at = self.begun(prompt, blocks), self.config.sink_tokens + 128 * blocks if blocks else 0
             for size in filter(None, (*chunks, len(prompt) - at - sum(chunks))):
-                logits = self.model(torch.tensor([prompt[at : at + size]]), past_key_values=cache).logits[0, -1]
+                logits = self.model(torch.tensor([prompt[at : at + size]]), **as_input(cache)).logits[0, -1]
                 at += size
             for _ in range(new):
                 out.append(int(logits.argmax()))
-                logits = self.model(torch.tensor([out[-1:]]), past_key_values=cache).logits[0, -1]
+                logits = self.model(torch.tensor([out[-1:]]), **as_input(cache)).logits[0, -1]
         self.model.set_attn_implementation(before)
         return out
 

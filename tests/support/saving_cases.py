@@ -11,6 +11,7 @@ import torch
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 
 model_named = lru_cache(build)
 
@@ -21,7 +22,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 
 def run(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return model(ids, past_key_values=cache).logits
+        return model(ids, **as_input(cache)).logits
 
 
 def filled(name: str, length: int = 300, batch: int = 2, attention: str = "turboquant", **options: Any) -> Any:

@@ -24,6 +24,7 @@ from tests.cache.test_compiled import compile_config
 from tests.support.helpers import states
 from tests.support.tiny_models import VOCAB
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.compat import as_input
 
 NEW_TOKENS = 200
 OPTIONS = dict(residual_length=0, sink_tokens=2)
@@ -45,7 +46,7 @@ def prompt() -> dict[str, torch.Tensor]:
 
 
 def generate(model: PreTrainedModel, cache: Cache, new_tokens: int = NEW_TOKENS, **options: Any) -> list[list[int]]:
-    out = model.generate(**prompt(), past_key_values=cache, do_sample=False, max_new_tokens=new_tokens, **options)
+    out = model.generate(**prompt(), **as_input(cache), do_sample=False, max_new_tokens=new_tokens, **options)
     return out[:, 150:].tolist()
 
 
@@ -77,9 +78,9 @@ def shares_are_the_whole(model: PreTrainedModel, rank: int) -> dict[str, bool]:
 @torch.no_grad()
 def collectives_of_a_step(model: PreTrainedModel, cache: Cache) -> int:
     """Collectives that one decoding step runs."""
-    model(**prompt(), past_key_values=cache)
+    model(**prompt(), **as_input(cache))
     with CommDebugMode() as counted:
-        model(torch.full((2, 1), 5), past_key_values=cache)
+        model(torch.full((2, 1), 5), **as_input(cache))
     return counted.get_total_counts()
 
 
@@ -89,7 +90,7 @@ def channel_scales_of_shares(sharded: PreTrainedModel, alone: PreTrainedModel, r
     caches = TurboQuantCache(sharded.config), TurboQuantCache(alone.config)
     with torch.no_grad():
         for model, cache in zip((sharded, alone), caches, strict=True):
-            model(**prompt(), past_key_values=cache)
+            model(**prompt(), **as_input(cache))
     furthest, touched = 0.0, 0
     for mine, whole in zip(*(cache.layers for cache in caches), strict=True):
         for factor, everything in zip(mine.store.blocks.channel_scales, whole.store.blocks.channel_scales, strict=True):
@@ -153,7 +154,7 @@ def main() -> None:
     again = TurboQuantCache.load(folder / f"rank-{rank}.safetensors", sharded)
     step = torch.full((2, 1), 5)
     with torch.no_grad():
-        logits = [sharded(step, past_key_values=each).logits for each in (cache, again)]
+        logits = [sharded(step, **as_input(each)).logits for each in (cache, again)]
     found["loaded_logits_equal"] = torch.equal(*logits)
     found["other_rank"] = error_of_loading(folder / f"rank-{1 - rank}.safetensors", sharded)
     found["one_process_file"] = error_of_loading(folder / "alone.safetensors", sharded)

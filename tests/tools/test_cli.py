@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, __version__
+from tq_hf.compat import as_input
 from tq_hf.tools import cli
 from tq_hf.tools.chat import Printer
 from tq_hf.tools.estimate import Estimator
@@ -240,7 +241,7 @@ def test_chat_takes_the_preset_that_suits_the_model(llama_folder):
     chat.say("x" * 200)
     expected = TurboQuantCache(model.config, "auto", model=model)
     with torch.no_grad():
-        model(torch.tensor([chat.ids[:-3]]), past_key_values=expected)
+        model(torch.tensor([chat.ids[:-3]]), **as_input(expected))
     assert chat.cache.config == expected.config
 
 
@@ -317,7 +318,7 @@ def test_chat_survives_mistakes(llama_folder, tmp_path):
     model = build("llama")
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
-        model(torch.zeros(1, 4, dtype=torch.long), past_key_values=cache)
+        model(torch.zeros(1, 4, dtype=torch.long), **as_input(cache))
     cache.save(tmp_path / "plain.safetensors", model)
     plain = tmp_path / "plain.safetensors"
     typed = f"/save\n/save {tmp_path / 'x'}\n/load {tmp_path / 'no'}\n/load {plain}\n/what\n/reset\n/quit\n"

@@ -29,6 +29,7 @@ from transformers import (
 from tests.support.tiny_models import CONFIGS, VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.codec.ablation import Ablation
+from tq_hf.compat import as_input
 from tq_hf.memory import MemoryFootprint, measure
 from tq_hf.ops import dispatch
 from tq_hf.tools.estimate import Estimator, estimate, parse_memory
@@ -53,7 +54,7 @@ def held(name: str, preset: Any, context: int, batch: int, steps: int = 0) -> di
     cache = DynamicCache(config=model.config) if preset is None else TurboQuantCache(model.config, preset)
     with torch.no_grad():
         for length in (context, *[1] * steps):
-            model(torch.randint(3, VOCAB, (batch, length)), past_key_values=cache)
+            model(torch.randint(3, VOCAB, (batch, length)), **as_input(cache))
     return bytes_of(measure(cache.layers))
 
 
@@ -102,7 +103,7 @@ def test_an_estimate_of_a_preallocated_cache_is_what_it_holds(name, context, mos
         )
         for decoding in (False, True):
             with torch.no_grad():
-                model(torch.randint(3, VOCAB, (2, 1 if decoding else context)), past_key_values=cache)
+                model(torch.randint(3, VOCAB, (2, 1 if decoding else context)), **as_input(cache))
             actual = bytes_of(estimator.footprint(preset, context, 2, decoding=decoding, max_cache_len=most))
             assert actual == bytes_of(measure(cache.layers))
 
@@ -175,7 +176,7 @@ def test_layers_of_full_size_are_estimated_exactly(name):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     cache = TurboQuantCache(model.config)
     with torch.no_grad():
-        model(torch.zeros(1, 700, dtype=torch.long), past_key_values=cache)
+        model(torch.zeros(1, 700, dtype=torch.long), **as_input(cache))
     estimator = Estimator(config)
     expected = cache.memory_footprint()
     assert expected.packed > 0

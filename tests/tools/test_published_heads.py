@@ -25,6 +25,7 @@ from examples.measure.quality.published_runs import published_heads
 from tests.support.helpers import storages_reachable_from
 from tests.support.saving_cases import split
 from tq_hf import TurboQuantCache, auto
+from tq_hf.compat import as_input
 from tq_hf.memory import MemoryFootprint
 from tq_hf.tools.estimate import Estimator
 
@@ -86,7 +87,7 @@ def read(model: PreTrainedModel, cache: Any, tokens: int) -> None:
     if model.config.is_encoder_decoder:
         inputs = {"input_ids": ids[:, :12].clone(), "decoder_input_ids": ids}
         cache = beside_cross_attention(model, cache)
-    model(**inputs, past_key_values=cache, use_cache=True)
+    model(**inputs, **as_input(cache), use_cache=True)
 
 
 def sizes(footprint: MemoryFootprint) -> dict[str, int]:

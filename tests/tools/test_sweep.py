@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from examples.measure.quality import quality
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.compat import as_input
 from tq_hf.tools import cli
 from tq_hf.tools.estimate import Estimator
 from tq_hf.tools.sweep import CHUNK, DENSE, FIRST, Reader, fit, spelled, sweep
@@ -106,7 +107,7 @@ def test_a_layer_is_measured_alone_and_bytes_add_up_to_those_of_a_cache(name):
         chosen = dict.fromkeys(reader.layers, "2bit_nc") | dict(zip(reader.layers, names, strict=False))
         cache = TurboQuantCache(reader.model.config, spelled(chosen)[0])
         with torch.no_grad():
-            reader.model(torch.ones(1, 1000, dtype=torch.long), past_key_values=cache)
+            reader.model(torch.ones(1, 1000, dtype=torch.long), **as_input(cache))
         more = sum(result.more_bytes[layer][preset] for layer, preset in chosen.items())
         assert result.whole_bytes["2bit_nc"] + more == cache.memory_footprint().total
     least = result.whole_bytes["2bit_nc"]

@@ -19,6 +19,10 @@ from .cache import CACHES, TurboQuantPagedCache
 
 NAME = "turboquant_paged"
 
+PAGES = "turboquant_pages"
+"""Keyword argument by which a step hands its `TurboQuantPagedCache` to attention. The engine's own `cache` reaches
+attention up to transformers 5.23; from 5.24 on, models take it and call `update`."""
+
 
 def turboquant_paged_attention(
     module: torch.nn.Module,
@@ -38,8 +42,8 @@ def turboquant_paged_attention(
         key, value: `[1, Hkv, T, D]`.
         attention_mask, dropout: Not supported; the lengths of requests are the mask.
         scaling: Factor of the logits, by default `D ** -0.5`.
-        **kwargs: The engine's, with the `TurboQuantPagedCache` as `cache`, and the model's fields of `AttentionOptions`
-            (but no `position_bias`).
+        **kwargs: The engine's, with the `TurboQuantPagedCache` under `PAGES`, and the model's fields of
+            `AttentionOptions` (but no `position_bias`).
 
     Returns:
         `[1, T, Hq, D]` and `None`.
@@ -47,7 +51,7 @@ def turboquant_paged_attention(
     Raises:
         ValueError: This is not a step of continuous batching, or the model needs an option that pages do not support.
     """
-    cache = kwargs.get("cache")
+    cache = kwargs.get(PAGES)
     if not isinstance(cache, TurboQuantPagedCache):
         raise ValueError(
             "This model is held by a continuous batching manager of tq_hf, so it takes no other calls. Stop the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from inspect import signature
 from itertools import count
 from math import ceil, lcm
 from typing import Any
@@ -31,17 +32,25 @@ from ..ops.workspace import Scratch, Workspace
 from .allocators import TurboQuantAllocator, WindowAllocator, page_owners
 from .geometry import sequences_of, windows_of
 
+KNOWS_TENSOR_PARALLELISM = "kv_tp_size" in signature(PagedAttentionMemoryHandler.__init__).parameters
+"""Whether transformers counts a step's activations by GPU (from 5.24 on). Before, fewer pages fit than could."""
+
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
 """Caches by their numbers, which compiled steps hold."""
 
 
 class TurboQuantMemory(PagedAttentionMemoryHandler):
-    """transformers' count of the pages that fit, without masks and gathered keys: attention reads pages in place."""
+    """transformers' count of the pages that fit, without masks and gathered keys: attention reads pages in place.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Args:
+        tp_size: Number of GPUs among which heads are divided.
+        *args, **kwargs: As in transformers' class.
+    """
+
+    def __init__(self, *args: Any, tp_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, **({"kv_tp_size": tp_size} if KNOWS_TENSOR_PARALLELISM else {}))
         self.num_attention_masks = 0
-        self.kv_heads_at_peak = self.config.num_attention_heads  # what attention returns
+        self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # what attention returns
         self.scratch_bytes = 0
         """Bytes that every step needs beside, whatever its tokens."""
 
@@ -130,6 +139,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             bytes_per_block=block_bytes,
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=model_supports_logits_to_keep,
+            tp_size=divided,
         )
         # transformers captures steps of 1, 2, 4, ... requests, up to so many.
         most = continuous_batching_config.max_requests_per_batch or 1024
@@ -220,6 +230,13 @@ class TurboQuantPagedCache(PagedAttentionCache):
         before = past // BLOCK_TOKENS if state.is_cpu_offloaded else due_blocks(past, sinks, 0)
         new = due_blocks(past + request_len, sinks, 0) - before
         return {FULL_ATTENTION: new} if new else {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's new keys and values as they came: `attend` stores them. Models call this from transformers
+        5.24 on."""
+        return key_states, value_states
 
     def attend(
         self,

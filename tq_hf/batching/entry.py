@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, ContinuousMixin, GenerationCo
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..balance import Balance
+from ..compat import check_ground
 from ..config import TurboQuantConfig
 from .checks import ask_for_plain_graphs, check_generation, check_model, pages_config
 from .manager import TurboQuantBatchingManager
@@ -62,6 +63,7 @@ class TurboQuantBatching(ContinuousMixin):
         balance: bool | Balance | None = None,
         **overrides: Any,
     ) -> None:
+        check_ground("continuous batching", "Use `generate()` with a `TurboQuantCache`.")
         if isinstance(balance, bool):
             overrides["balance"] = balance
         elif not (balance is None or isinstance(balance, Balance)):

@@ -40,7 +40,7 @@ from ..config import TurboQuantConfig
 from ..ops.backend import check_choice
 from ..ops.triton.pages import supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
-from .attention import NAME
+from .attention import NAME, PAGES
 from .cache import TurboQuantPagedCache
 from .checks import check_generation, check_model, paged_options
 from .geometry import TableShape
@@ -110,6 +110,7 @@ class TurboQuantModelRunner(ModelRunner):
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
         """Compute a step. A warm-up's one request has as many tokens as a batch may have: where these are more than a
         learned embedding has positions, a GPU would fail for good."""
+        batch_data[PAGES] = self.cache
         if self._positions is not None:
             with torch.cuda.stream(self.inputs_and_outputs.compute_stream):
                 batch_data["position_ids"].clamp_(max=self._positions - 1)

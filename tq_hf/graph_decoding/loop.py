@@ -26,9 +26,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
 from ..compat import (
+    CACHE_NAME,
     arguments_of_generate,
+    as_input,
     attention_implementation,
     autocast_dtype,
+    check_ground,
     compiles_steps,
     ending_failed_capture,
     optimized_for_decode,
@@ -89,7 +92,7 @@ def graph_decoding(
             `CompileConfig(options={"coordinate_descent_tuning": True})` makes a step 11 to 15% shorter, and the first
             call half a minute longer (8B, H200): the compiler then writes products with one row itself, and tunes them.
         token_streamer: Gets each token, a step late. `generate(streamer=...)` is not passed on by transformers 5.17 to
-            5.23 to loops of others: give it as `generate(..., token_streamer=streamer)`.
+            5.24 to loops of others: give it as `generate(..., token_streamer=streamer)`.
         **model_kwargs: Inputs of the model, `past_key_values` among them.
 
     Returns:
@@ -100,6 +103,7 @@ def graph_decoding(
             asks for another way of decoding than greedy search and sampling (beams, an assistant, contrastive search),
             for `synced_gpus`, attentions or hidden states; or a step would be captured over several devices.
     """
+    check_ground("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
     cache = _check(model, generation_config, model_kwargs, arguments_of_generate())
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
@@ -116,7 +120,7 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], argumen
         raise ValueError(
             "transformers does not hand `streamer` on to a loop of one's own. Pass it as `token_streamer=` instead."
         )
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE_NAME)
     advice = "Leave out `custom_generate`, or "
     if model.config.is_encoder_decoder:
         raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
@@ -216,7 +220,7 @@ class _Loop:
             name: None if every is None else tuple(every[:steps])
             for name, every in (("logits", self.logits), ("scores", self.scores))
         }
-        return GenerateDecoderOnlyOutput(**fields, sequences=tokens, past_key_values=self.cache)  # type: ignore[arg-type]
+        return GenerateDecoderOnlyOutput(**fields, **as_input(self.cache), sequences=tokens)  # type: ignore[arg-type]
 
     def _advance(self, step: StepTensors) -> None:
         """One token more a sequence."""
@@ -248,7 +252,7 @@ class _Loop:
 
     def _run(self, step: StepTensors) -> None:
         """What the graph holds."""
-        inputs = {**step.constants, "input_ids": step.token, "past_key_values": self.cache}
+        inputs = {**step.constants, **as_input(self.cache), "input_ids": step.token}
         if step.positions is not None:
             inputs["position_ids"] = step.positions
         if step.masks is not None:
@@ -297,7 +301,7 @@ class _Loop:
         # The token is not chosen yet; only its place counts.
         longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
         first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
-        for name in ("input_ids", "past_key_values"):
+        for name in ("input_ids", CACHE_NAME):
             first.pop(name)
         positions, masks = first.pop("position_ids", None), first.pop("attention_mask", None)
         unknown = [

@@ -102,9 +102,9 @@ def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
     Raises:
         ValueError: The layer has states of another dtype or on another device.
     """
-    keys, values = widened(keys, values, layer.dtype if layer.is_initialized else keys.dtype)
+    keys, values = widened(keys, values, layer.keys.dtype if layer.is_initialized else keys.dtype)
     if layer.is_initialized:
-        check_same("dtype", layer.dtype, keys.dtype)
+        check_same("dtype", layer.keys.dtype, keys.dtype)
         check_same("device", layer.device, keys.device)
     return keys, values
 

@@ -17,6 +17,7 @@ import transformers
 from tq_kernels.types import KeyValue
 from transformers.cache_utils import Cache
 
+from ..compat import as_input
 from ..config import TurboQuantConfig
 from ..layers.base import Probe, State, like_held
 from ..memory import tensors_by_kind
@@ -93,7 +94,7 @@ class Loader:
         device = "cpu" if model.device.type == "meta" else model.device
         ids = torch.zeros(BATCH[0], TOKENS[0], dtype=torch.long, device=device)
         with torch.no_grad(), record(first) as calls:
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=first, use_cache=True)
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **as_input(first))
         probed = []
         layers: Any = zip(self.cache.layers, first.layers, second.layers, calls, strict=True)
         for index, (layer, probe, other, own) in enumerate(layers):

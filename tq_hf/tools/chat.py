@@ -13,6 +13,7 @@ from rich.markup import escape
 from transformers import TextStreamer
 
 from ..cache import TurboQuantCache
+from ..compat import as_input
 from ..config import TurboQuantConfig
 from ..saving.cache_file import load_cache, save_cache
 
@@ -89,10 +90,10 @@ class Chat:
             output = self.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=self.cache,
                 max_new_tokens=self.max_new_tokens,
                 streamer=streamer,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+                **as_input(self.cache),
             )
         except BaseException:
             self._crop(before)  # layers may differ in length: a step may have stopped between two of them

@@ -18,6 +18,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from ..batching import TurboQuantBatchingManager, continuous_batching
 from ..batching.checks import STOCK_PAGE_SIZE
+from ..compat import check_ground
 from ..config import TurboQuantConfig
 from .sampling import RequestManager, sampling_of
 
@@ -122,6 +123,7 @@ class TurboQuantServer(Serve):
         compile_level: int | None,
         **options: Any,
     ) -> None:
+        check_ground("tq-hf serve", "Use `TurboQuantBatching` in Python.")
         if not is_serve_available():
             raise ValueError(
                 "transformers' server needs FastAPI, Uvicorn and openai, and not all of them are installed: "

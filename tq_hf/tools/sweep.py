@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from ..cache import TurboQuantCache
+from ..compat import as_input
 from ..config import TurboQuantConfig
 from ..layers.compressed import TurboQuantLayer
 from .estimate import Estimator
@@ -66,7 +67,7 @@ class Reader:
     def _log_probs(self, cache: Cache) -> Iterator[torch.Tensor]:
         """Float32 log-probabilities `[<= CHUNK, V]` of the next tokens, chunk by chunk from `FIRST` on."""
         for start in range(0, self.ids.shape[1], CHUNK):
-            logits = self.model(self.ids[:, start : start + CHUNK], past_key_values=cache).logits[0]
+            logits = self.model(self.ids[:, start : start + CHUNK], **as_input(cache)).logits[0]
             if start >= FIRST:
                 yield logits.float().log_softmax(-1)
 

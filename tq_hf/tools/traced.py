@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ..cache import TurboQuantCache
-from ..compat import has_attention_heads
+from ..compat import as_input, has_attention_heads
 from ..saving.recorded import Call, record, shapes
 
 META = torch.device("meta")
@@ -113,11 +113,11 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype, eager: bool) -> Trace:
         if config.is_encoder_decoder:
             encoded = torch.zeros(1, TOKENS, config.hidden_size, dtype=dtype, device=META)
             both = EncoderDecoderCache(cache, cross)
-            model(encoder_outputs=(encoded,), decoder_input_ids=ids, past_key_values=both, use_cache=True)
+            model(encoder_outputs=(encoded,), decoder_input_ids=ids, use_cache=True, **as_input(both))
         else:
             # The towers around the decoder read values of their inputs.
             decoder = model if decoder_config is built else model.get_decoder()
-            decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+            decoder(input_ids=ids, use_cache=True, **as_input(cache))
     layers: list[Any] = list(cross.layers)
     cross_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // TOKENS
     return Trace(decoder_config, model, built is config, cache, calls, cross_bytes)

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from examples import needle_data as needle
 from examples.provenance import BASELINE, RESULTS, SHIPPED_MODEL, bytes_held, provenance, slug
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.compat import as_input
 
 GREATEST_DEPTH = 0.9
 """Pass keys are not hidden in the last tenth of a document: part of that is still in the dense residual."""
@@ -62,7 +63,7 @@ def prefill(model: Any, tokenizer: Any, documents: list[Document]) -> tuple[torc
     ids = tokenizer([document.text for document in documents], return_tensors="pt")["input_ids"].to(model.device)
     cache = DynamicCache(config=model.config)
     model.set_attn_implementation("sdpa")
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **as_input(cache), logits_to_keep=1)
     return ids, cache
 
 
@@ -92,7 +93,7 @@ def right_answers(
     output = model.generate(
         torch.cat([ids, asked["input_ids"]], dim=1),
         attention_mask=torch.cat([torch.ones_like(ids), asked["attention_mask"]], dim=1),
-        past_key_values=cache,
+        **as_input(cache),
         max_new_tokens=needle.ANSWER_TOKENS,
         do_sample=False,
     )

@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 
 from examples.measure.quality.family_configs import tiny_model
 from tq_hf import TurboQuantCache, TurboQuantLayer
+from tq_hf.compat import as_input
 
 PROMPT = 140
 """Tokens of a prompt: more than a block."""
@@ -139,7 +140,7 @@ def teacher_forced(model: PreTrainedModel, cache: Cache, sizes: Sequence[int]) -
             inputs = {"input_ids": token_ids(2, 12).to(model.device), "decoder_input_ids": chunk}
         torch.manual_seed(0)
         with torch.no_grad():
-            out = model(**inputs, past_key_values=cache, use_cache=True)
+            out = model(**inputs, **as_input(cache), use_cache=True)
         logits.append(out.logits[:, -chunk.shape[1] :])
     return logits
 
@@ -165,7 +166,7 @@ def generated(model: PreTrainedModel, cache: Cache) -> Logits:
     torch.manual_seed(0)
     out = model.generate(
         **inputs,
-        past_key_values=cache,
+        **as_input(cache),
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
         num_beams=1,

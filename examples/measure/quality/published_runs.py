@@ -61,7 +61,7 @@ from examples.measure.quality.family_configs import (
 )
 from tq_hf import TurboQuantBatching, TurboQuantCache, graph_decoding
 from tq_hf.batching.checks import INSTEAD
-from tq_hf.compat import layer_config, takes_attention_functions
+from tq_hf.compat import as_input, layer_config, takes_attention_functions
 from tq_hf.ops import backend
 from tq_hf.tools.traced import trace
 
@@ -202,7 +202,7 @@ def generated(model: PreTrainedModel, own: Cache, **options: Any) -> torch.Tenso
     if model.config.is_encoder_decoder:
         inputs = {"input_ids": ids(model, 2, 12), "decoder_input_ids": inputs["input_ids"]}
     options |= dict(max_new_tokens=NEW_TOKENS, do_sample=False, attention_mask=torch.ones_like(inputs["input_ids"]))
-    return model.generate(**inputs, past_key_values=beside_cross_attention(model, own), **options)[:, PROMPT:]
+    return model.generate(**inputs, **as_input(beside_cross_attention(model, own)), **options)[:, PROMPT:]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from examples import needle_data as needle
+from tq_hf.compat import as_input
 
 FACTS = 16
 PASSKEY_DEPTHS = 9
@@ -85,7 +86,7 @@ def forced_logits(
             positions = torch.arange(-padding if start == 0 else start, place.stop, device=ids.device).clamp_min(0)
             options = {"attention_mask": mask, "position_ids": positions[None]}
             fed = torch.nn.functional.pad(fed, (padding, 0)) if start == 0 else fed
-        logits = model(fed, past_key_values=cache, **options).logits[:, start - place.stop :]
+        logits = model(fed, **as_input(cache), **options).logits[:, start - place.stop :]
         yield place, logits.float()
 
 
@@ -284,6 +285,6 @@ def continued(model: Any, prompts: torch.Tensor, cache: Cache, attention: str, t
     model.set_attn_implementation(attention)
     model.generation_config.eos_token_id = None
     output = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, max_new_tokens=tokens, do_sample=False
+        prompts, attention_mask=torch.ones_like(prompts), **as_input(cache), max_new_tokens=tokens, do_sample=False
     )
     return output[:, prompts.shape[1] :]

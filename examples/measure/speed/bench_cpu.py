@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from examples.provenance import LLAMA_8B, RESULTS, SHIPPED_MODEL, provenance
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.compat import as_input
 from tq_hf.layers.handle import resolve
 
 SHORT, LONG, TURN, ROOM = 4000, 32768, 500, 256
@@ -86,7 +87,7 @@ class Bench:
         """Milliseconds of one call of the model with `ids` `[1, S]`."""
         self.model.set_attn_implementation(self.makers[name][0])
         start = time.perf_counter()
-        self.model(ids, past_key_values=cache, logits_to_keep=1)
+        self.model(ids, **as_input(cache), logits_to_keep=1)
         return 1e3 * (time.perf_counter() - start)
 
     def prefill(self, ids: torch.Tensor, repeats: int) -> dict[str, list[float]]:

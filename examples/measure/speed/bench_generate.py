@@ -34,7 +34,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from examples.provenance import LLAMA_8B, provenance
 from tq_hf import TurboQuantCache, graph_decoding
-from tq_hf.compat import layer_config
+from tq_hf.compat import as_input, layer_config
 from tq_hf.graph_decoding.step import LateFlags
 from tq_hf.layers.handle import resolve
 
@@ -174,7 +174,7 @@ def go_on(
     return model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **as_input(cache),
         do_sample=False,
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,

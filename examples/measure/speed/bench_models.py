@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 from examples.measure.speed.bench_generate import ONE_GRAPH, Variant, measure
 from examples.provenance import provenance
 from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
 
 PREFILL, DECODE, ROOM = 8192, (8, 32768), 256
 VOCABULARY = dict(vocab_size=32768, max_position_embeddings=131072)
@@ -80,7 +81,7 @@ def prefill_ms(model: PreTrainedModel, attention: str, make_cache: Callable[[], 
         cache = make_cache()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **as_input(cache), logits_to_keep=1)
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))

@@ -51,6 +51,7 @@ from examples.measure.speed import bench_serve
 from examples.measure.speed.bench_generate import ROOM, Variant, fill, go_on, step_seconds
 from examples.provenance import LLAMA_8B, RESULTS, bytes_held, provenance, slug
 from tq_hf import TurboQuantCache, TurboQuantConfig, graph_decoding
+from tq_hf.compat import as_input
 from tq_hf.graph_decoding.loop import latest_steps
 
 PRESET = "4bit_nc"
@@ -190,7 +191,7 @@ def against_eager(model: PreTrainedModel, make: Make, tokens: torch.Tensor, shap
     is not, in standard deviations of the logits."""
     cache, equal, gaps = filled(make, model, shape), 0, []
     for t in range(shape[1], tokens.shape[1] - 1):
-        logits = model(tokens[:, t : t + 1], past_key_values=cache).logits[:, -1].float()
+        logits = model(tokens[:, t : t + 1], **as_input(cache)).logits[:, -1].float()
         chosen = logits.gather(1, tokens[:, t + 1 :][:, :1])[:, 0]
         behind = (logits.amax(1) - chosen) / logits.std(1)
         equal += int((behind == 0).sum())
@@ -302,8 +303,8 @@ def given_logits(model: PreTrainedModel, prompt: int) -> torch.Tensor:
     """Logits `[GIVEN, V]` of given tokens, one a step, after a prompt."""
     model.set_attn_implementation("turboquant")
     ids, cache = random_ids((1, prompt + GIVEN), model), packed(model, None)()
-    model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
-    steps = (model(ids[:, t : t + 1], past_key_values=cache).logits[0, 0] for t in range(prompt, prompt + GIVEN))
+    model(ids[:, :prompt], **as_input(cache), logits_to_keep=1)
+    steps = (model(ids[:, t : t + 1], **as_input(cache)).logits[0, 0] for t in range(prompt, prompt + GIVEN))
     return torch.stack([step.float().cpu() for step in steps])
 
 

@@ -30,6 +30,7 @@ from triton.testing import do_bench
 from examples.measure.speed.bench_generate import random_llama
 from examples.provenance import LLAMA_8B, provenance
 from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
@@ -211,7 +212,7 @@ def first_token_seconds(model: PreTrainedModel, tokens: int) -> dict[str, float]
                 cache = TurboQuantCache(model.config) if name == "4bit_nc" else DynamicCache(config=model.config)
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1).item()
+                model(ids, **as_input(cache), logits_to_keep=1).logits.argmax(-1).item()
                 if repeat:
                     times.append(time.perf_counter() - start)
                 del cache
@@ -231,7 +232,7 @@ def million(tokens: int, chunk: int, device: torch.device) -> list[dict[str, Any
         for first in range(0, tokens, chunk):
             ids = torch.randint(3, LLAMA_8B["vocab_size"], (1, chunk), device=device)
             torch.cuda.reset_peak_memory_stats()
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, **as_input(cache), logits_to_keep=1)
             done = first + chunk
             if done % (tokens // 8) == 0:
                 torch.cuda.synchronize()

@@ -1,0 +1,172 @@
+"""The ways that users use, each once. `make test-next` runs them on the newest transformers, torch and Triton.
+
+A recipe that keeps every token exact answers as transformers' own cache does. A packed recipe answers the same in every
+way. A name of transformers that has gone is named by `test_names_of_transformers_are_there`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
+
+import tq_hf
+from tests.support.tiny_models import build, dense_attention
+from tq_hf import TurboQuantCache, compat
+from tq_hf.compat import CACHE_NAME, as_input
+
+FAMILIES = ["llama", "gemma3", "gpt_oss"]
+ROOM = 512
+GREEDY = dict(max_new_tokens=12, do_sample=False)
+
+batches = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.19"), reason="continuous batching is of another design"
+)
+
+
+def prompt(rows: int = 1) -> dict[str, torch.Tensor]:
+    """Tokens `[rows, 300]`; the second row has 40 pads on its left."""
+    ids = torch.randint(3, 128, (rows, 300), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1:, :40] = 0
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def packed(model: PreTrainedModel, **options: Any) -> TurboQuantCache:
+    return TurboQuantCache(model.config, residual_length=0, **options)
+
+
+def model_of(family: str, attention: str = "turboquant") -> PreTrainedModel:
+    model = build(family)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("room", "chunk"), [(None, None), (None, 130), (ROOM, None)], ids=["", "chunks", "room"])
+def test_an_exact_recipe_answers_as_transformers_cache(family: str, room: int | None, chunk: int | None) -> None:
+    dense = model_of(family, dense_attention(family))
+    expected = dense.generate(**prompt(2), **GREEDY, **as_input(DynamicCache(config=dense.config)))
+    model = model_of(family)
+    cache = TurboQuantCache(model.config, residual_length=ROOM, max_cache_len=room)
+    found = model.generate(**prompt(2), **GREEDY, **as_input(cache), prefill_chunk_size=chunk)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", ["preallocated", "compiled", "graph_decoding", "prompt_lookup"])
+def test_every_way_answers_as_a_cache_that_grows(family: str, way: str) -> None:
+    model = model_of(family)
+    rows = 1 if way == "prompt_lookup" else 2  # transformers looks up one sequence
+    compiling = CompileConfig(backend="eager")
+    compiling._compile_all_devices = True
+    options: dict[str, Any] = {
+        "preallocated": {},
+        "compiled": dict(compile_config=compiling),
+        "graph_decoding": dict(custom_generate=tq_hf.graph_decoding),
+        "prompt_lookup": dict(prompt_lookup_num_tokens=3),
+    }[way]
+    room = None if way == "prompt_lookup" else ROOM
+    expected = model.generate(**prompt(rows), **GREEDY, **as_input(packed(model)))
+    cache = packed(model, max_cache_len=room)
+    assert torch.equal(model.generate(**prompt(rows), **GREEDY, **as_input(cache), **options), expected)
+    assert cache.memory_footprint().packed > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_cache_answers_as_the_one_that_was_cropped(family: str, tmp_path: Path) -> None:
+    model, ids = model_of(family), prompt()["input_ids"]
+    cache = packed(model)
+    model(ids[:, :290], **as_input(cache))
+    model(ids[:, 290:291], **as_input(cache))
+    cache.crop(-1)
+    cache.save(tmp_path / "cache.safetensors", model)
+    loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", model)
+    answers = [model.generate(ids, **GREEDY, **as_input(each)) for each in (cache, loaded)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE_NAME}))
+def test_both_names_of_a_cache_are_taken(name: str) -> None:
+    model, ids = model_of("llama"), prompt()["input_ids"]
+    expected = model.generate(ids, **GREEDY, **as_input(packed(model)))
+    ways: list[dict[str, Any]] = [{}, dict(custom_generate=tq_hf.graph_decoding), dict(prompt_lookup_num_tokens=3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers', of the older name
+        for way in ways:
+            cache = packed(model, max_cache_len=ROOM if "custom_generate" in way else None)
+            assert torch.equal(model.generate(ids, **GREEDY, **{name: cache}, **way), expected)
+        cache = packed(model)
+        assert model(ids, **{name: cache})[CACHE_NAME] is cache and cache.get_seq_length() == 300
+
+
+@batches
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("inference", [False, True])
+def test_batches_answer_as_generate(family: str, inference: bool) -> None:
+    from tests.support.batching_cases import Oracle, answers, greedy, options, prompts
+
+    model, inputs = build(family), prompts([20, 290])
+    batching = tq_hf.TurboQuantBatching(model)
+    with torch.inference_mode(inference):
+        found = answers(batching.generate_batch(inputs, greedy(8), options()))
+    oracle = Oracle(model, balance=batching.balance)
+    assert found == [oracle.generate(ids, 8) for ids in inputs]
+
+
+@batches
+def test_the_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uvicorn = pytest.importorskip("uvicorn", reason="the server's parts are an extra")
+    client = pytest.importorskip("fastapi.testclient", reason="the server's parts are an extra").TestClient
+    from tests.tools.test_cli import run, saved_model
+
+    answered: dict[str, Any] = {}
+
+    def ask(server: Any) -> None:
+        body = {"messages": [{"role": "user", "content": "What does it hold?"}], "max_tokens": 8, "temperature": 0.0}
+        with client(server.config.app) as connected:
+            answered.update(connected.post("/v1/chat/completions", json=body).json())
+
+    monkeypatch.setattr(uvicorn.Server, "run", ask)
+    run("serve", saved_model("llama", tmp_path), "--device", "cpu", "--cache-tokens", 8192)
+    assert answered["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("way", compat.GROUND)
+def test_names_of_transformers_are_there(way: str) -> None:
+    if way in ("continuous batching", "tq-hf serve") and Version(transformers.__version__) < Version("5.19"):
+        pytest.skip("another design")
+    assert compat.moved(way) == []
+
+
+@pytest.mark.parametrize(
+    "name, missing",
+    [
+        ("transformers:GenerationMixin._no_longer", "transformers:GenerationMixin._no_longer"),
+        ("transformers.no_longer:Anything", "transformers.no_longer:Anything"),
+        ("transformers:GenerationMixin._prefill", "transformers:GenerationMixin._prefill(renamed=)"),
+    ],
+)
+@pytest.mark.parametrize("way", ["graph_decoding", pytest.param("continuous batching", marks=batches)])
+def test_a_way_whose_ground_has_moved_says_so(
+    name: str, missing: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(compat.GROUND, way, {name: "input_ids renamed"})
+    compat.check_ground.cache_clear()
+    model = model_of("llama")
+    with pytest.raises(ImportError) as caught:
+        if way == "graph_decoding":
+            cache = packed(model, max_cache_len=ROOM)
+            model.generate(**prompt(), **GREEDY, **as_input(cache), custom_generate=tq_hf.graph_decoding)
+        else:
+            tq_hf.TurboQuantBatching(model)
+    compat.check_ground.cache_clear()
+    sentence = str(caught.value)
+    assert f"Version {transformers.__version__} is installed and lacks {missing}" in sentence
+    assert "`generate()`" in sentence and "pip install" in sentence
