@@ -81,9 +81,12 @@ def test_every_way_answers_as_a_cache_that_grows(family: str, way: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_cache_answers_as_the_one_that_was_cropped(family: str, tmp_path: Path) -> None:
+    if family != "llama" and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("a window that was recorded and cropped has masks of another size, in a DynamicCache, too")
     model, ids = model_of(family), prompt()["input_ids"]
     cache = packed(model)
     model(ids[:, :290], **as_input(cache))
+    cache.activate_past_recording()  # of sliding windows
     model(ids[:, 290:291], **as_input(cache))
     cache.crop(-1)
     cache.save(tmp_path / "cache.safetensors", model)
