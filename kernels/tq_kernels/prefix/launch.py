@@ -17,13 +17,11 @@ import triton
 from ..common.device import AMPERE, Target, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..format import BLOCK_TOKENS, padded_dim
-from ..turing.prefix import prefix_attention_fragments
 from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .attention import prefix_attention
 from .tiles import merge_splits
 
-ATTEND, ATTEND_FRAGMENTS = Kernel(prefix_attention), Kernel(prefix_attention_fragments)
-MERGE = Kernel(merge_splits)
+ATTEND, MERGE = Kernel(prefix_attention), Kernel(merge_splits)
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,6 @@ def block_of(dim: int) -> int:
 def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, on: Target) -> PrefixConfig:
     """The heuristic table."""
     largest = max(block_of(key_dim), block_of(value_dim))
-    if on.fragments:
-        return PrefixConfig(16 if largest <= 128 else 8, 64, 1, 1, None, 8)
     if on.asm < AMPERE.value:
         # Products without asynchronous copies hold their operands in registers and shared memory: small tiles.
         return PrefixConfig(32, 64, 4, 1, None, 2)
@@ -70,11 +66,11 @@ def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
-    """Whether the kernel runs for heads of this size on this device: rotations of large heads need Hopper's products,
-    whose operands are in shared memory, or Turing's small tiles. (For sm_80 it takes 13 KB of stack a thread.)"""
+    """Whether the kernel runs for heads of this size on this device: not on Turing, and rotations of large heads need
+    Hopper's products, which take operands from shared memory. (For sm_80 it takes 13 KB of stack a thread.)"""
     on = target(device)
-    wide = on.fragments or on.dependent_launch
-    return max(block_of(key_dim), block_of(value_dim)) <= (256 if wide else 128)
+    widest = 0 if on.fragments else 256 if on.dependent_launch else 128
+    return max(block_of(key_dim), block_of(value_dim)) <= widest
 
 
 @lru_cache(maxsize=4096)
@@ -122,8 +118,6 @@ def prefix_constants(
     pages needs."""
     dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
     flags = (key_bits, value_bits, causal, mask, bounds, has_aux, split)
-    if on.fragments:
-        return (*dims, *flags, config.block_rows // 8)
     tiles = (config.block_rows, config.step, config.stages, on.asm)
     return (*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *pages)
 
@@ -198,16 +192,14 @@ def attend_prefix(
         *residual[1].stride()[:2],
     )
     fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
-    # The kernel of inline matrix products knows no tables.
-    no_table, no_size = ((), ()) if on.fragments else ((None, None, None, None), (0, 0))
     strides = specialised((*query_strides, *dense_strides, *fresh_strides, *out_strides, *mask_strides))
     dtypes = (query.dtype, sinks[0].dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
-    (ATTEND_FRAGMENTS if on.fragments else ATTEND)(
+    ATTEND(
         (row_tiles, heads, splits),
         (
             *(query, packed.key_words, packed.value_words, packed.scales, packed.key_means, *rotations),
             *(*packed.channel_scales, *sinks, *residual, *fresh, seen, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *no_table),
+            *(out, partial, lse, operand_rows.view(torch.float16), *[None] * 4),
         ),
         (
             *query_strides, *packed.block_strides, *dense_strides, *fresh_strides, *out_strides,
@@ -221,7 +213,7 @@ def attend_prefix(
             *mask_strides,
             *options.log2_factors,
             row_tiles,
-            *no_size,
+            *(0, 0),
         ),
         constants,
         (constants, config, strides, dtypes, query.device.index),
@@ -259,11 +251,6 @@ def merge(
         (constants, specialised(out.stride()[:3]), aux.dtype, out.dtype, out.device.index),
         num_warps=4,
     )
-
-
-def takes_prompts(dim: int, device: torch.device) -> bool:
-    """Whether the kernel runs for heads of this size on this device; that of inline matrix products knows no tables."""
-    return prefix_takes(dim, dim, device) and not target(device).fragments
 
 
 def _many_sizes(

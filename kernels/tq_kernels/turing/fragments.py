@@ -23,8 +23,6 @@ _MMA = tl.constexpr(
 _TRANSPOSE = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 _PACK = tl.constexpr("mov.b32 $0, {$1, $2};")
 _EXCHANGE = tl.constexpr("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;")
-
-_OF_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 _LOAD = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p ld.global.b32 $0, [$1]; }")
 _LOAD16 = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u16 $0, 0; @p ld.global.b16 $0, [$1]; }")
 _LOAD8 = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p ld.global.u8 $0, [$1]; }")
@@ -32,8 +30,6 @@ _LOAD_PAIR = tl.constexpr(
     "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.u32 $0, 0; mov.u32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }"
 )
 _STORE = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.u32 $0, 0; @p st.global.f32 [$1], $2; }")
-
-_STORE16 = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.u32 $0, 0; @p st.global.b16 [$1], $2; }")
 
 
 @triton.jit
@@ -78,22 +74,6 @@ def exchanged(x, DISTANCE: tl.constexpr):
     """The float32 of the lane whose number differs in bit DISTANCE."""
     return tl.inline_asm_elementwise(
         _EXCHANGE, "=f,f,r", [x, tl.full([LANES], DISTANCE, tl.int32)], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def row_max(x):
-    """Largest of the lanes with the same g."""
-    x = tl.maximum(x, exchanged(x, 1))
-    return tl.maximum(x, exchanged(x, 2))
-
-
-@triton.jit
-def of_column(x, e):
-    """What lanes hold for row g of operand b, for column 2t + e of quads."""
-    lane = tl.arange(0, LANES)
-    return tl.inline_asm_elementwise(
-        _OF_LANE, "=f,f,r", [x, 4 * (2 * (lane % 4) + e)], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
@@ -158,18 +138,6 @@ def store32(pointer, x, valid):
     tl.inline_asm_elementwise(
         _STORE, "=r,l,f,r", [pointer.to(tl.int64), x, valid.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def store_element(pointer, x, valid):
-    """Write float32 `x` as what is pointed to where `valid`."""
-    if pointer.dtype.element_ty == tl.float32:
-        store32(pointer, x, valid)
-    else:
-        bits = x.to(pointer.dtype.element_ty).to(tl.int16, bitcast=True)
-        tl.inline_asm_elementwise(
-            _STORE16, "=r,l,h,r", [pointer.to(tl.int64), bits, valid.to(tl.int32)], tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit

@@ -1,7 +1,4 @@
-"""What tokens contribute to attention in `tq_kernels.turing.fragments`: half a packed block, or 32 dense tokens.
-
-The kernels of decode and of prefill differ in which tokens they go over, and in what they do with the result.
-"""
+"""Contributions of tokens to attention in `tq_kernels.turing.fragments`: half a packed block, or 32 dense tokens."""
 
 from typing import Any, NamedTuple
 
@@ -195,12 +192,12 @@ def load_dense(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
-def dense_scores(low, high, low_valid, high_valid, q, t, DIM: tl.constexpr, TILES: tl.constexpr, ALIGNED: tl.constexpr):
+def dense_scores(low, high, low_valid, high_valid, q, t, DIM: tl.constexpr, TILES: tl.constexpr):
     """k . q of 16 dense tokens, g of rows `low` and g + 8 of rows `high` (pointers [32]): TILES quads."""
     s = zero_quads(TILES)
     for chunk in tl.static_range((DIM + 15) // 16):
-        a0 = load_dense(low, low_valid, t, chunk, DIM, ALIGNED)
-        a1 = load_dense(high, high_valid, t, chunk, DIM, ALIGNED)
+        a0 = load_dense(low, low_valid, t, chunk, DIM, False)
+        a1 = load_dense(high, high_valid, t, chunk, DIM, False)
         for step in tl.static_range(2):
             new = ()
             for tile in tl.static_range(TILES):
@@ -210,7 +207,7 @@ def dense_scores(low, high, low_valid, high_valid, q, t, DIM: tl.constexpr, TILE
 
 
 @triton.jit
-def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constexpr, ALIGNED: tl.constexpr):
+def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constexpr):
     """acc + v^T p of 8 dense tokens, g of rows `row` (pointers [32]).
 
     Row i of channel tile m is the channel 16 m + 4 (i % 8 // 2) + i % 2, and 2 more for i >= 8.
@@ -220,7 +217,7 @@ def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constex
     """
     new = ()
     for chunk in tl.static_range((DIM + 15) // 16):
-        v = load_dense(row, valid, t, chunk, DIM, ALIGNED)
+        v = load_dense(row, valid, t, chunk, DIM, False)
         a0 = transposed(v[0])
         a1 = transposed(v[1])
         for tile in tl.static_range(TILES):
@@ -315,7 +312,7 @@ def attend_dense(
     for group in tl.static_range(2):
         s = dense_scores(
             key_rows[2 * group], key_rows[2 * group + 1], inside[2 * group], inside[2 * group + 1],
-            q, t, DK, TILES, False,
+            q, t, DK, TILES,
         )  # fmt: skip
         for tile in tl.static_range(TILES):
             quad = ()
@@ -333,5 +330,5 @@ def attend_dense(
         for tile in tl.static_range(TILES):
             quad = p[i // 2 * TILES + tile]
             b += (transposed(pair_of(quad[2 * (i % 2)], quad[2 * (i % 2) + 1])),)
-        acc = add_dense_values(acc, value_rows[i], inside[i], b, t, DV, TILES, False)
+        acc = add_dense_values(acc, value_rows[i], inside[i], b, t, DV, TILES)
     return acc, sums, maximum

@@ -120,7 +120,8 @@ def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | N
 
 
 def supports_prefix(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
-    """Whether the fused kernel of continuation prefill reads blocks of this layout: wide heads not on every GPU."""
+    """Whether the fused kernel of continuation prefill reads blocks of this layout: not on Turing, and
+    of wide heads from Hopper on."""
     return supports_encode(tensor, config, layout) and prefix_takes(layout.key_dim, layout.value_dim, tensor.device)
 
 
