@@ -119,6 +119,18 @@ def test_no_function_has_more_than_ten_parameters() -> None:
     assert counts and {name: count for name, count in counts.items() if count > 10} == {}
 
 
+def test_no_two_classes_have_the_same_name() -> None:
+    """In both packages together: a name that is read in one file says one thing in all."""
+    places: dict[str, list[str]] = {}
+    for folder in FOLDERS.values():
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(places) > 100
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def private_names(path: Path) -> tuple[set[str], set[str]]:
     """Names with one leading underscore that a file defines, and those that it reads from an object."""
     nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -166,7 +166,7 @@ def _store_channel_scales(
     tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < dim)
 
 
-class Rows(NamedTuple):
+class RowPlaces(NamedTuple):
     """Which rows of a prompt stay dense, and where they go, as of `DenseRows`; sizes of its buffers."""
 
     max_sinks: Any
@@ -243,7 +243,7 @@ def store_prompt(
             tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
     copying = job - pieces * kinds
     if copying >= 0:
-        place = Rows(max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
+        place = RowPlaces(max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
         if copying % 2 == 0:
             _copy_rows(keys, key_s, sink_keys, ring_keys, place, program, copying // 2, dk, DK, ROWS)
         else:
@@ -294,7 +294,7 @@ def prompt_constants(key_dim: int, value_dim: int) -> tuple[Any, ...]:
     return key_dim, value_dim, *tiles, max(key_dim, value_dim), max(8, 4096 // max(128, *tiles))
 
 
-class Statistics(NamedTuple):
+class ScaleInputs(NamedTuple):
     """What channel scales are made of, beside keys and values.
 
     Args:
@@ -312,7 +312,7 @@ class Statistics(NamedTuple):
     counters: Callable[[int], torch.Tensor]
 
 
-def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, statistics: Statistics | None) -> None:
+def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, statistics: ScaleInputs | None) -> None:
     """Store rows of a prompt that stay dense, and write channel scales.
 
     Args:

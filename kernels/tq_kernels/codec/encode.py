@@ -158,7 +158,7 @@ def block_rows():
     return 32 * ((row >> 3) & 1) + 8 * (row >> 4) + (row & 7)
 
 
-class States(NamedTuple):
+class BlockStates(NamedTuple):
     """What `encode_block` is given of a block's rows and of what rotates them."""
 
     early: Any
@@ -222,7 +222,7 @@ def encode_block(
     WORDS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS * C.DIM * C.BITS // 32
     SCALES_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else 2 * TOKENS
     WIDTH: tl.constexpr = part_width(C.TILE)
-    states = States(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
+    states = BlockStates(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
     if WIDTH == C.TILE:
         y0, y1 = _rotated(states, out, home, 0, C)
         sizes = None
@@ -317,7 +317,7 @@ def _rows_of(
     return at[:, None]
 
 
-class NewStates(NamedTuple):
+class PagedStates(NamedTuple):
     """New keys or values, their strides of tokens and heads, and what rotates them."""
 
     states: Any
@@ -405,8 +405,8 @@ def encode_completed(
         HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, ASM, BLOCK_WORDS
     )  # fmt: skip
     if tl.program_id(2) == 0:
-        new_keys = NewStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)
+        new_keys = PagedStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)
         _encode_all(new_keys, pool, Output(key_words, scales, means), amounts, total, SINKS, RING, ROWS, KEYS)
     else:
-        new_values = NewStates(value, value_t * 8, value_h * 8, value_rotation, value_channel_scales)
+        new_values = PagedStates(value, value_t * 8, value_h * 8, value_rotation, value_channel_scales)
         _encode_all(new_values, pool, Output(value_words, scales, None), amounts, total, SINKS, RING, ROWS, VALUES)

@@ -83,7 +83,7 @@ def rotate_and_append(
         rotate_rows(new, scratch, tl.program_id(1) - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
 
 
-class NewStates(NamedTuple):
+class AppendStates(NamedTuple):
     """New keys or values, where rows of them are held, and what rotates them: pointers as of `append_and_encode`."""
 
     states: Any
@@ -128,7 +128,7 @@ def _append(new, place, out, C: tl.constexpr):
     from the residual.
 
     Args:
-        new: `NewStates`.
+        new: `AppendStates`.
         place: A `Place`.
         out: The `Output` of `encode_block`.
         C: An `EncodeShape`.
@@ -215,10 +215,10 @@ def append_and_encode(
     KEYS: tl.constexpr = EncodeShape(DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, ASM, 0)
     VALUES: tl.constexpr = EncodeShape(DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, 0)
     if tl.program_id(1) == 0:
-        new_keys = NewStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
+        new_keys = AppendStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
         _append(new_keys, place, Output(key_words, scales, key_means), KEYS)
     else:
-        new_values = NewStates(
+        new_values = AppendStates(
             values, values_b, values_h, sink_values, residual_values, value_rotation, value_channel_scales
         )
         _append(new_values, place, Output(value_words, scales, None), VALUES)

@@ -25,7 +25,7 @@ from .tiles import (
 )
 
 
-class Blocks(NamedTuple):
+class DecodeBlocks(NamedTuple):
     """The packed blocks of a stream: block i is `batch * stride_b + kv_head * stride_h + i`, or with a block table
     `block_table[i] * stride_b + kv_head * stride_h`.
 
@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
     stride_h: Any
 
 
-class Rows(NamedTuple):
+class DecodeRows(NamedTuple):
     """The query rows of a stream.
 
     Args:
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
     queries: Any
 
 
-class Scratch(NamedTuple):
+class DecodeScratch(NamedTuple):
     """Scratch of a call, with offsets in lines.
 
     Args:
@@ -88,13 +88,13 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `slot`.
 
     Args:
-        scratch: A `Scratch`.
-        blocks: `Blocks` of the stream.
-        mask: `Mask` of the sequence.
+        scratch: A `DecodeScratch`.
+        blocks: `DecodeBlocks` of the stream.
+        mask: `DecodeMask` of the sequence.
         first, last: Through `per_lane`, the latter.
-        rows: `Rows` of the stream.
+        rows: `DecodeRows` of the stream.
         sink_count: Tokens before block 0, of which the mask has columns.
-        C: A `Shape`.
+        C: A `DecodeShape`.
     """
     factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
     factor = factor * scaling_log2

@@ -42,11 +42,11 @@ from ..common.schedule import (
 )
 from ..common.softmax import log2_sum
 from ..format import TOKENS
-from .share import Blocks, Rows, Scratch, attend_share
+from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
 from .tiles import (
+    DecodeMask,
+    DecodeShape,
     DenseTokens,
-    Mask,
-    Shape,
     dense_job,
     dense_logits,
     dense_rows_of,
@@ -105,7 +105,7 @@ def decode_split(
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DV if DV > DVP else DVP
-    C: tl.constexpr = Shape(
+    C: tl.constexpr = DecodeShape(
         DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, 0,
     )  # fmt: skip
@@ -160,11 +160,13 @@ def decode_split(
         first = tl.maximum(start - stream * per_stream - START, 0)
         last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
         r = tile * BLOCK_R + local
-        stream_blocks = Blocks(key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h)
-        stream_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
-        stream_rows = Rows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
+        stream_blocks = DecodeBlocks(
+            key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h
+        )
+        stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+        stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
         attend_share(
-            Scratch(scratch, scale_at, lse_at, partial_at, tile_rows), stream_blocks, stream_mask, first, last,
+            DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows), stream_blocks, stream_mask, first, last,
             stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
         )  # fmt: skip
         tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
@@ -188,7 +190,7 @@ def decode_split(
             sink_keys + sink_at * DK, sink_values + sink_at * DV, residual_keys + residual_at * DK,
             residual_values + residual_at * DV, sink_count, residual_count, residual_start, residual_capacity,
         )  # fmt: skip
-        job_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+        job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
         out, dense_total, dense_maximum = dense_job(
             low, packed_count, query, scale, dense, job_mask, (r % queries) * mask_s, queries, r, rows, scaling_log2,
             cap_log2, C,
@@ -244,7 +246,7 @@ def decode_split_paged(
     workers = tl.num_programs(0)
     DM: tl.constexpr = DIM if DIM > DIMP else DIMP
     FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
-    C: tl.constexpr = Shape(
+    C: tl.constexpr = DecodeShape(
         DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, False, 0, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS,
     )  # fmt: skip
@@ -311,12 +313,12 @@ def decode_split_paged(
             tl.store(scratch + LINE * partial_at + to, out * inverse[None, :], mask=out_mask)
 
         if first < blocks:
-            blocks_of = Blocks(
+            blocks_of = DecodeBlocks(
                 key_words, value_words, scales, key_means, pages + FIRST_BLOCK, 0, kv_head, page_blocks, 1
             )
             attend_share(
-                Scratch(scratch, scale_at, lse_at, partial_at, tile_rows), blocks_of, Mask(scratch, 0, 0),
-                first, per_lane(tl.minimum(last, blocks), ASM), Rows(head_row, r, row_mask, local, store_rows, 1),
+                DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows), blocks_of, DecodeMask(scratch, 0, 0),
+                first, per_lane(tl.minimum(last, blocks), ASM), DecodeRows(head_row, r, row_mask, local, store_rows, 1),
                 worker + stream, 0, scaling_log2, cap_log2, C,
             )  # fmt: skip
         at += items

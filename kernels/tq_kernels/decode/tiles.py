@@ -16,7 +16,7 @@ ROWS32 = tl.constexpr(32)
 """Tokens of a plane."""
 
 
-class Shape(NamedTuple):
+class DecodeShape(NamedTuple):
     """The constants of a split kernel, passed on as one argument C.
 
     Args:
@@ -197,7 +197,7 @@ def scales_of(scales):
     return keys, values
 
 
-class Mask(NamedTuple):
+class DecodeMask(NamedTuple):
     """The mask of a sequence: pointer to uint8, and strides of queries and of tokens."""
 
     start: Any
@@ -293,9 +293,9 @@ def dense_job(
         packed_count: Tokens in packed blocks, which come between sinks and residual.
         query, scale: [BR] pointers to the rows' queries and to the channel scales these were divided by.
         dense: The `DenseTokens`.
-        mask: The sequence's `Mask`, and `mask_offset` [BR] the offset of each row's query.
+        mask: The sequence's `DecodeMask`, and `mask_offset` [BR] the offset of each row's query.
         queries, r, rows: S, [BR] rows of the head, and how many there are.
-        C: A `Shape`.
+        C: A `DecodeShape`.
     """
     k_row, v_row, t, inside = dense_rows_of(low, dense, C)
     # States first: the compiler lets a product wait for its queries before it loads what comes after them.

@@ -29,8 +29,8 @@ from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, 
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
 from .tiles import (
-    Dense,
-    Mask,
+    PrefixDense,
+    PrefixMask,
     Scale,
     channel_of,
     key_tiles,
@@ -48,7 +48,7 @@ from .tiles import (
 TILE = tl.constexpr(64)
 
 
-class Blocks(NamedTuple):
+class PrefixBlocks(NamedTuple):
     """Packed blocks of a KV head, with what turns them and query rows into one another.
 
     Args:
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
     stride_h: Any
 
 
-class Scratch(NamedTuple):
+class PrefixScratch(NamedTuple):
     """Memory of a program. `rows` are a KV head's of all sequences."""
 
     lse: Any
@@ -80,7 +80,7 @@ class Scratch(NamedTuple):
     tile_count: Any
 
 
-class Shape(NamedTuple):
+class PrefixShape(NamedTuple):
     """Constants of `prefix_attention`."""
 
     DK: tl.constexpr
@@ -105,7 +105,7 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _key_matrix(blocks: Blocks, channel, exists, C: tl.constexpr):
+def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
     """What rotates query rows, divided by the channel scales of the keys: [BDK in, BDK column] fp16."""
     dk = tl.arange(0, C.BLOCK_DK)
     matrix = tl.load(
@@ -118,7 +118,7 @@ def _key_matrix(blocks: Blocks, channel, exists, C: tl.constexpr):
 
 
 @triton.jit
-def _rotated_back(acc, blocks: Blocks, channel, exists, C: tl.constexpr):
+def _rotated_back(acc, blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
     """R^T acc / f' [BR, BDV]. Rows are normalised: fp16 then holds any output to 11 bits."""
     dv = tl.arange(0, C.BLOCK_DV)
     peak = tl.max(tl.abs(tl.where(exists[None, :], acc, 0.0)), 1)
@@ -136,15 +136,15 @@ def _rotated_back(acc, blocks: Blocks, channel, exists, C: tl.constexpr):
 
 
 @triton.jit
-def _row_of(scratch: Scratch, r):
+def _row_of(scratch: PrefixScratch, r):
     """Where rows `r` [BR] of the program's sequence and KV head are in its part of `lse`."""
     return (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * scratch.rows + r
 
 
 @triton.jit
 def _attend_blocks(
-    state, plain, first_row, rows, scale: Scale, mask: Mask, blocks: Blocks, first, last,
-    sinks, scratch: Scratch, C: tl.constexpr,
+    state, plain, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks, first, last,
+    sinks, scratch: PrefixScratch, C: tl.constexpr,
 ):  # fmt: skip
     """Take in packed blocks `first` to `last`, and rotate the accumulator back."""
     # Fields of blocks are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
@@ -221,7 +221,7 @@ def _attend_blocks(
 
 @triton.jit
 def _attend_dense(
-    state, plain, newest, scale: Scale, mask: Mask, dense: Dense, low, high, blocks, C: tl.constexpr,
+    state, plain, newest, scale: Scale, mask: PrefixMask, dense: PrefixDense, low, high, blocks, C: tl.constexpr,
 ):  # fmt: skip
     """Take in dense tokens `low` to `high`, of which rows see those up to `newest` [BR]; `blocks` are packed."""
     dk = tl.arange(0, C.BLOCK_DK)
@@ -315,14 +315,14 @@ def prefix_attention(
     Tensors have one batch row, in which new tokens follow one another; `residual_keys` are the layer's first page,
     `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
     """
-    C: tl.constexpr = Shape(
+    C: tl.constexpr = PrefixShape(
         DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, BLOCK_R, STEP, STAGES, ASM,
         ROWS, BLOCK_WORDS, SINKS, RING,
     )  # fmt: skip
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
-    scratch = Scratch(lse, operand_rows, rows, tile_count)
+    scratch = PrefixScratch(lse, operand_rows, rows, tile_count)
     # The last rows see the most tokens: start them first.
     pages = None
     if block_table is None:
@@ -344,7 +344,7 @@ def prefix_attention(
         new_keys += token.to(tl.int64) * new_t
         new_values += token.to(tl.int64) * new_vt
         lse, partial = lse + token * groups, partial + token.to(tl.int64) * (groups * DV)
-        scratch = Scratch(lse, operand_rows, scratch.rows, tile_count)
+        scratch = PrefixScratch(lse, operand_rows, scratch.rows, tile_count)
     r = first_row + tl.arange(0, BLOCK_R)
     row_mask = r < rows
     s = r // groups
@@ -376,9 +376,9 @@ def prefix_attention(
     state = empty_state(BLOCK_R, BLOCK_DV)
     if MASK > 0:
         mask += batch * mask_b
-    allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
+    allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
     if first < last_block:
-        packed = Blocks(
+        packed = PrefixBlocks(
             key_words, value_words, scales, key_means, key_rotation, value_rotation, key_channel_scales,
             value_channel_scales, block_table, batch, kv_head, blocks_b, blocks_h,
         )  # fmt: skip
@@ -391,14 +391,14 @@ def prefix_attention(
         first_row = opaque(first_row, ASM)
         r = first_row + tl.arange(0, BLOCK_R)
         s = r // groups
-        allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
+        allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
         query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
         query_inside = (r < rows)[:, None] & (dk < DK)[None, :]
         plain, _ = normalised_rows(query_at[:, None] + dk[None, :], query_inside)
         plain = spill(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense_count)
-        dense = Dense(
+        dense = PrefixDense(
             sink_keys + (batch * sink_b + kv_head * sink_h), sink_values + (batch * sink_vb + kv_head * sink_vh),
             residual_keys + (batch * residual_b + kv_head * residual_h),
             residual_values + (batch * residual_vb + kv_head * residual_vh),

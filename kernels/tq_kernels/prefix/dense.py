@@ -22,7 +22,7 @@ from ..common.launcher import Kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
 from .launch import mask_layout, merge, prefix_splits
-from .tiles import Mask
+from .tiles import PrefixMask
 
 
 @triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
@@ -45,7 +45,7 @@ def mask_spans(
     tl.store(at + 1, tl.max(end, 0))
 
 
-class States(NamedTuple):
+class DenseStates(NamedTuple):
     """Keys and values of a KV head, and how far apart its tokens are. (A tuple of Triton has a field `values`.)"""
 
     key: Any
@@ -54,7 +54,7 @@ class States(NamedTuple):
     value_t: Any
 
 
-class Shape(NamedTuple):
+class DenseShape(NamedTuple):
     """Constants of `_add_tokens`."""
 
     DK: tl.constexpr
@@ -73,8 +73,8 @@ class Shape(NamedTuple):
 def _add_tokens(
     state,
     rows,  # [BR, BDK]
-    states: States,
-    mask: Mask,  # from the program's first query on
+    states: DenseStates,
+    mask: PrefixMask,  # from the program's first query on
     newest,  # [BR], the last token a row sees
     low, high, scaling_log2, cap_log2,
     EDGE: tl.constexpr, C: tl.constexpr,
@@ -180,10 +180,10 @@ def dense_attention(
     if MASK == 0:
         oldest = tl.min(tl.where(valid, newest, tokens), 0)
         edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_T * BLOCK_T
-    C: tl.constexpr = Shape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, BOUNDS, MATRIX, BLOCK_T, STAGES)
+    C: tl.constexpr = DenseShape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, BOUNDS, MATRIX, BLOCK_T, STAGES)
     state = empty_state(BLOCK_R, BLOCK_DV)
-    states = States(keys, values, key_t, value_t)
-    allowed = Mask(mask, mask_rows, mask_t)
+    states = DenseStates(keys, values, key_t, value_t)
+    allowed = PrefixMask(mask, mask_rows, mask_t)
     if MASK == 0:
         state = _add_tokens(state, plain, states, allowed, newest, low, edge, scaling_log2, cap_log2, False, C)
     state = _add_tokens(state, plain, states, allowed, newest, edge, high, scaling_log2, cap_log2, True, C)

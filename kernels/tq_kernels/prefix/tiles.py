@@ -146,7 +146,7 @@ def channel_of(column, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.conste
         return column // (BLOCK_D // 4) * (DIM // 4) + within, within < DIM // 4
 
 
-class Mask(NamedTuple):
+class PrefixMask(NamedTuple):
     """A mask of a sequence: where its rows are, `rows` [BR] elements from `pointer`, and how far apart its tokens."""
 
     pointer: Any
@@ -162,7 +162,7 @@ class Scale(NamedTuple):
     cap_log2: Any
 
 
-class Dense(NamedTuple):
+class PrefixDense(NamedTuple):
     """Dense tokens of a KV head: `sinks` rows, a ring up to token `history`, then new ones. With `pages`, those of the
     sequence, sinks and ring are in them, from `residual_keys` on, and pages are `page_blocks` blocks apart."""
 
@@ -220,7 +220,7 @@ def spill(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl
 
 
 @triton.jit
-def masked(x, mask: Mask, t, valid, MASK: tl.constexpr):
+def masked(x, mask: PrefixMask, t, valid, MASK: tl.constexpr):
     """x [BR, TILE] with -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
     at = t.to(tl.int64) * mask.stride_t
     if MASK == 1:
@@ -231,7 +231,7 @@ def masked(x, mask: Mask, t, valid, MASK: tl.constexpr):
 
 
 @triton.jit
-def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, BOUNDS: tl.constexpr):
+def logits(rows, keys, common, scale: Scale, mask: PrefixMask, t, MASK: tl.constexpr, BOUNDS: tl.constexpr):
     """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
     `common` [BR] and the rows' factor."""
     x = tl.dot(rows, tl.trans(keys))
@@ -254,7 +254,7 @@ def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.const
 
 
 @triton.jit
-def stored_rows(dense: Dense, t, DK: tl.constexpr, DV: tl.constexpr):
+def stored_rows(dense: PrefixDense, t, DK: tl.constexpr, DV: tl.constexpr):
     """Pointers [64] to keys and to values of dense tokens `t`: sinks, residual, new."""
     sink = t < dense.sinks
     slot = dense.residual_start + t - dense.sinks  # the residual is a ring
