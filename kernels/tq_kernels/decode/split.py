@@ -1,4 +1,4 @@
-"""Decode attention over packed blocks: rotate the queries, then every program attends to its share of the keys.
+"""Decode attention over packed blocks: every program attends to its share of the tokens, with rotated queries.
 
 For queries q of one KV head (rows r = g S + s of its G query heads and S queries), R the rotation, block b, mean m_b:
 
@@ -6,8 +6,8 @@ For queries q of one KV head (rows r = g S + s of its G query heads and S querie
     rotated[r, :] = sum_t softmax(logit)[t, r] value_scale[t] value_level[t, :]    (`reduce` rotates back)
 
 The tokens are M and the query rows N of every matrix product: a GQA group of 4 then costs one 8-wide product instead of
-one padded to 16. Which program reads what is decided in `tq_kernels.common.schedule`. Dense sinks and residual are read
-in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
+one padded to 16. `tq_kernels.common.schedule` decides which program reads what (`README.md` draws it). Dense sinks and
+residual are read in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
 
 Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
 G * S and TILE rows in a tile of rows:
@@ -72,7 +72,7 @@ def decode_split(
     scales,  # [B, Hkv, N, 128] int32
     key_means,  # [B, Hkv, N, DKP] fp16
     num_blocks,  # [] int32
-    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype, of which the first num_sinks count
+    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype; the first num_sinks count
     sink_values,  # [B, Hkv, sinks, DV]
     residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (128 * num_blocks + j) % residual_capacity
     residual_values,  # [B, Hkv, residual_capacity, DV]
@@ -92,7 +92,7 @@ def decode_split(
     streams,  # P * row_tiles
     tile_rows,  # min(rows, BLOCK_R)
     plain_at, scale_at, lse_at, partial_at,
-    dense_splits,  # slots of a stream for dense jobs: as many as its sinks and residual have room for
+    dense_splits,  # slots of a stream for dense jobs: enough for full sinks and residual
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
@@ -101,7 +101,7 @@ def decode_split(
     BLOCK_R: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,  # the kernel in front: 0: has ended, 1: may still run, 2: may still run and writes the counts
 ):  # fmt: skip
-    """Every worker's share: `partial` and `lse`. Grid: (workers,)."""
+    """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,)."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DV if DV > DVP else DVP
@@ -112,9 +112,9 @@ def decode_split(
     if PDL == 2:
         cuda.gdc_wait()
     if PDL:
-        # After that wait: the merge reads the counts before its own.
+        # After that wait, because the merge reads the counts before its own wait.
         cuda.gdc_launch_dependents()
-    # Before the wait: nothing that the kernel in front writes, which is queries and perhaps a row of the residual.
+    # Before the wait, read nothing that the kernel in front writes: queries and perhaps a row of the residual.
     blocks = tl.load(num_blocks)
     residual_count = tl.load(num_residual)
     sink_count = tl.load(num_sinks)
@@ -130,12 +130,12 @@ def decode_split(
     per_stream = tl.maximum(counted(blocks), 1)
     first_job, without_share = first_jobs(worker, workers, total, sharers)
     residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-    # Where the share's streams are is counted on from here: divisions behind the wait would make a short call longer.
+    # Find the first stream here and count on from it: divisions behind the wait would make a short call longer.
     first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
     tile, head = first_stream % row_tiles, first_stream // row_tiles
     batch, kv_head = head // kv_heads, head % kv_heads
     if ASM >= AMPERE:
-        # What comes first is on its way while queries are made.
+        # Fetch the first block and dense rows while queries are made.
         own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
         own_block += tl.maximum(start % per_stream - START, 0)
         prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
@@ -252,8 +252,8 @@ def decode_split_paged(
     )  # fmt: skip
     if PDL:
         cuda.gdc_launch_dependents()
-    # Before the wait: nothing that the kernel in front writes, which is queries and rows of tokens that are read here
-    # from `key` and `value`.
+    # Before the wait, read nothing that the kernel in front writes: queries, and rows of new tokens (read here from
+    # `key` and `value`).
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     local = tl.arange(0, BLOCK_R)
     store_rows = local < tile_rows
@@ -261,7 +261,7 @@ def decode_split_paged(
 
     start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B)
     if ASM >= AMPERE:
-        # The share's first block is on its way while queries are read.
+        # Fetch the share's first block while queries are read.
         sequence = stream // heads
         starts_packed = (start < end) & (start - at < packed_of(packed_blocks, sequence, count))
         page = tl.load(
@@ -279,7 +279,7 @@ def decode_split_paged(
         g = stream % row_tiles * BLOCK_R + local
         row_mask = g < groups
         head_row = kv_head * (groups * count)
-        r = g * count + sequence  # [BR], of the head's rows
+        r = g * count + sequence  # [BR] rows of the head
         token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         pages = block_table + sequence.to(tl.int64) * width
         held = packed_of(packed_blocks, sequence, count)
