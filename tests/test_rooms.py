@@ -55,9 +55,9 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 BUDGETS = {
     "tq_kernels": {
         "decode": 2610,  # channels in parts, four warps for wide heads; what was measured and not taken
-        "prefix": 1650,  # values of wide heads in two launches
+        "prefix": 1630,  # values of wide heads in two launches
         "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
-        "turing": 1310,
+        "turing": 960,
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
         "types": 317,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 110,
@@ -117,6 +117,18 @@ def test_no_function_has_more_than_ten_parameters() -> None:
                 parameters = [node for node in ast.walk(node.args) if isinstance(node, ast.arg)]
                 counts[f"{path.name} {getattr(node, 'name', 'lambda')}"] = len(parameters)
     assert counts and {name: count for name, count in counts.items() if count > 10} == {}
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    """In both packages together: a name that is read in one file says one thing in all."""
+    places: dict[str, list[str]] = {}
+    for folder in FOLDERS.values():
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(places) > 100
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def private_names(path: Path) -> tuple[set[str], set[str]]:

@@ -4,10 +4,10 @@ A block holds the keys and values of `BlockLayout.tokens` = 128 consecutive toke
 
     key words    [key_words]    int32    rotated key codes, bit layout in `tq_hf.codec.packing`
     value words  [value_words]  int32    rotated value codes
-    scales      [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
+    scales       [128]          int32    per token: fp16 key scale (low half), fp16 value scale (high half)
     key mean     [key_dim_padded] fp16   rotated mean of the block's keys
 
-A *slot* is a token's share of it: codes and scales. Means, sinks and windows are counted apart.
+A *slot* is a token's share of a block: codes and scales. Means, sinks and residual are counted apart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a cache holds and kernels are given: types that need no Triton."""
+"""Types that caches hold and kernels take; they need no Triton."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 
 
 class AttentionOptions(NamedTuple):
-    """What a model asks of attention beside its states and its mask: one value from the attention function to kernels.
-    Numbers come first, then tensors.
+    """Options of a model's attention beside states and mask: one value from the attention function to kernels. Numbers
+    come first, then tensors.
 
     Args:
         scaling: Factor of the logits.
-        causal: What a mask of `None` means: bottom-right causal, or full.
+        causal: Meaning of a mask of `None`: bottom-right causal, or full.
         softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         s_aux: `[Hq]` logits of learned attention sinks (gpt-oss): they take weight and give no value.
-        position_bias: `[B or 1, 1 or Hq, S, >= T]`, added to the logits. Kernels take none.
+        position_bias: `[B or 1, 1 or Hq, S, >= T]`, added to the logits. Kernels do not support it.
     """
 
     scaling: float
@@ -35,12 +35,12 @@ class AttentionOptions(NamedTuple):
 
     @classmethod
     def of_call(cls, scaling: float, causal: bool, kwargs: dict[str, Any]) -> AttentionOptions:
-        """The options of a model's call, the rest of which are taken out of its keyword arguments."""
+        """Options of a model's call; those beside `scaling` and `causal` are removed from its keyword arguments."""
         pop = kwargs.pop
         return cls(scaling, causal, pop("softcap", None), pop("s_aux", None), pop("position_bias", None))
 
     def only_scales(self) -> bool:
-        """Whether sdpa does all that is done to logits."""
+        """Whether logits are only scaled, which sdpa can do."""
         return self.softcap is None and self.s_aux is None
 
     @property
@@ -50,14 +50,14 @@ class AttentionOptions(NamedTuple):
 
     @property
     def flags(self) -> tuple[Any, bool]:
-        """How logits are bounded (false: they are not), and whether there are logits of sinks: constants of kernels."""
+        """Constants of kernels: how logits are bounded (False: not at all), and whether sinks have logits."""
         return self.softcap is not None, self.s_aux is not None
 
 
 class ChannelScales(NamedTuple):
-    """What keys and values are multiplied by before they are encoded (see `tq_hf.codec.balance`).
+    """Factors of keys and values before they are encoded (see `tq_hf.codec.balance`).
 
-    They have no more bits than a bfloat16, so that the encoder's matrix products with them are exact.
+    Each has the bits of a bfloat16 at most: the encoder's matrix products with them are exact.
 
     Args:
         keys: 1 / s, `[B, Hkv, Dk]` fp16; queries are divided by it.
@@ -74,7 +74,7 @@ class ChannelScales(NamedTuple):
         return cls(keys, torch.ones(batch, heads, value_dim, dtype=torch.float16, device=device))
 
     def check(self, others: ChannelScales) -> None:
-        """Raise a `ValueError` unless `others`, `[B or 1, Hkv, D]`, can take the place of these."""
+        """Raise a `ValueError` unless `others`, `[B or 1, Hkv, D]`, can replace these."""
         for own, other in zip(self, others, strict=True):
             if other.shape[1:] != own.shape[1:] or len(other) not in (1, len(own)):
                 raise ValueError(
@@ -83,7 +83,7 @@ class ChannelScales(NamedTuple):
                 )
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ChannelScales:
-        """Channel scales of the results of `function` on both tensors."""
+        """Apply `function` to both tensors."""
         return ChannelScales(function(self.keys), function(self.values))
 
 
@@ -91,7 +91,7 @@ class ChannelScales(NamedTuple):
 class PackedBlocks:
     """Tensors of the packed blocks of a layer, with room for N blocks (see `tq_kernels.layout` for a block's parts).
 
-    Kernels take them with the last two dimensions contiguous, and all with the same strides in blocks.
+    Kernels require the last two dimensions contiguous, and equal strides in blocks of all tensors.
 
     Args:
         layout: Sizes of a block.
@@ -99,7 +99,7 @@ class PackedBlocks:
         value_words: `[B, Hkv, N, layout.value_words]` int32.
         scales: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
         key_means: `[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means, or `None` if the layout has none.
-        channel_scales: What states were multiplied by before they were encoded; of all blocks.
+        channel_scales: Factors of the states before they were encoded, for all blocks.
     """
 
     layout: BlockLayout
@@ -111,7 +111,7 @@ class PackedBlocks:
 
     @classmethod
     def allocate(cls, layout: BlockLayout, batch: int, heads: int, blocks: int, device: torch.device) -> PackedBlocks:
-        """Room for `blocks` blocks of `heads` KV heads, not filled, with channel scales of one."""
+        """Allocate room for `blocks` blocks of `heads` KV heads, not filled, with channel scales of one."""
 
         def room(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(batch, heads, blocks, size, dtype=dtype, device=device)
@@ -127,22 +127,22 @@ class PackedBlocks:
 
     @property
     def block_strides(self) -> tuple[int, int]:
-        """Strides of the batch and of the heads, in blocks, which are one behind the other."""
+        """Strides over the batch and over heads, in blocks; blocks follow one another."""
         assert self.capacity < 2 or self.scales.stride(2) == self.layout.tokens
         return self.scales.stride(0) // self.layout.tokens, self.scales.stride(1) // self.layout.tokens
 
     @property
     def capacity(self) -> int:
-        """Blocks there is room for."""
+        """Number of blocks there is room for."""
         return self.scales.shape[2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of N blocks by field name, without an absent mean."""
+        """Tensors of N blocks by field name, without an absent mean."""
         names = ("key_words", "value_words", "scales", "key_means")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
-        """These blocks with `function` applied to every tensor, the channel scales among them."""
+        """Apply `function` to every tensor, channel scales included."""
         return self._map_blocks(function, self.channel_scales.map(function))
 
     def _map_blocks(
@@ -157,7 +157,7 @@ class PackedBlocks:
         return self._map_blocks(lambda tensor: tensor[:, :, start:stop])
 
     def resized(self, blocks: int, used: int) -> PackedBlocks:
-        """A copy with room for `blocks` blocks that holds the first `used`."""
+        """Copy with room for `blocks` blocks and the first `used` of these."""
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
             out = tensor.new_empty(*tensor.shape[:2], blocks, tensor.shape[3])
@@ -169,22 +169,22 @@ class PackedBlocks:
 
 
 class Pages(NamedTuple):
-    """One layer's pages of a pool, and what its blocks are encoded with.
+    """One layer's pages of a pool, with the channel scales and bits of its blocks.
 
-    All fields but channel scales are views of one tensor: a head's page begins `block_words` int32 words after the one
-    before, and its dense rows where its key words begin.
+    All fields but channel scales are views of one tensor: the pages of two heads are `block_words` int32 words apart,
+    and dense rows begin at the key words.
 
     Args:
         key_words: `[pages, Hkv, 128 * D padded * key bits / 32]` int32.
         value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
         scales: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
-        key_means: `[pages, Hkv, D padded]` fp16; `None` if the layout has none, which kernels do not read.
+        key_means: `[pages, Hkv, D padded]` fp16; `None` if the layout has none; kernels require it.
         rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
         key_channel_scales: `[Hkv, D]` fp16 contiguous.
-        value_channel_scales: `[Hkv, D]`, likewise.
+        value_channel_scales: Likewise.
         key_bits, value_bits: 2, 3, 4 or 8.
-        sinks: First tokens of a sequence, which stay rows, in a page of their own; 0 for none, and no such page.
-        ring_pages: Pages of a sequence's ring, which has the rows of its newest tokens: that of token t is
+        sinks: Number of first tokens of a sequence that stay rows, in a page of their own; 0 for no sinks and no page.
+        ring_pages: Number of pages of a sequence's ring, the rows of its newest tokens: token t is in row
             `(t - sinks) % ring_rows`.
     """
 
@@ -202,42 +202,42 @@ class Pages(NamedTuple):
 
     @property
     def block_words(self) -> int:
-        """int32 words from a head's block to the next head's."""
+        """Number of int32 words from a head's block to the next head's."""
         return self.scales.stride(1)
 
     @property
     def page_blocks(self) -> int:
-        """Blocks from a page to the next."""
+        """Number of blocks from a page to the next."""
         return self.scales.stride(0) // self.scales.stride(1)
 
     @property
     def page_rows(self) -> int:
-        """Rows of a ring that a page holds."""
+        """Number of ring rows of a page."""
         return self.rows.shape[3]
 
     @property
     def ring_rows(self) -> int:
-        """Rows of a ring."""
+        """Number of rows of a ring."""
         return self.ring_pages * self.page_rows
 
     @property
     def first_block_column(self) -> int:
-        """Column of a table that has the page of block 0."""
+        """Column of block 0 in a block table."""
         return self.ring_pages + min(1, self.sinks) + 1
 
 
 class DenseRows(NamedTuple):
-    """Rows of a prompt's keys and values that stay dense, and where they go.
+    """Rows of a prompt's keys and values that stay dense, and their places.
 
     Args:
         sinks: Buffers `[B, Hkv, S0, D]`, contiguous, `S0` possibly 0.
         ring: Buffers of the residual, `[B, Hkv, capacity, D]`, contiguous.
-        first_sink: Row of `sinks` that the first token goes to.
-        to_sinks: Tokens at the start that go there.
-        start: The first token that goes to the ring; so do all after it, for which it has room.
-        slot: Slot of the ring for it.
-        held: Sinks, packed blocks and rows of the ring that a store holds then.
-        counts: Tensors to write those to (`state`, `step_counts` and `length` of `tq_hf.stores.preallocated`), or
+        first_sink: Row of `sinks` for the first token.
+        to_sinks: Number of tokens at the start that go to `sinks`.
+        start: First token that goes to the ring, with all tokens after it; they must fit.
+        slot: Slot of the ring for token `start`.
+        held: Number of sinks, packed blocks and ring rows of the store afterwards.
+        counts: Tensors to write `held` to (`state`, `step_counts` and `length` of `tq_hf.stores.preallocated`), or
             `None`.
     """
 
@@ -252,25 +252,25 @@ class DenseRows(NamedTuple):
 
 
 class HeldCounts:
-    """How much of a layer a step attends to: int32 scalars on the device, aligned to 16 bytes, and their addresses.
+    """Counts of a layer that a step attends to: int32 scalars on the device, aligned to 16 bytes, and their addresses.
 
     Args:
-        blocks: The first so many packed blocks count.
-        rows: So many rows of the residual count; they start at row 128 * `blocks` modulo its size.
-        sinks: The first so many rows of the sinks count.
+        blocks: Number of packed blocks to read.
+        rows: Number of residual rows to read, from row 128 * `blocks` modulo its size on.
+        sinks: Number of sink rows to read.
     """
 
     def __init__(self, blocks: torch.Tensor, rows: torch.Tensor, sinks: torch.Tensor) -> None:
         self.tensors = blocks, rows, sinks
-        # Addresses cannot go stale: the tensors are held.
+        # Addresses stay valid: the tensors are held.
         self.addresses = blocks.data_ptr(), rows.data_ptr(), sinks.data_ptr()
 
 
 class PendingToken:
-    """A token that attention has still to write.
+    """Token that attention has still to write.
 
-    Its `states` are keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, or `None` once they are written; `slot` is the
-    row of the residual's ring that is theirs, 0 where counts on the device say.
+    `states` are keys `[B, Hkv, 1, Dk]` and values `[B, Hkv, 1, Dv]`, or `None` once they are written; `slot` is their
+    row in the residual's ring, 0 where counts on the device decide it.
     """
 
     def __init__(self, states: KeyValue | None = None, slot: int = 0) -> None:
@@ -282,18 +282,18 @@ class Sequences(NamedTuple):
     """One step over pages: B sequences of any lengths, their new tokens one after the other.
 
     A sequence b has `cu_seqlens_q[b + 1] - cu_seqlens_q[b]` new tokens and `cu_seqlens_k[b + 1] - cu_seqlens_k[b]`
-    tokens with them. Without new tokens nothing is done for it, whether it has others or only pads the batch. Tokens
-    after `cu_seqlens_q[B]` belong to nobody.
+    tokens with them. A sequence without new tokens is left alone, whether it has cached ones or only pads the batch.
+    Tokens after `cu_seqlens_q[B]` are padding.
 
     Args:
         cu_seqlens_q: `[B + 1]` int32.
         cu_seqlens_k: `[B + 1]` int32.
         block_table: `[B, W]` int32: a sequence's ring pages, then the sink page if there is one, then a column that
-            kernels do not read, then its blocks, those that this step completes included; -1 where it has none. Ring
-            pages that no token has reached may be left out.
-        packed: `[B]` int32: blocks that are read packed. Tokens after them are in the ring, up to `ring_rows` with the
-            new one; `None` for sliding windows, which have no blocks.
-        max_q: At least the most new tokens that a sequence has; 1 if and only if all have one at most.
+            kernels do not read, then its blocks including those that this step completes; -1 for no page. Ring pages
+            that no token has reached may be left out.
+        packed: `[B]` int32, number of blocks to read packed. Tokens after them are in the ring, up to `ring_rows` with
+            the new one. `None` for sliding windows, which have no blocks.
+        max_q: Upper bound of the new tokens of a sequence; 1 if and only if all have one at most.
     """
 
     cu_seqlens_q: torch.Tensor

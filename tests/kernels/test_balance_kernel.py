@@ -112,7 +112,7 @@ def check(
 ) -> ChannelScales:
     """The kernel's channel scales, which are torch's, but for the last of their 8 bits where sums differ in the last of
     24."""
-    from tq_kernels.codec.balance import Statistics, store
+    from tq_kernels.codec.balance import ScaleInputs, store
 
     batch, heads, tokens, _ = made[1].shape
     valid = None
@@ -124,7 +124,7 @@ def check(
     out = ChannelScales(*(torch.full_like(x, NAN).to(device) for x in expected))
     there = [None if x is None else x.to(device) for x in (queries, *made[1:], valid)]
     counters = torch.zeros(2 * batch * heads, device=device)
-    statistics = Statistics(
+    statistics = ScaleInputs(
         there[0], there[3], first, partial(torch.empty, device=device), lambda size: counters[:size]
     )
     store((there[1], there[2]), dense_rows((there[1], there[2])), out, statistics)

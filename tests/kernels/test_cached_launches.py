@@ -173,10 +173,9 @@ def test_a_merge_over_pages_is_not_that_of_one_batch(log) -> None:
         (codec.ENCODE, {"stride_batch", "stride_head", "stride_token"}),
         (codec.DEQUANTIZE, {"stride_batch", "stride_head", "stride_token"}),
         (prefix.ATTEND, None),
-        (prefix.ATTEND_FRAGMENTS, None),
         (prefix.MERGE, set()),
     ],
-    ids=["encode", "dequantize", "attend", "attend on Turing", "merge"],
+    ids=["encode", "dequantize", "attend", "merge"],
 )
 def test_numbers_that_triton_specialises_are_in_the_key(kernel: Kernel, others: set[str] | None) -> None:
     """The key has strides; whatever else is a number must not be specialised."""

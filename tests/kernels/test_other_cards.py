@@ -111,6 +111,8 @@ else:
 
     @pytest.mark.parametrize(("case", "beside"), PREFIX, ids=str)
     def test_prefix(case: Case, beside: bool) -> None:
+        if wanted_card().capability == (7, 5):
+            pytest.skip("sm_75 has no kernel of many queries")
         prefix.check(case, beside, DEVICE)
 
     def test_pending_tokens() -> None:
@@ -131,5 +133,5 @@ else:
     def test_pages(step: Step) -> None:
         skip_trellis_without_assembly(step.preset)
         if max(step.new) > 1 and wanted_card().capability == (7, 5):
-            pytest.skip("prompts over pages are torch's on sm_75")
+            pytest.skip("sm_75 has no kernel of many queries")
         paged.check(step, torch.device("cuda"))

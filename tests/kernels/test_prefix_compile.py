@@ -27,10 +27,6 @@ def compiled_for(
     return compiled, prefix_config(dim, value_dim or dim, *BITS[preset], target_of(arch))
 
 
-SPILLED = {(75, "k8v4"), (75, "2bit_nc")}
-"""Where it takes stack, 8 bytes a thread."""
-
-
 def spills(compiled: Any) -> bool:
     return "STACK:0" not in disassemble(compiled, "-res-usage")
 
@@ -48,12 +44,12 @@ def test_compiles_for(arch: int | str, preset: str) -> None:
     compiled, _ = compiled_for(arch, preset)
     assert compiled.metadata.shared <= SHARED[arch] * 1024 - (1024 if arch != "gfx942" else 0)
     if isinstance(arch, int) and arch < 100:  # for sm_100 the disassembler reports another stack
-        assert not HOLD or spills(compiled) == ((arch, preset) in SPILLED)
+        assert not (HOLD and spills(compiled))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", BITS)
-@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, "gfx942"], ids=str)
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, "gfx942"], ids=str)
 def test_every_preset_compiles_for(arch: int | str, preset: str) -> None:
     test_compiles_for(arch, preset)
 

@@ -157,8 +157,6 @@ def value_of(operation: str, names: list[str], x: list[np.ndarray]) -> np.ndarra
             return (x[0] & 0xFFFF) * (x[1] >> place & 0xFF) + high + x[2]
         case "shfl.sync.bfly.b32":
             return x[0][LANE ^ x[1]]
-        case "shfl.sync.idx.b32":
-            return x[0][x[1]]
         case "movmatrix.sync.aligned.m8n8.trans.b16":
             return transpose(x[0])
     raise AssertionError(f"{operation} is not known here")

@@ -34,7 +34,6 @@ from tq_kernels.prefix.attention import prefix_attention
 from tq_kernels.prefix.dense import dense_attention, dense_config
 from tq_kernels.prefix.launch import prefix_config, prefix_constants
 from tq_kernels.prefix.windows import STAGES, window_attention
-from tq_kernels.turing.prefix import prefix_attention_fragments
 from tq_kernels.turing.split import decode_split_paged_fragments
 
 from examples.measure.compile.sass import Compiled, build, build_split, plan, target_of
@@ -104,15 +103,14 @@ def build_prefix(
     config = prefix_config(*dims, *bits, on)
     flags = dict(causal=True, mask=0, bounds=False, has_aux=False, split=False) | options
     constants = prefix_constants(*dims, *bits, config=config, on=on, **flags)
-    kernel = prefix_attention_fragments if on.fragments else prefix_attention
     own = f"*{dtype}"
     types: list[str | None] = [own, "*i32", "*i32", "*i32", *["*fp16"] * 5, *[own] * 6, "*i1", "*fp32", own, "*fp32"]
     types += ["*fp32", "*fp16"]
-    table, sizes = ([], []) if on.fragments else ([None] * 4, ["i32"] * 2)
-    numbers = len(kernel.arg_names) - len(constants) - len(types) - len(table) - len(sizes) - 3
-    types += [*table, *["i32"] * numbers, "fp32", "fp32", "i32", *sizes]
+    types += [None] * 4
+    numbers = len(prefix_attention.arg_names) - len(constants) - len(types) - 5
+    types += [*["i32"] * numbers, "fp32", "fp32", "i32", "i32", "i32"]
     limit = {"maxnreg": config.registers} if config.registers else {}
-    return build(kernel, types, constants, arch, num_warps=config.warps, **limit)
+    return build(prefix_attention, types, constants, arch, num_warps=config.warps, **limit)
 
 
 def build_dense(
@@ -298,8 +296,7 @@ on targets and dimensions that have no kernel of a name, it is not launched (`la
 
 
 def launched(kernel: str, arch: Arch, dim: int) -> bool:
-    """Whether a card of this kind launches the kernel: it has no prefix kernel for wide heads without the registers or
-    the shared memory for them."""
+    """Whether a card of this kind launches the kernel: Turing has no prefix kernel, and wide heads have one from Hopper
+    on."""
     on = target_of(arch)
-    wide = on.fragments or on.dependent_launch
-    return kernel != "prefix" or dim <= 128 or wide
+    return kernel != "prefix" or not on.fragments and (dim <= 128 or on.dependent_launch)

@@ -49,12 +49,13 @@ def jobs(full: bool) -> Iterator[Job]:
             for preset in presets:
                 for kernel in compilers():
                     paged = kernel.startswith("paged")
-                    if paged and not isinstance(arch, int) or kernel == "paged prompts" and (arch == 75 or dim != 128):
+                    if paged and not isinstance(arch, int) or kernel == "paged prompts" and dim != 128:
                         continue
                     of_any_preset = kernel in ("dense", "prompt", "reorder", "paged small", "paged windows")
                     if of_any_preset and preset != "4bit_nc":
                         continue
-                    if builds.launched(kernel.removeprefix("paged ").replace("prompts", "prefix"), arch, dim):
+                    name = kernel.removeprefix("paged ").removesuffix(", masked").replace("prompts", "prefix")
+                    if builds.launched(name, arch, dim):
                         yield kernel, arch, preset, dim
 
 

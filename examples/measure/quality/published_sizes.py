@@ -139,9 +139,9 @@ def section(found: dict[str, Sizes]) -> list[str]:
         "compressed layers in bf16 on an NVIDIA GPU. They look at widths: of heads wider than 256 channels torch "
         "computes first prompts in batches; of heads wider than 512 everything; of heads "
         "of 129 to 256 channels prompts on compute capability 8.x (A100, RTX 30 and 40, L4); in "
-        "batches, of widths that 8 does not divide, everything. On 7.5 (T4) torch computes prompts in batches of any "
-        "width. Whatever the width, it also attends where the table above says dequantized, and where a model adds a "
-        "bias to its logits (T5).",
+        "batches, of widths that 8 does not divide, everything. On 7.5 (T4) torch computes prompts after a history and "
+        "in batches, of any width. Whatever the width, it also attends where the table above says dequantized, and "
+        "where a model adds a bias to its logits (T5).",
         "",
         f"Of {len(found)} model types {len(packed)} have compressed layers, and of {len(packed) - falling} of those "
         f"no width falls to torch on 8.0 and newer. {len(tried) - len(packed)} have none at these sizes, and "

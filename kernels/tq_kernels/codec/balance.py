@@ -1,10 +1,9 @@
-"""What is stored of a prompt beside its blocks, in one launch: rows that stay dense, and channel scales, for which
-`tq_hf.codec.balance` takes a thousand.
+"""Store the dense rows and the channel scales of a prompt in one launch (`tq_hf.codec.balance` takes a thousand).
 
-Programs of one kind sum squares, of one piece of the prompt and one head of one sequence, of keys, of values or of
-queries; the last of a head to end, of keys and queries or of values, adds the pieces up and makes the scales. Sums are
-in fp32, in an order that depends on shapes and strides alone. Programs of the other kind copy rows of keys or of
-values.
+Programs of one kind sum squares of keys, values or queries, over one piece of the prompt and one head of one sequence.
+The program of a head that ends last adds up the pieces and computes the scales: one for keys with queries, one for
+values. Sums are in fp32, in an order that depends on shapes and strides alone. Programs of the other kind copy rows of
+keys or of values.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ _LARGEST_STATE, _LARGEST_RATIO, _QUIETEST = map(tl.constexpr, (LARGEST_STATE, LA
 _OUT_OF_RANGE, _LEAST_TOKENS = tl.constexpr(OUT_OF_RANGE), tl.constexpr(LEAST_TOKENS)
 _SMALLEST, _LARGEST = tl.constexpr(SMALLEST_SCALE), tl.constexpr(LARGEST_SCALE)
 SUMS = tl.constexpr(8)
-"""Pieces that are added up at a time."""
+"""Number of pieces added up at a time."""
 _LOG2_NEAR, _SLOPE = tl.constexpr(math.log2(NEAR)), tl.constexpr(1 / math.log2(FAR / NEAR))
 
 
 @triton.jit
 def _clamped(x, limit):
-    """x, at most `limit` and at least its inverse."""
+    """Clamp x to `1 / limit` ... `limit`."""
     return tl.minimum(tl.maximum(x, 1.0 / limit), limit)
 
 
 @triton.jit
 def _tile(states, stride, token, exists, channel, dim):
-    """Rows `token` [T] in fp32, zeros for those that do not count; and which count."""
+    """Load rows `token` [T] in fp32, and a flag for each: rows that are absent or not finite are 0 and do not count."""
     x = tl.load(
         states + token.to(tl.int64)[:, None] * stride + channel[None, :],
         mask=exists[:, None] & (channel < dim)[None, :],
@@ -64,7 +63,7 @@ def _tile(states, stride, token, exists, channel, dim):
 
 @triton.jit
 def _existing(start, first, size, valid, valid_t, ROWS: tl.constexpr):
-    """Tokens `start` and on of a piece, and which of them there are."""
+    """ROWS tokens of a piece from `start` on, and a flag for each that exists and is not padding."""
     i = start + tl.arange(0, ROWS)
     exists = i < size
     if valid is not None:
@@ -76,9 +75,9 @@ def _existing(start, first, size, valid, valid_t, ROWS: tl.constexpr):
 def _store_squares(
     sums, states, stride, first, size, valid, valid_t, centred, channel, dim, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store sums of squares [D] over the tokens of a piece, if `centred` about their mean, and behind them how many
-    tokens count."""
-    # Tiles are summed up and rows of them at the end: that takes a barrier, for which loads would wait.
+    """Store the sums of squares [D] over the tokens of a piece (about their mean if `centred`), then the number of
+    tokens that count."""
+    # Sum tiles first and their rows at the end: a sum over rows takes a barrier, which loads would wait for.
     total = tl.zeros([ROWS, channel.shape[0]], tl.float32)
     number = tl.zeros([ROWS], tl.int32)
     for start in tl.range(0, tl.where(centred, TOKENS, 0), ROWS):
@@ -101,14 +100,14 @@ def _store_squares(
 
 @triton.jit
 def _rms(sums, pieces, kinds, first, last, channel, dim, WIDTH: tl.constexpr):
-    """RMS of channels [D] from sums of squares of kinds `first` to `last` of all pieces, at least `QUIETEST` of the
-    loudest, and whether it is known."""
+    """RMS of channels [D] from the sums of squares of kinds `first` to `last` of all pieces, at least `QUIETEST` of the
+    loudest; and whether enough tokens were counted."""
     total, number = tl.zeros([SUMS, channel.shape[0]], tl.float32), tl.zeros([SUMS], tl.float32)
     for start in tl.range(0, pieces * (last - first), SUMS):
         i = start + tl.arange(0, SUMS)
         exists = i < pieces * (last - first)
         at = sums + (i % pieces * kinds + first + i // pieces) * (WIDTH + 1)
-        # From the cache that all programs share: others have written them.
+        # Read from the L2 cache: other programs have written these.
         mask = exists[:, None] & (channel < dim)[None, :]
         total += tl.load(at[:, None] + channel[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         number += tl.load(at + WIDTH, mask=exists, other=0.0, cache_modifier=".cg")
@@ -120,9 +119,9 @@ def _rms(sums, pieces, kinds, first, last, channel, dim, WIDTH: tl.constexpr):
 
 @triton.jit
 def _median(x, scratch, channel, dim):
-    """The lower one of the first `dim` elements of x [D], by counting those before each; they fit in `scratch`."""
+    """Lower median of the first `dim` elements of x [D], by counting the smaller ones; `scratch` has room for them."""
     CHUNK: tl.constexpr = 16
-    tl.debug_barrier()  # what was in it has been read
+    tl.debug_barrier()  # others have read its old contents
     tl.store(scratch + channel, x, mask=channel < dim)
     tl.debug_barrier()
     before = tl.zeros([channel.shape[0]], tl.int32)
@@ -138,14 +137,15 @@ def _median(x, scratch, channel, dim):
 def _store_channel_scales(
     sums, out, pieces, kinds, is_value, channel, dim, WIDTH: tl.constexpr, SHOWN: tl.constexpr
 ):  # fmt: skip
-    """Store channel scales [D] of keys, made of them and of queries if they are SHOWN, or of values: one over what is
-    wanted, where that is far from the median channel's, times a power of two where what would be stored is out of
-    range."""
+    """Compute and store the channel scales [D] of keys (from keys, and queries if SHOWN) or of values.
+
+    A channel with a size far from the median channel's gets one over that size; states that would be out of range get
+    a power of two besides."""
     kind = is_value.to(tl.int32)
     sigma, known = _rms(sums, pieces, kinds, kind, kind + 1, channel, dim, WIDTH)
     wanted = _clamped(tl.where(known & is_value, sigma, 1.0), _LARGEST_RATIO)
     if SHOWN:
-        # Of values none are looked at.
+        # Values have no queries: the range of kinds is empty.
         asking, shown = _rms(sums, pieces, kinds, tl.where(is_value, kinds, 2), kinds, channel, dim, WIDTH)
         asked = known & shown
         ratio = tl.where(asked, sigma / tl.where(asked, asking, 1.0), 1.0)
@@ -160,14 +160,14 @@ def _store_channel_scales(
     power = _clamped(size, _LARGEST_RATIO).to(tl.int32, bitcast=True) & 0x7F800000
     factor *= tl.where(outside, power.to(tl.float32, bitcast=True), 1.0)
     inverse = tl.minimum(tl.maximum(1.0 / factor, _SMALLEST), _LARGEST)
-    # Rounded to bf16, to nearest even, which fp16 holds.
+    # Round to bf16, to nearest even: fp16 holds the result.
     word = inverse.to(tl.int32, bitcast=True)
     word = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
     tl.store(out + channel, word.to(tl.float32, bitcast=True).to(tl.float16), mask=channel < dim)
 
 
-class Rows(NamedTuple):
-    """Which rows of a prompt stay dense, and where they go, as of `DenseRows`; sizes of its buffers."""
+class RowPlaces(NamedTuple):
+    """Dense rows of a prompt and their places, as in `DenseRows`, with the sizes of its buffers."""
 
     max_sinks: Any
     first_sink: Any
@@ -182,7 +182,7 @@ class Rows(NamedTuple):
 def _copy_rows(
     states, stride, sinks, ring, place, head, tile, channel, DIM: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Copy rows `ROWS * tile` and on of those that stay dense, sinks first, of `head` of all sequences."""
+    """Copy ROWS dense rows of `head` (counted over all sequences) from row `ROWS * tile` on, sinks first."""
     i = tile * ROWS + tl.arange(0, ROWS)
     is_sink = i < place.to_sinks
     later = i - place.to_sinks
@@ -199,7 +199,7 @@ def _copy_rows(
         "kv_heads pieces kinds first size whole max_sinks first_sink to_sinks capacity slot start kept sinks blocks "
         "rows valid_b valid_t"
     ).split(),
-    # Else copies choose the layout of sums, too, and with it their order.
+    # Without this, copies would decide the layout of the sums and so their order.
     do_not_specialize_on_alignment="sink_keys sink_values ring_keys ring_values".split(),
 )
 def store_prompt(
@@ -207,22 +207,22 @@ def store_prompt(
     values,  # [B, Hkv, T, DV]
     queries,  # [B, Hkv * group, T, DK], or None
     valid,  # [B, T] uint8, or None
-    sums,  # [B * Hkv, pieces, kinds, WIDTH + 1] float32, each with its number of tokens behind; or None
+    sums,  # [B * Hkv, pieces, kinds, WIDTH + 1] float32, each followed by its number of tokens; or None
     counters,  # [B * Hkv, 2] of 32 bits, 0 between launches; or None
-    key_channel_scales,  # [B, Hkv, DK] fp16, of ones without sums; or None
+    key_channel_scales,  # [B, Hkv, DK] fp16, written as ones without sums; or None
     value_channel_scales,  # [B, Hkv, DV] fp16
-    sink_keys,  # [B, Hkv, max_sinks, DK], contiguous, as are those after it; or None
+    sink_keys,  # [B, Hkv, max_sinks, DK], contiguous, like the next three; or None
     sink_values,  # [B, Hkv, max_sinks, DV]
     ring_keys,  # [B, Hkv, capacity, DK]
     ring_values,  # [B, Hkv, capacity, DV]
-    state,  # [4] int32, or None, as are those after it
+    state,  # [4] int32, or None, like the next two
     step_counts,  # [6, 4] int32
     length,  # [] int64
     kv_heads,
-    pieces,  # of a `Sample`, as are those after it, but for `kinds`
+    pieces,  # fields of a `Sample`, like the numbers after it except `kinds`
     kinds,  # 2 + group
     first, size, whole, max_sinks, first_sink, to_sinks, capacity, slot, start, kept,
-    sinks,  # what is held then
+    sinks,  # counts of the store after this
     blocks, rows, key_b, key_h, key_s, value_b, value_h, value_s, query_b, query_h, query_s, valid_b, valid_t,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -243,7 +243,7 @@ def store_prompt(
             tl.store(length, (sinks + blocks * TOKENS + rows).to(tl.int64))
     copying = job - pieces * kinds
     if copying >= 0:
-        place = Rows(max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
+        place = RowPlaces(max_sinks, first_sink, to_sinks, capacity, slot, start, kept)
         if copying % 2 == 0:
             _copy_rows(keys, key_s, sink_keys, ring_keys, place, program, copying // 2, dk, DK, ROWS)
         else:
@@ -288,21 +288,21 @@ WARPS = 4
 
 @lru_cache
 def prompt_constants(key_dim: int, value_dim: int) -> tuple[Any, ...]:
-    """The constants of `store_prompt`."""
+    """Constants of `store_prompt`."""
     tiles = tuple(max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    # Of 128 channels 32 registers of a thread.
+    # 32 registers of a thread for 128 channels.
     return key_dim, value_dim, *tiles, max(key_dim, value_dim), max(8, 4096 // max(128, *tiles))
 
 
-class Statistics(NamedTuple):
-    """What channel scales are made of, beside keys and values.
+class ScaleInputs(NamedTuple):
+    """Inputs of channel scales beside keys and values.
 
     Args:
-        queries: `[B, Hq, T, Dk]` of the same tokens, like keys, or `None` where nobody has shown them.
-        valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
-        first: Tokens at the start that are not looked at.
-        allocate: Gives scratch: float32, of at least so many elements.
-        counters: The same, of at least `2 * B * Hkv` zeros, which they are again after the launch.
+        queries: `[B, Hq, T, Dk]` of the same tokens, like keys, or `None` if unknown.
+        valid: `[B, T]` bool, False for padding; `None` for no padding.
+        first: Number of tokens at the start to leave out.
+        allocate: Function of a number of elements that returns float32 scratch of that size or more.
+        counters: Likewise, for `2 * B * Hkv` zeros; the launch leaves them zero.
     """
 
     queries: torch.Tensor | None
@@ -312,15 +312,15 @@ class Statistics(NamedTuple):
     counters: Callable[[int], torch.Tensor]
 
 
-def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, statistics: Statistics | None) -> None:
-    """Store rows of a prompt that stay dense, and write channel scales.
+def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, statistics: ScaleInputs | None) -> None:
+    """Store the dense rows of a prompt, and write its channel scales.
 
     Args:
         prompt: Keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`, fp16, bf16 or fp32, last dimension contiguous,
             other strides as they come.
-        dense: Which rows, and where they go.
-        scales: `[B, Hkv, D]` fp16, contiguous: written; `None` to leave them.
-        statistics: What to compute them from; without any they are ones.
+        dense: Rows that stay dense, and their places.
+        scales: `[B, Hkv, D]` fp16, contiguous, to write to; `None` to leave them.
+        statistics: Inputs to compute them from; `None` writes ones.
     """
     keys, values = prompt
     queries = valid = sums = counters = of_queries = of_valid = first = None
@@ -353,7 +353,7 @@ def _prompt_launch(
     first: int | None,
     places: tuple[Any, ...],
 ) -> tuple[Launch, tuple[int, int]]:
-    """How tensors like these of `store` are launched, and how many sums and counters that takes."""
+    """Launch of `store` for tensors like these, and its numbers of sums and counters."""
     (batch, heads, tokens, key_dim), value_dim, key_strides, value_strides, dtype, device, _ = of_states
     max_sinks, capacity, first_sink, to_sinks, start, slot, held, *_ = places
     constants = prompt_constants(key_dim, value_dim)

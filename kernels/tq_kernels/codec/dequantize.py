@@ -1,11 +1,11 @@
-"""Packed blocks back to dense keys and values: unpack, rotate back, scale, add the key mean, divide by the channel
+"""Turn packed blocks into dense keys and values: unpack, rotate back, scale, add the key mean, divide by the channel
 scales.
 
 With R the rotation, c the levels of a block and f its head's channel scales, x[t, :] = (scale[t] (c[t, :] R) + mean R)
 / f. A program takes whole blocks, two planes (64 tokens) a matrix product, so that a tile is large enough for every
 generation of tensor cores. Levels are exact in fp16, the signs of sqrt(D) R are exact, and scales and means are applied
-in fp32: nothing is rounded before the output's dtype. The mean is rotated back by the same kind of product, over 64
-equal rows, which leaves it where it is added.
+in fp32: only the output is rounded. The mean is rotated back by the same kind of product, over 64 equal rows: the
+result is then in the registers where it is added.
 """
 
 import triton
@@ -23,10 +23,10 @@ def _load_inverse(
     rotation, channel_scales, chunk, column,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' channel scales.
+    """Load rows of channel chunk `chunk` and columns `column` [N] of sqrt(D) R, divided by the columns' channel scales.
 
     Returns:
-        High and low parts, `[ROWS, N]` fp16; one and the same without SPLIT.
+        High and low parts, `[ROWS, N]` fp16; the same matrix twice without SPLIT.
     """
     k = tl.arange(0, ROWS)[:, None]
     n = column[None, :]
@@ -43,10 +43,10 @@ def _load_inverse(
 
 @triton.jit
 def _two_planes(even, odd, IS_VALUE: tl.constexpr, ASM: tl.constexpr):
-    """Level tiles of two planes (`[32, C]`; of values `[C, 32]`) as the rows of one, `[64, C]`."""
+    """Join the level tiles of two planes (`[32, C]`, for values `[C, 32]`) into rows, `[64, C]`."""
     if IS_VALUE and ASM >= AMPERE:
         # Words are pairs of tokens, operands pairs of channels. Triton moves the operand's layout above the look-up
-        # where it can, which then takes halves of two words for one; above an impure operation it moves nothing.
+        # where it can; a look-up then takes halves of two words for one. Above an impure operation it moves nothing.
         even, odd = tl.inline_asm_elementwise(
             "mov.b32 $0, $2; mov.b32 $1, $3;",
             "=r,=r,r,r",
@@ -81,7 +81,7 @@ def _store_rows(pointers, x, channel, HEAD_DIM: tl.constexpr, COLUMNS: tl.conste
 @triton.jit(do_not_specialize=["heads", "blocks", "start", "blocks_batch", "blocks_head"])
 def dequantize_blocks(
     words,  # [B, H, N, 128 * DIM * BITS / 32] int32
-    scales,  # [B, H, N, 128, 2] float16, a key's and a value's
+    scales,  # [B, H, N, 128, 2] float16: key scale, value scale
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
     channel_scales,  # [B, H, HEAD_DIM] float16
@@ -94,14 +94,14 @@ def dequantize_blocks(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr,
     CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, RESIDENT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys or the values of blocks `start, start + 1, ...` to `states`.
+    """Write the keys or the values of blocks `start`, `start + 1`, ... to `states`.
 
     A program takes every `programs`-th block of one head and COLUMNS of its channels.
     """
     UNIT: tl.constexpr = DIM**-0.5
     SPLIT: tl.constexpr = DIM & (DIM - 1) != 0
     WIDTH: tl.constexpr = DIM // CHUNKS
-    CHANNELS: tl.constexpr = TILE // CHUNKS  # of a chunk, padded
+    CHANNELS: tl.constexpr = TILE // CHUNKS  # channels of a chunk, padded
     # Word tiles are [M, K] as matrix operands see them: keys [32, CHANNELS], values [CHANNELS, 32].
     if IS_VALUE:
         row = tl.arange(0, CHANNELS)[:, None]
@@ -128,7 +128,7 @@ def dequantize_blocks(
     batch = (tl.program_id(1) // heads).to(tl.int64)
     states += batch * stride_batch + head * stride_head
     first_source = batch * blocks_batch + head * blocks_head + start
-    # Only words are worth copying ahead; chunks of the rotation would fill the shared memory.
+    # Copy only words ahead: chunks of the rotation would fill the shared memory.
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=2 if RESIDENT else 1):
         source = first_source + block
         target = states + stride_token.to(tl.int64) * (block * TOKENS)

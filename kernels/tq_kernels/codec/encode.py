@@ -1,18 +1,18 @@
 """Encode whole blocks of keys and values: rotate, remove the key mean, quantize and pack, in one kernel.
 
 A program takes the 128 rows of one block of keys or of values at a time. Rotating them is a matrix product with the
-dense rotation matrix; everything after it stays in registers. Keys and values are two launches, the second of which
-starts while the first drains: one kernel with both loops would hold two rotation matrices in shared memory, and half
-as many programs would run at once.
+dense rotation matrix; everything after it stays in registers. Keys and values are two launches; the second starts
+while the first drains. One kernel with both loops would hold two rotation matrices in shared memory, and half as many
+programs would run at once.
 
-A matrix product leaves rows r and r + 8 of its result in one thread, for tensor cores of every generation. So
-the block is rotated as two tiles of 64 rows whose rows r and r + 8 hold the same row of two neighbouring planes (see
-`tq_hf.codec.packing`). The four codes that planes contribute to a word then meet in one thread; the other neighbours of
-a word (two channels, or two tokens, and the quarters of the channels) are merged as words, of which there are a quarter
-as many as codes.
+A matrix product leaves rows r and r + 8 of its result in one thread, for tensor cores of every generation. The block
+is therefore rotated as two tiles of 64 rows: their rows r and r + 8 hold the same row of two neighbouring planes (see
+`tq_hf.codec.packing`). The four codes that planes contribute to a word then meet in one thread. The other neighbours of
+a word (two channels, or two tokens, and the quarters of the channels) are merged as words, a quarter as many as codes.
 
-The signs of the rotation are applied as +-1 in the inputs' dtype, times the channel scales, which have
-no more bits than it has. So products are exact, and the rotation's own factor 1 / sqrt(D) goes into the scales.
+
+The signs of the rotation are applied as +-1 in the inputs' dtype, times the channel scales, which fit in its bits.
+Products are therefore exact, and the rotation's own factor 1 / sqrt(D) goes into the scales.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ HALF_TOKENS = tl.constexpr(TOKENS.value // 2)
 
 
 class Output(NamedTuple):
-    """Where blocks of keys or of values are stored; without `means`, keys keep theirs."""
+    """Pointers to the packed keys or values; keys keep their mean if `means` is None."""
 
     words: Any
     scales: Any
@@ -59,11 +59,11 @@ def load_rotation(
     ROWS: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, part=0,
 ):  # fmt: skip
-    """Rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales, with the columns of part `part` in the
+    """Load rows `first` to `first + ROWS` of sqrt(D) R^T, times their channel scales: the columns of part `part` in the
     order of quarters, `[ROWS, part_width(TILE)]`.
 
     Returns:
-        High and low parts in MATRIX's dtype, one and the same where SPLIT is not set.
+        High and low parts in MATRIX's dtype; the same matrix twice without SPLIT.
     """
     k = first + tl.arange(0, ROWS)[:, None]
     channel, inside = part_channels(part, DIM, TILE)
@@ -91,7 +91,7 @@ def load_rotation(
 
 @triton.constexpr_function
 def _takes_two(matrix, dim):
-    """Entries other than +-1 take two 16-bit matrices."""
+    """Whether the rotation takes two 16-bit matrices: entries other than +-1 do."""
     return matrix != tl.float32 and dim & (dim - 1) != 0
 
 
@@ -100,8 +100,8 @@ def resident_rotation(
     rotation, channel_scales, K_STEP: tl.constexpr, MATRIX: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """All of `load_rotation` for `encode_block`, if it takes all channels in one step; else zeros, because a function
-    returns no `None` before Triton 3.7."""
+    """Load the whole rotation for `encode_block` if one step takes all channels; else zeros, because a function
+    cannot return `None` before Triton 3.7."""
     if K_STEP == TILE:
         return load_rotation(rotation, channel_scales, 0, TILE, MATRIX, HEAD_DIM, DIM, TILE, _takes_two(MATRIX, DIM))
     else:
@@ -121,10 +121,10 @@ def _add_product(x, high, low, y, SPLIT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _finite_or_zero(x, ASM: tl.constexpr):
-    """float16, 0 for what is infinite or NaN: a row that is not finite leaves its block without a mean, not the other
-    rows without sense."""
+    """Convert to float16, with 0 for infinities and NaN: a row that is not finite costs its block the mean, and leaves
+    the other rows right."""
     if ASM >= TURING:
-        # Two at a time, as nothing that Triton has: a compare to a mask, and the mask.
+        # Two elements at a time, which Triton has no operation for: a compare that gives a mask, and an AND.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 size, finite;
@@ -144,7 +144,7 @@ def _finite_or_zero(x, ASM: tl.constexpr):
 
 @triton.jit
 def _load_rows(pointers, channel, HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
-    """Rows of states, zero beyond HEAD_DIM."""
+    """Load rows of states, zero beyond HEAD_DIM."""
     if HEAD_DIM == TILE:
         return tl.load(pointers)
     else:
@@ -153,13 +153,13 @@ def _load_rows(pointers, channel, HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def block_rows():
-    """Tokens [64] of half a block in the order in which `encode_block` takes its rows."""
+    """Tokens [64] of half a block, in the row order of `encode_block`."""
     row = tl.arange(0, HALF_TOKENS)
     return 32 * ((row >> 3) & 1) + 8 * (row >> 4) + (row & 7)
 
 
-class States(NamedTuple):
-    """What `encode_block` is given of a block's rows and of what rotates them."""
+class BlockStates(NamedTuple):
+    """Arguments of `encode_block`: rows of a block, and their rotation."""
 
     early: Any
     late: Any
@@ -173,8 +173,8 @@ class States(NamedTuple):
 
 @triton.jit
 def _rotated(states, out, home, part, C: tl.constexpr):
-    """Part `part` of the channels of a block's rotated rows, two tiles [64, part_width(TILE)], without the mean, which
-    is stored."""
+    """Rotate a block's rows and store their mean: part `part` of the channels less the mean, two tiles
+    [64, part_width(TILE)]."""
     UNIT: tl.constexpr = C.DIM**-0.5
     MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DIM
     SPLIT: tl.constexpr = _takes_two(C.MATRIX, C.DIM)
@@ -216,20 +216,20 @@ def encode_block(
         early, early_offsets: A pointer and offsets [64, K_STEP] to the first K_STEP channels of the block's first 64
             rows, in the order of `block_rows`.
         late, late_offsets: The same for the other 64.
-        high, low: All of `load_rotation` where K_STEP is TILE, else anything.
+        high, low: The whole rotation from `load_rotation` where K_STEP is TILE, unused otherwise.
         C: An `EncodeShape`.
     """
     WORDS_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS * C.DIM * C.BITS // 32
     SCALES_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else 2 * TOKENS
     WIDTH: tl.constexpr = part_width(C.TILE)
-    states = States(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
+    states = BlockStates(early, late, early_offsets, late_offsets, rotation, channel_scales, high, low)
     if WIDTH == C.TILE:
         y0, y1 = _rotated(states, out, home, 0, C)
         sizes = None
         words, scales = out.words + home * WORDS_SIZE, out.scales + home * SCALES_SIZE + C.IS_VALUE
         inner = store_codes(y0, y1, sizes, words, 0, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
     else:
-        # Registers hold no more: once for the sizes of rows, once more to quantize them.
+        # Rotate each part twice, for the sizes of rows and to quantize them: registers hold no more.
         size0 = tl.zeros([PLANE], tl.float32)
         size1, size2, size3 = size0, size0, size0
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
@@ -251,9 +251,9 @@ def encode_block(
 
 @triton.jit
 def _prefetch_rows(states, block, stride_token, TILE: tl.constexpr):
-    """Fetch the rows of a block into the L2 cache: the pipeline copies them to shared memory only just before use."""
+    """Fetch the rows of a block into the L2 cache: the pipeline copies them to shared memory just before use."""
     LINE: tl.constexpr = 1024 // states.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = TILE // LINE if TILE > LINE else 1  # Triton 3.5 makes no constant of `max`
+    LINES: tl.constexpr = TILE // LINE if TILE > LINE else 1  # `max` is no constant in Triton 3.5
     line = tl.arange(0, LINES) * LINE
     rows = states + stride_token.to(tl.int64) * (block * TOKENS)
     pointers = rows + (tl.arange(0, TOKENS)[:, None] * stride_token + line[None, :])  # [128, lines]
@@ -266,7 +266,7 @@ def _prefetch_rows(states, block, stride_token, TILE: tl.constexpr):
 def encode_blocks(
     states,  # [B, H, n * 128, HEAD_DIM] float16, bfloat16 or float32
     words,  # [B, H, N, 128 * DIM * BITS / 32] int32
-    scales,  # [B, H, N, 128, 2] float16, a key's and a value's
+    scales,  # [B, H, N, 128, 2] float16: key scale, value scale
     means,  # [B, H, N, DIM] float16, or None
     rotation,  # [DIM, DIM] float32
     channel_scales,  # [B, H, HEAD_DIM] float16
@@ -279,7 +279,7 @@ def encode_blocks(
     IS_VALUE: tl.constexpr, MATRIX: tl.constexpr, K_STEP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Encode blocks `program, program + programs, ...` of the keys or of the values; the first becomes `start`."""
+    """Encode blocks `program`, `program + programs`, ... of the keys or values; block 0 goes to block `start`."""
     C: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, BITS, LEVELS, IS_VALUE, MATRIX, K_STEP, ASM, 0)
     if PDL and not IS_VALUE:
         cuda.gdc_launch_dependents()
@@ -317,8 +317,8 @@ def _rows_of(
     return at[:, None]
 
 
-class NewStates(NamedTuple):
-    """New keys or values, their strides of tokens and heads, and what rotates them."""
+class PagedStates(NamedTuple):
+    """New keys or values, their strides over tokens and heads, and their rotation."""
 
     states: Any
     stride_t: Any
@@ -328,10 +328,10 @@ class NewStates(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Where rows and blocks of sequences are: arguments of `encode_completed`."""
+    """Places of rows and blocks of sequences: arguments of `encode_completed`."""
 
     rows: Any
-    table: Any
+    block_table: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     count: Any
@@ -343,7 +343,7 @@ class Pool(NamedTuple):
 def _encode_all(
     new, pool, out, amounts, total, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr
 ):
-    """Every `programs`-th of all keys' or values' blocks: `amounts` [BB] of each sequence, `total` in all."""
+    """Encode every `programs`-th block of all keys or values: `amounts` [BB] a sequence, `total` in all."""
     kv_head = tl.program_id(1)
     channel_scales = new.channel_scales + kv_head * C.HEAD_DIM
     token = block_rows()  # [64]
@@ -353,7 +353,7 @@ def _encode_all(
         sequence, before = located(amounts, task)
         first, _, past = lengths(pool.cu_seqlens_q, pool.cu_seqlens_k, sequence, pool.count)
         block = due_blocks_in_kernel(past, SINKS, 0) + task - before
-        pages = pool.table + sequence.to(tl.int64) * pool.width
+        pages = pool.block_table + sequence.to(tl.int64) * pool.width
         page = tl.load(pages + first_block_column(SINKS, RING, ROWS) + block).to(tl.int64)
         position = SINKS + block * TOKENS
         early = _rows_of(
@@ -374,7 +374,7 @@ def encode_completed(
     key,  # [T, Hkv, HEAD_DIM], strides in units of 8 elements
     value,  # [T, Hkv, HEAD_DIM]
     rows,  # [pages, Hkv, 2, ROWS, HEAD_DIM] in their dtype
-    table,  # [B, W] int32
+    block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
     key_words,  # [pages, Hkv, 128 * DIM * KEY_BITS / 32] int32
@@ -393,20 +393,20 @@ def encode_completed(
     K_STEP: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     BLOCK_B: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs, Hkv, 2), keys and values."""
+    """Encode the blocks that new tokens complete. Grid: (programs, Hkv, 2): keys, values."""
     _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
     amounts = completed(new, past, SINKS)  # [BB]
     total = tl.sum(amounts, 0)
     if tl.program_id(0) >= total:
         return
-    pool = Pool(rows, table, cu_seqlens_q, cu_seqlens_k, count, width, page_blocks)
+    pool = Pool(rows, block_table, cu_seqlens_q, cu_seqlens_k, count, width, page_blocks)
     KEYS: tl.constexpr = EncodeShape(HEAD_DIM, DIM, TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, K_STEP, ASM, BLOCK_WORDS)
     VALUES: tl.constexpr = EncodeShape(
         HEAD_DIM, DIM, TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, K_STEP, ASM, BLOCK_WORDS
     )  # fmt: skip
     if tl.program_id(2) == 0:
-        new_keys = NewStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)
+        new_keys = PagedStates(key, key_t * 8, key_h * 8, key_rotation, key_channel_scales)
         _encode_all(new_keys, pool, Output(key_words, scales, means), amounts, total, SINKS, RING, ROWS, KEYS)
     else:
-        new_values = NewStates(value, value_t * 8, value_h * 8, value_rotation, value_channel_scales)
+        new_values = PagedStates(value, value_t * 8, value_h * 8, value_rotation, value_channel_scales)
         _encode_all(new_values, pool, Output(value_words, scales, None), amounts, total, SINKS, RING, ROWS, VALUES)

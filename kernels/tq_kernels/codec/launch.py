@@ -1,4 +1,4 @@
-"""Launch the encoder and the decoder of blocks: a heuristic table for each, no autotuner."""
+"""Launch the kernels that encode and dequantize blocks: a heuristic table for each, no autotuner."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class EncodeConfig:
             program.
         warps: Warps of a program.
         stages: Blocks copied ahead.
-        programs_per_multiprocessor: Programs a multiprocessor is given.
-        registers: Limit per thread that lets as many programs run side by side, or `None`.
+        programs_per_multiprocessor: Number of programs launched for a multiprocessor.
+        registers: Most registers of a thread, for that number to run side by side, or `None`.
     """
 
     k_step: int
@@ -43,12 +43,12 @@ class EncodeConfig:
 def encode_config(
     tile: int, dim: int, bits: tuple[int, int], itemsize: int, capability: tuple[int, int]
 ) -> EncodeConfig:
-    """The heuristic table.
+    """Look up the heuristic table.
 
     Args:
         tile: `dim` padded to a power of two.
         dim: Channels of a stored vector.
-        bits: Of keys and of values; their launches overlap, so they are best of one size.
+        bits: Bits of keys and of values. Their launches overlap, and are fastest with equal configurations.
         itemsize: Bytes of a channel of the states.
         capability: Compute capability of an NVIDIA GPU, or (0, 0).
     """
@@ -79,17 +79,17 @@ def encode(
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of the packed tensors, in two
     launches.
 
-    A block is encoded by one program from its 128 rows alone: its bits do not depend on how many blocks are encoded
-    with it.
+    One program encodes a block from its 128 rows alone: the bits do not depend on the number of blocks encoded
+    together.
 
     Args:
         keys: `[B, Hkv, T, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
         values: `[B, Hkv, T, Dv]`, like `keys`.
         packed: N >= start + n blocks to write to. Without `key_means` the mean stays in the keys.
         start: Index of the first block written.
-        rotations: Of keys and of values, `[D padded, D padded]` float32, contiguous: the orthogonal R, by which a row x
-            is rotated to x @ R.T; where D padded is a power of two, only the signs of R are read.
-        tokens: The first one encoded and the one after the last; `None` for all.
+        rotations: R of keys and of values, `[D padded, D padded]` float32, orthogonal and contiguous: a row x becomes
+            x @ R.T. If D padded is a power of two, only the signs of R are read.
+        tokens: First token to encode and the one after the last; `None` for all.
 
     Raises:
         ValueError: The tokens are not whole blocks, or the last dimension of the states is not contiguous.
@@ -120,8 +120,9 @@ def _encode_launches(
     place: tuple[int, int],
     kind: tuple[Any, ...],
 ) -> tuple[tuple[Launch, int], ...]:
-    """How keys and values like these of `encode` are launched, and bytes from a token to the next; nothing if there is
-    no block. `dims` are channels of values, and of both in blocks, `place` how many tokens and their first block."""
+    """Launches of `encode` for keys and values like these, and bytes from a token to the next; empty without a block.
+    `dims` are channels of values, then stored channels of keys and values; `place` is (number of tokens, first
+    block)."""
     (batch, heads, _, key_dim), (value_dim, *padded), (length, start) = shape, dims, place
     blocks, rest = divmod(length, BLOCK_TOKENS)
     if rest:
@@ -133,7 +134,7 @@ def _encode_launches(
     if batch * heads * blocks == 0:
         return ()
     dtype, (device, *_), (blocks_b, blocks_h, block, _), all_bits, _ = kind
-    assert start + blocks < 2 or block == BLOCK_TOKENS  # one behind the other
+    assert start + blocks < 2 or block == BLOCK_TOKENS  # blocks follow one another
     on, matrix = target(device), matrix_type(dtype, device)
     launches = []
     for is_value, head_dim, dim, own, strides in zip(
@@ -166,11 +167,11 @@ class DequantizeConfig:
     """Tile sizes and launch parameters of `dequantize_blocks`.
 
     Args:
-        chunks: Parts the packed channels are cut into; four where quarters are packed apart.
-        columns: Channels a program writes.
+        chunks: Number of parts of the packed channels; four where quarters are packed apart.
+        columns: Number of channels a program writes.
         resident: Whether the rotation stays in shared memory for all blocks of a program.
         warps: Warps of a program.
-        programs_per_multiprocessor: Programs a multiprocessor is given.
+        programs_per_multiprocessor: Number of programs launched for a multiprocessor.
     """
 
     chunks: int
@@ -181,7 +182,7 @@ class DequantizeConfig:
 
 
 def dequantize_config(dim: int, bits: int, capability: tuple[int, int]) -> DequantizeConfig:
-    """The heuristic table; `capability` of an NVIDIA GPU or (0, 0)."""
+    """Look up the heuristic table; `capability` is that of an NVIDIA GPU, or (0, 0)."""
     if capability[0] == 9 and dim <= 256:
         warps = 4 if bits >= 4 and dim & (dim - 1) == 0 and dim <= 128 else 8
         columns = 64 if bits < 4 and dim > 128 else 128
@@ -205,7 +206,7 @@ def dequantize(
 
     Args:
         packed: The blocks.
-        start, stop: The blocks read.
+        start, stop: First block read and the one after the last.
         keys: `[B, Hkv, (stop - start) * 128, Dk]` fp16, bf16 or fp32 to write to, last dimension contiguous, other
             strides as they come.
         values: `[B, Hkv, (stop - start) * 128, Dv]`, like `keys`.

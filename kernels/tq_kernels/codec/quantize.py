@@ -1,9 +1,9 @@
-"""Quantize a block's rotated rows and pack the codes: the half of the encoder that knows levels and bits. (`trellis`
+"""Quantize a block's rotated rows and pack their codes: the half of the encoder that knows levels and bits. (`trellis`
 chooses the codes of 2 and 3 bits.)
 
 clamp((x - b) * 2**30, 0, 1) is [x > b], exactly, and one instruction of the FMA pipe (FADD.SAT), where a compare and a
 select are two of the half-rate ALU pipe. The levels carry their index in mantissa bits that no fp16 number uses, so one
-sum of such steps gives both.
+sum of these steps gives both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..common.device import TURING
 from . import trellis
 
 STEP = tl.constexpr(2.0**30)
-"""Arguments of the staircase are scaled by this, so that neighbouring fp32 numbers differ by more than 1."""
+"""Scale of the staircase's arguments: neighbouring fp32 numbers then differ by more than 1."""
 INDEX_UNIT = tl.constexpr(2.0**-21)
-"""What an index counts in a level: the last mantissa bit of an fp32 in [4, 8). fp16 levels leave eight bits free."""
+"""Unit of an index within a level: the last mantissa bit of an fp32 in [4, 8). fp16 levels leave eight bits free."""
 HALF_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(block_format.FP8_MAX)
 FP8_LEVEL_SCALE = tl.constexpr(block_format.FP8_LEVEL_SCALE)
@@ -27,18 +27,18 @@ LEVELS: dict[int, tuple[float, ...]] = block_format.LEVEL_TABLES | {
     4: tuple(n / 64 for n in block_format.LEVEL_TABLES[4]),
     8: (),
 }
-"""What the encoder chooses from: in 1/64 at 2 and 3 bits, at 4 as it is."""
+"""Levels the encoder chooses from: in 1/64 at 2 and 3 bits, unscaled at 4."""
 
 
 @triton.constexpr_function
 def part_width(tile):
-    """Channels that are encoded at a time, of a block padded to `tile`: registers hold two tiles of 256."""
+    """Number of channels encoded at a time, of `tile` padded ones: registers hold two tiles of 256."""
     return min(tile, 256)
 
 
 @triton.jit
 def part_channels(part, DIM: tl.constexpr, TILE: tl.constexpr):
-    """The channels of part `part`, `[part_width(TILE)]` in the order of quarters, and which of them exist."""
+    """Channels of part `part`, `[part_width(TILE)]` in the order of quarters, and a flag for each that exists."""
     QUARTER: tl.constexpr = part_width(TILE) // 4
     n = tl.arange(0, part_width(TILE))
     column = part * QUARTER + n % QUARTER
@@ -47,7 +47,7 @@ def part_channels(part, DIM: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def to_half(x):
-    """float16, saturated: what is too large for it must not become infinite. NaN stays NaN."""
+    """Convert to float16 with saturation: large numbers stay finite, NaN stays NaN."""
     return tl.clamp(x, -HALF_MAX, HALF_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
@@ -71,14 +71,14 @@ def _float_to_e4m3(x):
 
 @triton.jit
 def _fp8_scale(largest, DIM: tl.constexpr):
-    """fp16 scales of rows whose largest element is `largest`, times sqrt(DIM)."""
+    """fp16 scales of rows with largest element `largest`, times sqrt(DIM)."""
     return to_half(largest * (DIM**-0.5 / (FP8_MAX * FP8_LEVEL_SCALE)))
 
 
 @triton.jit
 def _quantize_fp8(z, largest, DIM: tl.constexpr):
-    """Codes `[32, part_width(TILE)]` int32 and scales `[32]` fp16 of rows whose true value is `z` over sqrt(DIM), given
-    the largest magnitudes of all channels, or None where these are all."""
+    """Codes `[32, part_width(TILE)]` int32 and scales `[32]` fp16 of the rows `z / sqrt(DIM)`. `largest` are the
+    largest magnitudes over all channels, or None if `z` has all."""
     scale = _fp8_scale(tl.max(tl.abs(z), axis=1) if largest is None else largest, DIM)
     unit = scale.to(tl.float32) * FP8_LEVEL_SCALE  # [32]
     inverse = tl.where(unit > 0.0, DIM**-0.5 / tl.where(unit > 0.0, unit, 1.0), 0.0)
@@ -89,18 +89,18 @@ def _quantize_fp8(z, largest, DIM: tl.constexpr):
 
 @triton.jit
 def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Indices and signs of the nearest levels, at 4 bits, of part `part` of a plane.
+    """Find the indices and signs of the nearest levels at 4 bits, for part `part` of a plane.
 
     Args:
         z: `[32, part_width(TILE)]` float32.
         square: `[32]` sums of squares of all channels.
 
     Returns:
-        index: uint32 whose low three bits are the index of the magnitude.
-        sign: uint32 whose top bit is the sign.
+        index: uint32 with the index of the magnitude in the low three bits.
+        sign: uint32 with the sign in the top bit.
         inner: `[32]` sums of level times channel.
     """
-    # Puts every biased level in [4, 8), where fp32 has one exponent.
+    # Shift every biased level into [4, 8), where fp32 has one exponent.
     BIAS: tl.constexpr = 4.0
     inverse = _inverse_root(square * (1 / DIM)) * STEP  # [32]
     # The subtrahend makes zeros negative, as the boundaries do in the reference, and vanishes in any other sum.
@@ -121,7 +121,7 @@ def _quantize(z, square, part, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl
 
 @triton.jit
 def _high_bytes(a, b, ASM: tl.constexpr):
-    """Byte 3 of a, anything, byte 3 of b, anything."""
+    """Bytes: byte 3 of a, undefined, byte 3 of b, undefined."""
     if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0703;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
@@ -130,7 +130,7 @@ def _high_bytes(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def _planes(tile):
-    """The two planes `[32, *]` of a tile `[64, *]`, whose rows r and r + 8 (of 16) are one row of both."""
+    """Split a tile `[64, *]` into two planes `[32, *]`: its rows r and r + 8 (of 16) are one row of both."""
     if len(tile.shape) == 1:
         low, high = tl.split(tl.permute(tl.reshape(tile, [4, 2, 8]), [0, 2, 1]))
         return tl.reshape(low, [32]), tl.reshape(high, [32])
@@ -141,7 +141,7 @@ def _planes(tile):
 
 @triton.jit
 def _joined(planes):
-    """Tensors of planes 0 to 3 as one, `[..., 2, 2]`: odd and even ones, then the first two and the others."""
+    """Join the tensors of planes 0 to 3 into one, `[..., 2, 2]`: odd or even plane, then first or last two."""
     return tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
 
 
@@ -169,7 +169,7 @@ def _merge_neighbours(words, SHIFT: tl.constexpr, IS_VALUE: tl.constexpr, DIM: t
 
 @triton.jit
 def _store_words(pointer, words, row_stride, tile_stride, column_stride, columns, part, PARTS: tl.constexpr):
-    """Store words `[R, T, C]` of part `part`, of all parts of which the first `columns` of C exist."""
+    """Store words `[R, T, C]` of part `part`; the first `columns` of C, counted over all parts, exist."""
     row = tl.arange(0, words.shape[0])[:, None, None]
     tile = tl.arange(0, words.shape[1])[None, :, None]
     column = part * words.shape[2] + tl.arange(0, words.shape[2])[None, None, :]
@@ -183,8 +183,8 @@ def _store_words(pointer, words, row_stride, tile_stride, column_stride, columns
 
 @triton.jit
 def row_sizes(y, BITS: tl.constexpr):
-    """Of the rows of two planes what codes are in units of, `[32]` each: sums of squares, of FP8 the largest
-    magnitudes. `y` as for `store_codes`."""
+    """Per-row scale statistic of two planes, `[32]` each: sum of squares, or largest magnitude for FP8. `y` as in
+    `store_codes`."""
     if BITS == 8:
         even, odd = _planes(y)
         even, odd = tl.max(tl.abs(even), axis=1), tl.max(tl.abs(odd), axis=1)
@@ -195,7 +195,7 @@ def row_sizes(y, BITS: tl.constexpr):
 
 @triton.jit
 def _sizes_of(y, sizes, HALF: tl.constexpr, BITS: tl.constexpr):
-    """`row_sizes` of half HALF, given those of both halves or None."""
+    """`row_sizes` of half HALF: from those of both halves, or computed if they are None."""
     if sizes is None:
         even, odd = row_sizes(y, BITS)
     else:
@@ -211,13 +211,13 @@ def _scales_of(inner, size, BITS: tl.constexpr, DIM: tl.constexpr):
     else:
         if BITS < 4:
             inner = inner * tl.sqrt(size * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
-        # NaN is no 0: a row that is not finite has no scale.
+        # NaN compares unequal to 0: a row that is not finite has no scale.
         return to_half(tl.where(inner == 0.0, 0.0, size / tl.where(inner == 0.0, 1.0, inner)) * DIM**-0.5)
 
 
 @triton.jit
 def _result(inner, size, sizes, BITS: tl.constexpr, DIM: tl.constexpr):
-    """What `store_codes` returns of rows: scales if it has all of their channels, in half of the bytes."""
+    """Result of `store_codes` for rows: scales if it has all of their channels, which take half of the bytes."""
     return _scales_of(inner, size, BITS, DIM) if sizes is None else inner
 
 
@@ -226,9 +226,9 @@ def store_scales(inner, sizes, scales, BITS: tl.constexpr, DIM: tl.constexpr):
     """Store a block's scales.
 
     Args:
-        inner: What `store_codes` returns, summed over parts.
-        sizes: As `store_codes` was given them.
-        scales: Pointer to the block's first scale of this kind; every other fp16 is one.
+        inner: Results of `store_codes`, summed over parts.
+        sizes: Those given to `store_codes`.
+        scales: Pointer to the block's first scale of this kind, fp16 with stride 2.
     """
     scale = inner if sizes is None else _scales_of(inner, _joined(sizes), BITS, DIM)  # [32, 2, 2]
     plane = 32 * tl.arange(0, 2)
@@ -239,8 +239,8 @@ def store_scales(inner, sizes, scales, BITS: tl.constexpr, DIM: tl.constexpr):
 @triton.jit
 def store_codes(
     y0,  # [64, part_width(TILE)] sqrt(D) times part `part` of the rotated (and centred) rows of planes 0 and 1
-    y1,  # of planes 2 and 3
-    sizes,  # `row_sizes` of four planes and all channels, or None if these are all: then found half by half
+    y1,  # the same of planes 2 and 3
+    sizes,  # `row_sizes` of four planes and all channels, or None if `y0` and `y1` have all channels
     words,  # block's first word
     part, IS_VALUE: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     ASM: tl.constexpr,
@@ -248,12 +248,12 @@ def store_codes(
     """Quantize and pack a part of a block and store its words.
 
     Returns:
-        By token `[32, 2, 2]` sums of level times channel (of FP8 nothing of use); scales where `sizes` are None.
+        `[32, 2, 2]` by token: sums of level times channel (undefined for FP8), or scales if `sizes` is None.
     """
     WIDTH: tl.constexpr = part_width(TILE)
     PARTS: tl.constexpr = TILE // WIDTH
     QUARTER: tl.constexpr = WIDTH // 4
-    # Words [R, T, C]: of R rows (keys: tokens; values: pairs of tokens), T channel quarters, C channels of one (keys:
+    # Words [R, T, C]: R rows (keys: tokens; values: pairs of tokens), T channel quarters, C channels of one (keys:
     # pairs of them).
     if IS_VALUE:
         ROWS: tl.constexpr = 16
@@ -275,7 +275,7 @@ def store_codes(
             odd, scale = _quantize_fp8(odd, None if sizes is None else sizes[2 * half + 1], DIM)
             results += (even_scale, scale)
             word = _merge_neighbours((even << 8 | odd).to(tl.uint32, bitcast=True), 16, IS_VALUE, WIDTH)
-            # Both signs of a half word to its top, two codes at a time.
+            # Move both signs of a half word to its top, two codes at a time.
             word = (word & 0x807F807F) | ((word >> 1) & 0x3F803F80) | ((word & 0x00800080) << 7)
             word = tl.reshape(word, [ROWS, 4, COLUMNS])
             _store_words(
@@ -291,7 +291,7 @@ def store_codes(
             results += (_result(even_inner, even_size, sizes, BITS, DIM),)
             index, x, inner = _quantize(odd, odd_size, part, LEVELS, DIM, TILE)
             results += (_result(inner, odd_size, sizes, BITS, DIM),)
-            # Whole bytes, because one permute moves those of two codes; their bits are picked below.
+            # Move whole bytes, because one permute takes those of two codes; their bits are picked below.
             half_word = trellis.low_bytes(even_index, index, ASM)
             half_signs = _high_bytes(even_x, x, ASM)
             if half == 0:

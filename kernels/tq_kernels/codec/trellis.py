@@ -1,7 +1,7 @@
 """Choose the trellis codes of a block's channels: Viterbi's algorithm by word, as `tq_hf.codec.trellis` defines it.
 
-Errors are below 2**15, so that a register has those of two words: they are added as one number, and which is less a
-GPU finds of both at once. ASM is `Target.asm`.
+Errors are below 2**15, so that a register holds those of two words: one addition adds both, and one instruction takes
+the lesser of both. ASM is `Target.asm`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ..common.unpack import turned
 
 UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
 INNER_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
-"""What a product of a rounded channel and a size from `sizes` counts."""
+"""Unit of a product of a rounded channel and a size from `sizes`."""
 BIAS = tl.constexpr(128.0)
 BYTE_BIAS = tl.constexpr(128)
 LARGEST = tl.constexpr(127.0)
-"""Largest rounded channel; bytes are channels plus 128."""
+"""Largest rounded channel; a byte is a channel plus 128."""
 WHOLE = tl.constexpr(2.0**23)
 ERRORS = tl.constexpr(tuple(block_format.TRELLIS_ERRORS[bits] for bits in (2, 3)))
 LIMITS = tl.constexpr(tuple(block_format.TRELLIS_LIMITS[bits] for bits in (2, 3)))
 FAR = tl.constexpr(tuple(16 * block_format.TRELLIS_FAR[bits] for bits in (2, 3)))
 PAIR = tl.constexpr(0x10001)
-"""Times this a number is in both halves of a register."""
+"""Factor that puts a number into both halves of a register."""
 NO_LABELS = tl.constexpr(0xFFF0FFF0)
 
 
 @triton.jit
 def low_bytes(a, b, ASM: tl.constexpr):
-    """Byte 0 of a, byte 0 of b, anything, anything."""
+    """Bytes: byte 0 of a, byte 0 of b, undefined, undefined."""
     if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x0040;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
@@ -58,14 +58,14 @@ def high_halves(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def rounded(z, square, BITS: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
-    """Rows `[32, TILE]` in 1 / TRELLIS_UNITS of their standard deviation, at most 127 of them, plus 128: the low bytes
-    of uint32. Rows that are not finite are 0."""
+    """Round rows `[32, TILE]` to 1 / TRELLIS_UNITS of their standard deviation, clamp to +-127, add 128: low bytes of
+    uint32. Rows that are not finite are 0."""
     mean = square * (1 / DIM)
     finite = mean < float("inf")  # [32]
     inverse = tl.where(mean > 0.0, tl.rsqrt(tl.where(mean > 0.0, mean, 1.0)), 0.0) * (UNITS[BITS - 2] / (2 * LARGEST))
-    # In [0, 1], by the multiplication itself, which saturates; 0 for what is not a number.
+    # Clamp to [0, 1] by a multiplication that saturates and turns NaN into 0.
     x = z * inverse[:, None] + 0.5
-    if ASM < TURING:  # maxima of NumPy, in the interpreter, and of other GPUs may be NaN
+    if ASM < TURING:  # maxima may be NaN in the interpreter (NumPy) and on other GPUs
         x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, 0.0), 1.0)
     least = tl.where(finite, WHOLE + BIAS - LARGEST, WHOLE + BIAS)
@@ -79,13 +79,13 @@ _LEAST = tl.constexpr(
         "min.u16x2 $0, $1, $2;",
     )
 )
-"""Of sm_75, sm_80 and sm_90. Bits of positive fp16 numbers have the order of the numbers."""
+"""Instructions of sm_75, sm_80 and sm_90. Positive fp16 numbers are ordered as their bits are."""
 
 
 @triton.jit
 def _least(a, b, ASM: tl.constexpr):
-    """The less of two pairs of numbers below 31 * 2**10. Every GPU has inline assembly here: without it LLVM makes
-    vectors of the sums before, and loses some of their terms (Triton 3.5 to 3.7; codes of 2 bits were wrong)."""
+    """Lesser numbers of two pairs, below 31 * 2**10. Every GPU has inline assembly here: without it LLVM vectorises the
+    sums before, and loses some of their terms (Triton 3.5 to 3.7; codes of 2 bits were wrong)."""
     if ASM == AMD:
         return tl.inline_asm_elementwise("v_pk_min_u16 $0, $1, $2", "=v,v,v", [a, b], tl.uint32, True, 1)
     elif ASM:
@@ -97,7 +97,7 @@ def _least(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def _least_sum(a, b, c, ASM: tl.constexpr):
-    """The less of pairs a + b and c."""
+    """Lesser numbers of the pairs a + b and c."""
     if ASM >= HOPPER:
         asm: tl.constexpr = "{ .reg .b32 s; add.u16x2 s, $1, $2; min.u16x2 $0, s, $3; }"
         return tl.inline_asm_elementwise(asm, "=r,r,r,r", [a, b, c], tl.uint32, True, 1)
@@ -107,8 +107,8 @@ def _least_sum(a, b, c, ASM: tl.constexpr):
 
 @triton.jit
 def _one(ASM: tl.constexpr):
-    """1, `[1, 1, 1]`, by way of bit 31 of `%lanemask_lt`, which is 0: constants times it stay in registers. They would
-    be copied there before each use, and products with powers of two would be shifts, on the busier pipe."""
+    """1 as `[1, 1, 1]`, computed from bit 31 of `%lanemask_lt`, which is 0: constants times it stay in registers. Plain
+    constants are copied there before each use, and products with powers of two become shifts, on a busier pipe."""
     if ASM >= TURING:
         asm: tl.constexpr = "{ .reg .b32 z; mov.u32 z, %lanemask_lt; shr.u32 z, z, 31; add.u32 $0, z, $1; }"
         return tl.inline_asm_elementwise(asm, "=r,r", [tl.full([1, 1, 1], 1, tl.uint32)], tl.uint32, True, 1)
@@ -118,7 +118,7 @@ def _one(ASM: tl.constexpr):
 
 @triton.jit
 def _limited(x, one, ASM: tl.constexpr):
-    """Pairs of bytes between limits of 2 bits, less the lower; `one` from `_one`."""
+    """Clamp pairs of bytes to the limits of 2 bits and subtract the lower one; `one` from `_one`."""
     LOWER: tl.constexpr = BYTE_BIAS - LIMITS[0]
     most = tl.full(x.shape, PAIR * 2 * LIMITS[0], tl.uint32)
     if ASM >= HOPPER:
@@ -132,8 +132,8 @@ def _limited(x, one, ASM: tl.constexpr):
 
 @triton.jit
 def _channel_pairs(words, ASM: tl.constexpr):
-    """Bytes 1 and 3 of words, and bytes 0 and 2, as numbers of 16 bits."""
-    if ASM >= TURING:  # a product, as its pipe is less busy than that of masks
+    """Bytes 1 and 3 of words, and bytes 0 and 2, as 16-bit numbers."""
+    if ASM >= TURING:  # a product: its pipe is less busy than that of masks
         asm: tl.constexpr = "{ .reg .b32 s; prmt.b32 s, $2, 0, 0x4341; mad.lo.u32 $1, s, -256, $2; mov.b32 $0, s; }"
         return tl.inline_asm_elementwise(asm, "=&r,=r,r", [words], (tl.uint32, tl.uint32), True, 1)
     else:
@@ -142,9 +142,9 @@ def _channel_pairs(words, ASM: tl.constexpr):
 
 @triton.jit
 def _channels(planes, one, LIMITED: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Pairs of the words' bytes in the order of steps, first the odd ones, if LIMITED within limits.
+    """Pairs of the words' bytes in the order of steps, odd ones first; clamped if LIMITED.
 
-    planes: Those of a, b, c, d.
+    planes: Planes of a, b, c, d.
     """
     odd, even = (), ()
     for i in tl.static_range(4):
@@ -161,15 +161,15 @@ def _channels(planes, one, LIMITED: tl.constexpr, BITS: tl.constexpr, ASM: tl.co
 
 @triton.constexpr_function
 def _slope(bits, level):
-    """Times what a channel is in the error of a level; of pairs, too, as the sum is of positive numbers."""
+    """Factor of a channel in the error of a level; valid for pairs too, because all terms are positive."""
     return 16 * ERRORS[bits - 2][level][1] % 2**32
 
 
 @triton.constexpr_function
 def _constant(bits, level, place):
-    """The rest of the error of a level, a pair, with two bits of a label at `place`, if it is not `None`."""
+    """Constant part of the error of a level, a pair, with two bits of a label at `place` unless that is `None`."""
     a, b = ERRORS[bits - 2][level]
-    if bits == 2:  # channels are those above the lowest
+    if bits == 2:  # channels count from the lower limit
         a, label = a - b * LIMITS[0], level // 2  # the code 2 t + b
     else:
         label = level // 2 % 2 + level // 4 * 2  # the high bit, and the low bit behind
@@ -178,11 +178,11 @@ def _constant(bits, level, place):
 
 @triton.jit
 def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
-    """Least errors of paths from each state 2 b + p before a code of 2 bits, of those `e` from each state behind it.
+    """Least errors of paths from each state 2 b + p before a code of 2 bits, from those `e` of each state behind it.
 
-    PLACE: Where in a label the code goes, or `None`.
+    PLACE: Bit of a label where the code goes, or `None`.
     """
-    added = ()  # of level 4 t + 2 b + p
+    added = ()  # index: level 4 t + 2 b + p
     for level in tl.static_range(8):
         added += (x * (one * _slope(2, level)) + _constant(2, level, PLACE),)
     least = ()
@@ -198,7 +198,7 @@ def _step2(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
 def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
     """Least errors of paths to each low bit of a crumb, `[first low bit, low bit]`, from those to the bit behind it.
 
-    PLACE: Where in a label the high bit goes, and then the bit behind it.
+    PLACE: Bit of a label where the high bit goes, then the bit behind it.
     """
     best = ()  # [low bit behind, low bit]
     for magnitude in tl.static_range(8):
@@ -217,8 +217,8 @@ def _step3(e, x, one, PLACE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _is_true():
-    """True, as Triton does not know. It copies the rows of the next block ahead only if the loop over blocks has no
-    other directly within it (3.5 to 3.7); in an `if` it does not see one."""
+    """True, which Triton cannot know. It copies the rows of the next block ahead only if the loop over blocks has no
+    other loop directly within (3.5 to 3.7); it does not see one in an `if`."""
     return tl.program_id(0) >= 0
 
 
@@ -234,7 +234,7 @@ def _least_of(e, ASM: tl.constexpr):
 
 @triton.jit
 def _label_bytes(a, b, ASM: tl.constexpr):
-    """Bytes 0 and 2 of a, then those of b: bytes with the labels of two errors, for both words of a pair."""
+    """Bytes 0 and 2 of a, then of b: the labels of two errors, for both words of a pair."""
     if ASM >= TURING:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], tl.uint32, True, 1)
     else:
@@ -244,13 +244,13 @@ def _label_bytes(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def _eight_steps(e, x, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.constexpr):
-    """Errors after the codes of two planes, `x` from `_channels` within limits, and the labels of each two, states 0
-    and 2 and then 1 and 3."""
+    """Errors after the codes of two planes, and the labels of each two codes, of states 0 and 2, then 1 and 3. `x` are
+    clamped `_channels`."""
     labels = ()
     for step in tl.static_range(8):
         if LABELLED and step % 2 == 0:
             e = _unlabelled(e)
-        if step % 4 == 0:  # so that errors stay small
+        if step % 4 == 0:  # keeps errors small
             least = _least_of(e, ASM) if LABELLED else _least_of(e, ASM) & NO_LABELS
             e = (e[0] - least, e[1] - least, e[2] - least, e[3] - least)
         if BITS == 2:
@@ -264,9 +264,9 @@ def _eight_steps(e, x, one, BITS: tl.constexpr, LABELLED: tl.constexpr, ASM: tl.
 
 @triton.jit
 def _paths(e, low, high, one, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Errors after all codes, and labels of each two, those of codes 0 and 1 first.
+    """Errors after all codes, and labels of each two codes, codes 0 and 1 first.
 
-    low, high: Planes 0 and 1, and 2 and 3, of a, b, c, d, from `_planes_of_pairs`, at 2 bits within limits.
+    low, high: Planes 0 and 1, and 2 and 3, of a, b, c, d, from `_planes_of_pairs`, clamped at 2 bits.
     """
     e, behind = _eight_steps(e, _channels(high, one, BITS == 3, BITS, ASM), one, BITS, True, ASM)
     e, labels = _eight_steps(e, _channels(low, one, BITS == 3, BITS, ASM), one, BITS, True, ASM)
@@ -279,7 +279,7 @@ def _paths(e, low, high, one, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _in_pairs(words):
-    """Words `[R, 2, C]` as two `[R, 2, C / 2]`."""
+    """Split words `[R, 2, C]` into two `[R, 2, C / 2]`."""
     HALF: tl.constexpr = words.shape[2] // 2
     return tl.split(tl.permute(tl.reshape(words, [words.shape[0], 2, 2, HALF]), [0, 1, 3, 2]))
 
@@ -293,8 +293,8 @@ def _out_of_pairs(first, second):
 
 @triton.jit
 def _planes_of_pairs(a, b, c, d, ASM: tl.constexpr):
-    """Planes 0 and 1 of four words, and 2 and 3, of pairs of words: of each pair bytes 0 and 2 are those of the even
-    plane."""
+    """Planes 0 and 1, and planes 2 and 3, of four words, for pairs of words: bytes 0 and 2 of each pair are the even
+    plane's."""
     low, high = (), ()
     for i in tl.static_range(4):
         first, second = _in_pairs((a, b, c, d)[i])
@@ -305,9 +305,8 @@ def _planes_of_pairs(a, b, c, d, ASM: tl.constexpr):
 
 @triton.jit
 def _picked(low, high, select, ASM: tl.constexpr):
-    """Labels of both words of a pair, in bytes 1 and 3, from what `_label_bytes` gave of states 0 and 2, and of states
-    1 and 3. `select` has in nibble 1 for the first word and in nibble 3 for the other the word's bit at 0, and the bits
-    of the state at 1 (the higher one) and 2."""
+    """Pick the labels of both words of a pair, in bytes 1 and 3, from the `_label_bytes` of states 0 and 2 (`low`), 1
+    and 3 (`high`). Nibbles 1 and 3 of `select` are the words': bit 0 is the word's, bits 1 (high) and 2 the state's."""
     if ASM >= TURING:
         asm: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
         found = tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, select], tl.uint32, True, 1)
@@ -330,15 +329,15 @@ _NEXT = tl.constexpr(
         for weight, taken in ((9, 0x6060), (1, 0x4040))
     )
 )
-"""Of 2 and of 3 bits: shifts to the right, on a pipe less busy than that of shifts."""
+"""Shifts to the right at 2 and at 3 bits, on a pipe less busy than that of shifts."""
 
 
 @triton.jit
 def _next(labels, kept, BITS: tl.constexpr, ASM: tl.constexpr):
-    """What `_picked` selects behind these labels; `kept` are the bits of it that do not change.
+    """`select` of `_picked` behind these labels; `kept` are its bits that do not change.
 
     At 2 bits the state is bit 2 of a label and bit 3 ^ bit 0, bits 2 and 3 of its product with 9; at 3 bits bit 3 is
-    that of the state which changes.
+    the bit of the state that changes.
     """
     if ASM >= TURING:
         return tl.inline_asm_elementwise(_NEXT[BITS - 2], "=r,r,r", [labels, kept], tl.uint32, True, 1)
@@ -358,7 +357,7 @@ def _odd_bytes(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def _followed(labels, select, kept, one, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Labels of the path from code 0 on, of which four bits each are a word, for both words of a pair."""
+    """Follow the path from code 0 on: words of four bits a label, for both words of a pair."""
     taken = ()
     for pair in tl.static_range(8):
         label = _picked(labels[2 * pair], labels[2 * pair + 1], select, ASM)
@@ -392,7 +391,7 @@ def codes2(a, b, c, d, ASM: tl.constexpr):
             x = _channels((a0, b0, c0, d0), one, True, 2, ASM)
             e, _none = _eight_steps(e, x, one, 2, False, ASM)
             e0, e1, e2, e3 = e
-            # The others, and these within limits: twice round, all are, and where they were.
+            # Go on with the other planes, and keep these clamped: after two rounds all are, in their first order.
             a0, b0, c0, d0 = a1, b1, c1, d1
             a1, b1 = x[7] + x[3] * (one * 256), x[6] + x[2] * (one * 256)
             c1, d1 = x[5] + x[1] * (one * 256), x[4] + x[0] * (one * 256)
@@ -424,7 +423,7 @@ def codes3(a, b, c, d, ASM: tl.constexpr):
     far = near + PAIR * FAR[1]
     one = _one(ASM)
     e, labels = _paths((near, far, far, near), low, high, one, 3, ASM)
-    # The first low bit, of the path that closes with less.
+    # The first low bit is that of the path with the lesser error.
     bit = ((e[3] & 0xFFFF) < (e[0] & 0xFFFF)).to(tl.uint32) + ((e[3] >> 16) < (e[0] >> 16)).to(tl.uint32) * 256
     kept = 32 * bit + 0x1000
     # From bit 3 of a label down: the low bit behind both crumbs, the second crumb, the first one's high bit.
@@ -472,8 +471,8 @@ def _looked_up(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def sizes(words, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """What the codes of words stand for, as bytes of four uint32: planes 0 and 1, 2 and 3 of one quarter, then of the
-    other. At 2 bits levels in 1/32, at 3 magnitudes in 1/64."""
+    """Values of the codes of words, as bytes of four uint32: planes 0 and 1, 2 and 3 of one quarter, then of the other.
+    Levels in 1/32 at 2 bits, magnitudes in 1/64 at 3."""
     first, second = words, turned(words, 30)
     if BITS == 2:
         first ^= turned(words, 3) & 0x11111111
@@ -510,7 +509,7 @@ _DOT = tl.constexpr(("dp4a.s32.s32 $0, $1, $2, 0;", "dp4a.u32.u32 $0, $1, $2, 0;
 
 @triton.jit
 def _dot(x, y, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Products of bytes, at 2 bits with sign, summed: int32."""
+    """Sum of products of bytes, signed at 2 bits: int32."""
     if ASM >= TURING:
         return tl.inline_asm_elementwise(_DOT[BITS - 2], "=r,r,r", [x, y], tl.int32, True, 1)
     else:
@@ -524,7 +523,7 @@ def _dot(x, y, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _two_of(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Channels' bytes by plane, of the two quarters of two words of a pair."""
+    """Bytes of channels by plane, for the two quarters of two words of a pair."""
     a0, a1 = _in_pairs(first if BITS == 3 else first ^ 0x80808080)
     b0, b1 = _in_pairs(second if BITS == 3 else second ^ 0x80808080)
     return _transposed(a0, b0, a1, b1, ASM)
@@ -534,11 +533,11 @@ def _two_of(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
 def products(
     a, b, c, d, sizes, IS_VALUE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Level times channel, summed over the codes that a word, or for values a pair of words, has of a token: int32.
+    """Sums of level times channel over the codes of a token in a word (values: in a pair of words), int32.
 
     Args:
         a, b, c, d: Words from `neighbours`.
-        sizes: What `sizes` gives for the words of their codes.
+        sizes: `sizes` of the words of their codes.
 
     Returns:
         Planes 0 to 3 of neighbours e = 0, and for values those of e = 1: `[R, 2, C]`, or `[R, 2, C / 2]`.
@@ -578,7 +577,7 @@ def neighbours(words, IS_VALUE: tl.constexpr):
     """Words `[32, TILE]` of four planes' bytes by neighbour e and quarter h of the two of a tile, `[rows, 2, columns]`
     each: (e, h) = (0, 0), (0, 1), (1, 0), (1, 1)."""
     QUARTER: tl.constexpr = words.shape[1] // 4
-    # Quarters first: they are in one thread, as channels next to each other are, but not tokens.
+    # Split quarters first: a thread holds them, and channels next to each other, but not tokens.
     first, second = tl.split(tl.permute(tl.reshape(words, [32, 2, 2, QUARTER]), [0, 1, 3, 2]))
     if IS_VALUE:
         a, c = tl.split(tl.permute(tl.reshape(first, [16, 2, 2, QUARTER]), [0, 2, 3, 1]))

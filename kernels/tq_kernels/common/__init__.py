@@ -1,1 +1,1 @@
-"""What all kernels share: the launcher, unpacking, numbers."""
+"""Shared by all kernels: launcher, unpacking, schedule, softmax."""

@@ -1,4 +1,4 @@
-"""What launch decisions need to know about a device."""
+"""Properties of a device that launch decisions need."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ import triton
 import triton.language as tl
 
 LAUNCH_READ_IN = ((3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
-"""Versions of Triton in whose source `run(x, y, z, stream, function, packed_metadata, launch_metadata, enter hook, exit
-hook, *arguments)` of a compiled kernel was read, for NVIDIA and AMD."""
+"""Versions of Triton with `run(x, y, z, stream, function, packed_metadata, launch_metadata, enter hook, exit hook,
+*arguments)` of a compiled kernel, read in their source for NVIDIA and AMD."""
 
 AMD, TURING, AMPERE, HOPPER = (tl.constexpr(number) for number in (1, 7, 8, 9))
-"""Whose inline assembly a kernel has: those of NVIDIA also have that of the ones before."""
+"""Inline assembly of a kernel. NVIDIA's are ordered: a later one has that of the earlier ones."""
 
 logger = logging.getLogger(__name__)
 
 
 def current_raw_stream(device: int) -> int:
-    """The current CUDA stream's handle, without a `torch.cuda.Stream` around it (torch 2.9 to 2.15)."""
+    """Handle of the current CUDA stream, without a `torch.cuda.Stream` around it (torch 2.9 to 2.15)."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def current_device() -> int:
-    """The current CUDA device, without the check that CUDA is initialised (torch 2.9 to 2.15)."""
+    """Current CUDA device, without the check that CUDA is initialised (torch 2.9 to 2.15)."""
     return torch._C._cuda_getDevice()
 
 
 @lru_cache
 def knows_launch_of(version: str) -> bool:
-    """Whether a compiled kernel of this Triton may be launched by `run`; says so once if not."""
+    """Whether a compiled kernel of this Triton may be launched by `run`; warn once if not."""
     number = re.match(r"(\d+)\.(\d+)", version)
     known = number is not None and (int(number[1]), int(number[2])) in LAUNCH_READ_IN
     if not known:
@@ -50,8 +50,7 @@ def knows_launch_of(version: str) -> bool:
 
 
 def compiled_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """How to launch what Triton compiled: `call(x, y, z, stream, *fixed, *arguments)`; `None` if this Triton is not
-    known."""
+    """Launcher `call(x, y, z, stream, *fixed, *arguments)` of a compiled kernel; `None` for an unknown Triton."""
     if not knows_launch_of(triton.__version__):
         return None
     return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
@@ -59,14 +58,14 @@ def compiled_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A device as the heuristic tables see it.
+    """Device, as the heuristic tables see it.
 
     Args:
         multiprocessors: Number of streaming multiprocessors.
         shared_bytes: Shared memory of one of them.
         capability: Compute capability of an NVIDIA GPU; (0, 0) for other GPUs and for the interpreter.
-        small_levels: Subnormal fp16 numbers count in products (NVIDIA; AMD's MI200 takes them for 0).
-        amd: An AMD GPU.
+        small_levels: Whether products keep subnormal fp16 numbers (NVIDIA; AMD's MI200 takes them for 0).
+        amd: Whether this is an AMD GPU.
     """
 
     multiprocessors: int
@@ -82,23 +81,23 @@ class Target:
 
     @property
     def fragments(self) -> bool:
-        """Matrix units that `tl.dot` does not use (compute capability 7.5): kernels of `fragments`."""
+        """Whether `tl.dot` does not use the matrix units (compute capability 7.5): kernels of `fragments` do."""
         return self.capability == (7, 5)
 
     @property
     def widest_head(self) -> int:
-        """Channels of the widest heads that kernels take: tiles of more do not fit Turing's registers, nor the shared
+        """Channels of the widest heads that kernels take: wider tiles do not fit Turing's registers, nor the shared
         memory of AMD's cards."""
         return 512 if self.small_levels and not self.fragments else 256
 
     @property
     def narrow_products(self) -> bool:
-        """Matrix products of 8 columns (NVIDIA; AMD's have 16 and more, and leave others to the vector ALU)."""
+        """Whether matrix products may have 8 columns (NVIDIA; AMD's have 16 and more, or use the vector ALU)."""
         return self.small_levels
 
     @property
     def dependent_launch(self) -> bool:
-        """Programmatic dependent launch (compute capability 9.0 and later)."""
+        """Whether there is programmatic dependent launch (compute capability 9.0 and later)."""
         return self.capability[0] >= 9
 
 
@@ -113,12 +112,12 @@ def interpreted() -> bool:
 
 
 override: Callable[[Target], Target] | None = None
-"""Set by tests that run another card's kernels on the GPU at hand, before the first launch."""
+"""Override of the target, set before the first launch by tests that run another card's kernels on the GPU at hand."""
 
 
 @lru_cache
 def target(device: torch.device) -> Target:
-    """The `Target` of a device; for tensors on the CPU, that of the interpreter."""
+    """`Target` of a device; for tensors on the CPU, that of the interpreter."""
     if device.type != "cuda" or interpreted():
         return Target(multiprocessors=4, shared_bytes=64 * 1024, capability=(0, 0), small_levels=True)
     properties = torch.cuda.get_device_properties(device)
@@ -134,6 +133,6 @@ def target(device: torch.device) -> Target:
 
 
 def matrix_type(dtype: torch.dtype, device: torch.device) -> tl.dtype:
-    """The dtype of matrix operands made of such states. The interpreter cannot multiply bf16."""
+    """dtype of matrix operands for states of `dtype`. The interpreter cannot multiply bf16."""
     types = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
     return tl.float32 if device.type == "cpu" else types[dtype]

@@ -1,7 +1,7 @@
-"""Launch a Triton kernel cheaply: what is compiled is found by one dictionary look-up, or kept.
+"""Launch a Triton kernel cheaply: find the compiled variant by one dictionary look-up, or keep it.
 
-A compiled kernel is launched without Triton's argument analysis, and by what Triton's launcher calls in C where it only
-passes its arguments on. It takes addresses for tensors, which spares it asking each tensor, and the driver for each.
+A compiled kernel is launched without Triton's argument analysis, and by the C function behind Triton's launcher where
+the launcher only passes arguments on. Addresses stand for tensors: no tensor, and no driver, is asked for them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from .device import compiled_launch, current_device, current_raw_stream
 
 ALWAYS = {"enable_fp_fusion": True}
-"""Options every kernel is compiled with. Triton 3.9 warns where nobody says this, and says that 3.10 will not fuse
+"""Options of every compilation. Triton 3.9 warns without `enable_fp_fusion`, and announces that 3.10 will not fuse
 multiplications and additions by itself."""
 
 
 @lru_cache(maxsize=1024)
 def specialised(numbers: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]:
-    """What decides a variant of integers that a kernel lets Triton specialise: multiples of 16, ones, and those beyond
-    32 bits are compiled in ways of their own; the last also where it does not specialise."""
+    """Key of the integers that a kernel lets Triton specialise: multiples of 16, ones, and numbers beyond 32 bits have
+    variants of their own; the last even without specialisation."""
     return tuple([(number % 16 == 0, number == 1, number >= 2**31) for number in numbers])
 
 
 def on_its_device(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`launch`, on the device of its first argument: Triton launches on the current one."""
+    """Decorate `launch` to run on the device of its first argument: Triton launches on the current one."""
 
     @wraps(launch)
     def launch_there(states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -43,7 +43,7 @@ def on_its_device(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 class Launcher(NamedTuple):
-    """How a compiled kernel is launched: `call(*grid, stream, *fixed, *arguments)`, tensors as addresses or not."""
+    """Launcher of a compiled kernel: `call(*grid, stream, *fixed, *arguments)`, with tensors or their addresses."""
 
     call: Callable[..., Any]
     fixed: tuple[Any, ...]
@@ -51,12 +51,12 @@ class Launcher(NamedTuple):
 
 @dataclass(eq=False)
 class Launch:
-    """A launch but for its tensors, which layers alike share.
+    """Launch without its tensors, shared by equal layers.
 
     Args:
-        grid, numbers, constants, key, options: As `Kernel` takes them.
-        index: Of the GPU.
-        variant: The kernel that was launched so, and how it launches aligned tensors again.
+        grid, numbers, constants, key, options: As in `Kernel`.
+        index: Index of the GPU.
+        variant: Kernel that was launched this way, and its launcher for aligned tensors.
     """
 
     grid: tuple[int, int, int]
@@ -69,7 +69,7 @@ class Launch:
 
 
 class Kernel:
-    """A Triton kernel and its compiled variants, found without Triton's own argument analysis."""
+    """Triton kernel with its compiled variants, found without Triton's own argument analysis."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -84,12 +84,12 @@ class Kernel:
         key: tuple[Any, ...],
         **options: Any,
     ) -> Launcher | None:
-        """Launch. `key` holds whatever decides the compiled variant besides the alignment of `tensors`, all but the
-        first of which may be `None`.
+        """Launch. `key` holds all that decides the compiled variant besides the alignment of `tensors`; all tensors but
+        the first may be `None`.
 
         Returns:
-            How to launch the same variant again; `None` in the interpreter and under a Triton whose launch is not
-            known: every launch then goes through Triton.
+            Launcher of the same variant; `None` in the interpreter and with an unknown Triton: every launch then goes
+            through Triton.
         """
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         key = (key, *[None if address is None else address % 16 for address in addresses])
@@ -97,7 +97,7 @@ class Kernel:
         first = tensors[0]
         assert first is not None
         on_gpu = first.is_cuda
-        # Triton says what is wrong with a tensor on the CPU; by its address a kernel would read it.
+        # Triton refuses a tensor on the CPU in words; by its address a kernel would read it.
         if launcher is None or any([t is not None and t.is_cuda != on_gpu for t in tensors]):
             compiled = self.function[grid](*tensors, *numbers, *constants, **ALWAYS, **options)
             launcher = None if compiled is None else self.launcher(compiled)
@@ -111,8 +111,7 @@ class Kernel:
     def launch(
         self, launch: Launch, addresses: list[int | None], tensors: Callable[[], tuple[torch.Tensor | None, ...]]
     ) -> None:
-        """Launch `tensors`, which are called for only if it takes more than their addresses. Those of one `launch` are
-        on one device."""
+        """Launch on `tensors`, all on one device; the function is called only if addresses do not suffice."""
         aligned = not reduce(or_, filter(None, addresses), 0) & 15
         if aligned and launch.variant is not None and launch.variant[0] is self:
             (call, fixed), stream = launch.variant[1], current_raw_stream(launch.index)
@@ -123,16 +122,16 @@ class Kernel:
             launch.variant = self, launcher
 
     def launcher(self, compiled: Any) -> Launcher | None:
-        """How to launch what Triton compiled, if this Triton is known."""
+        """Launcher of a compiled kernel, if this Triton is known."""
         launch = compiled_launch(compiled)
         return None if launch is None else direct(Launcher(*launch))
 
 
 def direct(launcher: Launcher) -> Launcher:
-    """The C function behind Triton's launcher, where that calls it with the same arguments and constants in between.
+    """C function behind Triton's launcher, if the launcher passes on its arguments with constants in between.
 
-    The launcher itself is asked, with a recorder in place of its C function. In Triton 3.5 and 3.6 for NVIDIA it passes
-    on what it was given. Later ones and AMD's keep their launcher; so does one that allocates memory for each launch.
+    A recorder in place of the C function shows it. Triton 3.5 and 3.6 pass arguments on for NVIDIA. Later ones and
+    AMD's keep their launcher, and so does a launcher that allocates memory for each launch.
     """
     if not hasattr(launcher.call, "launch"):
         return launcher

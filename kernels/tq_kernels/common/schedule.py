@@ -1,23 +1,23 @@
-"""Who works on what in a decode step: every program of `tq_kernels.decode.split` takes an equal share of all packed
-blocks, then what is left of the dense tokens.
+"""Schedule of a decode step: every program of `tq_kernels.decode.split` takes an equal share of all packed blocks, then
+dense tokens that are left (`decode/README.md` draws it).
 
 A *stream* is one KV head of one batch row and one tile of its query rows. The packed blocks of all streams form one
 sequence, stream after stream, and each of the W resident programs (*workers*) takes one contiguous share of it, so all
-have the same work whatever the shape; of fewer blocks than workers, the first workers take one each. A share may span
-streams: worker w leaves its partial result for stream s in slot w + s. Both grow along the sequence and one of them
-with each new piece, so slots are unique, and the pieces of stream s lie in consecutive slots. Each stream counts as if
-`START` blocks more came first, because a program that goes on to another one has to begin anew.
+have the same work whatever the shape. With fewer blocks than workers, the first workers take one each. A share may span
+streams: worker w writes its partial result for stream s to slot w + s. Both grow along the sequence, and one of them
+with each new piece: slots are unique, and the pieces of stream s lie in consecutive slots. Each stream counts as if it
+began with `START` more blocks, because a program that goes on to another stream has to begin anew.
 
-The dense tokens (sinks and residual) are cut into jobs of 32 tokens of one stream. Workers that have no share begin
-with one each; the others are claimed by whoever is done. Where shares are short, the last workers have none. Programs
-are not equally fast: of those on one multiprocessor, the first are served first, and are done when a fifth of the time
-is left. Their jobs wait for memory while the others compute. Shares that are longer for the first half of the workers
-cost more than they win (1 x 128k 60.0 us, not 56.5, with an eighth more).
+The dense tokens (sinks and residual) are cut into jobs of 32 tokens of one stream. Workers without a share begin
+with one each; workers that are done claim the others. Where shares are short, the last workers have none. Programs are
+not equally fast: a multiprocessor serves its first ones first, and they are done when a fifth of the time is left.
+Their jobs wait for memory while the others compute. Longer shares for the first half of the workers cost more than they
+win (1 x 128k 60.0 us, not 56.5, with an eighth more).
 
-Over the pages of many sequences, streams are of one sequence each and differ in length. An *item* is a packed block or
-a dense job, which are about as many bytes. A stream's items are its blocks, then its dense jobs; those of all streams,
-one after the other, are shared out in contiguous equal parts. Sequences that do not have exactly one new token have no
-items.
+Over the pages of many sequences, a stream belongs to one sequence, and streams differ in length. An *item* is a packed
+block or a dense job, which have about as many bytes. A stream's items are its blocks, then its dense jobs. The items of
+all streams, one after the other, are shared out in contiguous equal parts. Sequences without exactly one new token have
+no items.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from ..format import TOKENS, due_blocks_in_kernel
 
 @triton.jit
 def lengths(cu_seqlens_q, cu_seqlens_k, sequence, count):
-    """First new token, new tokens, and tokens cached before, of sequences: int32. From `count` on they have none."""
+    """First new token, number of new and of cached tokens of sequences, int32; no tokens from `count` on."""
     exists = sequence < count
     first = tl.load(cu_seqlens_q + sequence, mask=exists, other=0)
     new = tl.load(cu_seqlens_q + sequence + 1, mask=exists, other=0) - first
@@ -40,7 +40,7 @@ def lengths(cu_seqlens_q, cu_seqlens_k, sequence, count):
 
 @triton.jit
 def located(amounts, index):
-    """Of `amounts` [n] items that follow one another, whose item `index` is, and how many come before his."""
+    """Find the segment of item `index`, among segments of `amounts` [n] items, and the start of that segment."""
     ends = tl.cumsum(amounts, 0)
     return tl.sum((ends <= index).to(tl.int32), 0), tl.max(tl.where(ends <= index, ends, 0), 0)
 
@@ -50,12 +50,12 @@ def ring_rows(
     rows, pages, row, valid, kv_head, page_blocks, DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to keys of rows `row` [n] of a ring; their values are ROWS * DIM elements further.
+    """Pointers to keys of rows `row` [n] of a ring; values are ROWS * DIM elements further.
 
     Args:
         rows: Pointer to the layer's first page, of the model's dtype.
         pages: Pointer to the sequence's pages.
-        valid: [n], rows that exist; pages of others are not read.
+        valid: [n] whether the row exists; pages of others are not read.
     """
     SIZE: tl.constexpr = BLOCK_WORDS * 32 // rows.dtype.element_ty.primitive_bitwidth
     page = tl.load(pages + row // ROWS, mask=valid, other=0).to(tl.int64)
@@ -64,18 +64,18 @@ def ring_rows(
 
 @triton.jit
 def row_of(token, SINKS: tl.constexpr, RING: tl.constexpr):
-    """Where a sequence's token lies among the rows of its ring and of its sink page, which come one after the other."""
+    """Row of a sequence's token among the rows of its ring and then of its sink page."""
     return tl.where(token < SINKS, RING + token, (token - SINKS) % RING)
 
 
 @triton.jit
 def first_block_column(SINKS: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr):
-    """Column of a table that has the page of block 0 (see `Sequences`)."""
+    """Column of block 0 in a block table (see `Sequences`)."""
     return RING // ROWS + (1 if SINKS else 0) + 1
 
 
 class NewTokens(NamedTuple):
-    """Pointers to the keys and values of all new tokens of a step, and their strides in elements: token, head."""
+    """Pointers to keys and values of all new tokens of a step, and strides over tokens and heads in elements."""
 
     key: Any
     value: Any
@@ -90,8 +90,8 @@ def dense_rows(
     rows, pages, new: NewTokens, t, packed, past, length, first, kv_head, page_blocks, DIM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Pointers [n] to keys and to values of a sequence's dense tokens `t` [n]: its sinks, those of its `past` tokens
-    that come after `packed` blocks, then the new tokens from `first` on. Those from `length` on do not exist."""
+    """Pointers [n] to keys and values of a sequence's dense tokens `t` [n]: sinks, then those of its `past` tokens
+    after `packed` blocks, then new tokens from `first` on. Tokens from `length` on do not exist."""
     token = tl.where(t < SINKS, t, t + packed * TOKENS)
     old = token < past
     row = row_of(token, SINKS, RING)
@@ -104,56 +104,56 @@ def dense_rows(
 
 @triton.jit
 def completed(new, past, SINKS: tl.constexpr):
-    """Blocks that new tokens complete."""
+    """Number of blocks that new tokens complete."""
     return due_blocks_in_kernel(past + new, SINKS, 0) - due_blocks_in_kernel(past, SINKS, 0)
 
 
 LINE = tl.constexpr(32)
-"""Offsets into the scratch tensor count lines of 32 float32, so that the compiler knows them to be aligned."""
+"""Unit of offsets into the scratch tensor, 32 float32: the compiler then knows them to be aligned."""
 ROTATED = tl.constexpr(2 * 32)
-"""Where the rotated queries begin in scratch, in fp16: behind a line for the count of claimed jobs."""
+"""Start of the rotated queries in scratch, in fp16: behind a line for the number of claimed jobs."""
 DENSE_TOKENS = tl.constexpr(32)
 """Tokens of a dense job. With 64, 1 x 8k takes 18.4 us instead of 19.0, but 1 x 32k 27.0, not 26.3 (4 bits, H200)."""
 START = tl.constexpr(1)
-"""Blocks that a stream counts as more than it has."""
+"""Number of blocks that a stream counts beyond its own."""
 
 
 @triton.jit
 def dense_jobs(dense_tokens):
-    """Jobs of one stream."""
+    """Number of dense jobs of one stream."""
     return (dense_tokens + DENSE_TOKENS - 1) // DENSE_TOKENS
 
 
 @triton.jit
 def counted(blocks):
-    """What a stream of so many blocks counts."""
+    """Number of blocks that a stream of `blocks` blocks counts as."""
     return tl.where(blocks > 0, blocks + START, 0)
 
 
 @triton.jit
 def sharing(workers, total, jobs):
-    """How many workers share `total` blocks, the first ones. The others begin with one of `jobs` dense jobs each: that
-    takes longer than a second block, and must not come after one. 1 x 8k takes 17.5 us, not 18.8 (4 bits, H200); with
-    two blocks and more a share it makes no difference."""
+    """Number of workers that share `total` blocks: the first ones. The others begin with one of `jobs` dense jobs each:
+    a job takes longer than a second block, and must not come after one. 1 x 8k takes 17.5 us, not 18.8 (4 bits, H200);
+    with two blocks and more a share it makes no difference."""
     return tl.where(total < 2 * workers, tl.maximum(workers - jobs, workers // 2), workers)
 
 
 @triton.jit
 def share_start(worker, workers, total):
-    """Where a worker's share of `total` blocks starts (the next one's: ends). The first shares have a block more."""
+    """Start of a worker's share of `total` blocks, the end of the one before. The first shares have a block more."""
     return worker * (total // workers) + tl.minimum(worker, total % workers)
 
 
 @triton.jit
 def packed_share(worker, sharers, total):
-    """A worker's first block of `total` and the one after its last. From `sharers` on they have none."""
+    """A worker's first block of `total` and the one after its last; no blocks from worker `sharers` on."""
     start = share_start(tl.minimum(worker, sharers), sharers, total)
     return start, share_start(tl.minimum(worker + 1, sharers), sharers, total)
 
 
 @triton.jit
 def holder(block, workers, total):
-    """The worker whose share holds `block`."""
+    """Worker with `block` in its share."""
     each = total // workers
     larger = total % workers
     below = larger * (each + 1)
@@ -162,16 +162,16 @@ def holder(block, workers, total):
 
 @triton.jit
 def first_jobs(worker, workers, total, sharers):
-    """The job that a worker begins with, less than 0 if it is one of the `sharers` of `total` blocks and has a share;
-    and how many workers begin with one."""
-    # Of fewer blocks than sharers, the first have one each.
+    """Job a worker begins with, less than 0 if it is one of the `sharers` of `total` blocks and has a share; and the
+    number of workers that begin with a job."""
+    # With fewer blocks than sharers, the first have one each.
     without_share = workers - tl.minimum(sharers, total)
     return worker - (workers - without_share), without_share
 
 
 @triton.jit
 def claim(claims, without_share, jobs):
-    """The next of `jobs` jobs, behind those that workers begin with. If these are all, none asks: that takes 0.5 us."""
+    """Claim the next of `jobs` jobs, behind those that workers begin with; if these are all, do not ask (0.5 us)."""
     job = jobs
     if without_share < jobs:
         job = without_share + tl.atomic_add(claims, 1, sem="relaxed")
@@ -180,32 +180,32 @@ def claim(claims, without_share, jobs):
 
 @triton.jit
 def dense_slots(SINKS: tl.constexpr, RING: tl.constexpr):
-    """Most dense jobs of a stream."""
+    """Most dense jobs of a stream over pages."""
     return (SINKS + RING + DENSE_TOKENS - 1) // DENSE_TOKENS
 
 
 @triton.jit
 def packed_of(packed_blocks, sequence, count):
-    """Blocks of sequences that are read packed. From `count` on they have none."""
+    """Number of blocks of sequences that are read packed; 0 from `count` on."""
     return tl.load(packed_blocks + sequence, mask=sequence < count, other=0)
 
 
 @triton.jit
 def dense_jobs_of(past, packed):
-    """Jobs for the dense tokens of a sequence, its new one among them."""
+    """Number of jobs for the dense tokens of a sequence, including its new one."""
     return dense_jobs(past - packed * TOKENS + 1)
 
 
 @triton.jit
 def stream_items(new, past, packed):
-    """Items of each stream of a sequence."""
+    """Number of items of each stream of a sequence."""
     return tl.where(new == 1, packed + dense_jobs_of(past, packed), 0)
 
 
 @triton.jit
 def share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B: tl.constexpr):
-    """A worker's first item and the one after its last, the first one's stream, and that stream's first item; `heads`
-    are streams of a sequence."""
+    """A worker's first item and the one after its last, the stream of the first, and that stream's first item; `heads`
+    is the number of streams of a sequence."""
     b = tl.arange(0, BLOCK_B)
     _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
     items = stream_items(new, past, packed_of(packed_blocks, b, count)) * heads

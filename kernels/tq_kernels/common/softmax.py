@@ -1,7 +1,7 @@
-"""Softmax as all attention kernels take it: online, with logits in base 2.
+"""Online softmax of all attention kernels, with logits in base 2.
 
-The state of a softmax is its rows' largest logit, their sum of weights, and their sum of weighted values. It is updated
-by tiles of logits, or merged with the partial results of other programs, and normalised at the end.
+A softmax has a state: for each row the largest logit, the sum of weights, and the sum of weighted values. Tiles of
+logits update the state; partial results of other programs are merged into it; at the end it is normalised.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class SoftmaxState(NamedTuple):
-    """A softmax as far as it has come, of R rows.
+    """State of a softmax of R rows.
 
     Args:
-        maximum: [R] largest logit, -inf of rows that have attended to nothing.
+        maximum: [R] largest logit, -inf for rows that have attended to nothing.
         total: [R] sum of weights 2**(logit - maximum).
         output: [R, D] sum of values times those weights.
     """
@@ -31,19 +31,19 @@ class SoftmaxState(NamedTuple):
 
 @triton.jit
 def finite(x):
-    """x with -inf replaced by 0: a row that has attended to nothing shifts its logits by 0."""
+    """Replace -inf by 0: a row that has attended to nothing shifts its logits by 0."""
     return tl.where(x == -float("inf"), 0.0, x)
 
 
 @triton.jit
 def log2_sum(shift, total):
-    """log2 of total * 2**shift; -inf for an empty sum."""
+    """log2(total * 2**shift); -inf for an empty sum."""
     return tl.where(total > 0, shift + tl.log2(tl.where(total > 0, total, 1.0)), -float("inf"))
 
 
 @triton.jit
 def bounded(logit, cap_log2, BOUNDS: tl.constexpr):
-    """The logit, or with BOUNDS (`AttentionOptions.flags`) cap tanh(logit / cap), all in base-2 units."""
+    """cap tanh(logit / cap) with BOUNDS (`AttentionOptions.flags`), else the logit; all in base-2 units."""
     if BOUNDS:
         # tanh(x) = 1 - 2 / (1 + e^2x); e^2x overflowing to inf gives 1.
         logit = cap_log2 * (1.0 - 2.0 / (1.0 + tl.exp2(logit * (2.0 * LOG2E) / cap_log2)))
@@ -52,7 +52,7 @@ def bounded(logit, cap_log2, BOUNDS: tl.constexpr):
 
 @triton.jit
 def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The state of ROWS rows that have attended to nothing; DIM channels of output."""
+    """State of ROWS rows that have attended to nothing, with DIM channels of output."""
     maximum = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     return SoftmaxState(maximum, total, tl.zeros([ROWS, DIM], tl.float32))
@@ -60,16 +60,16 @@ def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def rescaled(maximum, largest, gain, MASKED: tl.constexpr):
-    """What new logits do to the ones before.
+    """Update the maximum for new logits.
 
     Args:
-        maximum: Largest logit so far, of any shape.
+        maximum: Largest logit so far, any shape.
         largest: Largest new logit.
         gain: Factor from these logits to base 2, or `None`.
         MASKED: Whether all logits of a row may be -inf.
 
     Returns:
-        The new maximum, the shift of the exponents, and the factor to what was summed so far.
+        The new maximum, the shift of the exponents, and the factor of earlier sums.
     """
     new_maximum = tl.maximum(maximum, largest)
     shift = finite(new_maximum) if MASKED else new_maximum
@@ -82,13 +82,13 @@ def rescaled(maximum, largest, gain, MASKED: tl.constexpr):
 
 @triton.jit
 def weights(x, shift, gain):
-    """Weights of logits x [R, T] that lack a factor `gain` [R] to base 2, with shift [R] in their units."""
+    """Weights of logits x [R, T]; `gain` [R] is their factor to base 2, `shift` [R] in their units."""
     return tl.exp2(x * gain[:, None] - (shift * gain)[:, None])
 
 
 @triton.jit
 def update(state, x, values, gain, MASKED: tl.constexpr):
-    """Take in logits x [R, T] and values [T, D]; the weights are multiplied in the dtype of the values.
+    """Update the state with logits x [R, T] and values [T, D]; products are in the dtype of the values.
 
     Args:
         gain: [R] factor from these logits to base 2, or `None`.
@@ -96,7 +96,7 @@ def update(state, x, values, gain, MASKED: tl.constexpr):
     """
     maximum = tl.maximum(state.maximum, tl.max(x, 1))
     shift = finite(maximum) if MASKED else maximum
-    # The orders differ because machine code depends on them.
+    # Two orders, because machine code depends on them.
     if gain is None:
         p = tl.exp2(x - shift[:, None])
         decay = tl.exp2(state.maximum - shift)
@@ -112,7 +112,7 @@ def update(state, x, values, gain, MASKED: tl.constexpr):
 
 @triton.jit
 def merge(state, lse, output):
-    """Take in a normalised partial result: `output` [R, D] and the logarithm `lse` [R] of its sum of weights."""
+    """Merge a normalised partial result into the state: `output` [R, D] and log2 `lse` [R] of its sum of weights."""
     maximum, shift, decay = rescaled(state.maximum, lse, None, True)
     weight = tl.exp2(lse - shift)
     merged = state.output * decay[:, None] + output * weight[:, None]
@@ -121,5 +121,5 @@ def merge(state, lse, output):
 
 @triton.jit
 def normalize(state):
-    """Output [R, D] of the softmax; 0 of rows that have attended to nothing."""
+    """Output [R, D] of the softmax; 0 for rows that have attended to nothing."""
     return state.output / tl.where(state.total > 0, state.total, 1.0)[:, None]

@@ -1,4 +1,4 @@
-"""Packed words to fp16 levels, in two spellings that give the same bits.
+"""Unpack words to fp16 levels, in two spellings that give the same bits.
 
 A word tile has the shape `[M, K]` of the matrix operands it unpacks to; every word tile yields the four token planes
 of a block at once (the format is defined in `tq_hf/codec/packing.py`). With ASM a tile element is an int16, half of an
@@ -12,8 +12,8 @@ tile element is the whole int32 word, loaded once per neighbour, and shifts pick
     unpack3        3 bits: a crumb tile and the sign tile     -> 4 planes of one quarter of the channels
     unpack2        2 bits: a crumb tile                       -> 4 planes of one quarter of the channels
     unpack8        FP8 e4m3: word tile u of 2                 -> planes 2 u and 2 u + 1, as 2**-8 times the value
-    load_levels    packed words of a tile                     -> 4 planes of these channels, whatever the bits
-    unpack_scales  a token's word of scales                      -> its key scale and value scale
+    load_levels    packed words of a tile, of any bits        -> 4 planes of these channels
+    unpack_scales  a token's word of scales                   -> its key scale and value scale
 """
 
 import struct
@@ -25,11 +25,11 @@ from ..format import LEVEL_TABLES
 from .device import AMPERE
 
 SMALL_UNIT = tl.constexpr(2.0**-18)
-"""What small levels of 3 and 4 bits are multiplied by: n / 64 * 2**-18 is the subnormal fp16 whose bits are n. One byte
-is looked up then, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
+"""Factor of small levels of 3 and 4 bits: n / 64 * 2**-18 is the subnormal fp16 with bits n. One byte is then looked
+up, and the other is the sign; NVIDIA's matrix units take subnormal numbers exactly, at full speed."""
 
 PROBABILITY_BITS = tl.constexpr(4.0)
-"""Decode keeps probabilities as 2**4 times their value, which centres fp16's range on what value scales look like."""
+"""Decode keeps probabilities times 2**4, which centres fp16's range on their usual products with value scales."""
 
 
 def _half_bits(level: float) -> int:
@@ -49,8 +49,8 @@ def _table64(patterns: list[int]) -> int:
 _HALVES = {bits: [_half_bits(n / 64) for n in table] for bits, table in LEVEL_TABLES.items()}
 assert all(pattern & 255 == 0 for pattern in _HALVES[2])
 
-# A permute takes one table as an immediate, the other must sit in a register: given as a constant, ptxas copies it
-# from a uniform register before every permute. Adding a zero that it cannot see through (bit 31 of `%lanemask_lt`,
+# A permute takes one table as an immediate; the other must sit in a register. If that is a constant, ptxas copies it
+# from a uniform register before every permute. Adding a zero that ptxas cannot see through (bit 31 of `%lanemask_lt`,
 # different per lane as far as it knows) makes it keep the sum. Not both tables: register operands cost bandwidth.
 # The zero cannot come as an operand: Triton moves layout conversions above inline asm only if all operands are loads
 # or constants.
@@ -60,7 +60,7 @@ prmt.b32 $2, l1, h1, 0x5140; prmt.b32 $3, l1, h1, 0x7362;"""
 
 
 def _looked_up(bits: int, small: bool) -> str:
-    """Bytes l and h of the eight entries whose indices are the nibbles of s: of small levels l, at 2 bits h."""
+    """PTX that looks up bytes l and h of the entries at the nibbles of s: l for small levels, h at 2 bits."""
     patterns = LEVEL_TABLES[bits] if small else _HALVES[bits]
     text = "shr.u32 t, s, 16;"
     for byte in ("l",) if small else ("h",) if bits == 2 else ("l", "h"):
@@ -74,8 +74,8 @@ _REGISTERS = "{ .reg .b32 z, s, t, g0, g1, l0, h0, l1, h1, tl, th;"
 
 
 def _asm(bits: int, quarter: int, small: bool) -> str:
-    """Look-up of a word's eight codes of 4 bits, or of 3 bits in one quarter: full fp16 levels by low and high bytes,
-    or small ones by one byte and the sign."""
+    """PTX that looks up a word's eight codes of 4 bits, or of 3 bits in one quarter: full fp16 levels by low and high
+    bytes, or small ones by one byte and the sign."""
     if bits == 4:
         turn, first, signs = "", "$4", "shl.b32 g1, $4, 4;"
     else:
@@ -95,8 +95,8 @@ def _asm(bits: int, quarter: int, small: bool) -> str:
 
 def _asm2(quarter: int) -> str:
     """The same at 2 bits, in one quarter: these levels have only high bytes. The lowest bit of a nibble is the upper
-    one of the code before, to which the lower one of the code before that is added. Both quarters of a word begin with
-    the same rotation, so that it is done once."""
+    bit of the code before, plus the lower bit of the code before that. Both quarters of a word begin with the same
+    rotation, which is then done once."""
     place, turn = (0x44444444, "shf.r.wrap.b32 s, s, s, 2;") if quarter % 2 else (0x11111111, "")
     return f"""{_REGISTERS}
 {_OPAQUE_ZERO} shf.l.wrap.b32 s, $4, $4, 3;
@@ -128,7 +128,7 @@ def load_words(words, row, column, mask, ROW_WORDS: tl.constexpr, ASM: tl.conste
         mask: Broadcastable to [M, K], or None; masked elements read 0.
 
     Returns:
-        [M, K] int16 (from Ampere on) or int32, to be given to `unpack*`.
+        [M, K] int16 (from Ampere on) or int32, for `unpack*`.
     """
     if ASM >= AMPERE:
         pointer = words.to(tl.pointer_type(tl.int16), bitcast=True) + (row * (2 * ROW_WORDS) + column)  # [M, K]
@@ -142,13 +142,13 @@ def load_words(words, row, column, mask, ROW_WORDS: tl.constexpr, ASM: tl.conste
 
 @triton.jit
 def _half(bits):
-    """uint32 or uint64 whose low 16 bits are an fp16 -> fp16."""
+    """Take the low 16 bits of uint32 or uint64 as fp16."""
     return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _entry(index, TABLE: tl.constexpr):
-    """The pattern, in the lower half of a uint32, at the lower three bits of `index`."""
+    """Look up the pattern at the lower three bits of `index`, in the lower half of a uint32."""
     low = tl.full(index.shape, _TABLES[TABLE][0], tl.uint64)
     high = tl.full(index.shape, _TABLES[TABLE][1], tl.uint64)
     return (tl.where(index & 4 == 0, low, high) >> ((index & 3) * 16).to(tl.uint64)).to(tl.uint32)
@@ -162,7 +162,7 @@ def _level(index, sign, BITS: tl.constexpr, SMALL: tl.constexpr):
 
 @triton.jit
 def turned(words, LEFT: tl.constexpr):
-    """uint32 words, their bits rotated to the left by 0 to 31."""
+    """Rotate the bits of uint32 words to the left by 0 to 31."""
     return words if LEFT == 0 else (words << LEFT) | (words >> (32 - LEFT))
 
 
@@ -174,7 +174,7 @@ def _level4(words, signs, PLANE: tl.constexpr, SMALL: tl.constexpr):
 
 @triton.jit
 def unpack4(words, odd, SMALL: tl.constexpr, ASM: tl.constexpr):
-    """4-bit words to levels.
+    """Unpack 4-bit words to levels.
 
     Args:
         words: [M, K] from `load_words`.
@@ -210,7 +210,7 @@ def _level3(words, signs, PLANE: tl.constexpr, QUARTER: tl.constexpr, SMALL: tl.
 
 @triton.jit
 def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr):
-    """3-bit words to the levels of one quarter of the channels.
+    """Unpack 3-bit words to the levels of one quarter of the channels.
 
     Args:
         words: [M, K] from `load_words`, crumb tile QUARTER // 2.
@@ -244,7 +244,7 @@ def unpack3(words, signs, odd, QUARTER: tl.constexpr, SMALL: tl.constexpr, ASM: 
 
 @triton.jit
 def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
-    """2-bit words to the levels of one quarter of the channels.
+    """Unpack 2-bit words to the levels of one quarter of the channels.
 
     Args:
         words: [M, K] from `load_words`, crumb tile QUARTER // 2.
@@ -271,7 +271,7 @@ def unpack2(words, odd, QUARTER: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def unpack8(words, odd, ASM: tl.constexpr):
-    """FP8 words of tile u to levels (2**-8 times the e4m3 value).
+    """Unpack FP8 words of tile u to levels (2**-8 times the e4m3 value).
 
     Args:
         words: [M, K] from `load_words`, tile u.
@@ -293,21 +293,21 @@ def unpack8(words, odd, ASM: tl.constexpr):
 
 @triton.jit
 def small_unit(BITS: tl.constexpr):
-    """What small levels of so many bits are multiplied by."""
+    """Factor of small levels of BITS bits."""
     return SMALL_UNIT if BITS == 3 or BITS == 4 else 1.0
 
 
 @triton.jit
 def unpack_scales(scales):
-    """int32 scales -> fp16 key scale (low half) and value scale (high half)."""
+    """Unpack int32 scales to fp16: key scale (low half) and value scale (high half)."""
     w = scales.to(tl.uint32, bitcast=True)
     return _half(w & 0xFFFF), _half(w >> 16)
 
 
 @triton.jit
 def load_signs(words, row, column, mask, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr):
-    """Words of the signs of a block's keys or values at 3 bits, the same for all quarters; as for `load_levels`, but
-    `words` begin with the part's channels."""
+    """Load the words of signs of a block's keys or values at 3 bits, the same for all quarters; as in `load_levels`,
+    but `words` begin with the part's channels."""
     return load_words(words + 8 * DIM, row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
 
 
@@ -315,13 +315,13 @@ def load_signs(words, row, column, mask, DIM: tl.constexpr, IS_VALUE: tl.constex
 def load_crumbs(
     words, row, column, mask, CHUNK: tl.constexpr, DIM: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Words of quarter CHUNK of a block's keys or values at 2 or 3 bits, and of its neighbour; as for `load_signs`."""
+    """Load the words of quarter CHUNK, and of its neighbour, of keys or values at 2 or 3 bits; as in `load_signs`."""
     return load_words(words + (CHUNK // 2) * (4 * DIM), row, column, mask, 16 if IS_VALUE else DIM // 8, ASM)
 
 
 @triton.constexpr_function
 def chunk_start(chunk, chunks, dim, bits):
-    """First channel of a part: at 2 and 3 bits parts 0 to 3 are the beginnings of the four quarters, and so on."""
+    """First channel of a part. At 2 and 3 bits parts 0 to 3 begin the four quarters, parts 4 to 7 follow, and so on."""
     return chunk * (dim // chunks) if bits >= 4 else chunk % 4 * (dim // 4) + chunk // 4 * (dim // chunks)
 
 
@@ -333,7 +333,7 @@ def load_levels(
     crumbs=None,
     odd=None,
 ):  # fmt: skip
-    """Levels of part CHUNK of a block's channels, cut into CHUNKS parts, a multiple of four at 2 and 3 bits.
+    """Load the levels of part CHUNK of a block's channels, of CHUNKS parts (a multiple of four at 2 and 3 bits).
 
     Args:
         words: Pointer to the block's words of keys or values.
@@ -342,7 +342,7 @@ def load_levels(
         SMALL: Whether to give levels of 3 and 4 bits times SMALL_UNIT.
         signs: At 3 bits the words from `load_signs`, or None: they are loaded after the others.
         crumbs: At 2 and 3 bits those from `load_crumbs`, or None.
-        odd: `column % 2`, or None; a loop hands it in, to have it computed before.
+        odd: `column % 2`, or None; computed outside of a loop by the caller.
 
     Returns:
         Four [M, K] fp16 tiles, planes 0 to 3.

@@ -1,11 +1,11 @@
 """Append one token a sequence, and rotate the queries of a decode step in that launch.
 
-A growing store's counts are on the host: `rotate_and_append` writes the row. A preallocated store's are int32 tensors
-on the device (see `tq_hf/stores/preallocated.py`), and every length is read there: `state` is what is held between
-calls; `step_counts` is what this step attends to, the slot of the first residual row, and the blocks that become due,
-in entries 16 bytes apart. One program a head appends the keys, another the values: it writes the row and, if a block is
-due, encodes it. All work out the counts from `state`; the last program to have read it writes them. Queries are rotated
-by programs of their own, which wait for nobody. `AppendLaunch` launches the same without queries.
+The counts of a growing store are on the host: `rotate_and_append` writes the row. Those of a preallocated store are
+int32 tensors on the device (see `tq_hf/stores/preallocated.py`), and kernels read every length there: `state` has the
+counts between calls; `step_counts` has those of this step, the slot of the first residual row and the number of due
+blocks, 16 bytes apart. One program a head appends the keys, another the values: it writes the row and encodes the due
+block, if any. All programs compute the counts from `state`; the last to have read it writes them. Other programs rotate
+queries and wait for none of these. `AppendLaunch` launches the same without queries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .rotate import Queries, rotate_rows
 
 @triton.jit
 def load_row(states, stride_b, stride_h, head, heads, d, DIM: tl.constexpr):
-    """The new row of `head`, counting B * H heads, of `states` [B, H, 1, DIM]."""
+    """Load the new row of `head` (of B * H) from `states` [B, H, 1, DIM]."""
     batch = (head // heads).to(tl.int64)
     return tl.load(states + batch * stride_b + head % heads * stride_h + d, mask=d < DIM)
 
@@ -58,15 +58,14 @@ def rotate_and_append(
     values,  # [B, Hkv, 1, DV]
     residual_keys,  # [B, Hkv, capacity, DK], contiguous
     residual_values,  # [B, Hkv, capacity, DV]
-    query,  # from here on as for rotate_query
+    query,  # this and the rest: as in `rotate_query`
     rotation, channel_scales, scratch, slot, capacity, keys_b, keys_h, values_b, values_h, rows, queries,
     kv_heads, query_b, query_h, query_s, plain_at, scale_at, DV: tl.constexpr, TILE: tl.constexpr,
     DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first program of each head writes its new row to slot `slot` of the residual's ring; the others are those of
-    `rotate_query`. Grid: (P, 1 + rows / BLOCK_R).
+    """Write each head's new row to slot `slot` of the residual's ring (first program); rotate queries (the others).
 
-    The kernel that attends waits for this one to end before it reads the residual.
+    Grid: (P, 1 + rows / BLOCK_R). The kernel that attends reads the residual after this one has ended.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -83,8 +82,8 @@ def rotate_and_append(
         rotate_rows(new, scratch, tl.program_id(1) - 1, plain_at, scale_at, DK, DKP, BLOCK_D, BLOCK_R)
 
 
-class NewStates(NamedTuple):
-    """New keys or values, where rows of them are held, and what rotates them: pointers as of `append_and_encode`."""
+class AppendStates(NamedTuple):
+    """New keys or values, their sinks and residual, and their rotation: pointers as in `append_and_encode`."""
 
     states: Any
     stride_b: Any
@@ -96,18 +95,18 @@ class NewStates(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the new token of a sequence goes, and the block that becomes due.
+    """Place of a sequence's new token, and of the block that becomes due.
 
     Args:
         heads: H.
-        max_sinks, capacity: Rows that sinks and residual have room for.
-        num_sinks: Sinks before the token.
-        slot: Its slot of the residual.
-        to_sinks: Whether it is a sink.
-        fits: Whether there is room for it.
-        due: Blocks that become due, 0 or 1.
+        max_sinks, capacity: Rows in the buffers of sinks and residual.
+        num_sinks: Number of sinks before the token.
+        slot: Slot of the token in the residual.
+        to_sinks: Whether the token is a sink.
+        fits: Whether the store has room for the token.
+        due: Number of blocks that become due, 0 or 1.
         first_slot: Slot of the due block's first row.
-        home: Where that block is stored.
+        home: Index of the due block among the packed ones.
     """
 
     heads: Any
@@ -124,11 +123,11 @@ class Place(NamedTuple):
 
 @triton.jit
 def _append(new, place, out, C: tl.constexpr):
-    """Write the new row of this program's head to its place. If a block is due, which may end with this row, encode it
-    from the residual.
+    """Write the new row of this program's head to its place; then encode the due block, if any, from the residual (it
+    may end with this row).
 
     Args:
-        new: `NewStates`.
+        new: `AppendStates`.
         place: A `Place`.
         out: The `Output` of `encode_block`.
         C: An `EncodeShape`.
@@ -181,7 +180,7 @@ def append_and_encode(
     VALUE_TILE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_LEVELS: tl.constexpr, VALUE_STEP: tl.constexpr,
     MATRIX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H, 2). A full store is left as it is, and the assertion fails."""
+    """Append one token and encode the due block. Grid: (B * H, 2). A full store is not written; the assertion fails."""
     sinks, blocks, rows, pending = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
     blocks += pending
     rows -= pending * TOKENS
@@ -215,10 +214,10 @@ def append_and_encode(
     KEYS: tl.constexpr = EncodeShape(DK, DKP, KEY_TILE, KEY_BITS, KEY_LEVELS, False, MATRIX, KEY_STEP, ASM, 0)
     VALUES: tl.constexpr = EncodeShape(DV, DVP, VALUE_TILE, VALUE_BITS, VALUE_LEVELS, True, MATRIX, VALUE_STEP, ASM, 0)
     if tl.program_id(1) == 0:
-        new_keys = NewStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
+        new_keys = AppendStates(keys, keys_b, keys_h, sink_keys, residual_keys, key_rotation, key_channel_scales)
         _append(new_keys, place, Output(key_words, scales, key_means), KEYS)
     else:
-        new_values = NewStates(
+        new_values = AppendStates(
             values, values_b, values_h, sink_values, residual_values, value_rotation, value_channel_scales
         )
         _append(new_values, place, Output(value_words, scales, None), VALUES)
@@ -232,10 +231,10 @@ def append_and_encode(
     ).split(),
 )
 def append_and_rotate(
-    keys,  # as for `append_and_encode`
+    keys,  # as in `append_and_encode`
     values, state, step_counts, length, sink_keys, sink_values, residual_keys, residual_values, key_words,
     value_words, scales, key_means, key_rotation, value_rotation, value_channel_scales,
-    query,  # as for `rotate_query`
+    query,  # as in `rotate_query`
     query_rotation, key_channel_scales, scratch, keys_b, keys_h, values_b, values_h, max_sinks, capacity,
     residual, max_cache_len, blocks_b, blocks_h, rows, queries, heads, query_b, query_h, query_s, plain_at,
     scale_at, DK: tl.constexpr, DKP: tl.constexpr, KEY_TILE: tl.constexpr, KEY_BITS: tl.constexpr,
@@ -268,16 +267,16 @@ APPEND = Kernel(append_and_encode)
 
 
 class AppendLaunch:
-    """Appends one token a sequence to tensors that stay, for any number of calls.
+    """Launch that appends one token a sequence to fixed tensors, any number of times.
 
     Args:
-        packed: The blocks. They get the bits that `tq_kernels.codec.launch.encode` would give them.
+        packed: Blocks to write, with the same bits as by `tq_kernels.codec.launch.encode`.
         sinks: Keys `[B, Hkv, S0, Dk]` and values `[B, Hkv, S0, Dv]`, contiguous.
         residual: Ring buffers `[B, Hkv, capacity, Dk]` and values, contiguous.
-        rotations: As for `encode`.
-        residual_length: Tokens that stay dense.
+        rotations: As in `encode`.
+        residual_length: Number of tokens that stay dense.
         counts: `state` `[4]` int32, `step_counts` `[6, 4]` int32, and `length` `[]` int64.
-        max_cache_len: Tokens there is room for. A full store is not written to, and on a GPU the launch fails.
+        max_cache_len: Capacity in tokens. A full store is not written to, and on a GPU the launch fails.
     """
 
     def __init__(
@@ -297,14 +296,14 @@ class AppendLaunch:
         self.counts = counts
         sinks_held, blocks_held, rows_held = counts[1][:3, 0].unbind()
         self.held = HeldCounts(blocks_held, rows_held, sinks_held)
-        """What a step attends to once its token is appended."""
+        """Counts a step attends to, its own token appended."""
         self.tensors = (*counts, *sinks, *residual, *blocks, *rotations, packed.channel_scales.values)
         # Addresses cannot go stale: the tensors are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
         self.key_channel_scales = packed.channel_scales.keys
         self.heads, self.programs = ring.shape[1], ring.shape[0] * ring.shape[1]
         self.numbers = (sinks[0].shape[2], ring.shape[2], residual_length, max_cache_len, *packed.block_strides)
-        """What kernels take after the strides of keys and values."""
+        """Arguments of kernels after the strides of keys and values."""
         constants: list[object] = []
         warps = 0
         for states, rotation, own in zip(residual, rotations, bits, strict=True):
@@ -314,13 +313,13 @@ class AppendLaunch:
             warps = max(warps, config.warps)
             constants += [states.shape[3], dim, tile, own, LEVELS[own], config.k_step]
         self.constants = (*constants, matrix_type(ring.dtype, ring.device), on.asm)
-        # `sanitize_overflow` is what `debug` turns on.
+        # `debug` would turn on `sanitize_overflow`.
         self.options = {"num_warps": warps, "sanitize_overflow": False}
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one token's rows to the sinks or the ring, encode the block that becomes due, and write the counts.
 
-        A decode step does so by `DecodeLaunch`, in the launch that rotates its queries; this is for other readers.
+        For readers other than a decode step, which appends in the launch that rotates its queries (`DecodeLaunch`).
 
         Args:
             keys: `[B, Hkv, 1, Dk]` in the residual's dtype, last dimension contiguous.
@@ -342,7 +341,7 @@ class AppendLaunch:
 
 
 TAIL_ROWS = tl.constexpr(32)
-"""Rows that a program of `append_tails` writes."""
+"""Number of rows a program of `append_tails` writes."""
 
 
 @triton.jit
@@ -350,7 +349,7 @@ def _copy_rows(
     key, value, token, at, valid, kv_head, key_t, key_h, value_t, value_h, DIM: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of tokens `token` [n] int64 to the rows that `at` [n] points to."""
+    """Copy keys and values of tokens `token` [n] int64 to the rows at pointers `at` [n]."""
     d = tl.arange(0, TILE)[None, :]
     inside = valid[:, None] & (d < DIM)
     k = tl.load(key + (token * key_t + kv_head * key_h)[:, None] + d, mask=inside)
@@ -365,14 +364,14 @@ def _copy_rows(
     ).split()
 )
 def rotate_and_append_single(
-    query,  # [T, Hq, DIM], strides in units of 8 elements, as of key and value
+    query,  # [T, Hq, DIM], strides in units of 8 elements, like key and value
     key,  # [T, Hkv, DIM]
     value,  # [T, Hkv, DIM]
     rows,  # [pages, Hkv, 2, ROWS, DIM] in the dtype of key and value
     block_table,  # [B, W] int32
     cu_seqlens_q,  # [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
-    rotation,  # as for rotate_query
+    rotation,  # as in `rotate_query`
     channel_scales,  # [Hkv, DIM] fp16
     scratch,
     count,  # B
@@ -384,8 +383,11 @@ def rotate_and_append_single(
     RING: tl.constexpr, ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr, DKP: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`rotate_query` for sequences with one new token: row g B + b of a head is query g of sequence b. Their rows go to
-    the rings, or the sink pages, by the first B programs of a head. Grid: (Hkv, B + G B / BLOCK_R)."""
+    """Rotate the queries of sequences with one new token, and write its row to the ring or the sink page.
+
+    Row g B + b of a head is query g of sequence b. The first B programs of a head write, the others rotate.
+    Grid: (Hkv, B + G B / BLOCK_R).
+    """
     if PDL:
         cuda.gdc_launch_dependents()
     sequence = tl.program_id(1)
@@ -410,12 +412,12 @@ def rotate_and_append_single(
 
 @triton.jit(do_not_specialize="count key_t key_h value_t value_h width page_blocks".split())
 def append_tails(
-    key,  # as for rotate_and_append_single
+    key,  # as in `rotate_and_append_single`
     value, rows, block_table, cu_seqlens_q, cu_seqlens_k, count, key_t, key_h, value_t, value_h, width,
     page_blocks, DIM: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the last RING new tokens of sequences with more than one to their rings, and sinks to their sink pages.
+    """Write the last RING new tokens of sequences with several to their rings, and sinks to their sink pages.
 
     Grid: (B, Hkv, (RING + SINKS) / TAIL_ROWS).
     """
@@ -425,7 +427,7 @@ def append_tails(
     if new <= 1:
         return
     row = tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
-    # The newest token of each row [32], and which of the new ones that is; row_of() the other way round.
+    # Invert row_of(): the newest token of each row [32], and its index among the new ones.
     newest = past + new - 1 - SINKS
     token = tl.where(row < RING, newest - (newest + RING - row) % RING + SINKS, row - RING)
     fresh = token - past

@@ -1,7 +1,7 @@
-"""Launch decode attention, cheaply: three kernels, the first of which may also append the newest token.
+"""Launch decode attention, cheaply: three kernels; the first may also append the newest token.
 
-`DecodeLaunch` is for tensors that stay from step to step: what does not change is worked out once, and a step only
-fills in addresses and what belongs to the query.
+`DecodeLaunch` is for tensors that stay from step to step. It computes once all that does not change; a step only fills
+in addresses and what belongs to its query.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from .split import decode_split
 @lru_cache
 @torch.inference_mode(False)
 def _integers(size: int, device: torch.device) -> torch.Tensor:
-    """0 to `size` on the device, 16 bytes apart, as wide as Triton's alignment."""
-    # Copied from the host, which waits for it: filled on the device, another stream might read it too early.
+    """Table of 0 ... `size` on the device, 16 bytes apart, which is Triton's alignment."""
+    # Copy from the host, which waits for the end: another stream might read a table filled on the device too early.
     return torch.arange(size, dtype=torch.int32).repeat_interleave(4).to(device)
 
 
 @lru_cache(maxsize=65536)
 @torch.inference_mode(False)
 def held_counts(blocks: int, rows: int, sinks: int, device: torch.device) -> HeldCounts:
-    """These counts on the device, out of a table: the host waits for a table, not for every length."""
+    """Counts on the device, as entries of a table: the host waits once for a table, not for every length."""
     numbers = (blocks, rows, sinks)
     return HeldCounts(*(_integers(max(4096, 1 << number.bit_length()), device)[4 * number] for number in numbers))
 
 
 class Step(NamedTuple):
-    """What is the same for all steps with queries of one shape that write a token of the same strides, or none.
+    """Arguments shared by all steps with queries of one shape that write a token of the same strides, or none.
 
     Args:
-        plan: What to launch.
+        plan: The `Plan` of the step.
         first_grid: Grid of the kernel that rotates queries, and may write a token before.
-        first_constants, split_constants: What decides the variants of these kernels.
-        first, split, reduce: Numbers and constants of the kernels: the first one's but for the token's slot, the
-            split's before and after the mask's strides.
-        launchers: What a call with aligned tensors has compiled.
+        first_constants, split_constants: Constants that decide the variants of these kernels.
+        first, split, reduce: Numbers and constants of the kernels: for the first without the token's slot, for the
+            split before and after the mask's strides.
+        launchers: Launchers compiled by a call with aligned tensors.
     """
 
     plan: Plan
@@ -78,9 +78,9 @@ class Step(NamedTuple):
     ) -> None:
         """Launch the three kernels, with tensors or their addresses.
 
-        `tensors` are a `DecodeLaunch`'s: of blocks, of dense rows, of queries and of outputs. `row` and `slot` are what
-        the first kernel takes before other tensors and numbers. `held` are the counts of `HeldCounts`. What a call does
-        not have stands for another tensor.
+        `tensors` are those of a `DecodeLaunch`: of blocks, dense rows, queries and outputs. `row` and `slot` come
+        first among the first kernel's tensors and numbers. `held` are the counts of `HeldCounts`. Another tensor stands
+        in for an absent one.
         """
         (call_first, fixed_first), (call_split, fixed_split), (call_reduce, fixed_reduce) = launchers
         plan, first_grid, _, _, of_first, (before_mask, after_mask), of_reduce, _ = self
@@ -105,13 +105,13 @@ SPLIT, SPLIT_FRAGMENTS, REDUCE = Kernel(decode_split), Kernel(decode_split_fragm
 
 @lru_cache(maxsize=256)
 def steps_of(geometry: tuple[Any, ...]) -> dict[tuple[Any, ...], Step]:
-    """The steps of all decoders on tensors like these: a step knows no addresses, so layers share it, and so does the
-    decoder of tensors that take the place of others (a layer that was offloaded comes back)."""
+    """Steps of every `DecodeLaunch` on tensors of this geometry. A step holds no addresses: layers share it, and so
+    does an offloaded layer that comes back in other memory."""
     return {}
 
 
 class DecodeLaunch:
-    """Decode attention over sinks, packed blocks and residual: tensors that stay, for any number of calls.
+    """Launch of decode attention over fixed sinks, packed blocks and residual, any number of times.
 
     Args:
         packed: The blocks.
@@ -126,7 +126,7 @@ class DecodeLaunch:
         self.device = packed.key_words.device
         self.on_gpu = self.device.type == "cuda"
         blocks = (packed.key_words, packed.value_words, packed.scales, packed.key_means)
-        # Of blocks, of dense rows, of queries and of outputs.
+        # Tensors of blocks, dense rows, queries and outputs.
         self.tensors = (blocks, (*sinks, *residual), *zip(rotations, packed.channel_scales, strict=True))
         # Addresses cannot go stale: the tensors above are held, and nothing gives a tensor other memory.
         self.addresses = tuple(tuple(tensor.data_ptr() for tensor in part) for part in self.tensors)
@@ -159,14 +159,15 @@ class DecodeLaunch:
 
         Args:
             query: `[B, Hq, S, Dk]` fp16, bf16 or fp32.
-            held: What is attended to.
+            held: Counts of blocks, residual rows and sinks to attend to.
             mask: `[B, 1, S or 1, T]` bool, True attends, T counting sinks, blocks' tokens and residual rows in this
                 order.
-            options: If causal, the packed part and the sinks are older than all queries.
-            allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+            options: If causal, the packed part and the sinks must be older than all queries.
+            allocate: Function of a number of elements that returns float32 scratch of that size or more, aligned to
+                16 bytes.
             out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous; by default a new tensor like `query`.
-            token: A token to write to the residual first, in the residual's dtype.
-            append: What appends it instead.
+            token: Token to write to the residual first, in the residual's dtype.
+            append: `AppendLaunch` that appends the token instead.
 
         Returns:
             `out`. Rows that attend to nothing are 0.
@@ -194,7 +195,7 @@ class DecodeLaunch:
         if step is None:
             rows = (query, *(states or ()))
             if not all(part.stride()[-1] == 1 or part.is_contiguous() for part in rows):
-                # Kernels read rows that are contiguous, as models make them.
+                # Kernels read contiguous rows, as models make them.
                 query, *row = (part.contiguous() for part in rows)
                 if token is not None:
                     token.states = row[0], row[1]
@@ -204,7 +205,7 @@ class DecodeLaunch:
         if step is None:
             step = self._steps[key] = self._step(query, out, mask_rows, options, states, append)
         scratch = allocate(step.plan.scratch.size)
-        # The common case, with nothing left to look up: all is compiled, for tensors that are aligned like these.
+        # Common case, nothing left to look up: all is compiled for tensors aligned like these.
         query_at, scratch_at, out_at = query.data_ptr(), scratch.data_ptr(), out.data_ptr()
         blocks_at, rows_at, sinks_at = held.addresses
         mask_at = scratch_at if mask is None else mask.data_ptr()
@@ -282,7 +283,7 @@ class DecodeLaunch:
             grid = (grid[0], 2 + -(-rows // warps), 1)
             constants = (*append.constants, warps, overlaps)  # a row for each warp
             first = (*strides, *append.numbers, *rotate)
-            # The split may not read the counts before they are written.
+            # The split must wait until the counts are written.
             split_constants = (*split_constants[:-1], 2) if overlaps else split_constants
         elif states is not None:
             grid = (grid[0], 1 + grid[1], 1)
@@ -314,7 +315,7 @@ class DecodeLaunch:
         out_type: torch.dtype,
         aux_type: torch.dtype,
     ) -> tuple[Launcher, ...]:
-        """Launchers that find or compile the variant for the tensors they are given, and add it to `launched`."""
+        """Launchers that find or compile the variant for their tensors, and add it to `launched`."""
         plan, device, on = step.plan, self.device.index, target(self.device)
         dependent = {"launch_pdl": True} if on.dependent_launch else {}
         limit = {"maxnreg": plan.config.registers} if plan.config.registers else {}
@@ -333,7 +334,7 @@ class DecodeLaunch:
             kernel, first_options = APPEND_AND_ROTATE, append.options
         else:
             kernel, first_options = ROTATE_AND_APPEND if writes else ROTATE, {"num_warps": 1}
-        # What decides a variant besides constants: the dtypes of pointers.
+        # The dtypes of pointers decide a variant too.
         return (
             by(kernel, (step.first_constants, query_type, dense), **first_options),
             by(

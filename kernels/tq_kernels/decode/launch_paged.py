@@ -1,7 +1,7 @@
 """Launch a layer's step over the pages of many sequences.
 
-Nothing here knows a length, only shapes: what is launched is right for whatever lengths the device finds, so a captured
-graph can be replayed while sequences grow, begin and end.
+Launches depend on shapes alone and kernels read lengths on the device: a captured graph can be replayed while sequences
+grow, begin and end.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def _plan(
     flags: tuple[Any, bool],
     on: Target,
 ) -> Plan:
-    """What a decode step of `count` sequences launches. `bits` are those of keys and of values; `room` is that for
-    blocks and for dense rows of a sequence."""
+    """Plan of a decode step of `count` sequences. `bits` are those of keys and of values; `room` is the most blocks and
+    dense rows of a sequence."""
     return plan_decode(count, query_heads, kv_heads, 1, dim, dim, *bits, *room, False, 0, *flags, on)
 
 
 def single_scratch_bytes(
     count: int, query_heads: int, kv_heads: int, dim: int, bits: tuple[int, int], rows: int, device: torch.device
 ) -> int:
-    """Bytes of scratch that `attend_single` takes for `count` sequences of any length with `rows` of ring and sinks."""
+    """Bytes of scratch of `attend_single` for `count` sequences of any length, with `rows` rows of ring and sinks."""
     room = (1 << 20, rows)
     return 4 * _plan(count, query_heads, kv_heads, dim, bits, room, (False, False), target(device)).scratch.size
 
@@ -69,13 +69,13 @@ def attend_single(
     out: torch.Tensor,
     fill: bool,
 ) -> None:
-    """Attention of sequences with one new token, whose rows also go to the rings.
+    """Compute attention of sequences with one new token, and write its row to the ring.
 
     Args:
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
-        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
         out: `[T, Hq, D]` contiguous; rows of other sequences stay as they are.
-        fill: No sequence has more than one new token, and T >= B: tokens of nobody get 0.
+        fill: Whether to write 0 for padding tokens; requires T >= B and at most one new token a sequence.
     """
     query, key, value = tokens
     (total, query_heads, dim), kv_heads, count = query.shape, key.shape[1], sequences.cu_seqlens_q.shape[0] - 1
@@ -144,7 +144,7 @@ def encode_new_blocks(
     """Encode the blocks that new tokens complete, from the rings and the new tokens.
 
     Args:
-        rotations: R of keys and of values as `tq_kernels.codec.launch.encode` takes them.
+        rotations: R of keys and of values, as in `tq_kernels.codec.launch.encode`.
     """
     _, key, value = tokens
     (total, kv_heads, dim), count = key.shape, sequences.cu_seqlens_q.shape[0] - 1
@@ -180,7 +180,7 @@ def encode_new_blocks(
 
 
 def append_new_rows(tokens: Tokens, pages: Pages, sequences: Sequences) -> None:
-    """Write the newest rows of sequences with more than one new token to their rings, and sinks to their pages."""
+    """Write the newest rows of sequences with several new tokens to their rings, and sinks to their pages."""
     _, key, value = tokens
     count, dim = sequences.cu_seqlens_q.shape[0] - 1, key.shape[2]
     place = (pages.sinks, pages.ring_rows, pages.page_rows, pages.block_words)

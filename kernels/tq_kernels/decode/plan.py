@@ -1,7 +1,7 @@
-"""What to launch for which shapes: a heuristic table, no autotuner.
+"""Plan the launches of decode attention for given shapes: a heuristic table, no autotuner.
 
-Everything here depends on shapes and the device alone and is planned once per combination. Lengths live in device
-tensors and no integer argument is specialised, so nothing is compiled while a sequence grows.
+A plan depends on shapes and the device alone and is made once per combination. Lengths live in device tensors and no
+integer argument is specialised: nothing is compiled while a sequence grows.
 
 Three launches (rotate, split, reduce) were measured against fewer (one H200, 4 bits, microseconds of a call; both
 rotations were products with matrices then):
@@ -15,13 +15,13 @@ rotations were products with matrices then):
 With rotations by sums and differences 12.7, 13.6, 18.5, 25.7 and 93.4 us; where programs of the split rotate as well,
 in the same run, 13.5, 14.2, 19.3, 28.2 and 95.3.
 
-Of the 14.0 us of 1 x 2k today, three launches that do nothing take 6.6 (one 4.3), the rotation 1, the split 5 after it,
-and the merge 3.4. None of it is memory: with code and data in the caches a call takes as long. It is the latency of
-instructions, of which one or two warps a scheduler issue one in some two cycles. Measured and not taken (1 x 2k, when
-it took 15.7): a first pass over stale queries or results, so that code is in the cache when it counts (split 18.0,
+A call of 1 x 2k takes 14.0 us: three launches that do nothing 6.6 (one 4.3), the rotation 1, the split 5 after it,
+and the merge 3.4. Memory is no part of it: with code and data in the caches a call takes as long. It is the latency of
+instructions: with one or two warps, a scheduler issues one in some two cycles. Measured and not taken (1 x 2k, when
+it took 15.7): a first pass over stale queries or results, to have code in the cache for the real one (split 18.0,
 merge 16.1); a merge that counts pieces instead of waiting for the end of the split (15.7); fewer slots at a time in the
-merge of few splits (15.6); one division of L1 and shared memory for all three (no difference). To begin as soon as the
-kernel in front of the rotation ends (programmatic launch) would win 0.3.
+merge of few splits (15.6); one division of L1 and shared memory for all three (no difference). Beginning as soon
+as the kernel in front of the rotation ends (programmatic launch) would win 0.3.
 
 At 1 x 8k it is memory: 14.4 us with the blocks in L2, 17.7 without, and their bytes take 2.1. All programs ask for
 their first block at once. Programs beside the rotation that ask for them (the split then waits for these to end, too)
@@ -45,7 +45,7 @@ from ..common.schedule import DENSE_TOKENS, START
 from ..format import BLOCK_TOKENS, padded_dim
 
 REDUCE_DENSE = 16
-"""Dense slots of a row that `reduce_splits` takes in at a time. Constant: no kernel may change as a residual grows."""
+"""Dense slots of a row that `reduce_splits` loads at a time. Constant: kernels must not change as a residual grows."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class SplitConfig:
 
 
 def _chunks(dim: int, bits: int, least: int, most: int) -> int:
-    """Parts that the channels are computed in, one after the other: of 2 and 3 bits those of four quarters.
+    """Number of parts of the channels, computed one after the other: a multiple of four (quarters) at 2 and 3 bits.
 
-    Tiles are powers of two, of `least` to `most` channels if the channels have such parts: as many as leave the fewest
-    channels of them empty (3 of 32 for 96). Fewer channels at a time need fewer registers.
+    A part's tile is a power of two, of `least` to `most` channels where possible, with the fewest empty channels (96
+    channels: 3 tiles of 32). Fewer channels at a time need fewer registers.
     """
     whole = dim if bits >= 4 else dim // 4
     tiles = {n: max(least, triton.next_power_of_2(whole // n)) for n in range(1, 9) if whole % (2 * n) == 0}
@@ -74,11 +74,11 @@ def _chunks(dim: int, bits: int, least: int, most: int) -> int:
 
 
 def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, rows: int, on: Target) -> SplitConfig:
-    """The heuristic table; `key_dim` and `value_dim` are padded."""
+    """Look up the heuristic table; `key_dim` and `value_dim` are padded."""
     block_rows = 8 if rows <= 8 and on.narrow_products else 16
     wide = max(key_dim, value_dim)
     if wide > 256:
-        # Buffers leave room for three programs. Of their four warps two pairs compute the same logits, half as many
+        # Buffers leave room for three programs. Two pairs of their four warps compute the same logits, half as many
         # instructions more, but each scheduler has three warps instead of one: 336 us, not 423 (4 bits, 8 x 32k, H100).
         warps = 4
         most_keys, most_values = 32 if key_bits < 4 else 2048 // block_rows, 64
@@ -87,12 +87,12 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
         most_keys, most_values = (
             64 if dim > 128 or bits < 4 else 128 for dim, bits in ((key_dim, key_bits), (value_dim, value_bits))
         )
-    # Warps share a product by 16 rows: values, whose rows are channels, in parts of as many at least.
+    # Warps share a product by 16 rows. Rows of values are channels: a part has as many at least.
     key_chunks = _chunks(key_dim, key_bits, 16, most_keys)
     value_chunks = _chunks(value_dim, value_bits, 16 * warps, most_values)
     # Two buffers of a block, but one where they were measured to cost more in programs than they hide (8 x 32k at
     # D = 256: 185 us instead of 296 with 4 bits, 181 instead of 201 with 3; FP8 keys are read at 87% of the rate so).
-    # Of more than 256 channels two would leave room for one program.
+    # With more than 256 channels two would leave room for one program.
     buffers = 1 if wide > 256 or wide > 128 and key_bits in (3, 4) else 2
     # Shared memory of a program: its buffers, its queries, the exchange of probabilities between warps,
     # and what CUDA takes.
@@ -110,7 +110,7 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
     dense_bytes += 2 * block_rows * triton.next_power_of_2(key_dim)
     program_bytes = max(buffers * block_bytes + query_bytes + probability_bytes, dense_bytes) + 1024
     # 4 and 8 bits: two warps a scheduler keep it busy, and with all registers the loop is shortest; 2 and 3 bits gain
-    # from more, but not with 256 channels. With 64, whose registers 8 programs spill in the loop over blocks, 6 take
+    # from more, but not with 256 channels. With 64, where 8 programs spill registers in the loop over blocks, 6 take
     # 62.7 us instead of 68.9 at 4 bits and 77.7 instead of 79.2 at 3 (8 x 32k, H200). An even number, because a
     # program's two warps occupy half of a multiprocessor's four schedulers: with an odd one, one half would finish
     # late.
@@ -139,17 +139,17 @@ def _split_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, 
 
 
 def _fragments_config(key_dim: int, value_dim: int, rows: int) -> SplitConfig:
-    """The table of `decode_split_fragments`: programs are warps, as many as have the registers they need."""
+    """Look up the table of `decode_split_fragments`: programs are warps, as many as registers allow."""
     wide = max(key_dim, value_dim) > 128
     tiles = 2 if rows > 8 and not wide else 1
     programs = 8 if wide or tiles == 2 else (12 if max(key_dim, value_dim) > 64 else 16)
-    # A limit even where it is the most there is: without one ptxas stops at 168 and spills.
+    # Set a limit even at the hardware's maximum: without one ptxas stops at 168 and spills.
     registers = min(65536 // (32 * programs) // 8 * 8, 255)
     return SplitConfig(1, 1, 8 * tiles, 1, 1, programs, registers)
 
 
 def _tile_constants(config: SplitConfig, dkp: int, dvp: int, value_dim: int, on: Target) -> tuple[Any, ...]:
-    """The constants of a split kernel that say how it computes."""
+    """Constants of a split kernel about tiles and instructions."""
     if on.fragments:
         return (config.block_rows // 8,)
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
@@ -166,8 +166,8 @@ def _tile_constants(config: SplitConfig, dkp: int, dvp: int, value_dim: int, on:
 
 
 def _mean_tile(key_dim: int, key_chunks: int, warps: int) -> int:
-    """Elements of a key mean that are loaded at a time: all, or as many as are in a part of the channels. Asynchronous
-    copies move at least 4 bytes a thread."""
+    """Number of elements of a key mean loaded at a time: all, or those of a part of the channels. Asynchronous copies
+    move at least 4 bytes a thread."""
     part, least = key_dim // key_chunks, 64 * warps
     if key_chunks > 1 and part >= least and part == triton.next_power_of_2(part):
         return part
@@ -180,7 +180,7 @@ def _blocks(dkp: int, dvp: int, value_dim: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ScratchLayout:
-    """Offsets into the scratch tensor of a call in lines of 32 float32, and its size in float32."""
+    """Offsets into a call's scratch tensor, in lines of 32 float32, and its size in float32."""
 
     plain: int
     scale: int
@@ -206,7 +206,7 @@ class ScratchLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `Decoder` launches for given shapes."""
+    """Launches of decode attention for given shapes: of `DecodeLaunch` and of `attend_single`."""
 
     config: SplitConfig
     workers: int
@@ -251,13 +251,13 @@ def plan_decode(
     dense_splits = -(-dense_capacity // DENSE_TOKENS.value)
     row_tiles = -(-rows // config.block_rows)
     streams, tile_rows = heads * row_tiles, min(rows, config.block_rows)
-    # One wave of resident programs, or fewer if there is not one block, as they are counted, or dense job for each.
+    # One wave of resident programs, or fewer if there are fewer blocks (as `counted`) and dense jobs.
     # Sinks and residual beside the blocks, not after them: 1 x 512 14.0 us instead of 16.2, 1 x 2k 15.3 instead of 17.8
     # (4 bits, H200).
     resident = on.multiprocessors * config.programs_per_multiprocessor
     workers = min(resident, streams * (capacity + START.value + dense_splits))
     block_dk, block_dv = _blocks(dkp, dvp, value_dim)
-    # Slots taken in at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
+    # Slots loaded at a time: all that a long stream will have, if they fit registers (not by capacity: kernels must
     # not change as it grows).
     reduce_slots = min(triton.next_power_of_2(resident // streams + 2), 16384 // triton.next_power_of_2(dvp))
     tile_constants = _tile_constants(config, dkp, dvp, value_dim, on)

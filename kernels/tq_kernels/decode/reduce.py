@@ -29,7 +29,7 @@ from .rotate import hadamard, signs
 
 
 class Partials(NamedTuple):
-    """The partial results of a row of streams.
+    """Partial results of a row of streams.
 
     Args:
         lse, partial: Pointers to logarithms and to normalised results of slot 0.
@@ -42,7 +42,7 @@ class Partials(NamedTuple):
 
 
 class ReduceShape(NamedTuple):
-    """The constants of a reduce kernel, passed on as one argument C; see `reduce_splits`."""
+    """Constants of a reduce kernel, passed on as one argument C; see `reduce_splits`."""
 
     DV: Any
     DVP: Any
@@ -54,7 +54,7 @@ class ReduceShape(NamedTuple):
 
 @triton.jit
 def _slots_of_row(slots, first, start, last, row, d, DIM: tl.constexpr, DM: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Logarithms [BS] and partial results [BS, BD] of one row: those of slots `first + start` on, before `last`."""
+    """Load logarithms [BS] and partial results [BS, BD] of one row, from slots `first + start` on, before `last`."""
     i = start + tl.arange(0, BLOCK_S)
     inside = i < last - first
     logs = tl.load(slots.lse + (first + i) * slots.tile_rows + row, mask=inside, other=-float("inf"))
@@ -67,12 +67,12 @@ def _slots_of_row(slots, first, start, last, row, d, DIM: tl.constexpr, DM: tl.c
 
 @triton.jit
 def merge_row(slots, row, packed, dense, rotation, sign, factor, s_aux, C: tl.constexpr):
-    """A row of the output, [BD].
+    """Merge a row of the output, [BD].
 
     Args:
-        slots: The `Partials`.
-        row: Of a slot.
-        packed, dense: First and last slot of the packed part and of the dense one.
+        slots: `Partials`.
+        row: Row of a slot.
+        packed, dense: First slot and end of slots, of the packed part and of the dense part.
         rotation: Pointer to sqrt(DVP) R.
         sign, factor: [BD] the rotation's signs and the channel scales of values.
         s_aux: Pointer to the logit of the head's sink, if C.HAS_AUX.
@@ -85,7 +85,7 @@ def merge_row(slots, row, packed, dense, rotation, sign, factor, s_aux, C: tl.co
         largest = tl.load(s_aux).to(tl.float32) * LOG2E
         weights += 1.0
     rotated, plain = tl.zeros([C.BLOCK_D], tl.float32), tl.zeros([C.BLOCK_D], tl.float32)
-    # Once, but for the longest rows. The time of this kernel is that of its longest chain: all loads are issued at
+    # One turn except for the longest rows. The longest chain decides the time of this kernel: all loads are issued at
     # once, and one maximum serves them all.
     times = tl.maximum(tl.cdiv(packed[1] - packed[0], C.BLOCK_S), tl.cdiv(dense[1] - dense[0], C.BLOCK_DENSE))
     for i in tl.range(0, times):
@@ -121,7 +121,7 @@ def reduce_splits(
     out_b, out_s, out_h, DV: tl.constexpr, DVP: tl.constexpr, BLOCK_D: tl.constexpr, TILE_R: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr, HAS_AUX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (streams, tile_rows). TILE_R is `decode_split`'s BLOCK_R."""
+    """Merge the slots of `decode_split`. Grid: (streams, tile_rows). TILE_R is `decode_split`'s BLOCK_R."""
     stream, local = tl.program_id(0), tl.program_id(1)
     head = stream // row_tiles
     r = (stream % row_tiles) * TILE_R + local
@@ -167,12 +167,12 @@ def reduce_splits_paged(
     kv_heads,
     groups,  # G
     row_tiles, tile_rows, workers, lse_at, partial_at,
-    FILL: tl.constexpr,  # no sequence has more than one token: write 0 for tokens of nobody
+    FILL: tl.constexpr,  # no sequence has several new tokens: write 0 for padding tokens
     SINKS: tl.constexpr, RING: tl.constexpr, BLOCK_B: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr,
     HAS_AUX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (streams, tile_rows)."""
+    """Merge the slots of `decode_split_paged`. Grid: (streams, tile_rows)."""
     stream, local = tl.program_id(0), tl.program_id(1)
     heads = kv_heads * row_tiles
     sequence = stream // heads
@@ -196,7 +196,7 @@ def reduce_splits_paged(
     dense_first = workers + heads * count + stream * dense_slots(SINKS, RING)
     dense_last = dense_first + tl.where(new == 1, dense_jobs_of(past, held), 0)
     if FILL:
-        # Of all sequences before this one, as many as have no token are ahead of it in taking those of nobody.
+        # A sequence without a token takes the padding token of its rank among the sequences without one.
         token = tl.where(new == 1, token, tl.load(cu_seqlens_q + count) + sequence - token)
         writes = token < tokens
     else:

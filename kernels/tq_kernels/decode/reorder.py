@@ -1,8 +1,7 @@
-"""Put the sequences of a batch in another order where they are: beam search takes beams to each other's places in every
-step.
+"""Reorder the sequences of a batch in place: beam search moves beams to each other's places in every step.
 
-One launch for all tensors of a layer, which stay where they are, and with them everything that knows their addresses. A
-program reads the same piece of all sequences before it writes it to any; those that keep their place are not touched.
+One launch does all tensors of a layer, in their memory: their addresses stay valid. A program reads the same piece of
+all sequences before it writes the piece of any; sequences that keep their place are not touched.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from ..common.device import current_device, target
 from ..common.launcher import Kernel
 
 TENSORS = 10
-"""Tensors that one launch takes at most."""
+"""Most tensors of a launch."""
 MOST_SEQUENCES = 256
-"""More leave pieces of less than 64 bytes."""
+"""Most sequences: more would leave pieces of less than 64 bytes."""
 UNIT = 16
-"""Bytes that a sequence must have a multiple of in each tensor."""
+"""A sequence's bytes in each tensor are a multiple of this."""
 PIECE_WORDS = 4096
-"""int32 words of a program at a time, of all sequences."""
+"""int32 words a program moves at a time, over all sequences."""
 
 
 @triton.jit
 def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
-    """Pointer and int32 words of this tensor if it is `which`, else `at` and `size`."""
+    """Pointer and number of int32 words of this tensor if it is the `which`-th, else `at` and `size`."""
     words = tensor.to(tl.pointer_type(tl.int32), bitcast=True)
     return tl.where(which == INDEX, words, at), tl.where(which == INDEX, units.to(tl.int64) * 4, size)
 
@@ -37,16 +36,16 @@ def selected(tensor, units, which, INDEX: tl.constexpr, at, size):
     debug=True, do_not_specialize="units0 units1 units2 units3 units4 units5 units6 units7 units8 units9 count".split()
 )
 def reorder_sequences(
-    sources,  # [B] int32 or int64, whose states sequence b gets
+    sources,  # [B] int32 or int64: sequence b gets the states of sequence `sources[b]`
     tensor0,  # [B, ..] contiguous, aligned
     tensor1, tensor2, tensor3, tensor4, tensor5, tensor6, tensor7, tensor8, tensor9,
-    units0,  # 16 bytes each that a sequence has in a tensor
+    units0,  # units of 16 bytes of a sequence in tensor 0
     units1, units2, units3, units4, units5, units6, units7, units8, units9,
     count,  # B
     BLOCK_B: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs, 10)."""
+    """Reorder pieces of all sequences. Grid: (programs, 10)."""
     which = tl.program_id(1)
     at = tensor0.to(tl.pointer_type(tl.int32), bitcast=True)
     size = units0.to(tl.int64) * 4
@@ -79,7 +78,7 @@ REORDER = Kernel(reorder_sequences)
 
 
 class ReorderLaunch:
-    """Puts the sequences of tensors that stay in another order, for any number of calls.
+    """Launch that reorders the sequences of fixed tensors, any number of times.
 
     Args:
         tensors: `[B, ..]`, of any dtypes.
@@ -96,7 +95,7 @@ class ReorderLaunch:
             and all(x.is_contiguous() and x.data_ptr() % UNIT == 0 for x in held)
             and all(size % UNIT == 0 for size in sizes)
         )
-        """Whether the kernel takes them: so many, of so many sequences, each of whole units."""
+        """Whether the kernel takes this number of tensors and sequences, each of whole units."""
         self.tensors = (*held, *[first] * spare)
         self.numbers = (*[size // UNIT for size in sizes], *[0] * spare, self.count)
         block_b = triton.next_power_of_2(self.count)
@@ -109,8 +108,8 @@ class ReorderLaunch:
         """Put sequence `sources[b]` in place b of every tensor.
 
         Args:
-            sources: `[B]` int32 or int64 on the tensors' device, contiguous. On a GPU the launch fails if one is not a
-                sequence's.
+            sources: `[B]` int32 or int64 on the tensors' device, contiguous. On a GPU the launch fails if one is out of
+                range.
         """
         index = self.device.index
         if self.device.type == "cuda" and index != current_device():
@@ -123,5 +122,5 @@ class ReorderLaunch:
             self.constants,
             (self.constants, sources.dtype, self.dtypes, index),
             num_warps=4,
-            sanitize_overflow=False,  # what `debug` turns on
+            sanitize_overflow=False,  # `debug` would turn this on
         )

@@ -9,8 +9,8 @@ product of the Hartley matrix of `odd` points and the Hadamard matrix of `power`
 differences in registers, where a product with R takes D * D. Kernels are given sqrt(D) R as a matrix in fp16: its first
 row is s, and every `power`-th entry of every `power`-th row is one of the Hartley matrix.
 
-A program of one warp rotates a row, as it then exchanges nothing with other warps: 312 instructions where a product by
-two warps took 928. Of a call of 15.9 us (1 x 2k, 4 bits, H200) this and the same way back save 2.5.
+A program of one warp rotates a row, and exchanges nothing with other warps: 312 instructions where a product by two
+warps took 928. This and the same way back save 2.5 us of a call of 15.9 (1 x 2k, 4 bits, H200).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..common.schedule import LINE, ROTATED
 
 @triton.jit
 def signs(rotation, d, DIM: tl.constexpr):
-    """s at channels `d`, float32. `rotation` points to sqrt(DIM) R."""
+    """Load the signs s at channels `d`, float32. `rotation` points to sqrt(DIM) R."""
     return tl.load(rotation + d, mask=d < DIM, other=0.0).to(tl.float32)
 
 
@@ -52,11 +52,11 @@ def hadamard(x, rotation, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.const
 
 
 class Queries(NamedTuple):
-    """The queries of a step and what rotates them: arguments of `rotate_query`.
+    """Queries of a step and their rotation: arguments of `rotate_query`.
 
     Args:
-        tokens: [S + 1] int32, where the new tokens of S sequences start: query s is that of sequence s if it has one
-            token, else 0. Or `None`.
+        tokens: [S + 1] int32, starts of the new tokens of S sequences: query s is that of sequence s if it has one
+            new token, else 0. Or `None`.
     """
 
     query: Any
@@ -76,11 +76,11 @@ def rotate_rows(
     new, scratch, tile, plain_at, scale_at, DK: tl.constexpr, DKP: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Rows `tile` * BLOCK_R and on of this program's head of `Queries`."""
+    """Rotate BLOCK_R rows of `Queries` from row `tile` * BLOCK_R on, of this program's head."""
     head = tl.program_id(0)
     r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
-    # All loads at once: behind the stores below, these would wait for the queries first.
+    # Issue all loads at once: behind the stores below, these would first wait for the queries.
     sign = signs(new.rotation, d, DKP)
     factor = tl.load(new.channel_scales + head * DK + d, mask=d < DK, other=1.0).to(tl.float32)
     batch = (head // new.kv_heads).to(tl.int64)

@@ -1,4 +1,4 @@
-"""What one program of decode attention does with a contiguous part of a stream's packed blocks."""
+"""Attend to a contiguous part of a stream's packed blocks: one program's work in decode attention."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .tiles import (
 )
 
 
-class Blocks(NamedTuple):
-    """The packed blocks of a stream: block i is `batch * stride_b + kv_head * stride_h + i`, or with a block table
+class DecodeBlocks(NamedTuple):
+    """Packed blocks of a stream: block i is `batch * stride_b + kv_head * stride_h + i`, or with a block table
     `block_table[i] * stride_b + kv_head * stride_h`.
 
     Args:
-        key_words, value_words, scales, key_means: Pointers as of `decode_split`.
+        key_words, value_words, scales, key_means: Pointers as in `decode_split`.
         block_table: Pointer to the sequence's pages, int32, or `None`.
-        batch, kv_head: Of the stream.
-        stride_b, stride_h: In blocks.
+        batch, kv_head: Sequence and KV head of the stream.
+        stride_b, stride_h: Strides in blocks.
     """
 
     key_words: Any
@@ -47,15 +47,15 @@ class Blocks(NamedTuple):
     stride_h: Any
 
 
-class Rows(NamedTuple):
-    """The query rows of a stream.
+class DecodeRows(NamedTuple):
+    """Query rows of a stream.
 
     Args:
-        head: Where the KV head's queries begin in scratch.
+        head: First row of the KV head's queries in scratch.
         r: [BR] rows of the head.
-        inside: [BR], which of them exist.
+        inside: [BR] whether they exist.
         local: [BR] rows of the partial result.
-        stored: [BR], which of them are stored.
+        stored: [BR] whether those are stored.
         queries: S.
     """
 
@@ -67,12 +67,12 @@ class Rows(NamedTuple):
     queries: Any
 
 
-class Scratch(NamedTuple):
+class DecodeScratch(NamedTuple):
     """Scratch of a call, with offsets in lines.
 
     Args:
         start: Pointer to float32.
-        scale, lse, partial: Offsets as of `tq_kernels.decode.plan.ScratchLayout`.
+        scale, lse, partial: Offsets as in `tq_kernels.decode.plan.ScratchLayout`.
         tile_rows: Rows of a partial result.
     """
 
@@ -88,14 +88,15 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     """Attend to blocks `first` to `last` of a stream and leave the partial result in slot `slot`.
 
     Args:
-        scratch: A `Scratch`.
-        blocks: `Blocks` of the stream.
-        mask: `Mask` of the sequence.
-        first, last: Through `per_lane`, the latter.
-        rows: `Rows` of the stream.
-        sink_count: Tokens before block 0, of which the mask has columns.
-        C: A `Shape`.
+        scratch: A `DecodeScratch`.
+        blocks: `DecodeBlocks` of the stream.
+        mask: `DecodeMask` of the sequence.
+        first, last: First block and the one after the last; `last` comes from `per_lane`.
+        rows: `DecodeRows` of the stream.
+        sink_count: Number of tokens before block 0, in columns of the mask.
+        C: A `DecodeShape`.
     """
+    # Queries: factors to base-2 logits, and the rotated rows in parts of the channels.
     factor = tl.load(scratch.start + LINE * scratch.scale + rows.head + rows.r, mask=rows.inside, other=1.0)  # [BR]
     factor = factor * scaling_log2
     factor /= level_unit(C.KEY_BITS, C.SMALL)
@@ -103,7 +104,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     n = tl.arange(0, 32)
     kc = tl.arange(0, C.BLOCK_KC)
     vc = tl.arange(0, C.BLOCK_VC)
-    # Fields are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
+    # A block's fields are in arrays of their own, or in one piece of BLOCK_WORDS words.
     KEY_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DKP * C.KEY_BITS
     VALUE_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DVP * C.VALUE_BITS
     MEAN_SIZE: tl.constexpr = 2 * C.BLOCK_WORDS if C.BLOCK_WORDS else C.DKP
@@ -118,7 +119,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             tl.load(rotated + chunk_start(chunk, C.KEY_CHUNKS, C.DKP, C.KEY_BITS), mask=q_mask, other=0.0),
         )  # [BKC, BR]
     km = tl.arange(0, C.BLOCK_MEAN)
-    q_mean = q  # of parts that are as long as those of the mean
+    q_mean = q  # parts as long as those of the mean
     if C.BLOCK_MEAN != C.BLOCK_KC:
         whole = queries_at + (rows.head + rows.r)[None, :] * C.DKP + km[:, None]
         q_mean = (tl.load(whole, mask=(km < C.DKP)[:, None] & rows.inside[None, :], other=0.0),)  # [BM, BR]
@@ -128,13 +129,13 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
     sums = tl.zeros([ROWS32, C.BLOCK_R], tl.float32)
     maximum = tl.full([C.BLOCK_R], -float("inf"), tl.float32)
 
-    # Scales are read a block ahead into registers: as asynchronous copies they would cost four branches a block.
+    # Scales, one block ahead, into registers: as asynchronous copies they would cost four branches a block.
     if blocks.block_table is None:
         block0 = blocks.batch.to(tl.int64) * blocks.stride_b + blocks.kv_head.to(tl.int64) * blocks.stride_h
         scale_at = blocks.scales + block0 * TOKENS + n
         words = load_scales(scale_at + first * TOKENS, first < last)
     else:
-        # The page of a block is read two blocks ahead: its words are copied, and its scales read, one block ahead.
+        # Pages are read two blocks ahead, because words are copied and scales read one block ahead.
         block0 = blocks.kv_head.to(tl.int64) * blocks.stride_h
         at = block0 + tl.load(blocks.block_table + first).to(tl.int64) * blocks.stride_b
         page = tl.load(blocks.block_table + first + 1, mask=first + 1 < last, other=0)
@@ -147,6 +148,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             at = block0 + block
         key_at = blocks.key_words + at * KEY_SIZE
         value_at = blocks.value_words + at * VALUE_SIZE
+        # Scores: key levels . rotated queries, then the keys' scales.
         scores = key_scores(key_at, q, n[:, None], kc[None, :], C)
         key_scale, value_scale = scales_of(words)
         if blocks.block_table is None:
@@ -154,10 +156,11 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         else:
             next_at = block0 + page.to(tl.int64) * blocks.stride_b
             words = load_scales(blocks.scales + next_at * C.BLOCK_WORDS + n, block + 1 < last)
-        # Step by step for all planes: softcap's exponentials stay in this order.
+        # Each step for all four planes: softcap's exponentials stay in this order.
         x = ()
         for plane in tl.static_range(4):
             x += (scores[plane] * key_scale[plane][:, None],)  # [32, BR]
+        # Mean: mean . rotated queries, the same for all tokens of the block.
         shared = mean_scores(blocks.key_means + at * MEAN_SIZE, q_mean, km, C) * level_unit(C.KEY_BITS, C.SMALL)
         x = (x[0] + shared, x[1] + shared, x[2] + shared, x[3] + shared)
         if C.BOUNDS:
@@ -165,6 +168,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
             for plane in tl.static_range(4):
                 capped += (bounded(x[plane] * factor[None, :], cap_log2, C.BOUNDS),)
             x = capped
+        # Mask: -inf where a token is masked, for all rows alike or row by row.
         if C.MASK == 1:
             x = (x[0] + bias[0][:, None], x[1] + bias[1][:, None], x[2] + bias[2][:, None], x[3] + bias[3][:, None])
             bias = load_bias(mask_at, tl.minimum(block + 1, last - 1), mask.stride_t)
@@ -176,8 +180,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
                 allowed = allowed_tile(mask.start, t + 32 * plane, mask_offset, mask.stride_t, rows.inside[None, :])
                 seen += (tl.where(allowed, x[plane], -float("inf")),)
             x = seen
-        # The maximum is kept in the units of these products; the factor to base-2 logits enters the
-        # exponent's FMA.
+        # Softmax: the maximum stays in the units of these products; the factor to base 2 enters the exponent's FMA.
         gain = tl.full([C.BLOCK_R], 1.0, tl.float32) if C.BOUNDS else factor
         largest = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), 0)  # [BR]
         maximum, shift, alpha = rescaled(maximum, largest, gain, C.MASK)
@@ -189,6 +192,7 @@ def attend_share(scratch, blocks, mask, first, last, rows, slot, sink_count, sca
         decayed = ()
         for chunk in tl.static_range(C.VALUE_CHUNKS):
             decayed += (acc[chunk] * alpha[None, :],)
+        # Values: value levels @ (probabilities times the values' scales), added to the decayed sum.
         if C.VALUE_CHUNKS == 1:
             # Two planes at a time: the exchange of probabilities between warps takes half the shared memory.
             values = value_levels(value_at, vc[:, None], n[None, :], 0, C)

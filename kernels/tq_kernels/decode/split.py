@@ -1,4 +1,4 @@
-"""Decode attention over packed blocks: rotate the queries, then every program attends to its share of the keys.
+"""Decode attention over packed blocks: every program attends to its share of the tokens, with rotated queries.
 
 For queries q of one KV head (rows r = g S + s of its G query heads and S queries), R the rotation, block b, mean m_b:
 
@@ -6,8 +6,8 @@ For queries q of one KV head (rows r = g S + s of its G query heads and S querie
     rotated[r, :] = sum_t softmax(logit)[t, r] value_scale[t] value_level[t, :]    (`reduce` rotates back)
 
 The tokens are M and the query rows N of every matrix product: a GQA group of 4 then costs one 8-wide product instead of
-one padded to 16. Which program reads what is decided in `tq_kernels.common.schedule`. Dense sinks and residual are read
-in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
+one padded to 16. `tq_kernels.common.schedule` decides which program reads what (`README.md` draws it). Dense sinks and
+residual are read in jobs of 32 tokens, with queries that are not rotated. Logits are in base 2.
 
 Scratch of a call is one float32 tensor (offsets in `tq_kernels.decode.plan.ScratchLayout`). With P = B * Hkv, ROWS =
 G * S and TILE rows in a tile of rows:
@@ -42,11 +42,11 @@ from ..common.schedule import (
 )
 from ..common.softmax import log2_sum
 from ..format import TOKENS
-from .share import Blocks, Rows, Scratch, attend_share
+from .share import DecodeBlocks, DecodeRows, DecodeScratch, attend_share
 from .tiles import (
+    DecodeMask,
+    DecodeShape,
     DenseTokens,
-    Mask,
-    Shape,
     dense_job,
     dense_logits,
     dense_rows_of,
@@ -72,7 +72,7 @@ def decode_split(
     scales,  # [B, Hkv, N, 128] int32
     key_means,  # [B, Hkv, N, DKP] fp16
     num_blocks,  # [] int32
-    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype, of which the first num_sinks count
+    sink_keys,  # [B, Hkv, sinks, DK] in the model's dtype; the first num_sinks count
     sink_values,  # [B, Hkv, sinks, DV]
     residual_keys,  # [B, Hkv, residual_capacity, DK], row j in slot (128 * num_blocks + j) % residual_capacity
     residual_values,  # [B, Hkv, residual_capacity, DV]
@@ -92,7 +92,7 @@ def decode_split(
     streams,  # P * row_tiles
     tile_rows,  # min(rows, BLOCK_R)
     plain_at, scale_at, lse_at, partial_at,
-    dense_splits,  # slots of a stream for dense jobs: as many as its sinks and residual have room for
+    dense_splits,  # slots of a stream for dense jobs: enough for full sinks and residual
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr,  # 0: none, 1: one row for all queries, 2: a row for each
@@ -101,20 +101,20 @@ def decode_split(
     BLOCK_R: tl.constexpr, SMALL: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,  # the kernel in front: 0: has ended, 1: may still run, 2: may still run and writes the counts
 ):  # fmt: skip
-    """Every worker's share: `partial` and `lse`. Grid: (workers,)."""
+    """Attend to every worker's share: writes `partial` and `lse`. Grid: (workers,)."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     DM: tl.constexpr = DV if DV > DVP else DVP
-    C: tl.constexpr = Shape(
+    C: tl.constexpr = DecodeShape(
         DK, DV, DKP, DVP, DM, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, 0,
     )  # fmt: skip
     if PDL == 2:
         cuda.gdc_wait()
     if PDL:
-        # After that wait: the merge reads the counts before its own.
+        # After that wait, because the merge reads the counts before its own wait.
         cuda.gdc_launch_dependents()
-    # Before the wait: nothing that the kernel in front writes, which is queries and perhaps a row of the residual.
+    # Before the wait, read nothing that the kernel in front writes: queries and perhaps a row of the residual.
     blocks = tl.load(num_blocks)
     residual_count = tl.load(num_residual)
     sink_count = tl.load(num_sinks)
@@ -130,12 +130,12 @@ def decode_split(
     per_stream = tl.maximum(counted(blocks), 1)
     first_job, without_share = first_jobs(worker, workers, total, sharers)
     residual_start = (blocks * TOKENS) % tl.maximum(residual_capacity, 1)
-    # Where the share's streams are is counted on from here: divisions behind the wait would make a short call longer.
+    # Find the first stream here and count on from it: divisions behind the wait would make a short call longer.
     first_stream, last_stream = start // per_stream, (end + per_stream - 1) // per_stream
     tile, head = first_stream % row_tiles, first_stream // row_tiles
     batch, kv_head = head // kv_heads, head % kv_heads
     if ASM >= AMPERE:
-        # What comes first is on its way while queries are made.
+        # Fetch the first block and dense rows while queries are made.
         own_block = batch.to(tl.int64) * blocks_b + kv_head.to(tl.int64) * blocks_h
         own_block += tl.maximum(start % per_stream - START, 0)
         prefetch(scales + own_block * TOKENS, TOKENS // 32, start < end)
@@ -160,11 +160,13 @@ def decode_split(
         first = tl.maximum(start - stream * per_stream - START, 0)
         last = per_lane(tl.minimum(end - stream * per_stream - START, blocks), ASM)
         r = tile * BLOCK_R + local
-        stream_blocks = Blocks(key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h)
-        stream_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
-        stream_rows = Rows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
+        stream_blocks = DecodeBlocks(
+            key_words, value_words, scales, key_means, None, batch, kv_head, blocks_b, blocks_h
+        )
+        stream_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+        stream_rows = DecodeRows((batch * kv_heads + kv_head) * rows, r, r < rows, local, store_rows, queries)
         attend_share(
-            Scratch(scratch, scale_at, lse_at, partial_at, tile_rows), stream_blocks, stream_mask, first, last,
+            DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows), stream_blocks, stream_mask, first, last,
             stream_rows, worker + stream, sink_count, scaling_log2, cap_log2, C,
         )  # fmt: skip
         tile, kv_head = tl.where(tile + 1 == row_tiles, 0, tile + 1), kv_head + (tile + 1 == row_tiles).to(tl.int32)
@@ -188,7 +190,7 @@ def decode_split(
             sink_keys + sink_at * DK, sink_values + sink_at * DV, residual_keys + residual_at * DK,
             residual_values + residual_at * DV, sink_count, residual_count, residual_start, residual_capacity,
         )  # fmt: skip
-        job_mask = Mask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
+        job_mask = DecodeMask(mask + batch.to(tl.int64) * mask_b if MASK else mask, mask_s, mask_t)
         out, dense_total, dense_maximum = dense_job(
             low, packed_count, query, scale, dense, job_mask, (r % queries) * mask_s, queries, r, rows, scaling_log2,
             cap_log2, C,
@@ -244,14 +246,14 @@ def decode_split_paged(
     workers = tl.num_programs(0)
     DM: tl.constexpr = DIM if DIM > DIMP else DIMP
     FIRST_BLOCK: tl.constexpr = first_block_column(SINKS, RING, ROWS)
-    C: tl.constexpr = Shape(
+    C: tl.constexpr = DecodeShape(
         DIM, DIM, DIMP, DIMP, DM, KEY_BITS, VALUE_BITS, False, 0, BOUNDS, KEY_CHUNKS, VALUE_CHUNKS,
         BLOCK_KC, BLOCK_VC, BLOCK_DK, BLOCK_DM, BLOCK_MEAN, BLOCK_R, SMALL, ASM, BLOCK_WORDS,
     )  # fmt: skip
     if PDL:
         cuda.gdc_launch_dependents()
-    # Before the wait: nothing that the kernel in front writes, which is queries and rows of tokens that are read here
-    # from `key` and `value`.
+    # Before the wait, read nothing that the kernel in front writes: queries, and rows of new tokens (read here from
+    # `key` and `value`).
     scratch_fp16 = scratch.to(tl.pointer_type(tl.float16), bitcast=True)
     local = tl.arange(0, BLOCK_R)
     store_rows = local < tile_rows
@@ -259,7 +261,7 @@ def decode_split_paged(
 
     start, end, stream, at = share(worker, workers, cu_seqlens_q, cu_seqlens_k, packed_blocks, count, heads, BLOCK_B)
     if ASM >= AMPERE:
-        # The share's first block is on its way while queries are read.
+        # Fetch the share's first block while queries are read.
         sequence = stream // heads
         starts_packed = (start < end) & (start - at < packed_of(packed_blocks, sequence, count))
         page = tl.load(
@@ -277,7 +279,7 @@ def decode_split_paged(
         g = stream % row_tiles * BLOCK_R + local
         row_mask = g < groups
         head_row = kv_head * (groups * count)
-        r = g * count + sequence  # [BR], of the head's rows
+        r = g * count + sequence  # [BR] rows of the head
         token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
         pages = block_table + sequence.to(tl.int64) * width
         held = packed_of(packed_blocks, sequence, count)
@@ -311,12 +313,12 @@ def decode_split_paged(
             tl.store(scratch + LINE * partial_at + to, out * inverse[None, :], mask=out_mask)
 
         if first < blocks:
-            blocks_of = Blocks(
+            blocks_of = DecodeBlocks(
                 key_words, value_words, scales, key_means, pages + FIRST_BLOCK, 0, kv_head, page_blocks, 1
             )
             attend_share(
-                Scratch(scratch, scale_at, lse_at, partial_at, tile_rows), blocks_of, Mask(scratch, 0, 0),
-                first, per_lane(tl.minimum(last, blocks), ASM), Rows(head_row, r, row_mask, local, store_rows, 1),
+                DecodeScratch(scratch, scale_at, lse_at, partial_at, tile_rows), blocks_of, DecodeMask(scratch, 0, 0),
+                first, per_lane(tl.minimum(last, blocks), ASM), DecodeRows(head_row, r, row_mask, local, store_rows, 1),
                 worker + stream, 0, scaling_log2, cap_log2, C,
             )  # fmt: skip
         at += items

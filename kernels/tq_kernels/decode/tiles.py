@@ -1,4 +1,4 @@
-"""What one block contributes to decode attention: scores from its key words, operands from its value words, scales."""
+"""Contributions of one block to decode attention: scores from key words, operands from value words, scales."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..common.softmax import bounded, finite
 from ..common.unpack import chunk_start, load_levels, load_signs, small_unit, unpack_scales
 
 ROWS32 = tl.constexpr(32)
-"""Tokens of a plane."""
+"""Number of tokens of a plane."""
 
 
-class Shape(NamedTuple):
-    """The constants of a split kernel, passed on as one argument C.
+class DecodeShape(NamedTuple):
+    """Constants of a split kernel, passed on as one argument C.
 
     Args:
         DK, DV: Channels of keys and of values as models see them.
@@ -25,10 +25,10 @@ class Shape(NamedTuple):
         DM: max(DV, DVP), the stride of partial results.
         KEY_BITS, VALUE_BITS: Bits of a code.
         CAUSAL: Whether query s does not see the last S - 1 - s tokens.
-        MASK: 0: none, 1: one row for all queries, 2: a row for each.
-        BOUNDS: How logits are bounded (see `bounded`).
-        KEY_CHUNKS, VALUE_CHUNKS: Parts of the channels that are computed one after the other.
-        BLOCK_KC, BLOCK_VC: Channels of such a part, padded to a power of two.
+        MASK: 0: no mask, 1: one row for all queries, 2: a row for each.
+        BOUNDS: Bound of logits (see `bounded`).
+        KEY_CHUNKS, VALUE_CHUNKS: Number of parts of the channels, computed one after the other.
+        BLOCK_KC, BLOCK_VC: Channels of a part, padded to a power of two.
         BLOCK_DK, BLOCK_DM: DKP and DM padded to powers of two.
         BLOCK_MEAN: Elements of a key mean's tile: BLOCK_KC where the mean is taken in the same parts.
         BLOCK_R: Query rows of a tile.
@@ -62,13 +62,13 @@ class Shape(NamedTuple):
 
 @triton.jit
 def level_unit(BITS: tl.constexpr, SMALL: tl.constexpr):
-    """What `key_scores` and `value_levels` multiply levels by."""
+    """Factor of the levels in `key_scores` and `value_levels`."""
     return small_unit(BITS) if SMALL else 1.0
 
 
 @triton.jit
 def fetch(pointers):
-    """Start to move what `pointers` point to, with the lines around it, to the L2 cache."""
+    """Start to move the lines at `pointers` to the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -84,10 +84,10 @@ def prefetch(pointer, LINES: tl.constexpr, valid):
 
 @triton.jit
 def per_lane(x, ASM: tl.constexpr):
-    """`x`, an int32 scalar that bounds a loop over blocks.
+    """Return `x`, an int32 scalar that bounds a loop over blocks, as if it differed between lanes.
 
-    The compiler must take it for different per lane: with a uniform bound it recomputes the predicate of every
-    prefetching copy from a uniform register, 200 cycles a block.
+    With a uniform bound the compiler recomputes the predicate of every prefetching copy from a uniform register, 200
+    cycles a block.
     """
     if ASM >= AMPERE:  # adds zero
         return tl.inline_asm_elementwise(
@@ -104,8 +104,8 @@ def per_lane(x, ASM: tl.constexpr):
 
 @triton.jit
 def key_scores(words, q, row, column, C: tl.constexpr):
-    """level_unit * level . q of a block's tokens, four [32, BR] float32 planes; `q` are the queries' KEY_CHUNKS chunks
-    of channels, [BC, BR]."""
+    """level_unit * level . q of a block's tokens, four [32, BR] float32 planes; `q` are the KEY_CHUNKS parts of the
+    queries' channels, [BC, BR]."""
     WIDTH: tl.constexpr = C.DKP // C.KEY_CHUNKS
     mask = None if column.shape[1] == WIDTH else column < WIDTH
     s = ()
@@ -128,7 +128,7 @@ def key_scores(words, q, row, column, C: tl.constexpr):
 @triton.jit
 def mean_scores(means, q, channel, C: tl.constexpr):
     """mean . q of a block, [32, BR] float32 with equal rows; `means` points to channel 0, `channel` is [BM], `q` are
-    [BM, BR], the whole queries or their KEY_CHUNKS chunks of channels."""
+    [BM, BR], the whole queries or the KEY_CHUNKS parts of their channels."""
     CHUNKS: tl.constexpr = C.KEY_CHUNKS if C.BLOCK_MEAN == C.BLOCK_KC else 1
     WIDTH: tl.constexpr = C.DKP // CHUNKS
     WHOLE: tl.constexpr = C.BLOCK_MEAN == WIDTH
@@ -142,7 +142,7 @@ def mean_scores(means, q, channel, C: tl.constexpr):
 
 @triton.jit
 def value_levels(words, row, column, CHUNK: tl.constexpr, C: tl.constexpr):
-    """Four planes [BV, 32] of part CHUNK of VALUE_CHUNKS of a block's values, times `level_unit`."""
+    """Load part CHUNK (of VALUE_CHUNKS) of a block's values: four planes [BV, 32], times `level_unit`."""
     HEIGHT: tl.constexpr = C.DVP // C.VALUE_CHUNKS
     mask = None if row.shape[0] == HEIGHT else row < HEIGHT
     return load_levels(words, row, column, mask, CHUNK, C.VALUE_CHUNKS, C.DVP, C.VALUE_BITS, True, C.SMALL, C.ASM)
@@ -150,7 +150,7 @@ def value_levels(words, row, column, CHUNK: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def add_chunks(acc, words, row, column, p, C: tl.constexpr):
-    """acc[chunk] [BV, BR] + a block's values of that part of the channels @ p[plane] [32, BR] fp16, for all chunks."""
+    """acc[chunk] [BV, BR] + values of part `chunk` @ p[plane] [32, BR] fp16, for all parts of the channels."""
     new = ()
     for chunk in tl.static_range(C.VALUE_CHUNKS):
         levels = value_levels(words, row, column, chunk, C)
@@ -163,7 +163,7 @@ def add_chunks(acc, words, row, column, p, C: tl.constexpr):
 
 @triton.jit
 def load_scales(pointer, valid):
-    """Scales of a block's four planes, [32] int32 each; `pointer` is to plane 0's."""
+    """Load the scales of a block's four planes, [32] int32 each; `pointer` is to plane 0."""
     scales = ()
     for plane in tl.static_range(4):
         scales += (tl.load(pointer + 32 * plane, mask=valid, other=0),)
@@ -173,14 +173,14 @@ def load_scales(pointer, valid):
 @triton.jit
 def _bias(pointer):
     """0 where the mask is 1, -inf where it is 0."""
-    # 0xff800000 is -inf, and 0x00800000 more is 0.
+    # 0xff800000 is -inf; adding 0x00800000 gives 0.
     return (tl.load(pointer).to(tl.uint32) * 0x00800000 + 0xFF800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_bias(pointer, block, stride):
-    """A mask's summands of the logits of a block's four planes, [32] float32 each; `pointer` is to block 0's plane
-    0."""
+    """Load a mask as summands of the logits, [32] float32 for each of a block's four planes; `pointer` is to plane 0 of
+    block 0."""
     plane = 32 * stride
     pointer += 4 * block * plane
     return _bias(pointer), _bias(pointer + plane), _bias(pointer + 2 * plane), _bias(pointer + 3 * plane)
@@ -188,7 +188,7 @@ def load_bias(pointer, block, stride):
 
 @triton.jit
 def scales_of(scales):
-    """int32 scales of four planes -> their float32 key scales, and their value scales."""
+    """Unpack int32 scales of four planes into their float32 key scales and value scales."""
     keys, values = (), ()
     for plane in tl.static_range(4):
         key, value = unpack_scales(scales[plane])
@@ -197,8 +197,8 @@ def scales_of(scales):
     return keys, values
 
 
-class Mask(NamedTuple):
-    """The mask of a sequence: pointer to uint8, and strides of queries and of tokens."""
+class DecodeMask(NamedTuple):
+    """Mask of a sequence: pointer to uint8, and strides over queries and tokens."""
 
     start: Any
     stride_s: Any
@@ -206,13 +206,13 @@ class Mask(NamedTuple):
 
 
 class DenseTokens(NamedTuple):
-    """The dense tokens of a KV head, sinks before residual. The residual is a ring, its first row in slot
+    """Dense tokens of a KV head, sinks before residual. The residual is a ring; its first row is in slot
     `residual_start`.
 
     Args:
         sink_keys, sink_values, residual_keys, residual_values: Pointers to the head's rows.
-        sink_count, residual_count: Rows that count.
-        residual_start, residual_capacity: Slots of the residual.
+        sink_count, residual_count: Number of rows that count.
+        residual_start, residual_capacity: First slot and number of slots of the residual.
     """
 
     sink_keys: Any
@@ -227,14 +227,14 @@ class DenseTokens(NamedTuple):
 
 @triton.jit
 def allowed_tile(mask, t, r_offset, stride_t, valid):
-    """Mask tile [32, BR] of tokens `t` [32]."""
+    """Load the mask tile [32, BR] of tokens `t` [32]."""
     return tl.load(mask + (t.to(tl.int64) * stride_t)[:, None] + r_offset[None, :], mask=valid, other=0) != 0
 
 
 @triton.jit
 def dense_states(k_row, v_row, inside, C: tl.constexpr):
-    """Keys [32, BDK] and values [BDM, 32] of the dense tokens whose rows `k_row` and `v_row` [32] point to; those not
-    `inside` [32] read 0."""
+    """Load keys [32, BDK] and values [BDM, 32] of dense tokens from rows at pointers `k_row` and `v_row` [32]; 0 where
+    not `inside` [32]."""
     dk = tl.arange(0, C.BLOCK_DK)
     dv = tl.arange(0, C.BLOCK_DM)
     k = tl.load(k_row[:, None] + dk[None, :], mask=inside[:, None] & (dk < C.DK)[None, :], other=0.0).to(
@@ -254,7 +254,7 @@ def dense_logits(k, q, factor, cap_log2, BOUNDS: tl.constexpr):
 
 @triton.jit
 def dense_sums(x, v):
-    """What logits x [32, BR] and values v [BDM, 32] sum up to: (sum [BDM, BR], total [BR], maximum [BR])."""
+    """Softmax sums of logits x [32, BR] and values v [BDM, 32]: (sum [BDM, BR], total [BR], maximum [BR])."""
     maximum = tl.max(x, 0)
     p = tl.exp2(x - finite(maximum)[None, :])
     return tl.dot(v, p.to(tl.float16)), tl.sum(p, 0), maximum
@@ -262,8 +262,8 @@ def dense_sums(x, v):
 
 @triton.jit
 def dense_rows_of(low, dense, C: tl.constexpr):
-    """Pointers [32] to the keys and values of dense tokens `low` to `low + 32`; the tokens [32], and which of them are
-    there. The others' pointers are to the last one."""
+    """Pointers [32] to keys and values of dense tokens `low` to `low + 32`; the tokens [32]; and whether they exist.
+    Pointers of absent ones are to the last one."""
     t = low + tl.arange(0, DENSE_TOKENS)
     count = dense.sink_count + dense.residual_count
     near = tl.minimum(t, count - 1)
@@ -277,7 +277,7 @@ def dense_rows_of(low, dense, C: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(row, DIM: tl.constexpr):
-    """Start to move rows of DIM elements, to which `row` [32] points, to the L2 cache."""
+    """Start to move rows of DIM elements at pointers `row` [32] to the L2 cache."""
     LINE_ELEMENTS: tl.constexpr = 1024 // row.dtype.element_ty.primitive_bitwidth
     for line in tl.static_range((DIM + LINE_ELEMENTS - 1) // LINE_ELEMENTS):
         fetch(row + line * LINE_ELEMENTS)
@@ -290,15 +290,15 @@ def dense_job(
     """Attention over dense tokens `low` to `low + 32`: (sum [BDM, BR], total [BR], maximum [BR]).
 
     Args:
-        packed_count: Tokens in packed blocks, which come between sinks and residual.
-        query, scale: [BR] pointers to the rows' queries and to the channel scales these were divided by.
-        dense: The `DenseTokens`.
-        mask: The sequence's `Mask`, and `mask_offset` [BR] the offset of each row's query.
-        queries, r, rows: S, [BR] rows of the head, and how many there are.
-        C: A `Shape`.
+        packed_count: Number of tokens in packed blocks, between sinks and residual.
+        query, scale: [BR] pointers to the rows' queries and to the scales they were divided by.
+        dense: `DenseTokens`.
+        mask: The sequence's `DecodeMask`, and `mask_offset` [BR] the offset of each row's query.
+        queries, r, rows: S, [BR] rows of the head, and their number.
+        C: A `DecodeShape`.
     """
     k_row, v_row, t, inside = dense_rows_of(low, dense, C)
-    # States first: the compiler lets a product wait for its queries before it loads what comes after them.
+    # Load states first: the compiler lets a product wait for its queries before it loads what comes after them.
     k, v = dense_states(k_row, v_row, inside, C)
     d = tl.arange(0, C.BLOCK_DK)
     q = tl.load(query[None, :] + d[:, None], mask=(d < C.DK)[:, None] & (r < rows)[None, :], other=0.0)  # [BDK, BR]

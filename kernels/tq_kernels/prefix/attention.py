@@ -6,13 +6,13 @@ once for all rows; then its accumulator is rotated back, and it goes on over the
 tokens; bottom-right causal) with the plain rows. No history is ever dense in memory. Scratch is the rows themselves
 in fp16, and partial results where several programs share the tokens of a tile of rows.
 
-Packed keys are in fp16 less a `reference_key` c of the program, close to their means, so that fp16 rounds them to their
-own size and not to that of the means. What a row has in common with it goes to the row's maximum after the last block.
+Packed keys are in fp16 less a `reference_key` c of the program, close to their means: fp16 then rounds them to their
+own size and not to that of the means. The product of a row with c is added to the row's maximum after the last block.
 
     x[r, t]   = q[r] . k[t]    packed: (R q[r] / f) . (key_scale[t] key_level[t] + mean - c) + (R q[r] / f) . c
     out[r, :] = R^T sum_packed p value_scale value_level / f' + sum_dense p v,  p = softmax(scaling x)
 
-What bounds it on sm_90, D = 128, a block of 128 tokens and 128 rows, in clocks of a multiprocessor: products 2048;
+Bounds on sm_90, D = 128, a block of 128 tokens and 128 rows, in clocks of a multiprocessor: products 2048;
 exponentials 1024; 839 instructions a warp at 4 bits, 8 warps on 4 schedulers, 1680 (a third of them unpack 256 elements
 a token); tiles through shared memory 1800. With one program a multiprocessor, products and the rest come one after the
 other, about half of the product rate; several programs overlap them but have fewer registers or unpack more often.
@@ -29,8 +29,8 @@ from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, 
 from ..common.unpack import unpack_scales
 from ..format import TOKENS
 from .tiles import (
-    Dense,
-    Mask,
+    PrefixDense,
+    PrefixMask,
     Scale,
     channel_of,
     key_tiles,
@@ -48,12 +48,12 @@ from .tiles import (
 TILE = tl.constexpr(64)
 
 
-class Blocks(NamedTuple):
-    """Packed blocks of a KV head, with what turns them and query rows into one another.
+class PrefixBlocks(NamedTuple):
+    """Packed blocks of a KV head, with the rotations and channel scales of queries and outputs.
 
     Args:
         block_table: Pages of the sequence's blocks, or None.
-        stride_b: Blocks from a sequence to the next, or from a page.
+        stride_b: Number of blocks from a sequence to the next, or from a page to the next.
     """
 
     key_words: Any
@@ -71,8 +71,8 @@ class Blocks(NamedTuple):
     stride_h: Any
 
 
-class Scratch(NamedTuple):
-    """Memory of a program. `rows` are a KV head's of all sequences."""
+class PrefixScratch(NamedTuple):
+    """Scratch of a program. `rows` is the number of rows of a KV head over all sequences."""
 
     lse: Any
     operand_rows: Any
@@ -80,7 +80,7 @@ class Scratch(NamedTuple):
     tile_count: Any
 
 
-class Shape(NamedTuple):
+class PrefixShape(NamedTuple):
     """Constants of `prefix_attention`."""
 
     DK: tl.constexpr
@@ -105,8 +105,8 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _key_matrix(blocks: Blocks, channel, exists, C: tl.constexpr):
-    """What rotates query rows, divided by the channel scales of the keys: [BDK in, BDK column] fp16."""
+def _key_matrix(blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
+    """Load the rotation of query rows, divided by the channel scales of the keys: [BDK in, BDK column] fp16."""
     dk = tl.arange(0, C.BLOCK_DK)
     matrix = tl.load(
         blocks.key_rotation + channel[None, :] * C.DKP + dk[:, None],
@@ -118,8 +118,8 @@ def _key_matrix(blocks: Blocks, channel, exists, C: tl.constexpr):
 
 
 @triton.jit
-def _rotated_back(acc, blocks: Blocks, channel, exists, C: tl.constexpr):
-    """R^T acc / f' [BR, BDV]. Rows are normalised: fp16 then holds any output to 11 bits."""
+def _rotated_back(acc, blocks: PrefixBlocks, channel, exists, C: tl.constexpr):
+    """Compute R^T acc / f' [BR, BDV]. Rows are normalised: fp16 then holds any output to 11 bits."""
     dv = tl.arange(0, C.BLOCK_DV)
     peak = tl.max(tl.abs(tl.where(exists[None, :], acc, 0.0)), 1)
     peak = tl.where(peak > 0, peak, 1.0)
@@ -136,18 +136,18 @@ def _rotated_back(acc, blocks: Blocks, channel, exists, C: tl.constexpr):
 
 
 @triton.jit
-def _row_of(scratch: Scratch, r):
-    """Where rows `r` [BR] of the program's sequence and KV head are in its part of `lse`."""
+def _row_of(scratch: PrefixScratch, r):
+    """Offsets of rows `r` [BR] of the program's sequence and KV head in its part of `lse`."""
     return (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * scratch.rows + r
 
 
 @triton.jit
 def _attend_blocks(
-    state, plain, first_row, rows, scale: Scale, mask: Mask, blocks: Blocks, first, last,
-    sinks, scratch: Scratch, C: tl.constexpr,
+    state, plain, first_row, rows, scale: Scale, mask: PrefixMask, blocks: PrefixBlocks, first, last,
+    sinks, scratch: PrefixScratch, C: tl.constexpr,
 ):  # fmt: skip
-    """Take in packed blocks `first` to `last`, and rotate the accumulator back."""
-    # Fields of blocks are arrays of their own, or lie in one piece of BLOCK_WORDS words a block.
+    """Attend to packed blocks `first` to `last`, and rotate the accumulator back."""
+    # A block's fields are in arrays of their own, or in one piece of BLOCK_WORDS words.
     KEY_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DKP * C.KEY_BITS
     VALUE_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else 4 * C.DVP * C.VALUE_BITS
     SCALES_SIZE: tl.constexpr = C.BLOCK_WORDS if C.BLOCK_WORDS else TOKENS
@@ -221,9 +221,9 @@ def _attend_blocks(
 
 @triton.jit
 def _attend_dense(
-    state, plain, newest, scale: Scale, mask: Mask, dense: Dense, low, high, blocks, C: tl.constexpr,
+    state, plain, newest, scale: Scale, mask: PrefixMask, dense: PrefixDense, low, high, blocks, C: tl.constexpr,
 ):  # fmt: skip
-    """Take in dense tokens `low` to `high`, of which rows see those up to `newest` [BR]; `blocks` are packed."""
+    """Attend to dense tokens `low` to `high`; rows see those up to `newest` [BR]. `blocks` blocks are packed."""
     dk = tl.arange(0, C.BLOCK_DK)
     dv = tl.arange(0, C.BLOCK_DV)
     for start in tl.range(low, high, TILE, num_stages=1):
@@ -280,16 +280,16 @@ def prefix_attention(
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
-    lse,  # [splits, B * Hkv * rows] float32, base 2; first what rows have in common with the reference key
+    lse,  # [splits, B * Hkv * rows] float32, base 2; holds rows . reference key until the last block
     operand_rows,  # [splits * B * Hkv * tiles of rows, BLOCK_R, BLOCK_DK] fp16, scratch
-    cu_seqlens_q,  # with a table: [B + 1] int32
+    cu_seqlens_q,  # with a block table: [B + 1] int32
     cu_seqlens_k,  # [B + 1] int32
     block_table,  # [B, W] int32, or None
     packed_blocks,  # [B] int32
     query_b, query_h, query_s,
     blocks_b,  # strides of the packed tensors in blocks
     blocks_h,
-    sink_b,  # of sinks, residual and new tokens in elements: keys, then values
+    sink_b,  # strides of sinks, residual and new tokens in elements: keys, then values
     sink_h, sink_vb, sink_vh, residual_b, residual_h, residual_vb, residual_vh, new_b, new_h, new_t, new_vb, new_vh,
     new_vt, out_b, out_s, out_h,
     rows,  # G * S
@@ -300,30 +300,31 @@ def prefix_attention(
     scaling_log2,  # scaling * log2(e)
     cap_log2,  # softcap * log2(e)
     tile_count,  # tiles of rows
-    count,  # with a table: B
+    count,  # with a block table: B
     width,  # W
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-    ROWS: tl.constexpr,  # this and the rest: 0 without a table
+    ROWS: tl.constexpr,  # this and the rest: 0 without a block table
     BLOCK_WORDS: tl.constexpr, BLOCK_B: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row tiles, B * Hkv, splits). STEP, 64 or 128, is the tokens between two updates of the maximum.
+    """Attend to everything with many queries. Grid: (row tiles, B * Hkv, splits).
 
-    With a table: many sequences, those with more than one new token, over the pages of `tq_kernels.common.schedule`.
-    Tensors have one batch row, in which new tokens follow one another; `residual_keys` are the layer's first page,
-    `blocks_b` blocks before the next; `rows` are those of all sequences. Tiles that are not needed end at once.
+    STEP, 64 or 128, is the number of tokens between two updates of the maximum. With a block table: sequences with
+    several new tokens, over the pages of `tq_kernels.common.schedule`. Tensors then have one batch row with the new
+    tokens of all sequences; `residual_keys` are the layer's first page, `blocks_b` blocks before the next; `rows`
+    counts rows of all sequences. Programs without a tile end at once.
     """
-    C: tl.constexpr = Shape(
+    C: tl.constexpr = PrefixShape(
         DK, DV, DKP, DVP, BLOCK_DK, BLOCK_DV, KEY_BITS, VALUE_BITS, CAUSAL, MASK, BOUNDS, BLOCK_R, STEP, STAGES, ASM,
         ROWS, BLOCK_WORDS, SINKS, RING,
     )  # fmt: skip
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
-    scratch = Scratch(lse, operand_rows, rows, tile_count)
-    # The last rows see the most tokens: start them first.
+    scratch = PrefixScratch(lse, operand_rows, rows, tile_count)
+    # Start the last rows first: they see the most tokens.
     pages = None
     if block_table is None:
         first_row = (tile_count - 1 - tl.program_id(0)) * BLOCK_R
@@ -344,7 +345,7 @@ def prefix_attention(
         new_keys += token.to(tl.int64) * new_t
         new_values += token.to(tl.int64) * new_vt
         lse, partial = lse + token * groups, partial + token.to(tl.int64) * (groups * DV)
-        scratch = Scratch(lse, operand_rows, scratch.rows, tile_count)
+        scratch = PrefixScratch(lse, operand_rows, scratch.rows, tile_count)
     r = first_row + tl.arange(0, BLOCK_R)
     row_mask = r < rows
     s = r // groups
@@ -354,7 +355,7 @@ def prefix_attention(
     query_at = query + batch * query_b + head_q * query_h + s.to(tl.int64) * query_s  # [BR]
     query_inside = row_mask[:, None] & (dk < DK)[None, :]
 
-    # This program's share, in units of 128 tokens: packed blocks, then dense tokens as far as these rows see them.
+    # This program's share, in units of 128 tokens: packed blocks, then the dense tokens that these rows see.
     dense_count = sink_count + residual_count + new_count
     if CAUSAL:
         dense_count = tl.minimum(
@@ -376,9 +377,9 @@ def prefix_attention(
     state = empty_state(BLOCK_R, BLOCK_DV)
     if MASK > 0:
         mask += batch * mask_b
-    allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
+    allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
     if first < last_block:
-        packed = Blocks(
+        packed = PrefixBlocks(
             key_words, value_words, scales, key_means, key_rotation, value_rotation, key_channel_scales,
             value_channel_scales, block_table, batch, kv_head, blocks_b, blocks_h,
         )  # fmt: skip
@@ -391,14 +392,14 @@ def prefix_attention(
         first_row = opaque(first_row, ASM)
         r = first_row + tl.arange(0, BLOCK_R)
         s = r // groups
-        allowed = Mask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
+        allowed = PrefixMask(mask, tl.minimum(s, queries - 1) * mask_s, mask_t)
         query_at = query + batch * query_b + (kv_head * groups + r % groups) * query_h + s.to(tl.int64) * query_s
         query_inside = (r < rows)[:, None] & (dk < DK)[None, :]
         plain, _ = normalised_rows(query_at[:, None] + dk[None, :], query_inside)
         plain = spill(plain, operand_rows, tile_count, BLOCK_R, BLOCK_DK)
         low = tl.maximum(first - blocks, 0) * TOKENS
         high = tl.minimum((last - blocks) * TOKENS, dense_count)
-        dense = Dense(
+        dense = PrefixDense(
             sink_keys + (batch * sink_b + kv_head * sink_h), sink_values + (batch * sink_vb + kv_head * sink_vh),
             residual_keys + (batch * residual_b + kv_head * residual_h),
             residual_values + (batch * residual_vb + kv_head * residual_vh),

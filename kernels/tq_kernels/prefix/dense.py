@@ -1,9 +1,8 @@
-"""Attention over dense keys and values, for what sdpa has not: capped logits and learned sinks, of any mask.
+"""Attention over dense keys and values, for calls that sdpa lacks: capped logits and learned sinks, with any mask.
 
 A program holds BLOCK_R query rows of one KV head (row r = s G + g: all G heads of a few queries) and walks over the
-tokens they attend to, FlashAttention-style. Of a mask row by row, `mask_spans` finds each query's first and last token,
-so that a sliding window costs its own width and not the length of the prompt. What is launched is a heuristic table, no
-autotuner.
+tokens they attend to, FlashAttention-style. For a mask row by row, `mask_spans` finds each query's first and last
+token: a sliding window costs its own width and not the length of the prompt. A heuristic table chooses launches.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..common.launcher import Kernel, on_its_device, specialised
 from ..common.softmax import LOG2E, SoftmaxState, bounded, empty_state, finite, log2_sum, normalize, update
 from ..types import AttentionOptions
 from .launch import mask_layout, merge, prefix_splits
-from .tiles import Mask
+from .tiles import PrefixMask
 
 
 @triton.jit(do_not_specialize=["tokens", "mask_b", "mask_s", "mask_t"])
@@ -31,7 +30,7 @@ def mask_spans(
     spans,  # [B, S, 2] int32
     tokens, mask_b, mask_s, mask_t, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first token of each query, and the one after its last. Grid: (S, B)."""
+    """Find each query's first token and the one after its last. Grid: (S, B)."""
     mask += tl.program_id(1).to(tl.int64) * mask_b + tl.program_id(0).to(tl.int64) * mask_s
     first = tl.full([BLOCK], 2**30, tl.int32)
     end = tl.zeros([BLOCK], tl.int32)
@@ -45,8 +44,8 @@ def mask_spans(
     tl.store(at + 1, tl.max(end, 0))
 
 
-class States(NamedTuple):
-    """Keys and values of a KV head, and how far apart its tokens are. (A tuple of Triton has a field `values`.)"""
+class DenseStates(NamedTuple):
+    """Keys and values of a KV head, and strides over tokens. (A tuple of Triton has a field `values` already.)"""
 
     key: Any
     value: Any
@@ -54,7 +53,7 @@ class States(NamedTuple):
     value_t: Any
 
 
-class Shape(NamedTuple):
+class DenseShape(NamedTuple):
     """Constants of `_add_tokens`."""
 
     DK: tl.constexpr
@@ -73,16 +72,16 @@ class Shape(NamedTuple):
 def _add_tokens(
     state,
     rows,  # [BR, BDK]
-    states: States,
-    mask: Mask,  # from the program's first query on
-    newest,  # [BR], the last token a row sees
+    states: DenseStates,
+    mask: PrefixMask,  # at the program's first query
+    newest,  # [BR] last token a row sees
     low, high, scaling_log2, cap_log2,
     EDGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Take in tokens `low` to `high`: without EDGE whole tiles that all rows see."""
+    """Attend to tokens `low` to `high`; without EDGE these are whole tiles that all rows see."""
     dk = tl.arange(0, C.BLOCK_DK)
     dv = tl.arange(0, C.BLOCK_DV)
-    # Offsets in a tile stay, in 32 bits: pointers would take registers that the products need.
+    # Keep offsets in a tile, in 32 bits: pointers would take registers that the products need.
     of_tile = tl.arange(0, C.BLOCK_T)
     key_offsets = of_tile[:, None] * states.key_t + dk[None, :]
     value_offsets = of_tile[:, None] * states.value_t + dv[None, :]
@@ -124,7 +123,7 @@ def dense_attention(
     keys,  # [B, Hkv, T, DK]
     values,  # [B, Hkv, T, DV]
     mask,  # [B, 1, S or 1, T] bool
-    spans,  # [B, S, 2] int32, of a mask row by row: see `mask_spans`
+    spans,  # [B, S, 2] int32, for a mask row by row: see `mask_spans`
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV]; with splits unused
     partial,  # [splits, B * Hkv * rows, DV] float32, normalised; unused without splits
@@ -143,12 +142,14 @@ def dense_attention(
     MASK: tl.constexpr, BOUNDS: tl.constexpr, HAS_AUX: tl.constexpr, SPLIT: tl.constexpr, MATRIX: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row tiles, B * Hkv, splits). CAUSAL: query s does not see the last S - 1 - s tokens. MASK 1: a mask for
-    all queries alike, 2: row by row."""
+    """Attend to dense states. Grid: (row tiles, B * Hkv, splits).
+
+    CAUSAL: query s does not see the last S - 1 - s tokens. MASK 1: a mask for all queries alike, 2: row by row.
+    """
     head = tl.program_id(1)
     batch = (head // kv_heads).to(tl.int64)
     kv_head = (head % kv_heads).to(tl.int64)
-    # The last rows see the most tokens: start them first.
+    # Start the last rows first: they see the most tokens.
     r = (tile_count - 1 - tl.program_id(0)) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
     s = r // groups
@@ -175,15 +176,15 @@ def dense_attention(
         share = (tiles + tl.num_programs(2) - 1) // tl.num_programs(2) * BLOCK_T
         low += tl.program_id(2) * share
         high = tl.minimum(high, low + share)
-    # Tiles that all rows see whole, then the others.
+    # Attend to tiles that all rows see whole, then to the others.
     edge = low
     if MASK == 0:
         oldest = tl.min(tl.where(valid, newest, tokens), 0)
         edge = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_T * BLOCK_T
-    C: tl.constexpr = Shape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, BOUNDS, MATRIX, BLOCK_T, STAGES)
+    C: tl.constexpr = DenseShape(DK, DV, BLOCK_DK, BLOCK_DV, CAUSAL, MASK, BOUNDS, MATRIX, BLOCK_T, STAGES)
     state = empty_state(BLOCK_R, BLOCK_DV)
-    states = States(keys, values, key_t, value_t)
-    allowed = Mask(mask, mask_rows, mask_t)
+    states = DenseStates(keys, values, key_t, value_t)
+    allowed = PrefixMask(mask, mask_rows, mask_t)
     if MASK == 0:
         state = _add_tokens(state, plain, states, allowed, newest, low, edge, scaling_log2, cap_log2, False, C)
     state = _add_tokens(state, plain, states, allowed, newest, edge, high, scaling_log2, cap_log2, True, C)
@@ -205,7 +206,7 @@ def dense_attention(
 
 ATTEND, SPANS = Kernel(dense_attention), Kernel(mask_spans)
 SPLIT_TOKENS = 128
-"""Tokens that a program of few rows takes in the time that another split costs half of (`prefix_splits`)."""
+"""Tokens of a unit of `prefix_splits`: a program of few rows reads them in half the time that another split costs."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,8 @@ class DenseConfig:
         block_rows: Query rows of a program.
         block_tokens: Tokens of a tile.
         warps: Warps of a program.
-        stages: Tiles on their way at a time.
-        value_channels: Channels of values that a launch takes.
+        stages: Number of tiles copied ahead.
+        value_channels: Number of channels of values in a launch.
     """
 
     block_rows: int
@@ -229,7 +230,7 @@ class DenseConfig:
 
 @lru_cache
 def dense_config(dim: int, rows: int, mask: int, on: Target) -> DenseConfig:
-    """The heuristic table.
+    """Look up the heuristic table.
 
     Args:
         dim: Channels of the larger tile, a power of two.
@@ -251,7 +252,7 @@ def dense_config(dim: int, rows: int, mask: int, on: Target) -> DenseConfig:
         return DenseConfig(16, 64 if dim <= 128 else 32, 4, 2)
     if on.asm < AMPERE.value:
         return DenseConfig(64, 32, 4, 1)
-    # What is on its way takes registers, for which masks leave no room.
+    # Copies ahead take registers, and masks leave none.
     if dim > 128:
         return DenseConfig(64, 32, 8, 1 if masked or not large else 3)
     if not large or (masked and not on.dependent_launch):
@@ -260,7 +261,7 @@ def dense_config(dim: int, rows: int, mask: int, on: Target) -> DenseConfig:
 
 
 def attends_dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether the kernel takes these dtypes and heads on this device: matrix units that `tl.dot` uses, 16 bits."""
+    """Whether the kernel takes these dtypes (16 bits) and heads on this device (matrix units that `tl.dot` uses)."""
     same, on = query.dtype == keys.dtype == values.dtype and query.dtype.itemsize == 2, target(query.device)
     return same and max(keys.shape[3], values.shape[3]) <= on.widest_head and not on.fragments
 
@@ -284,7 +285,7 @@ def attend_dense(
         keys: `[B, Hkv, T, Dk]`, likewise.
         values: `[B, Hkv, T, Dv]`, likewise.
         mask: `[B, 1, S or 1, >= T]` bool, True attends.
-        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
         out: `[B, S, Hq, Dv]` in the query's dtype, last dimension contiguous; by default a new tensor.
         splits: Programs that share the tokens of a tile of rows, instead of what the table says.
 
@@ -310,7 +311,7 @@ def attend_dense(
         return out
     row_tiles = -(-rows // config.block_rows)
     if splits is None:
-        # Rows of a mask have shares of their own width; there are enough of them.
+        # Rows of a mask have shares of their own width, and are enough without splits.
         splits = (
             1
             if kind == 2 and row_tiles > 1

@@ -1,6 +1,6 @@
-"""What to launch for attention of many queries over compressed history: a heuristic table, no autotuner.
+"""Launch attention of many queries over compressed history: a heuristic table, no autotuner.
 
-Lengths are arguments that are not specialised and the table knows shapes only: nothing is compiled while a sequence
+Lengths are arguments that are not specialised and the table reads shapes only: nothing is compiled while a sequence
 grows.
 """
 
@@ -17,13 +17,11 @@ import triton
 from ..common.device import AMPERE, Target, target
 from ..common.launcher import Kernel, on_its_device, specialised
 from ..format import BLOCK_TOKENS, padded_dim
-from ..turing.prefix import prefix_attention_fragments
 from ..types import AttentionOptions, KeyValue, PackedBlocks, Pages, Sequences, Tokens
 from .attention import prefix_attention
 from .tiles import merge_splits
 
-ATTEND, ATTEND_FRAGMENTS = Kernel(prefix_attention), Kernel(prefix_attention_fragments)
-MERGE = Kernel(merge_splits)
+ATTEND, MERGE = Kernel(prefix_attention), Kernel(merge_splits)
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,9 @@ class PrefixConfig:
         block_rows: Query rows of a program.
         step: Tokens between two updates of the maximum, 64 or 128.
         warps: Warps of a program.
-        stages: Blocks on their way at a time.
-        registers: Most registers a thread may use, or `None`.
-        programs_per_multiprocessor: How many programs a multiprocessor holds.
+        stages: Number of blocks copied ahead.
+        registers: Most registers of a thread, or `None`.
+        programs_per_multiprocessor: Number of programs a multiprocessor holds.
     """
 
     block_rows: int
@@ -48,43 +46,41 @@ class PrefixConfig:
 
 
 def block_of(dim: int) -> int:
-    """Channels of a tile for heads of `dim`."""
+    """Number of channels of a tile for heads of `dim`."""
     return max(32, triton.next_power_of_2(padded_dim(dim)))
 
 
 @lru_cache
 def prefix_config(key_dim: int, value_dim: int, key_bits: int, value_bits: int, on: Target) -> PrefixConfig:
-    """The heuristic table."""
+    """Look up the heuristic table."""
     largest = max(block_of(key_dim), block_of(value_dim))
-    if on.fragments:
-        return PrefixConfig(16 if largest <= 128 else 8, 64, 1, 1, None, 8)
     if on.asm < AMPERE.value:
         # Products without asynchronous copies hold their operands in registers and shared memory: small tiles.
         return PrefixConfig(32, 64, 4, 1, None, 2)
     if largest > 128:
         return PrefixConfig(64, 64, 8 if on.dependent_launch else 4, 1, None, 1)
     if on.dependent_launch:
-        # A second block on its way takes registers that the products need: 13 % slower (H200, 4 bits).
+        # A second block ahead takes registers that the products need: 13 % slower (H200, 4 bits).
         return PrefixConfig(128, 128, 8, 1, None, 1)
     return PrefixConfig(64, 128, 8, 1, None, 1)
 
 
 def prefix_takes(key_dim: int, value_dim: int, device: torch.device) -> bool:
-    """Whether the kernel runs for heads of this size on this device: rotations of large heads need Hopper's products,
-    whose operands are in shared memory, or Turing's small tiles. (For sm_80 it takes 13 KB of stack a thread.)"""
+    """Whether the kernel runs for heads of this size on this device: not on Turing, and rotations of large heads need
+    Hopper's products, which take operands from shared memory. (For sm_80 it takes 13 KB of stack a thread.)"""
     on = target(device)
-    wide = on.fragments or on.dependent_launch
-    return max(block_of(key_dim), block_of(value_dim)) <= (256 if wide else 128)
+    widest = 0 if on.fragments else 256 if on.dependent_launch else 128
+    return max(block_of(key_dim), block_of(value_dim)) <= widest
 
 
 @lru_cache(maxsize=4096)
 def prefix_splits(tiles: int, units: int, resident: int) -> int:
-    """Programs that share the tokens of one tile of rows: as many as give full waves of resident programs.
+    """Number of programs that share the tokens of one tile of rows, chosen to fill waves of resident programs.
 
     Args:
-        tiles: Tiles of rows, of all heads and sequences.
-        units: Packed blocks and dense tiles of 128 tokens each reads.
-        resident: Programs the device holds at a time.
+        tiles: Number of tiles of rows, over all heads and sequences.
+        units: Number of packed blocks and dense tiles of 128 tokens that a tile of rows reads.
+        resident: Number of programs the device holds at a time.
     """
     most = max(1, min(units, 2 * resident // max(tiles, 1)))
     # A wave lasts 1 / splits of a tile; another split costs about two units (rotations, partial results).
@@ -92,11 +88,11 @@ def prefix_splits(tiles: int, units: int, resident: int) -> int:
 
 
 def mask_layout(mask: torch.Tensor | None) -> tuple[int, tuple[int, int, int]]:
-    """How kernels of many queries read a mask `[B or 1, 1, S or 1, >= T]`.
+    """Layout of a mask `[B or 1, 1, S or 1, >= T]` for kernels of many queries.
 
     Returns:
-        Its kind: 0 no mask, 1 for all queries alike, 2 row by row. Its strides over sequences, queries and tokens, 0
-        where it does not change.
+        The kind: 0 no mask, 1 for all queries alike, 2 row by row; and strides over sequences, queries and tokens, 0
+        where the mask does not change.
     """
     if mask is None:
         return 0, (0, 0, 0)
@@ -118,12 +114,9 @@ def prefix_constants(
     on: Target,
     pages: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
 ) -> tuple[Any, ...]:
-    """The constexpr arguments of the attention kernel on this target, in order; `pages` are those that only a table of
-    pages needs."""
+    """Constants of the attention kernel on this target, in order; `pages` are those that only a block table needs."""
     dims = (key_dim, value_dim, padded_dim(key_dim), padded_dim(value_dim))
     flags = (key_bits, value_bits, causal, mask, bounds, has_aux, split)
-    if on.fragments:
-        return (*dims, *flags, config.block_rows // 8)
     tiles = (config.block_rows, config.step, config.stages, on.asm)
     return (*dims, block_of(key_dim), block_of(value_dim), *flags, *tiles, *pages)
 
@@ -151,17 +144,17 @@ def attend_prefix(
     Args:
         query: `[B, Hq, S, Dk]` fp16, bf16 or fp32, last dimension contiguous; row i is the query of the i-th of the
             last S tokens.
-        packed: The blocks, of which the first `num_blocks` count.
+        packed: Packed blocks; the first `num_blocks` count.
         sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
-        residual: The same, a ring: the `num_residual` rows that count start at row 128 * `num_blocks` modulo its size.
+        residual: Likewise, a ring: the `num_residual` rows that count start at row 128 * `num_blocks` modulo its size.
         new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the residual, last dimension contiguous, or
             `None`.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
         mask: `[B, 1, S or 1, >= T]` bool, True attends, T counting sinks, blocks' tokens, residual and new rows in this
             order.
         out: `[B, S, Hq, Dv]`, any float dtype, last dimension contiguous.
-        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
-        config, splits: Instead of what the table says.
+        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
+        config, splits: Replace the choices of the table.
 
     Returns:
         `out`. Rows that attend to nothing are 0.
@@ -198,16 +191,14 @@ def attend_prefix(
         *residual[1].stride()[:2],
     )
     fresh_strides = (*fresh[0].stride()[:3], *fresh[1].stride()[:3])
-    # The kernel of inline matrix products knows no tables.
-    no_table, no_size = ((), ()) if on.fragments else ((None, None, None, None), (0, 0))
     strides = specialised((*query_strides, *dense_strides, *fresh_strides, *out_strides, *mask_strides))
     dtypes = (query.dtype, sinks[0].dtype, fresh[0].dtype, seen.dtype, aux.dtype, out.dtype)
-    (ATTEND_FRAGMENTS if on.fragments else ATTEND)(
+    ATTEND(
         (row_tiles, heads, splits),
         (
             *(query, packed.key_words, packed.value_words, packed.scales, packed.key_means, *rotations),
             *(*packed.channel_scales, *sinks, *residual, *fresh, seen, aux),
-            *(out, partial, lse, operand_rows.view(torch.float16), *no_table),
+            *(out, partial, lse, operand_rows.view(torch.float16), *[None] * 4),
         ),
         (
             *query_strides, *packed.block_strides, *dense_strides, *fresh_strides, *out_strides,
@@ -221,7 +212,7 @@ def attend_prefix(
             *mask_strides,
             *options.log2_factors,
             row_tiles,
-            *no_size,
+            *(0, 0),
         ),
         constants,
         (constants, config, strides, dtypes, query.device.index),
@@ -246,7 +237,7 @@ def merge(
     has_aux: bool,
     tokens: torch.Tensor | None = None,
 ) -> None:
-    """Launch `merge_splits`; arguments are the kernel's. Without `has_aux`, `aux` stands for anything."""
+    """Launch `merge_splits`; arguments are the kernel's. Without `has_aux`, `aux` is any tensor."""
     value_dim = out.shape[3]
     block_dv = max(16, triton.next_power_of_2(value_dim))
     block_rows = max(1, 2048 // block_dv)
@@ -261,18 +252,13 @@ def merge(
     )
 
 
-def takes_prompts(dim: int, device: torch.device) -> bool:
-    """Whether the kernel runs for heads of this size on this device; that of inline matrix products knows no tables."""
-    return prefix_takes(dim, dim, device) and not target(device).fragments
-
-
 def _many_sizes(
     total: int, count: int, width: int, heads: tuple[int, int], dim: int, config: PrefixConfig, on: Target
 ) -> tuple[int, int, list[int]]:
-    """Tiles of rows of all sequences, programs that share a tile, and scratch for operands, outputs and their sums."""
+    """Number of row tiles of all sequences, of programs a tile, and of float32 for operands, outputs and sums."""
     query_heads, kv_heads = heads
     rows = query_heads // kv_heads * total
-    # Each sequence's last tile may be a part of one.
+    # The last tile of each sequence may be partial.
     row_tiles = -(-rows // config.block_rows) + min(count, total // 2)
     splits = prefix_splits(row_tiles * kv_heads, width, on.multiprocessors * config.programs_per_multiprocessor)
     sums = splits * kv_heads * rows
@@ -283,12 +269,12 @@ def _many_sizes(
 def many_scratch_bytes(
     total: int, count: int, heads: tuple[int, int], dim: int, bits: tuple[int, int], on: Target
 ) -> int:
-    """Bytes of scratch that `attend_many` takes at most, for up to `total` new tokens of up to `count` sequences of any
-    lengths, with query and KV `heads`."""
+    """Most bytes of scratch of `attend_many` for up to `total` new tokens of up to `count` sequences of any lengths;
+    `heads` are query and KV heads."""
     config = prefix_config(dim, dim, *bits, on)
     shared = 2 * on.multiprocessors * config.programs_per_multiprocessor
     tiles, _, _ = _many_sizes(total, count, 1, heads, dim, config, on)
-    # Tiles are split only as long as there are no more parts than `shared`.
+    # Tiles are split only into `shared` parts or fewer.
     rows = max(heads[1] * tiles, shared) * config.block_rows
     return 4 * (rows * block_of(dim) // 2 + rows + shared * config.block_rows * dim)
 
@@ -303,11 +289,11 @@ def attend_many(
     allocate: Callable[[int], torch.Tensor],
     out: torch.Tensor,
 ) -> None:
-    """Causal attention of sequences with more than one new token. Nothing is stored.
+    """Compute causal attention of sequences with several new tokens. Nothing is stored.
 
     Args:
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
-        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
+        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
         out: `[T, Hq, D]` contiguous, zeros; rows of sequences with one token are then undefined.
     """
     query, key, value = tokens
@@ -318,7 +304,7 @@ def attend_many(
     row_tiles, splits, sizes = _many_sizes(total, count, width, (query_heads, kv_heads), dim, config, on)
     operand_rows, partial, lse = allocate(sum(sizes))[: sum(sizes)].split(sizes)
     if splits > 1:
-        lse.fill_(-torch.inf)  # rows of sequences with one new token are written by nobody here
+        lse.fill_(-torch.inf)  # rows of sequences with one new token are not written here
     aux = query if options.s_aux is None else options.s_aux
     flags = (True, 0, *options.flags, splits > 1)
     place = (pages.page_rows, pages.block_words, triton.next_power_of_2(count), pages.sinks, pages.ring_rows)

@@ -1,8 +1,8 @@
-"""Tiles of packed blocks as attention over many queries reads them: whole fp16 operands, scaled while they unpack.
+"""Tiles of packed blocks for attention of many queries: whole fp16 operands, scaled while they unpack.
 
-Decode applies scales to logits and probabilities, of which it has few. With 64 and more rows the operands are the
-smaller side: one packed multiply-add for two elements turns levels into rotated keys (scale, and mean less a reference)
-or values. A tile has 64 tokens, two planes of a block.
+Decode applies scales to its few logits and probabilities. With 64 and more rows the operands are the smaller side: one
+packed multiply-add for two elements turns levels into rotated keys (scale, and mean less a reference) or values. A tile
+has 64 tokens, two planes of a block.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from ..common.unpack import load_levels
 
 @triton.jit
 def reference_key(means, scale, column, exists):
-    """A rotated key [BD] fp16 close to those of a program's blocks, for them to be taken relative to it.
+    """Rotated key [BD] fp16 close to the keys of a program's blocks, which are stored relative to it.
 
-    It is the mean of the first block at `means` [BD] pointers: fp16 would round the keys of a model with large means
-    to the size of these. A part of `scale` that is different for every channel keeps rounding errors independent: with
-    few levels and no mean they are the same number in every channel of one level, and add up along a key.
+    The mean of the first block, at `means` [BD] pointers: fp16 would round the keys of a model with large means to the
+    size of the means. A fraction of `scale` that differs by channel is added and keeps rounding errors independent:
+    with few levels and no mean, errors are equal in all channels of one level, and add up along a key.
     """
     dither = ((column * 40503) & 0xFFFF).to(tl.float32) * (1 / 65536) - 0.5  # [BD]
     mean = tl.load(means, mask=exists, other=0.0).to(tl.float32)
@@ -31,7 +31,7 @@ def reference_key(means, scale, column, exists):
 
 @triton.jit
 def _scaled(levels, scale, mean, ASM: tl.constexpr):
-    """levels * scale + mean, fp16; `scale` and `mean`, which may be None, broadcast to the levels' [M, K]."""
+    """levels * scale + mean, fp16; `scale` and `mean` (or None) broadcast to the levels' [M, K]."""
     scale = tl.broadcast_to(scale, levels.shape)
     if mean is None:
         if ASM >= AMPERE:
@@ -52,15 +52,15 @@ def _scaled(levels, scale, mean, ASM: tl.constexpr):
 
 @triton.jit
 def vcat(top, bottom):
-    """Two [M, K] tiles below one another, [2 M, K]."""
+    """Join two [M, K] tiles one below the other, [2 M, K]."""
     pair = tl.permute(tl.join(top, bottom), [2, 0, 1])
     return tl.reshape(pair, [2 * top.shape[0], top.shape[1]])
 
 
 @triton.jit
 def stack(top, bottom):
-    """The same, with neighbours along K joined last. Nothing moves either way, but Triton takes the dimension of the
-    last join for the one that is contiguous in shared memory."""
+    """Join two [M, K] tiles like `vcat`, neighbours along K last. Nothing moves either way, but Triton makes the
+    dimension of the last join contiguous in shared memory."""
     left0, right0 = tl.split(tl.reshape(top, [top.shape[0], top.shape[1] // 2, 2]))
     left1, right1 = tl.split(tl.reshape(bottom, [top.shape[0], top.shape[1] // 2, 2]))
     pair = tl.join(vcat(left0, left1), vcat(right0, right1))
@@ -69,18 +69,18 @@ def stack(top, bottom):
 
 @triton.jit
 def hcat(left, right):
-    """Two [M, K] tiles beside one another, [M, 2 K]."""
+    """Join two [M, K] tiles side by side, [M, 2 K]."""
     pair = tl.permute(tl.join(left, right), [0, 2, 1])
     return tl.reshape(pair, [left.shape[0], 2 * left.shape[1]])
 
 
 @triton.jit
 def key_tiles(words, scales, mean, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Rotated keys of a block, two [64, BLOCK_D] fp16 tiles.
+    """Load the rotated keys of a block as two [64, BLOCK_D] fp16 tiles.
 
     Args:
         words: Pointer to the block's key words.
-        scales: Of four planes, [32] fp16 each.
+        scales: Scales of four planes, [32] fp16 each.
         mean: [BLOCK_D] fp16 in the order of `channel_of`.
     """
     row = tl.arange(0, 32)[:, None]
@@ -105,7 +105,7 @@ def key_tiles(words, scales, mean, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BIT
 
 @triton.jit
 def value_tiles(words, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Rotated values of a block, two [BLOCK_D, 64] fp16 tiles; arguments as for `key_tiles`."""
+    """Load the rotated values of a block as two [BLOCK_D, 64] fp16 tiles; arguments as in `key_tiles`."""
     column = tl.arange(0, 32)[None, :]
     if BITS >= 4:
         row = tl.arange(0, BLOCK_D)[:, None]
@@ -129,7 +129,7 @@ def value_tiles(words, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: t
 def _quarters(
     words, row, column, inside, DIM: tl.constexpr, BITS: tl.constexpr, IS_VALUE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Levels of the four quarters of the channels at 2 or 3 bits, each of four planes."""
+    """Load the levels of the four quarters of the channels at 2 or 3 bits, each with four planes."""
     quarters = ()
     for quarter in tl.static_range(4):
         quarters += (load_levels(words, row, column, inside, quarter, 4, DIM, BITS, IS_VALUE, False, ASM),)
@@ -138,7 +138,7 @@ def _quarters(
 
 @triton.jit
 def channel_of(column, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr):
-    """The channel in column `column` of a tile, and whether there is one: quarters are padded one by one."""
+    """Channel in column `column` of a tile, and whether it exists: each quarter is padded."""
     if BITS >= 4:
         return column, column < DIM
     else:
@@ -146,8 +146,8 @@ def channel_of(column, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.conste
         return column // (BLOCK_D // 4) * (DIM // 4) + within, within < DIM // 4
 
 
-class Mask(NamedTuple):
-    """A mask of a sequence: where its rows are, `rows` [BR] elements from `pointer`, and how far apart its tokens."""
+class PrefixMask(NamedTuple):
+    """Mask of a sequence: its rows are `rows` [BR] elements from `pointer`, its tokens `stride_t` apart."""
 
     pointer: Any
     rows: Any
@@ -155,16 +155,16 @@ class Mask(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What turns products into logits of base 2: rows' `factor` [BR] before the cap, `gain` [BR] after it."""
+    """Factors from products to logits in base 2: `factor` [BR] before the cap, `gain` [BR] after it."""
 
     factor: Any
     gain: Any
     cap_log2: Any
 
 
-class Dense(NamedTuple):
-    """Dense tokens of a KV head: `sinks` rows, a ring up to token `history`, then new ones. With `pages`, those of the
-    sequence, sinks and ring are in them, from `residual_keys` on, and pages are `page_blocks` blocks apart."""
+class PrefixDense(NamedTuple):
+    """Dense tokens of a KV head: `sinks` rows, a ring up to token `history`, then new ones. With `pages` of the
+    sequence, sinks and ring are in these: `residual_keys` is page 0, and pages are `page_blocks` blocks apart."""
 
     sink_keys: Any
     sink_values: Any
@@ -185,7 +185,7 @@ class Dense(NamedTuple):
 
 @triton.jit
 def normalised_rows(pointers, inside):
-    """Rows [BR, BD] as fp16 with elements below 1, and the power of two [BR] taken out."""
+    """Load rows [BR, BD] as fp16 with elements below 1, and the power of two [BR] divided by."""
     q = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) + 1
     exponent = tl.minimum(tl.maximum(exponent, 64), 190)
@@ -196,7 +196,8 @@ def normalised_rows(pointers, inside):
 
 @triton.jit
 def opaque(x, ASM: tl.constexpr):
-    """`x`, an int32 scalar: what is computed from the result is computed anew, not kept in registers until then."""
+    """Return `x`, an int32 scalar, hidden from the compiler: it recomputes values from the result, and keeps no
+    registers for them."""
     if ASM >= AMPERE:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -205,10 +206,10 @@ def opaque(x, ASM: tl.constexpr):
 
 @triton.jit
 def spill(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl.constexpr):
-    """`operand` [BR or 1, BDK] fp16 by way of memory.
+    """Write `operand` [BR or 1, BDK] fp16 to memory and load it back.
 
-    Triton keeps operands that were loaded in shared memory, others in registers. And an address that depends on the
-    channel, used before the loop and in it, makes the compiler keep one register pair a channel through the loop.
+    Triton keeps loaded operands in shared memory, others in registers. And an address that depends on the channel, used
+    before the loop and in it, makes the compiler keep one register pair a channel through the loop.
     """
     tile = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tile_count + tl.program_id(0)
     at = operand_rows + tile.to(tl.int64) * (BLOCK_R * BLOCK_DK)
@@ -220,8 +221,8 @@ def spill(operand, operand_rows, tile_count, BLOCK_R: tl.constexpr, BLOCK_DK: tl
 
 
 @triton.jit
-def masked(x, mask: Mask, t, valid, MASK: tl.constexpr):
-    """x [BR, TILE] with -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
+def masked(x, mask: PrefixMask, t, valid, MASK: tl.constexpr):
+    """Set x [BR, TILE] to -inf where tokens `t` [TILE] are masked; MASK 1: for all rows alike, 2: row by row."""
     at = t.to(tl.int64) * mask.stride_t
     if MASK == 1:
         allowed = tl.load(mask.pointer + at, mask=valid, other=False)[None, :]
@@ -231,9 +232,9 @@ def masked(x, mask: Mask, t, valid, MASK: tl.constexpr):
 
 
 @triton.jit
-def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, BOUNDS: tl.constexpr):
-    """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: capped ones in base 2, others without
-    `common` [BR] and the rows' factor."""
+def logits(rows, keys, common, scale: Scale, mask: PrefixMask, t, MASK: tl.constexpr, BOUNDS: tl.constexpr):
+    """Logits [BR, 64] of rows [BR, BD] and keys [64, BD] at positions `t`: in base 2 if capped, else before `common`
+    [BR] and the rows' factor are applied."""
     x = tl.dot(rows, tl.trans(keys))
     if BOUNDS:
         x = bounded(x * scale.factor[:, None] + (common * scale.factor)[:, None], scale.cap_log2, BOUNDS)
@@ -244,8 +245,8 @@ def logits(rows, keys, common, scale: Scale, mask: Mask, t, MASK: tl.constexpr, 
 
 @triton.jit
 def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Of the tiles of rows of all sequences with more than one new token, from the last on: whether there is an
-    `index`-th, its sequence and its first row."""
+    """Map program `index` to (exists, sequence, first row), over the row tiles of all sequences with several new tokens
+    in reverse order."""
     first, new, past = lengths(cu_seqlens_q, cu_seqlens_k, tl.arange(0, BLOCK_B), count)
     tiles = tl.where(new > 1, (new * groups + BLOCK_R - 1) // BLOCK_R, 0)
     tile = tl.sum(tiles, 0) - 1 - index
@@ -254,7 +255,7 @@ def row_tile(cu_seqlens_q, cu_seqlens_k, count, groups, index, BLOCK_R: tl.const
 
 
 @triton.jit
-def stored_rows(dense: Dense, t, DK: tl.constexpr, DV: tl.constexpr):
+def stored_rows(dense: PrefixDense, t, DK: tl.constexpr, DV: tl.constexpr):
     """Pointers [64] to keys and to values of dense tokens `t`: sinks, residual, new."""
     sink = t < dense.sinks
     slot = dense.residual_start + t - dense.sinks  # the residual is a ring
@@ -272,7 +273,7 @@ def merge_splits(
     lse,  # [splits, count] float32, base 2
     s_aux,  # [Hq], any float dtype
     out,  # [B, S, Hq, DV], last dimension contiguous
-    tokens,  # [] int32 on the device: no more queries than so many are written; or None
+    tokens,  # [] int32 on the device, the number of queries to write at most; or None
     rows,  # G * S
     groups,  # G
     kv_heads,
@@ -280,7 +281,7 @@ def merge_splits(
     splits, out_b, out_s, out_h,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr, HAS_AUX: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the splits of each row by their share of the softmax. Grid: (count / BLOCK_R,)."""
+    """Merge the splits of each row, weighted by their share of the softmax. Grid: (count / BLOCK_R,)."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = row < count
     dv = tl.arange(0, BLOCK_DV)

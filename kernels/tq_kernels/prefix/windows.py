@@ -1,9 +1,9 @@
-"""Decode attention over the sliding windows of many requests, whose dense rows lie in pages found by a table.
+"""Decode attention over the sliding windows of many requests; a block table finds the pages of their dense rows.
 
 A program holds the query rows of one KV head of a request and walks over its share of the window, FlashAttention-style.
-A window is read in the order of its rows, in which it may begin anywhere: a softmax has no order. The new token takes
-the place of the one that slides out; its row is read from `key` and `value` by everybody and stored by one program, so
-that none waits for another.
+A window is read in the order of its rows and may begin at any of them: a softmax has no order. The new token takes the
+place of the one that slides out; all programs read its row from `key` and `value` and one stores it, so that none waits
+for another.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .launch import merge, prefix_splits
     ).split()
 )
 def window_attention(
-    query,  # [N, Hq, DIM], strides in units of 8 elements, as of key and value
+    query,  # [N, Hq, DIM], strides in units of 8 elements, like key and value
     key,  # [N, Hkv, DIM]
     value,  # [N, Hkv, DIM]
     rows,  # [pages, 2, ROWS, Hkv, DIM] in the dtype of key and value
     block_table,  # [N, W] int32
-    past,  # [N] int32, tokens before the new one; -1: the token is nobody's
+    past,  # [N] int32, tokens before the new one; -1: padding
     s_aux,  # [Hq], any float dtype
     out,  # [N, Hq, DIM], contiguous; with splits unused
     partial,  # [splits, Hkv, N, G, DIM] float32, normalised; unused without splits
@@ -94,7 +94,7 @@ def window_attention(
         x = tl.dot(q, tl.trans(k)) * scaling_log2  # [BR, BT]
         x = bounded(x, cap_log2, BOUNDS)
         x = tl.where(inside[None, :], x, -float("inf"))
-        # Every tile has a token: the maximum is finite.
+        # The maximum is finite, because every tile has a token.
         state = update(state, x, v, None, False)
 
     maximum, total, acc = state.maximum, state.total, state.output
@@ -116,12 +116,12 @@ def window_attention(
 ATTEND = Kernel(window_attention)
 MAX_DIM = 256
 STAGES = 3
-"""Of these, one is ahead in loading rows, and two in looking up their pages."""
+"""Tiles in flight: one ahead in loading rows, two in looking up their pages."""
 
 
 def takes_windows(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the kernel takes these dtypes and heads on this device: 16 bits, matrix units that `tl.dot` uses, rows of
-    whole 16 bytes."""
+    """Whether the kernel takes these dtypes (16 bits) and heads (rows of whole 16 bytes) on this device (matrix units
+    that `tl.dot` uses)."""
     dim = key.shape[-1]
     takes = query.dtype == key.dtype and key.dtype.itemsize == 2 and dim <= MAX_DIM and dim % 8 == 0
     return takes and not target(query.device).fragments
@@ -138,9 +138,9 @@ def attend_windows(
     allocate: Callable[[int], torch.Tensor],
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token each of N requests over its window and itself; then it is stored there.
+    """Compute attention of one new token of each of N requests over its window and itself, and store the token.
 
-    Only shapes are known here: what is launched is right for whatever lengths the device finds.
+    Launches depend on shapes alone; kernels read lengths on the device.
 
     Args:
         tokens: Queries `[N, Hq, D]`, keys `[N, Hkv, D]` and values `[N, Hkv, D]`, the last dimension contiguous and
@@ -148,13 +148,13 @@ def attend_windows(
         rows: `[pages, 2, rows of a page, Hkv, D]`, keys and values of the layer, written in place; only pages may be
             apart, by a multiple of 8 elements.
         window: Tokens of a window.
-        block_table: `[N, at least as many pages as a window's tokens are held in]` int32, contiguous.
-        past: `[N]` int32, tokens before the new one; -1 where it is nobody's.
-        allocate: Gives scratch: float32, of at least so many elements, 16-byte aligned.
-        splits: Programs that share a window, instead of what the table says.
+        block_table: `[N, W]` int32, contiguous, W at least the number of pages of a window.
+        past: `[N]` int32, number of tokens before the new one; -1 for padding.
+        allocate: Function of a number of elements that returns float32 scratch of that size or more, 16-byte aligned.
+        splits: Number of programs that share a window; replaces the choice of the table.
 
     Returns:
-        `[N, Hq, D]` in the query's dtype; tokens of nobody get 0.
+        `[N, Hq, D]` in the query's dtype; padding tokens are 0.
     """
     query, key, value = tokens
     (count, query_heads, dim), kv_heads, device = query.shape, key.shape[1], query.device

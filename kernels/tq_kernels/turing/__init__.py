@@ -1,1 +1,1 @@
-"""Kernels for cards whose matrix units Triton does not use: compute capability 7.5, without `mma.m16n8k16`."""
+"""Decode attention for Turing (compute capability 7.5): Triton does not use matrix units without `mma.m16n8k16`."""

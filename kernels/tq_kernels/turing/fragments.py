@@ -1,16 +1,16 @@
-"""Attention of up to 16 query rows in the registers of one warp, by `mma.m16n8k8` alone: for Turing, whose matrix units
-Triton does not use (`tl.dot` becomes FMA there, over heads padded to 8, 37 instructions per element instead of two).
+"""Attention of up to 16 query rows in the registers of one warp, by `mma.m16n8k8` alone, for Turing: Triton does not
+use its matrix units (`tl.dot` becomes FMA there, over heads padded to 8, 37 instructions per element instead of two).
 
-A program is a warp and every tensor `[32]` holds one register of each lane; inline PTX does what crosses lanes. Lane
-4 g + t holds of a product [16, 8] += [16, 8] x [8, 8] (tokens or channels are its rows, query rows its columns):
+A program is a warp and every tensor `[32]` holds one register of each lane; inline PTX moves data between lanes. In a
+product [16, 8] += [16, 8] x [8, 8] (rows are tokens or channels, columns query rows) lane 4 g + t holds:
 
     a      rows g and g + 8, columns 2t and 2t + 1      a packed word as it is, unpacked: no data moves
     b      rows 2t and 2t + 1, column g                 queries; or probabilities, transposed by `movmatrix`
     c      rows g and g + 8, columns 2t and 2t + 1      a quad: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
 
-The order of what is summed over is free as long as both operands share it, so a lane reads two words at a time: words
-2t and 2t + 1 of eight. Half a block is worked on at a time, 16 rows of each plane; row index i of the 16 is plane row
-4 (i % 8 // 2) + i % 2, and 2 more for i >= 8, which is where a lane's words of values have their tokens.
+The order of summands is free as long as both operands share it, so a lane reads two words at a time: words 2t and
+2t + 1 of eight. A step takes half a block, 16 rows of each plane; row i of the 16 is plane row 4 (i % 8 // 2) + i % 2,
+and 2 more for i >= 8: the places of the tokens in a lane's words of values.
 """
 
 import triton
@@ -23,8 +23,6 @@ _MMA = tl.constexpr(
 _TRANSPOSE = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 _PACK = tl.constexpr("mov.b32 $0, {$1, $2};")
 _EXCHANGE = tl.constexpr("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;")
-
-_OF_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 _LOAD = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p ld.global.b32 $0, [$1]; }")
 _LOAD16 = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u16 $0, 0; @p ld.global.b16 $0, [$1]; }")
 _LOAD8 = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p ld.global.u8 $0, [$1]; }")
@@ -33,12 +31,10 @@ _LOAD_PAIR = tl.constexpr(
 )
 _STORE = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.u32 $0, 0; @p st.global.f32 [$1], $2; }")
 
-_STORE16 = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.u32 $0, 0; @p st.global.b16 [$1], $2; }")
-
 
 @triton.jit
 def multiply_add(c, low, high, b):
-    """The quad c + [low; high] b; `low`, `high` and `b` are pairs of fp16 in int32."""
+    """Compute the quad c + [low; high] b; `low`, `high` and `b` are pairs of fp16 in int32."""
     return tl.inline_asm_elementwise(
         _MMA,
         "=f,=f,=f,=f,r,r,r,f,f,f,f",
@@ -61,7 +57,7 @@ def zero_quads(COUNT: tl.constexpr):
 
 @triton.jit
 def pair_of(low, high):
-    """Two numbers as a pair of fp16 in an int32, `low` first."""
+    """Pack two numbers as a pair of fp16 in an int32, `low` first."""
     return tl.inline_asm_elementwise(
         _PACK, "=r,h,h", [low.to(tl.float16), high.to(tl.float16)], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -75,25 +71,9 @@ def transposed(pair):
 
 @triton.jit
 def exchanged(x, DISTANCE: tl.constexpr):
-    """The float32 of the lane whose number differs in bit DISTANCE."""
+    """float32 of the lane with number `lane ^ DISTANCE`."""
     return tl.inline_asm_elementwise(
         _EXCHANGE, "=f,f,r", [x, tl.full([LANES], DISTANCE, tl.int32)], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def row_max(x):
-    """Largest of the lanes with the same g."""
-    x = tl.maximum(x, exchanged(x, 1))
-    return tl.maximum(x, exchanged(x, 2))
-
-
-@triton.jit
-def of_column(x, e):
-    """What lanes hold for row g of operand b, for column 2t + e of quads."""
-    lane = tl.arange(0, LANES)
-    return tl.inline_asm_elementwise(
-        _OF_LANE, "=f,f,r", [x, 4 * (2 * (lane % 4) + e)], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
@@ -115,10 +95,10 @@ def column_sum(x):
 
 @triton.jit
 def load32(pointer, valid):
-    """32 bits, 0 where not `valid`.
+    """Load 32 bits, 0 where not `valid`.
 
-    By inline PTX, like all loads and stores here: for each that Triton knows, its pass that vectorises accesses walks
-    over the whole kernel (40 s of compilation).
+    Inline PTX, like all loads and stores here: for each access of its own, Triton's vectorising pass walks over the
+    whole kernel (40 s of compilation).
     """
     return tl.inline_asm_elementwise(
         _LOAD, "=r,l,r", [pointer.to(tl.int64), valid.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
@@ -127,7 +107,7 @@ def load32(pointer, valid):
 
 @triton.jit
 def load16(pointer, valid):
-    """The 16 bits of one element, as it is typed, 0 where not `valid`."""
+    """Load one element of 16 bits in its type, 0 where not `valid`."""
     bits = tl.inline_asm_elementwise(
         _LOAD16, "=h,l,r", [pointer.to(tl.int64), valid.to(tl.int32)], dtype=tl.int16, is_pure=False, pack=1
     )
@@ -136,7 +116,7 @@ def load16(pointer, valid):
 
 @triton.jit
 def load_element(pointer, valid):
-    """The element as float32, 0 where not `valid`."""
+    """Load the element as float32, 0 where not `valid`."""
     if pointer.dtype.element_ty == tl.float32:
         return load32(pointer, valid).to(tl.float32, bitcast=True)
     else:
@@ -145,7 +125,7 @@ def load_element(pointer, valid):
 
 @triton.jit
 def load_flag(pointer, valid):
-    """Whether the byte is not 0; False where not `valid`."""
+    """Load a byte as a flag; False where not `valid`."""
     byte = tl.inline_asm_elementwise(
         _LOAD8, "=r,l,r", [pointer.to(tl.int64), valid.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -161,20 +141,8 @@ def store32(pointer, x, valid):
 
 
 @triton.jit
-def store_element(pointer, x, valid):
-    """Write float32 `x` as what is pointed to where `valid`."""
-    if pointer.dtype.element_ty == tl.float32:
-        store32(pointer, x, valid)
-    else:
-        bits = x.to(pointer.dtype.element_ty).to(tl.int16, bitcast=True)
-        tl.inline_asm_elementwise(
-            _STORE16, "=r,l,h,r", [pointer.to(tl.int64), bits, valid.to(tl.int32)], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def load_pair(words, valid, WIDE: tl.constexpr):
-    """Two int32 words at `words` and behind it, 0 where not `valid`; WIDE: they are aligned to 8 bytes."""
+    """Load the int32 words at `words` and `words + 1`, 0 where not `valid`; WIDE: aligned to 8 bytes."""
     if WIDE:
         return tl.inline_asm_elementwise(
             _LOAD_PAIR,
@@ -190,10 +158,10 @@ def load_pair(words, valid, WIDE: tl.constexpr):
 
 @triton.jit
 def weights(x, maximum, gain, bias, GROUPS: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr):
-    """Softmax of one step: weights times 2**bias, the columns' maximum so far, and the decay of what was summed before.
+    """Softmax of one step: weights times 2**bias, the columns' new maximum, and the decay of earlier sums.
 
     Args:
-        x: GROUPS * TILES quads of logits of 16 tokens each, less the factor `gain` to base 2.
+        x: GROUPS * TILES quads of logits of 16 tokens each, before the factor `gain` to base 2.
         maximum, gain: 2 * TILES numbers, for columns 2t and 2t + 1 of each row tile.
         MASKED: Whether a logit may be -inf.
     """
@@ -222,7 +190,7 @@ def weights(x, maximum, gain, bias, GROUPS: tl.constexpr, TILES: tl.constexpr, M
 
 @triton.jit
 def scaled(quad, even, odd):
-    """The quad with its columns 2t times `even` and 2t + 1 times `odd`."""
+    """Multiply a quad's columns 2t by `even` and 2t + 1 by `odd`."""
     return quad[0] * even, quad[1] * odd, quad[2] * even, quad[3] * odd
 
 
@@ -253,7 +221,7 @@ def initial(TILES: tl.constexpr):
 
 @triton.jit
 def ones(TILES: tl.constexpr):
-    """2 * TILES ones, the gain of logits that are in base 2 already."""
+    """2 * TILES ones: the gain of logits already in base 2."""
     found = ()
     for _ in tl.static_range(2 * TILES):
         found += (tl.full([LANES], 1.0, tl.float32),)
@@ -262,11 +230,11 @@ def ones(TILES: tl.constexpr):
 
 @triton.constexpr_function
 def quarters_of(BITS):
-    """Parts of the channels that are packed one over the other."""
+    """Number of parts of the channels that share words."""
     return 4 if BITS < 4 else 1
 
 
 @triton.constexpr_function
 def value_tiles(DIM, BITS):
-    """Quads of the accumulator of packed values, of one row tile."""
+    """Number of quads of the accumulator of packed values, for one row tile."""
     return quarters_of(BITS) * ((DIM // quarters_of(BITS) + 15) // 16)

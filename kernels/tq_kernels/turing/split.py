@@ -1,10 +1,10 @@
-"""`decode_split` for GPUs whose matrix units Triton does not use (Turing): the same shares, the same scratch, the same
-results, a warp a program and `mma.m16n8k8` in inline PTX (`tq_kernels.turing.fragments`).
+"""`decode_split` for Turing: the same shares, scratch and results, by programs of one warp and `mma.m16n8k8` in inline
+PTX (`tq_kernels.turing.fragments`).
 
-What it may cost on a T4 (40 multiprocessors at 1.59 GHz, 320 GB/s): a block of 4 bits at D = 128 is 17 KB and 32768
+Budget on a T4 (40 multiprocessors at 1.59 GHz, 320 GB/s): a block of 4 bits at D = 128 is 17 KB and 32768
 elements, 54 ns of the whole memory, so 3.4 k clocks of a multiprocessor, which issues up to 4 warp instructions in
 each: 13 instructions per element and thread at most, 6.6 of them on the half as wide ALU pipe. The products take 8
-clocks of a quarter of a multiprocessor each, 256 of them 512 clocks.
+clocks of a quarter of a multiprocessor each: 512 clocks for 256.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def operands(
     scratch_fp16, row0, row_step, first, rows, g, t, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     QUARTERS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """`load_rows` of each row tile of a stream whose rows start at `first` of `rows`, r at `row0 + row_step * r`."""
+    """Load each row tile of a stream by `load_rows`: rows from `first` of `rows` on, r at `row0 + row_step * r`."""
     q = ()
     for tile in tl.static_range(TILES):
         r = first + 8 * tile + g
@@ -67,7 +67,7 @@ def operands(
 
 @triton.jit
 def logit_factors(scale, row0, row_step, first, rows, t, unit, TILES: tl.constexpr):
-    """Factors to base-2 logits of columns 2t and 2t + 1 of each row tile."""
+    """Load the factors to base-2 logits of columns 2t and 2t + 1 of each row tile."""
     factors = ()
     for tile in tl.static_range(TILES):
         for e in tl.static_range(2):
@@ -78,8 +78,7 @@ def logit_factors(scale, row0, row_step, first, rows, t, unit, TILES: tl.constex
 
 
 class Slots(NamedTuple):
-    """Where a warp leaves partial results: pointers to slot 0's logarithms and results, rows of a slot, and the lane's
-    numbers g and t."""
+    """Slots of partial results: pointers to slot 0's logarithms and results, rows of a slot, and the lane's g and t."""
 
     lse: Any
     partial: Any
@@ -93,7 +92,7 @@ def store_partial(
     slots, slot, acc, sums, maximum, gain, bias, unit, DIM: tl.constexpr, DM: tl.constexpr,
     QUARTERS: tl.constexpr, TILES: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Leave a partial result in `slot`."""
+    """Store a partial result in `slot`."""
     WIDTH: tl.constexpr = DIM // QUARTERS
     CHUNKS: tl.constexpr = (WIDTH + 15) // 16
     for tile in tl.static_range(TILES):
@@ -202,7 +201,7 @@ def decode_split_fragments(
             small_unit(VALUE_BITS), DVP, DM, VALUE_QUARTERS, TILES, False,
         )  # fmt: skip
 
-    # Anew: the loop above has no register to spare.
+    # Load again: the loop above has no register to spare.
     residual_count = tl.load(num_residual)
     sink_count = tl.load(num_sinks)
     jobs = dense_jobs(sink_count + residual_count)

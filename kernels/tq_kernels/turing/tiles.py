@@ -1,7 +1,4 @@
-"""What tokens contribute to attention in `tq_kernels.turing.fragments`: half a packed block, or 32 dense tokens.
-
-The kernels of decode and of prefill differ in which tokens they go over, and in what they do with the result.
-"""
+"""Contributions of tokens to attention in `tq_kernels.turing.fragments`: half a packed block, or 32 dense tokens."""
 
 from typing import Any, NamedTuple
 
@@ -30,7 +27,7 @@ from .fragments import (
 
 @triton.jit
 def load_tile(words, mask, BITS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
-    """A lane's words of a row: pairs from each of the block's tiles of TILE words (1 at 4 bits, 3 at 3, else 2)."""
+    """Load a lane's words of a row: pairs from each of the block's tiles of TILE words (1 at 4 bits, 3 at 3, or 2)."""
     tile = (load_pair(words, mask, WIDE),)
     if BITS != 4:
         tile += (load_pair(words + TILE, mask, WIDE),)
@@ -41,14 +38,14 @@ def load_tile(words, mask, BITS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.cons
 
 @triton.jit
 def _levels8(word):
-    """An FP8 word of tile u -> planes 2u and 2u + 1, pairs of levels."""
+    """Unpack an FP8 word of tile u into planes 2u and 2u + 1, pairs of levels."""
     return tl.inline_asm_elementwise(unpack._ASM8, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
 
 
 @triton.jit
 def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
-    """Word STEP of each pair of `load_tile` -> four planes of one quarter (of all channels at 4 and 8 bits), pairs of
-    levels, at 3 and 4 bits small ones."""
+    """Unpack word STEP of each pair of `load_tile` into four planes of one quarter (all channels at 4 and 8 bits):
+    pairs of levels, small ones at 3 and 4 bits."""
     if BITS == 8:
         return _levels8(tile[0][STEP]) + _levels8(tile[1][STEP])
     elif BITS == 3:
@@ -66,13 +63,13 @@ def levels(tile, STEP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, t, valid, WIDTH: tl.constexpr, QUARTERS: tl.constexpr):
-    """Operands b of one tile of 8 query rows (or a key mean as operand a): for every quarter, chunk of 16 channels and
-    step the pair of channels 16 chunk + 4 t + 2 step.
+    """Load operands b of one tile of 8 query rows (or a key mean as operand a): for every quarter, chunk of 16 channels
+    and step, the pair of channels from 16 chunk + 4 t + 2 step on.
 
     Args:
         rows: Pointers [32] to fp16 rows, for lane (g, t) row g.
-        valid: [32], rows that exist; others read 0.
-        WIDTH: Channels of a quarter.
+        valid: [32] whether the row exists; others read 0.
+        WIDTH: Number of channels of a quarter.
     """
     pairs = ()
     for quarter in tl.static_range(QUARTERS):
@@ -86,7 +83,7 @@ def load_rows(rows, t, valid, WIDTH: tl.constexpr, QUARTERS: tl.constexpr):
 
 @triton.jit
 def packed_scores(words, q, g, t, DIM: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr):
-    """level . q of half a block's tokens: 4 * TILES quads, of plane p and row tile i quad p * TILES + i.
+    """level . q of half a block's tokens: 4 * TILES quads; plane p and row tile i are quad p * TILES + i.
 
     Args:
         words: Pointer to the block's key words; at 4 and 8 bits those of the half's first row.
@@ -118,18 +115,18 @@ def packed_scores(words, q, g, t, DIM: tl.constexpr, BITS: tl.constexpr, TILES: 
 
 @triton.jit
 def add_packed_values(acc, words, p, g, t, DIM: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr):
-    """acc + level^T p of half a block: quads of 16 channels each, of channel tile m and row tile i quad m * TILES + i.
+    """acc + level^T p of half a block: quads of 16 channels each; channel tile m and row tile i are quad m * TILES + i.
 
     Args:
         words: Pointer to the block's value words of the half's first row.
-        p: Operands b, of plane, step and row tile i pair (2 * plane + step) * TILES + i.
+        p: Operands b; plane, step and row tile i are pair (2 * plane + step) * TILES + i.
     """
     QUARTERS: tl.constexpr = quarters_of(BITS)
     HEIGHT: tl.constexpr = DIM // QUARTERS
     TILE: tl.constexpr = HEIGHT * 16
     CHUNKS: tl.constexpr = (HEIGHT + 15) // 16
     at = words + g * 16 + 2 * t
-    # Chunks within quarters, as words hold them; quads are put in the order of channels at the end.
+    # Go over chunks within quarters, as words hold them; quads are put in the order of channels at the end.
     found = ()
     for chunk in tl.static_range(CHUNKS):
         low = load_tile(at + 256 * chunk, 16 * chunk + g < HEIGHT, BITS, TILE, True)
@@ -172,7 +169,7 @@ def mean_scores(mean, q, COUNT: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def load_elements(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr):
-    """Channels 16 CHUNK + 4 t to + 3 of dense rows, float32; `row` [32] pointers, of which those not `valid` read 0."""
+    """Load channels 16 CHUNK + 4 t to + 3 of dense rows, float32; `row` are [32] pointers; 0 where not `valid`."""
     channel = 16 * CHUNK + 4 * t
     return (
         load_element(row + channel, valid & (channel < DIM)),
@@ -184,7 +181,7 @@ def load_elements(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def load_dense(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr):
-    """The same as two pairs; ALIGNED: rows are fp16 and aligned to 8 bytes."""
+    """Load the same channels as two pairs; ALIGNED: rows are fp16 and aligned to 8 bytes."""
     if ALIGNED:
         channel = 16 * CHUNK + 4 * t
         pairs = load_pair((row + channel).to(tl.pointer_type(tl.int32), bitcast=True), valid & (channel < DIM), True)
@@ -195,12 +192,12 @@ def load_dense(row, valid, t, CHUNK: tl.constexpr, DIM: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
-def dense_scores(low, high, low_valid, high_valid, q, t, DIM: tl.constexpr, TILES: tl.constexpr, ALIGNED: tl.constexpr):
-    """k . q of 16 dense tokens, g of rows `low` and g + 8 of rows `high` (pointers [32]): TILES quads."""
+def dense_scores(low, high, low_valid, high_valid, q, t, DIM: tl.constexpr, TILES: tl.constexpr):
+    """k . q of 16 dense tokens, token g at `low` and g + 8 at `high` (pointers [32]): TILES quads."""
     s = zero_quads(TILES)
     for chunk in tl.static_range((DIM + 15) // 16):
-        a0 = load_dense(low, low_valid, t, chunk, DIM, ALIGNED)
-        a1 = load_dense(high, high_valid, t, chunk, DIM, ALIGNED)
+        a0 = load_dense(low, low_valid, t, chunk, DIM, False)
+        a1 = load_dense(high, high_valid, t, chunk, DIM, False)
         for step in tl.static_range(2):
             new = ()
             for tile in tl.static_range(TILES):
@@ -210,17 +207,17 @@ def dense_scores(low, high, low_valid, high_valid, q, t, DIM: tl.constexpr, TILE
 
 
 @triton.jit
-def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constexpr, ALIGNED: tl.constexpr):
-    """acc + v^T p of 8 dense tokens, g of rows `row` (pointers [32]).
+def add_dense_values(acc, row, valid, p, t, DIM: tl.constexpr, TILES: tl.constexpr):
+    """acc + v^T p of 8 dense tokens, token g at `row` (pointers [32]).
 
-    Row i of channel tile m is the channel 16 m + 4 (i % 8 // 2) + i % 2, and 2 more for i >= 8.
+    Row i of channel tile m is channel 16 m + 4 (i % 8 // 2) + i % 2, and 2 more for i >= 8.
 
     Args:
         p: Operands b, one of each row tile.
     """
     new = ()
     for chunk in tl.static_range((DIM + 15) // 16):
-        v = load_dense(row, valid, t, chunk, DIM, ALIGNED)
+        v = load_dense(row, valid, t, chunk, DIM, False)
         a0 = transposed(v[0])
         a1 = transposed(v[1])
         for tile in tl.static_range(TILES):
@@ -251,13 +248,13 @@ class PackedShape(NamedTuple):
 
 @triton.jit
 def attend_packed(acc, sums, maximum, q, factor, cap_log2, half: Half, allowed, g, t, C: tl.constexpr):
-    """Take in half a block.
+    """Attend to half a block.
 
     Args:
-        acc, sums, maximum: What was summed, of `add_packed_values` and `decayed`, and `weights`' maximum.
+        acc, sums, maximum: Sums so far of `add_packed_values` and `decayed`, and maximum of `weights`.
         q: TILES tuples of `load_rows`, rotated.
         factor: 2 * TILES factors to base-2 logits, over `small_unit`.
-        allowed: If MASKED, of plane p, row tile i and element j of its quad flag 4 * (p * TILES + i) + j.
+        allowed: If MASKED, flags; plane p, row tile i and element j of its quad are flag 4 * (p * TILES + i) + j.
         C: A `PackedShape`.
     """
     KEY_QUARTERS: tl.constexpr = quarters_of(C.KEY_BITS)
@@ -304,18 +301,18 @@ def attend_dense(
     acc, sums, maximum, q, factor, cap_log2, key_rows, value_rows, inside, allowed, t,
     DK: tl.constexpr, DV: tl.constexpr, BOUNDS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Take in 32 dense tokens, g of each eight a lane's.
+    """Attend to 32 dense tokens; a lane has token g of each eight.
 
     Args:
-        key_rows, value_rows: Four tuples' pointers [32] to rows of the model's dtype.
-        inside: Four flags, tokens that exist.
-        allowed: Of 16 tokens h, row tile i and element j of its quad flag 4 * (h * TILES + i) + j.
+        key_rows, value_rows: Four pointers [32] each to rows of the model's dtype.
+        inside: Four flags [32], whether the token exists.
+        allowed: Flags; group h of 16 tokens, row tile i and element j of its quad are flag 4 * (h * TILES + i) + j.
     """
     x = ()
     for group in tl.static_range(2):
         s = dense_scores(
             key_rows[2 * group], key_rows[2 * group + 1], inside[2 * group], inside[2 * group + 1],
-            q, t, DK, TILES, False,
+            q, t, DK, TILES,
         )  # fmt: skip
         for tile in tl.static_range(TILES):
             quad = ()
@@ -333,5 +330,5 @@ def attend_dense(
         for tile in tl.static_range(TILES):
             quad = p[i // 2 * TILES + tile]
             b += (transposed(pair_of(quad[2 * (i % 2)], quad[2 * (i % 2) + 1])),)
-        acc = add_dense_values(acc, value_rows[i], inside[i], b, t, DV, TILES, False)
+        acc = add_dense_values(acc, value_rows[i], inside[i], b, t, DV, TILES)
     return acc, sums, maximum

@@ -20,7 +20,7 @@ from ..backend import HAS_TRITON, explains_failures
 from ..workspace import allocator, current_workspace
 
 if HAS_TRITON:
-    from tq_kernels.codec.balance import Statistics
+    from tq_kernels.codec.balance import ScaleInputs
     from tq_kernels.codec.balance import store as store_prompt_rows
     from tq_kernels.codec.launch import dequantize as dequantize_blocks
     from tq_kernels.codec.launch import encode as encode_blocks
@@ -120,7 +120,8 @@ def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | N
 
 
 def supports_prefix(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
-    """Whether the fused kernel of continuation prefill reads blocks of this layout: wide heads not on every GPU."""
+    """Whether the fused kernel of continuation prefill reads blocks of this layout: not on Turing, and
+    of wide heads from Hopper on."""
     return supports_encode(tensor, config, layout) and prefix_takes(layout.key_dim, layout.value_dim, tensor.device)
 
 
@@ -177,7 +178,7 @@ def store_prompt(
         else:
             workspace = current_workspace(keys.device)
             makes = [partial(workspace.floats, name) for name in ("balance", "balance counters")]
-        statistics = Statistics(
+        statistics = ScaleInputs(
             None if queries is None else _rows(queries if queries.dtype == keys.dtype else queries.to(keys.dtype)),
             None if attended is None else attended.expand(len(keys), -1),
             dense.to_sinks,

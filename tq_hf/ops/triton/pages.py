@@ -23,7 +23,7 @@ from . import blocks
 if HAS_TRITON:
     from tq_kernels.common.device import target
     from tq_kernels.decode.launch_paged import append_new_rows, attend_single, encode_new_blocks, single_scratch_bytes
-    from tq_kernels.prefix.launch import attend_many, many_scratch_bytes, takes_prompts
+    from tq_kernels.prefix.launch import attend_many, many_scratch_bytes, prefix_takes
     from tq_kernels.prefix.windows import attend_windows as attend_window_rows
     from tq_kernels.prefix.windows import takes_windows as takes_window_rows
     from tq_kernels.types import Tokens
@@ -58,7 +58,8 @@ def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout
 def supports_paged_prompts(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
     """Whether kernels attend from the prompts of a model with such states; else torch does, from a copy of what their
     request has cached."""
-    return supports_paged_decode(states, config, layout) and takes_prompts(layout.key_dim, states.device)
+    able = supports_paged_decode(states, config, layout)
+    return able and prefix_takes(layout.key_dim, layout.key_dim, states.device)
 
 
 def decode_scratch_bytes(
