@@ -179,22 +179,12 @@ def with_bits(config: TurboQuantConfig, name: str) -> TurboQuantConfig:
     return replace(config, preset=name, key_bits=preset.key_bits, value_bits=preset.value_bits)
 
 
-def is_auto(preset: str | TurboQuantConfig) -> bool:
-    """Whether `preset` is "auto", in any case."""
-    return isinstance(preset, str) and preset.lower() == "auto"
-
-
 def preset_name(name: str) -> str:
     """The preset meant by `name`: in any case, and also by the names vLLM gives them ("turboquant_4bit_nc").
 
     Raises:
         ValueError: There is none.
     """
-    if is_auto(name):
-        raise ValueError(
-            f"Preset {name!r} chooses when it sees the first keys: only `TurboQuantCache(model.config, 'auto')` takes "
-            f"it. Name a preset: {', '.join(PRESETS)}."
-        )
     plain = name.lower().removeprefix("turboquant_") if isinstance(name, str) else None
     if plain not in PRESETS:
         raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")

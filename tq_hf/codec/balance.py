@@ -130,13 +130,6 @@ def _channel_scales(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tens
     return (1 / factor).clamp(SMALLEST_SCALE, LARGEST_SCALE).bfloat16().half()
 
 
-def key_gain(sigma_k: torch.Tensor, sigma_q: torch.Tensor) -> torch.Tensor:
-    """By how much balancing reduces the error of q . k, `[B, Hkv, 1]`, from RMS `[B, Hkv, Dk]`."""
-    k, q = (x / x.amax(-1, keepdim=True).clamp_min(2.0**-60) for x in (sigma_k, sigma_q))
-    energies = k.square().sum(-1, keepdim=True) * q.square().sum(-1, keepdim=True)
-    return energies / (k * q).sum(-1, keepdim=True).square().clamp_min(2.0**-60)
-
-
 def key_channel_scales(found: Statistics) -> torch.Tensor:
     """1 / s, `[B, Hkv, Dk]` fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`."""
     k, known = found.rms("keys"), found.known("keys")
