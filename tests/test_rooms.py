@@ -58,8 +58,8 @@ BUDGETS = {
         "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
         "turing": 1310,
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
-        "types": 317,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
-        "layout": 110,
+        "types": 314,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
+        "layout": 105,
         "format": 140,  # what decides trellis codes
         "__init__": 10,
     },
@@ -67,17 +67,17 @@ BUDGETS = {
         "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
         "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
         "graph_decoding": 520,
-        "saving": 945,  # states that a model gives the layer itself
+        "saving": 940,  # states that a model gives the layer itself
         "layers": 1200,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
         "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
-        "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
-        "codec": 905,  # trellis codes: encoding by Viterbi's algorithm
+        "ops": 2170,  # wide heads over a history, one dequantized at a time; blocks within a prompt
+        "codec": 845,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 415,
         "attention": 250,
         "memory": 110,
         "balance": 120,
-        "config": 220,
+        "config": 195,
         "compat": 325,  # a capture that failed is ended
         "__init__": 60,
     },

@@ -28,7 +28,6 @@ from transformers import (
 
 from tests.support.tiny_models import CONFIGS, VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.memory import MemoryFootprint, measure
 from tq_hf.ops import dispatch
 from tq_hf.tools.estimate import Estimator, estimate, parse_memory
@@ -72,7 +71,7 @@ def test_an_estimate_is_what_a_cache_holds_after_a_prefill(name, context):
     "config",
     [
         *PRESETS.values(),
-        Ablation(residual_length=0, sink_tokens=0, key_mean=False),
+        TurboQuantConfig(residual_length=0, sink_tokens=0),
         TurboQuantConfig(residual_length=1000),
         TurboQuantConfig(skip_layers=(1, -1)),
         TurboQuantConfig(layers={-1: "k8v4"}),
