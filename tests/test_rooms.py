@@ -65,19 +65,19 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
-        "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
+        "batching": 1842,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
         "graph_decoding": 520,
         "saving": 940,  # states that a model gives the layer itself
         "layers": 1200,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
         "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
         "ops": 2170,  # wide heads over a history, one dequantized at a time; blocks within a prompt
-        "codec": 845,  # trellis codes: encoding by Viterbi's algorithm
+        "codec": 835,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
-        "cache": 415,
+        "cache": 405,
         "attention": 250,
         "memory": 110,
-        "balance": 120,
-        "config": 195,
+        "balance": 116,
+        "config": 210,
         "compat": 325,  # a capture that failed is ended
         "__init__": 60,
     },

@@ -29,7 +29,7 @@ from .compat import (
     outside_inference_mode,
     takes_attention_functions,
 )
-from .config import TurboQuantConfig
+from .config import TurboQuantConfig, config_of
 from .layers.advice import warn_beyond_fp16
 from .layers.base import FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
@@ -111,15 +111,7 @@ class TurboQuantCache(DynamicCache):
         """Compressed layers that hold the first prompt; `None` once they were checked for states beyond fp16."""
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
-        if isinstance(preset, TurboQuantConfig):
-            if overrides:
-                raise ValueError(
-                    f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
-                    "(`dataclasses.replace`), or pass a preset's name."
-                )
-            self.config = preset
-        else:
-            self.config = TurboQuantConfig.from_preset(preset, **overrides)
+        self.config = config_of(preset, overrides)
         decoder_config = model_config.get_text_config(decoder=True)
         if not has_attention_heads(decoder_config):
             raise ValueError(

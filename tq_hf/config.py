@@ -154,6 +154,22 @@ def with_bits(config: TurboQuantConfig, name: str) -> TurboQuantConfig:
     return replace(config, preset=name, key_bits=preset.key_bits, value_bits=preset.value_bits)
 
 
+def config_of(preset: str | TurboQuantConfig, overrides: Mapping[str, Any]) -> TurboQuantConfig:
+    """The configuration of a preset with some options replaced, or a configuration as it is.
+
+    Raises:
+        ValueError: The preset or an option does not exist, or options come beside a configuration.
+    """
+    if not isinstance(preset, TurboQuantConfig):
+        return TurboQuantConfig.from_preset(preset, **overrides)
+    if overrides:
+        raise ValueError(
+            f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
+            "(`dataclasses.replace`), or pass a preset's name."
+        )
+    return preset
+
+
 def preset_name(name: str) -> str:
     """The preset meant by `name`: in any case, and also by the names vLLM gives them ("turboquant_4bit_nc").
 

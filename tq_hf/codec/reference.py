@@ -30,7 +30,7 @@ TILE_BLOCKS = 16
 of 128 channels (1 MiB of float32) in a processor's own."""
 
 
-def _sum(x: torch.Tensor) -> torch.Tensor:
+def sum_by_halving(x: torch.Tensor) -> torch.Tensor:
     """Sum over the last dimension by halving: the order, and so the bits, depend on that dimension's size alone."""
     while (size := x.shape[-1]) > 1:
         half = size // 2
@@ -102,7 +102,7 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
         scale = _half(z.abs().amax(-1) / (FP8_MAX * FP8_LEVEL_SCALE))
         unit = _safe_divide(z, scale.float()[..., None] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX)
         return unit.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), scale
-    square = _sum(z * z)
+    square = sum_by_halving(z * z)
     sigma = (square / z.shape[-1]).sqrt()
     # A zero vector divided by infinity is zero.
     unit = z / torch.where(sigma == 0, torch.inf, sigma)[..., None]
@@ -113,7 +113,7 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
         channels = trellis.rounded(unit, bits)
         codes = trellis.encode(channels, bits, is_value=is_value)
         z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # what the scale is computed of, as kernels do
-    return codes, _half(_safe_divide(square, _sum(z * levels_of(codes, bits, is_value=is_value))))
+    return codes, _half(_safe_divide(square, sum_by_halving(z * levels_of(codes, bits, is_value=is_value))))
 
 
 def _blocks_at_a_time(blocks: PackedBlocks) -> int:
@@ -140,7 +140,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         k, v = (x[:, :, tile].unflatten(2, (last - first, layout.tokens)) for x in (keys, values))
         target = out.slice(start + first, start + last)
         z = rotate(_padded(k * channel_scales.keys, layout.key_dim_padded), config.seed)
-        target.key_means.copy_(_finite_or_zero((_sum(z.transpose(-1, -2)) / layout.tokens).half()))
+        target.key_means.copy_(_finite_or_zero((sum_by_halving(z.mT) / layout.tokens).half()))
         z = z - target.key_means.float()[..., None, :]
         codes, key_scales = quantize(z, layout.key_bits, is_value=False)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
