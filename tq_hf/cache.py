@@ -83,19 +83,7 @@ class TurboQuantCache(DynamicCache):
         balance: bool | Balance | TurboQuantCache | None = None,
         **overrides: Any,
     ) -> None:
-        if not isinstance(model_config, PreTrainedConfig):
-            came = type(model_config).__name__
-            raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
-        if model is not None and not isinstance(model, torch.nn.Module):
-            raise ValueError(f"`model` must be the model itself, or left out, not {type(model).__name__}.")
-        check_choice()
-        check_max_cache_len(max_cache_len)
-        if not isinstance(offloading, bool):
-            raise ValueError(f"`offloading` is {offloading!r}; it must be True or False.")
-        if offloading and not torch.cuda.is_available():
-            raise ValueError(
-                "`offloading=True` moves layers between a GPU and the CPU, and there is no GPU. Leave it out."
-            )
+        _check_arguments(model_config, model, max_cache_len, offloading)
         if isinstance(balance, TurboQuantCache):
             balance = Balance.held_by(balance.layers)
         if not isinstance(balance, (bool, Balance, NoneType)):
@@ -104,64 +92,19 @@ class TurboQuantCache(DynamicCache):
             )
         if isinstance(balance, bool):
             overrides["balance"] = balance
+        self.config = config_of(preset, overrides)
+        self.model_config = weakref.ref(model_config)
+        self._model = None if model is None else weakref.ref(model)
         # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
         self.preallocated_for = max_cache_len
         self._deferred: TurboQuantLayer | None = None
         self._unchecked: set[int] | None = set()
         """Compressed layers that hold the first prompt; `None` once they were checked for states beyond fp16."""
-        self.model_config = weakref.ref(model_config)
-        self._model = None if model is None else weakref.ref(model)
-        self.config = config_of(preset, overrides)
-        decoder_config = model_config.get_text_config(decoder=True)
-        if not has_attention_heads(decoder_config):
-            raise ValueError(
-                f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
-                "and values to compress. Let the model make its own cache: leave out `past_key_values`."
-            )
-        # The layers transformers would make, of which the full-attention ones are replaced.
-        if max_cache_len is None:
-            layers = DynamicCache(config=model_config).layers
-        else:
-            try:
-                layers = StaticCache(model_config, max_cache_len).layers
-            except KeyError as error:
-                raise ValueError(
-                    f"transformers has no preallocated layer for {error} layers. Leave out `max_cache_len`."
-                ) from error
-        # Looked at later; an encoder-decoder's decoder config is made on the fly.
-        watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
-        for index, (layer, config) in enumerate(zip(layers, self.config.by_layer(len(layers)), strict=True)):
-            if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
-                layers[index] = TurboQuantLayer(config, max_cache_len, watched)
-            elif type(layer) is DynamicLayer:
-                layers[index] = GrowingLayer()
-            elif type(layer) is StaticLayer:
-                layers[index] = PreallocatedLayer(layer.max_cache_len)
-            elif type(layer) is DynamicSlidingWindowLayer:
-                layers[index] = SlidingLayer.like(layer)
-            elif type(layer) is StaticSlidingWindowLayer:
-                layers[index] = PreallocatedSlidingLayer.like(layer)
-            elif isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
-                logger.warning_once(
-                    f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although "
-                    "they hold all tokens: this version compresses layers that hold keys and values and nothing else."
-                )
-            if config not in (self.config, None) and not isinstance(layers[index], TurboQuantLayer):
-                raise ValueError(
-                    f"`layers` gives layer {index} the preset {config.preset}, but it is a "
-                    f"{type(layers[index]).__name__}, which is not compressed. Leave it out."
-                )
+        layers = _layers(model_config, self.config, max_cache_len)
         if isinstance(balance, Balance):
             if not self.config.balance:
                 raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
             balance.give(layers)
-        _agree_on_masks(layers, decoder_config)
-        if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
-            logger.warning(
-                f"No layer of this {type(decoder_config).__name__} is compressed. Its layers are of the class "
-                f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; compressed are those of full "
-                "attention outside `skip_layers`."
-            )
         # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
@@ -385,6 +328,84 @@ def check_max_cache_len(max_cache_len: Any) -> None:
     number = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
     if max_cache_len is not None and not (number and max_cache_len >= 1):
         raise ValueError(f"`max_cache_len` is {max_cache_len!r}; it must be a number of tokens, 1 or more, or None.")
+
+
+def _check_arguments(model_config: Any, model: Any, max_cache_len: Any, offloading: Any) -> None:
+    """Raise a `ValueError` unless a cache can be made of these arguments."""
+    if not isinstance(model_config, PreTrainedConfig):
+        came = type(model_config).__name__
+        raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"`model` must be the model itself, or left out, not {type(model).__name__}.")
+    check_choice()
+    check_max_cache_len(max_cache_len)
+    if not isinstance(offloading, bool):
+        raise ValueError(f"`offloading` is {offloading!r}; it must be True or False.")
+    if offloading and not torch.cuda.is_available():
+        raise ValueError("`offloading=True` moves layers between a GPU and the CPU, and there is no GPU. Leave it out.")
+
+
+def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_len: int | None) -> list[Any]:
+    """The layers of a cache: those transformers would make, full-attention ones compressed where `config` has a preset.
+
+    Raises:
+        ValueError: The model has no attention heads, transformers has no preallocated layer of a kind, or `config`
+            names a layer that does not exist or is not compressed.
+    """
+    decoder_config = model_config.get_text_config(decoder=True)
+    if not has_attention_heads(decoder_config):
+        raise ValueError(
+            f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
+            "and values to compress. Let the model make its own cache: leave out `past_key_values`."
+        )
+    if max_cache_len is None:
+        layers = DynamicCache(config=model_config).layers
+    else:
+        try:
+            layers = StaticCache(model_config, max_cache_len).layers
+        except KeyError as error:
+            raise ValueError(
+                f"transformers has no preallocated layer for {error} layers. Leave out `max_cache_len`."
+            ) from error
+    # Looked at later; an encoder-decoder's decoder config is made on the fly.
+    watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
+    for index, (layer, own) in enumerate(zip(layers, config.by_layer(len(layers)), strict=True)):
+        layers[index] = _layer_for(layer, own, max_cache_len, watched)
+        if own not in (config, None) and not isinstance(layers[index], TurboQuantLayer):
+            raise ValueError(
+                f"`layers` gives layer {index} the preset {own.preset}, but it is a {type(layers[index]).__name__}, "
+                "which is not compressed. Leave it out."
+            )
+    _agree_on_masks(layers, decoder_config)
+    if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
+        logger.warning(
+            f"No layer of this {type(decoder_config).__name__} is compressed. Its layers are of the class "
+            f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; compressed are those of full "
+            "attention outside `skip_layers`."
+        )
+    return layers
+
+
+def _layer_for(
+    layer: Any, config: TurboQuantConfig | None, max_cache_len: int | None, model_config: PreTrainedConfig
+) -> Any:
+    """What takes the place of a layer of transformers, or the layer itself."""
+    if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
+        return TurboQuantLayer(config, max_cache_len, model_config)
+    if type(layer) is DynamicLayer:
+        return GrowingLayer()
+    if type(layer) is StaticLayer:
+        return PreallocatedLayer(layer.max_cache_len)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return SlidingLayer.like(layer)
+    if type(layer) is StaticSlidingWindowLayer:
+        return PreallocatedSlidingLayer.like(layer)
+    if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
+        logger.warning_once(
+            f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although they "
+            "hold all tokens: this version compresses layers that hold keys and values and nothing else."
+        )
+    return layer
 
 
 def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
