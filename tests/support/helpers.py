@@ -156,7 +156,7 @@ def prefill_bytes(
         "packed": batch * heads * blocks * codes,
         "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
         + layout.channel_scale_bytes * batch * heads,
-        "window": batch * heads * residual * 2 * dim * itemsize,
+        "residual": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }
 

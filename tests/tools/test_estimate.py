@@ -63,7 +63,7 @@ def test_an_estimate_is_what_a_cache_holds_after_a_prefill(name, context):
     for preset in ("4bit_nc", "2.5bit_nc", None):
         expected = held(name, preset, context, batch=2)
         assert bytes_of(estimator.footprint(preset, context, 2)) == expected
-        assert expected["uncompressed" if preset is None else "window"] > 0
+        assert expected["uncompressed" if preset is None else "residual"] > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3_next", "deepseek_v3"])

@@ -408,7 +408,7 @@ class GrowingStore(LayerStore):
         kinds = self.tensors.by_kind()
         pending = self.residual.pending
         if pending is not None and pending.states is not None:
-            kinds["window"] += pending.states
+            kinds["residual"] += pending.states
         return kinds
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:

@@ -95,7 +95,7 @@ class LayerTensors:
         return {
             "packed": [blocks.key_words, blocks.value_words],
             "metadata": [blocks.scales, blocks.key_means, *blocks.channel_scales],
-            "window": list(self.ring),
+            "residual": list(self.ring),
             "sinks": list(self.sinks),
         }
 
