@@ -2,7 +2,7 @@
 
     pip install -e ".[lm-eval]"    # in a clone
     python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B
-    python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B --tasks gsm8k --limit 200 --caches plain 4bit_nc auto
+    python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B --tasks gsm8k --limit 200 --caches plain 4bit_nc k8v4
     python -m examples.lm_eval_turboquant --model examples/needle --include-path examples/tasks \
         --tasks needle_recall needle_text --chunk 256
     accelerate launch --multi_gpu --num_processes 8 -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B
@@ -38,7 +38,7 @@ from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.compat import as_input
 
 PLAIN = "plain"
-CACHES = (PLAIN, *PRESETS, "auto")
+CACHES = (PLAIN, *PRESETS)
 BOOTSTRAPS = 1000
 
 

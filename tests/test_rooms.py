@@ -15,7 +15,6 @@ ROOMS = {
         ["tools"],
         ["batching", "graph_decoding"],
         ["cache"],
-        ["auto"],
         ["saving"],
         ["balance", "memory", "attention"],
         ["layers"],
@@ -59,27 +58,26 @@ BUDGETS = {
         "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
         "turing": 960,
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
-        "types": 317,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
-        "layout": 110,
+        "types": 314,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
+        "layout": 105,
         "format": 140,  # what decides trellis codes
         "__init__": 10,
     },
     "tq_hf": {
         "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
-        "batching": 1875,  # heads by kind of layer, layers that share keys; what models of 5.24 call; steps that no CUDA graph holds, warm-ups
+        "batching": 1862,  # heads by kind of layer, what models of 5.24 call; steps that no CUDA graph holds
         "graph_decoding": 525,
-        "saving": 945,  # states that a model gives the layer itself
-        "layers": 1275,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
+        "saving": 940,  # states that a model gives the layer itself
+        "layers": 1200,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
         "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
-        "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
-        "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
+        "ops": 2170,  # wide heads over a history, one dequantized at a time; blocks within a prompt
+        "codec": 835,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
-        "cache": 450,
+        "cache": 405,
         "attention": 250,
         "memory": 110,
-        "balance": 120,
-        "auto": 220,
-        "config": 250,
+        "balance": 116,
+        "config": 210,
         "compat": 440,  # names of transformers that each way stands on, and a sentence where one has gone
         "__init__": 60,
     },

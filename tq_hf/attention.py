@@ -66,28 +66,11 @@ def turboquant_attention(
         )
     view, key, value = resolve(key, value, module, query, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if (block_indices := kwargs.pop("block_indices", None)) is not None:
-        # Made by the model itself for "eager" and "sdpa", by name; other functions are left to it.
-        indexer: Any = module.indexer
-        attention_mask = indexer.build_block_mask(
-            block_indices, attention_mask, key.shape[2], query.dtype, query.device, kwargs.get("position_ids")
-        )
-    if (indices := kwargs.pop("indices", None)) is not None:
-        attention_mask = _among(indices, attention_mask, key.shape[2], causal)
+    attention_mask = _chosen_by_indexer(module, query, key.shape[2], attention_mask, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
     if isinstance(view, StepView) or (view is not None and view.past_length > 0):
-        # In the dictionary: of what it does not have, a module takes as long to say so as a launch.
-        if module.__dict__.get("masked_key_indices") is not None:
-            raise ValueError(
-                "`masked_key_indices` of the attention module (kvpress's AdaKV) name keys that single heads must not "
-                'see, and attention did not get them masked: kvpress patches "turboquant" if tq_hf is imported before '
-                'it. Swap the imports, or load the model with `attn_implementation="sdpa"`.'
-            )
-        if dropout:
-            raise ValueError(
-                f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
-            )
+        _check_compressed(module, dropout)
         attend: Any = _attend_step if isinstance(view, StepView) else dispatch.attend
         if (lower := autocast_dtype(query)) is None:
             return attend(query, view, attention_mask, options), None
@@ -96,22 +79,10 @@ def turboquant_attention(
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
     if options.only_scales():
-        if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
-            # sdpa's own causal mask is top-left aligned.
-            attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-            attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])[None, None]
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=causal,
-            position_bias=options.position_bias,
-            **kwargs,
-        )
+        attention_mask = _bottom_right(query, key, attention_mask, causal)
+        own: dict[str, Any] = dict(dropout=dropout, scaling=scaling, is_causal=causal)
+        own["position_bias"] = options.position_bias
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **own, **kwargs)
     if dropout:
         raise ValueError(
             f"Attention dropout ({dropout}) with softcap or sinks is not supported; use eager attention to train."
@@ -127,6 +98,52 @@ def turboquant_attention(
 def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attention over what an update outside of graphs returned."""
     return turboquant_attention(*args, **kwargs)
+
+
+def _check_compressed(module: torch.nn.Module, dropout: float) -> None:
+    """Raise a `ValueError` for what cannot be computed over a compressed cache."""
+    # In the dictionary: of what it does not have, a module takes as long to say so as a launch.
+    if module.__dict__.get("masked_key_indices") is not None:
+        raise ValueError(
+            "`masked_key_indices` of the attention module (kvpress's AdaKV) name keys that single heads must not "
+            'see, and attention did not get them masked: kvpress patches "turboquant" if tq_hf is imported before '
+            'it. Swap the imports, or load the model with `attn_implementation="sdpa"`.'
+        )
+    if dropout:
+        raise ValueError(
+            f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
+        )
+
+
+def _bottom_right(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> torch.Tensor | None:
+    """The mask for sdpa, whose own causal one is top-left aligned."""
+    queries, length = query.shape[2], key.shape[2]
+    if mask is not None or not causal or not 1 < queries < length:
+        return mask
+    return torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)[None, None]
+
+
+def _chosen_by_indexer(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    length: int,
+    mask: torch.Tensor | None,
+    causal: bool,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """`mask` without the tokens that an indexer of the model did not choose, of `length` in all. Takes what the indexer
+    chose, `block_indices` or `indices`, out of `kwargs`."""
+    if (block_indices := kwargs.pop("block_indices", None)) is not None:
+        # Made by the model itself for "eager" and "sdpa", by name; other functions are left to it.
+        indexer: Any = module.indexer
+        mask = indexer.build_block_mask(
+            block_indices, mask, length, query.dtype, query.device, kwargs.get("position_ids")
+        )
+    if (indices := kwargs.pop("indices", None)) is not None:
+        mask = _among(indices, mask, length, causal)
+    return mask
 
 
 def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal: bool) -> torch.Tensor:

@@ -21,7 +21,6 @@ from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
 
 PROBE_TOKENS = 512
-NAME = "turboquant"
 POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
 """Names under which configs say how many positions a model has, at most one of them in each."""
 _CONFIG = TurboQuantConfig()
@@ -74,7 +73,7 @@ class Balance:
         cache = DynamicCache(config=model.config)
         cache.layers = [TurboQuantLayer(_CONFIG) if type(layer) is DynamicLayer else layer for layer in cache.layers]
         try:
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation("turboquant")
             with torch.no_grad():
                 model(ids.to(model.device), **as_input(cache))
         finally:

@@ -6,7 +6,6 @@ import os
 import pickle
 import weakref
 from copy import deepcopy
-from dataclasses import fields
 from functools import partial
 from types import NoneType
 from typing import Any, Literal
@@ -22,11 +21,16 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
-from .auto import AutoChoice
 from .balance import Balance
-from .compat import asked_by_prefill, has_attention_heads, outside_inference_mode, takes_attention_functions
-from .config import TurboQuantConfig, is_auto
-from .layers.advice import FirstPrompt
+from .compat import (
+    asked_by_prefill,
+    has_attention_heads,
+    is_capturing,
+    outside_inference_mode,
+    takes_attention_functions,
+)
+from .config import TurboQuantConfig, config_of
+from .layers.advice import warn_beyond_fp16
 from .layers.base import FullAttentionLayer, like_held
 from .layers.compressed import TurboQuantLayer
 from .layers.dense import GrowingLayer, PreallocatedLayer, PreallocatedSlidingLayer, SlidingLayer
@@ -35,7 +39,6 @@ from .layers.rollback import crop, held_lengths
 from .memory import MemoryFootprint, measure
 from .ops.backend import check_choice
 from .saving.cache_file import load_cache, save_cache
-from .stores.base import check_states, kind_of, widened
 
 logger = logging.get_logger(__name__)
 
@@ -54,10 +57,8 @@ class TurboQuantCache(DynamicCache):
 
     Args:
         model_config: The model's config (`model.config`); of a multimodal model, its text decoder is used.
-        preset: Name of a preset (see `tq_hf.PRESETS`), also as vLLM writes it, or a `TurboQuantConfig`. "auto" chooses
-            between "4bit_nc" and "k8v4", at last when it sees the first keys, and logs what and why (see `tq_hf.auto`).
-        model: The model, for `save`, and for "auto" to look at its weights too (of a sharded one, on all processes at
-            once). Held weakly.
+        preset: Name of a preset (see `tq_hf.PRESETS`), also as vLLM writes it, or a `TurboQuantConfig`.
+        model: The model, for `save`. Held weakly.
         max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
         offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
         balance: Whether channels that are much louder or quieter than others are given channel scales, from the first
@@ -82,19 +83,7 @@ class TurboQuantCache(DynamicCache):
         balance: bool | Balance | TurboQuantCache | None = None,
         **overrides: Any,
     ) -> None:
-        if not isinstance(model_config, PreTrainedConfig):
-            came = type(model_config).__name__
-            raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
-        if model is not None and not isinstance(model, torch.nn.Module):
-            raise ValueError(f"`model` must be the model itself, or left out, not {type(model).__name__}.")
-        check_choice()
-        check_max_cache_len(max_cache_len)
-        if not isinstance(offloading, bool):
-            raise ValueError(f"`offloading` is {offloading!r}; it must be True or False.")
-        if offloading and not torch.cuda.is_available():
-            raise ValueError(
-                "`offloading=True` moves layers between a GPU and the CPU, and there is no GPU. Leave it out."
-            )
+        _check_arguments(model_config, model, max_cache_len, offloading)
         if isinstance(balance, TurboQuantCache):
             balance = Balance.held_by(balance.layers)
         if not isinstance(balance, (bool, Balance, NoneType)):
@@ -103,86 +92,19 @@ class TurboQuantCache(DynamicCache):
             )
         if isinstance(balance, bool):
             overrides["balance"] = balance
-        auto = is_auto(preset)
-        if auto and (bits := sorted(overrides.keys() & {"key_bits", "value_bits"})):
-            raise ValueError(
-                f"`preset='auto'` chooses the bits, so {', '.join(bits)} cannot be given beside it. Name a preset "
-                "('4bit_nc') to choose them yourself."
-            )
-        # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
-        self.preallocated_for = max_cache_len
-        self._choice: AutoChoice | None = None
-        self._deferred: TurboQuantLayer | None = None
-        self._first: FirstPrompt | None = FirstPrompt(auto)
+        self.config = config_of(preset, overrides)
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
-        if isinstance(preset, TurboQuantConfig):
-            if overrides:
-                raise ValueError(
-                    f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
-                    "(`dataclasses.replace`), or pass a preset's name."
-                )
-            self.config = preset
-        else:
-            self.config = TurboQuantConfig.from_preset("4bit_nc" if auto else preset, **overrides)
-        decoder_config = model_config.get_text_config(decoder=True)
-        if not has_attention_heads(decoder_config):
-            raise ValueError(
-                f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
-                "and values to compress. Let the model make its own cache: leave out `past_key_values`."
-            )
-        if auto:
-            if self.config.layers:
-                raise ValueError(
-                    f"`preset='auto'` chooses one preset for all layers, so `layers={dict(self.config.layers)}` cannot "
-                    "be given beside it. Name a preset for the others ('4bit_nc'), or only dense layers (`None`)."
-                )
-            self._choice = AutoChoice(decoder_config, model, self.config)
-            self.config = self._choice.config
-        # The layers transformers would make, of which the full-attention ones are replaced.
-        if max_cache_len is None:
-            layers = DynamicCache(config=model_config).layers
-        else:
-            try:
-                layers = StaticCache(model_config, max_cache_len).layers
-            except KeyError as error:
-                raise ValueError(
-                    f"transformers has no preallocated layer for {error} layers. Leave out `max_cache_len`."
-                ) from error
-        # Looked at later; an encoder-decoder's decoder config is made on the fly.
-        watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
-        for index, (layer, config) in enumerate(zip(layers, self.config.by_layer(len(layers)), strict=True)):
-            if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
-                layers[index] = TurboQuantLayer(config, max_cache_len, watched)
-            elif type(layer) is DynamicLayer:
-                layers[index] = GrowingLayer()
-            elif type(layer) is StaticLayer:
-                layers[index] = PreallocatedLayer(layer.max_cache_len)
-            elif type(layer) is DynamicSlidingWindowLayer:
-                layers[index] = SlidingLayer.like(layer)
-            elif type(layer) is StaticSlidingWindowLayer:
-                layers[index] = PreallocatedSlidingLayer.like(layer)
-            elif isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
-                logger.warning_once(
-                    f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although "
-                    "they hold all tokens: this version compresses layers that hold keys and values and nothing else."
-                )
-            if config not in (self.config, None) and not isinstance(layers[index], TurboQuantLayer):
-                raise ValueError(
-                    f"`layers` gives layer {index} the preset {config.preset}, but it is a "
-                    f"{type(layers[index]).__name__}, which is not compressed. Leave it out."
-                )
+        # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
+        self.preallocated_for = max_cache_len
+        self._deferred: TurboQuantLayer | None = None
+        self._unchecked: set[int] | None = set()
+        """Compressed layers that hold the first prompt; `None` once they were checked for states beyond fp16."""
+        layers = _layers(model_config, self.config, max_cache_len)
         if isinstance(balance, Balance):
             if not self.config.balance:
                 raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
             balance.give(layers)
-        _agree_on_masks(layers, decoder_config)
-        if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
-            logger.warning(
-                f"No layer of this {type(decoder_config).__name__} is compressed. Its layers are of the class "
-                f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; compressed are those of full "
-                "attention outside `skip_layers`."
-            )
         # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
@@ -228,10 +150,6 @@ class TurboQuantCache(DynamicCache):
         if model_config is None:
             raise pickle.PicklingError("The config this cache was made from no longer exists; make a new cache.")
         options: dict[str, Any] = {"preset": self.config}
-        if self.undecided:
-            chosen = {"preset", "key_bits", "value_bits"}
-            options = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
-            options = {name: value for name, value in options.items() if name not in chosen} | {"preset": "auto"}
         scales = {
             index: layer.channel_scales.map(torch.Tensor.cpu)  # whoever reads it may have no GPU
             for index, layer in enumerate(self.layers)
@@ -246,11 +164,6 @@ class TurboQuantCache(DynamicCache):
     def is_compileable(self) -> bool:
         """Whether `generate()` compiles its steps. Chunks of a prompt stay eager: no graph can hold them whole."""
         return all(layer.is_compileable for layer in self.layers) and not asked_by_prefill()
-
-    @property
-    def undecided(self) -> bool:
-        """Whether preset "auto" has yet to see the keys of some layers."""
-        return self._choice is not None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -270,8 +183,6 @@ class TurboQuantCache(DynamicCache):
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
                 f"{layer_idx}; make it from this model's own config."
             )
-        if self._choice is not None:
-            self._choose(self._choice, key_states, value_states, layer_idx)
         if self._deferred is not None:
             self._encode_deferred()
         layer: Any = self.layers[layer_idx]
@@ -282,8 +193,8 @@ class TurboQuantCache(DynamicCache):
         if compressed and key_states.shape[2] > 1:
             if layer.store is not None and layer.store.is_deferred:
                 self._deferred = layer
-            if self._first is not None:
-                self._first.see(layer_idx, key_states)
+            if self._unchecked is not None:
+                self._unchecked.add(layer_idx)
         return states
 
     def _is_traceable(self, layer_idx: int) -> bool:
@@ -301,9 +212,9 @@ class TurboQuantCache(DynamicCache):
         # Masks are made before any layer is updated. A compiled step then never finds a deferred prompt.
         if self._deferred is not None:
             self._encode_deferred()
-        if self._first is not None and self._first.ready:
-            first, self._first = self._first, None
-            first.report(self.layers)
+        if self._unchecked and not (torch.compiler.is_compiling() or is_capturing()):
+            warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
+            self._unchecked = None
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _encode_deferred(self) -> None:
@@ -361,19 +272,6 @@ class TurboQuantCache(DynamicCache):
                     f"{type(layer).__name__}, which has no such method. Make the cache without `max_cache_len`."
                 )
 
-    def _choose(self, choice: AutoChoice, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
-        """Let "auto" see what a layer caches. What it chooses holds for all layers; it is done once it saw them all."""
-        compressed = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)}
-        if index not in compressed:
-            return
-        check_states(*map(kind_of, widened(keys, values, keys.dtype)))
-        if index not in choice.layers_seen:
-            choice.see(index, keys, free=all(layer.store is None for layer in compressed.values()))
-            for layer in compressed.values():
-                layer.config = self.config = choice.config
-        if choice.layers_seen == compressed.keys():
-            self._choice = None
-
     def memory_footprint(self) -> MemoryFootprint:
         """Bytes this cache holds now, by kind and device, and what a 16-bit cache of the same tokens would hold."""
         return measure(self.layers)
@@ -430,6 +328,84 @@ def check_max_cache_len(max_cache_len: Any) -> None:
     number = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
     if max_cache_len is not None and not (number and max_cache_len >= 1):
         raise ValueError(f"`max_cache_len` is {max_cache_len!r}; it must be a number of tokens, 1 or more, or None.")
+
+
+def _check_arguments(model_config: Any, model: Any, max_cache_len: Any, offloading: Any) -> None:
+    """Raise a `ValueError` unless a cache can be made of these arguments."""
+    if not isinstance(model_config, PreTrainedConfig):
+        came = type(model_config).__name__
+        raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"`model` must be the model itself, or left out, not {type(model).__name__}.")
+    check_choice()
+    check_max_cache_len(max_cache_len)
+    if not isinstance(offloading, bool):
+        raise ValueError(f"`offloading` is {offloading!r}; it must be True or False.")
+    if offloading and not torch.cuda.is_available():
+        raise ValueError("`offloading=True` moves layers between a GPU and the CPU, and there is no GPU. Leave it out.")
+
+
+def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_len: int | None) -> list[Any]:
+    """The layers of a cache: those transformers would make, full-attention ones compressed where `config` has a preset.
+
+    Raises:
+        ValueError: The model has no attention heads, transformers has no preallocated layer of a kind, or `config`
+            names a layer that does not exist or is not compressed.
+    """
+    decoder_config = model_config.get_text_config(decoder=True)
+    if not has_attention_heads(decoder_config):
+        raise ValueError(
+            f"{type(decoder_config).__name__} has no attention heads (`num_attention_heads`), so there are no keys "
+            "and values to compress. Let the model make its own cache: leave out `past_key_values`."
+        )
+    if max_cache_len is None:
+        layers = DynamicCache(config=model_config).layers
+    else:
+        try:
+            layers = StaticCache(model_config, max_cache_len).layers
+        except KeyError as error:
+            raise ValueError(
+                f"transformers has no preallocated layer for {error} layers. Leave out `max_cache_len`."
+            ) from error
+    # Looked at later; an encoder-decoder's decoder config is made on the fly.
+    watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
+    for index, (layer, own) in enumerate(zip(layers, config.by_layer(len(layers)), strict=True)):
+        layers[index] = _layer_for(layer, own, max_cache_len, watched)
+        if own not in (config, None) and not isinstance(layers[index], TurboQuantLayer):
+            raise ValueError(
+                f"`layers` gives layer {index} the preset {own.preset}, but it is a {type(layers[index]).__name__}, "
+                "which is not compressed. Leave it out."
+            )
+    _agree_on_masks(layers, decoder_config)
+    if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
+        logger.warning(
+            f"No layer of this {type(decoder_config).__name__} is compressed. Its layers are of the class "
+            f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; compressed are those of full "
+            "attention outside `skip_layers`."
+        )
+    return layers
+
+
+def _layer_for(
+    layer: Any, config: TurboQuantConfig | None, max_cache_len: int | None, model_config: PreTrainedConfig
+) -> Any:
+    """What takes the place of a layer of transformers, or the layer itself."""
+    if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
+        return TurboQuantLayer(config, max_cache_len, model_config)
+    if type(layer) is DynamicLayer:
+        return GrowingLayer()
+    if type(layer) is StaticLayer:
+        return PreallocatedLayer(layer.max_cache_len)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return SlidingLayer.like(layer)
+    if type(layer) is StaticSlidingWindowLayer:
+        return PreallocatedSlidingLayer.like(layer)
+    if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
+        logger.warning_once(
+            f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although they "
+            "hold all tokens: this version compresses layers that hold keys and values and nothing else."
+        )
+    return layer
 
 
 def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:

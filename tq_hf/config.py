@@ -1,29 +1,18 @@
 """What to keep of a KV cache: presets, and the options behind them.
 
 A `TurboQuantConfig` is frozen and says everything that decides the bits of a compressed cache. Sizes are derived from
-it, once, by `tq_kernels.layout.BlockLayout` (`config.layout(head_dim)`). What the recipe has settled is not an option:
-it stands in the class, and `tq_hf.codec.ablation` switches it to show what it is worth.
+it, once, by `tq_kernels.layout.BlockLayout` (`config.layout(head_dim)`). What the recipe has settled is not an option;
+`examples/measure/quality/ablation.py` shows what each part of it is worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from tq_kernels.format import due_blocks
 from tq_kernels.layout import SUPPORTED_BITS, BlockLayout
-
-Correction = Literal["none", "norm", "inner", "projection"]
-"""How a stored scale makes up for quantization, with z the rotated key and c its centroids: "none" stores
-|z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>; "projection" <z, c> / <c, c> (least squares). FP8 codes have a
-scale of their own and take no correction. All but "inner" shrink what a key or value has in common with itself, by the
-same share for every token: noise averages out over the tokens that attention sums, a common share does not."""
-
-INNER: Correction = "inner"
-
-SETTLED = ("random_signs", "rotate_values", "key_mean", "key_correction", "value_correction")
-"""What is the same in every preset."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +51,6 @@ class TurboQuantConfig:
     seed: int = 0
     balance: bool = True
     layers: Mapping[int, str | None] | tuple[tuple[int, str], ...] = ()
-
-    # Settled: without annotations these are no fields.
-    random_signs = True
-    rotate_values = True
-    key_mean = True
-    key_correction = INNER
-    value_correction = INNER
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
@@ -119,11 +101,6 @@ class TurboQuantConfig:
         # Of other bits it is not what the name says.
         return config if bits == (preset.key_bits, preset.value_bits) else replace(config, preset=None)
 
-    @property
-    def rotation_seed(self) -> int | None:
-        """Seed of the random signs for `tq_hf.codec.rotation`; `None` for no signs."""
-        return self.seed if self.random_signs else None
-
     def layout(self, head_dim: int, value_head_dim: int | None = None) -> BlockLayout:
         """Every byte size of this configuration for heads of `head_dim` channels (`value_head_dim` for values, if
         they differ)."""
@@ -132,8 +109,6 @@ class TurboQuantConfig:
             value_dim=head_dim if value_head_dim is None else value_head_dim,
             key_bits=self.key_bits,
             value_bits=self.value_bits,
-            key_mean=self.key_mean,
-            rotated_values=self.rotate_values,
         )
 
     def num_blocks(self, length: int) -> int:
@@ -179,9 +154,20 @@ def with_bits(config: TurboQuantConfig, name: str) -> TurboQuantConfig:
     return replace(config, preset=name, key_bits=preset.key_bits, value_bits=preset.value_bits)
 
 
-def is_auto(preset: str | TurboQuantConfig) -> bool:
-    """Whether `preset` is "auto", in any case."""
-    return isinstance(preset, str) and preset.lower() == "auto"
+def config_of(preset: str | TurboQuantConfig, overrides: Mapping[str, Any]) -> TurboQuantConfig:
+    """The configuration of a preset with some options replaced, or a configuration as it is.
+
+    Raises:
+        ValueError: The preset or an option does not exist, or options come beside a configuration.
+    """
+    if not isinstance(preset, TurboQuantConfig):
+        return TurboQuantConfig.from_preset(preset, **overrides)
+    if overrides:
+        raise ValueError(
+            f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
+            "(`dataclasses.replace`), or pass a preset's name."
+        )
+    return preset
 
 
 def preset_name(name: str) -> str:
@@ -190,11 +176,6 @@ def preset_name(name: str) -> str:
     Raises:
         ValueError: There is none.
     """
-    if is_auto(name):
-        raise ValueError(
-            f"Preset {name!r} chooses when it sees the first keys: only `TurboQuantCache(model.config, 'auto')` takes "
-            f"it. Name a preset: {', '.join(PRESETS)}."
-        )
     plain = name.lower().removeprefix("turboquant_") if isinstance(name, str) else None
     if plain not in PRESETS:
         raise ValueError(f"Unknown preset {name!r}. Valid presets: {', '.join(PRESETS)}.")

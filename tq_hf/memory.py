@@ -18,7 +18,7 @@ class MemoryFootprint:
     Args:
         packed: Codes of packed blocks.
         metadata: Scales and block means, and each layer's few bytes of bookkeeping.
-        window: Residuals of compressed layers: their newest tokens, dense.
+        residual: Newest tokens of compressed layers, dense.
         sinks: Dense sink tokens of compressed layers.
         uncompressed: Layers that are not compressed (sliding, linear, skipped).
         bf16_equivalent: What a cache of the same tokens with 16-bit keys and values everywhere would hold.
@@ -27,7 +27,7 @@ class MemoryFootprint:
 
     packed: int = 0
     metadata: int = 0
-    window: int = 0
+    residual: int = 0
     sinks: int = 0
     uncompressed: int = 0
     bf16_equivalent: int = 0
@@ -36,7 +36,7 @@ class MemoryFootprint:
     @property
     def total(self) -> int:
         """All bytes held."""
-        return self.packed + self.metadata + self.window + self.sinks + self.uncompressed
+        return self.packed + self.metadata + self.residual + self.sinks + self.uncompressed
 
     @property
     def ratio(self) -> float:

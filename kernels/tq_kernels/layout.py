@@ -30,8 +30,6 @@ class BlockLayout:
         value_dim: Channels of a value head.
         key_bits: Bits per key channel.
         value_bits: Bits per value channel.
-        key_mean: Whether blocks carry the mean of their keys.
-        rotated_values: Whether values are stored rotated, like keys.
     """
 
     tokens: ClassVar[int] = BLOCK_TOKENS
@@ -40,8 +38,6 @@ class BlockLayout:
     value_dim: int
     key_bits: int
     value_bits: int
-    key_mean: bool = True
-    rotated_values: bool = True
 
     def __post_init__(self) -> None:
         if (fewest := min(self.key_dim, self.value_dim)) < 1:
@@ -85,7 +81,7 @@ class BlockLayout:
     @property
     def mean_bytes(self) -> int:
         """Bytes of the key mean of a block."""
-        return 2 * self.key_dim_padded if self.key_mean else 0
+        return 2 * self.key_dim_padded
 
     @property
     def channel_scale_bytes(self) -> int:

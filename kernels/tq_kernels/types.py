@@ -98,7 +98,7 @@ class PackedBlocks:
         key_words: `[B, Hkv, N, layout.key_words]` int32.
         value_words: `[B, Hkv, N, layout.value_words]` int32.
         scales: `[B, Hkv, N, 128]` int32, fp16 key scale in the low half and fp16 value scale in the high half.
-        key_means: `[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means, or `None` if the layout has none.
+        key_means: `[B, Hkv, N, layout.key_dim_padded]` fp16 rotated means.
         channel_scales: Factors of the states before they were encoded, for all blocks.
     """
 
@@ -106,7 +106,7 @@ class PackedBlocks:
     key_words: torch.Tensor
     value_words: torch.Tensor
     scales: torch.Tensor
-    key_means: torch.Tensor | None
+    key_means: torch.Tensor
     channel_scales: ChannelScales
 
     @classmethod
@@ -121,7 +121,7 @@ class PackedBlocks:
             key_words=room(layout.key_words),
             value_words=room(layout.value_words),
             scales=room(layout.tokens),
-            key_means=room(layout.key_dim_padded, torch.float16) if layout.key_mean else None,
+            key_means=room(layout.key_dim_padded, torch.float16),
             channel_scales=ChannelScales.allocate(batch, heads, layout.key_dim, layout.value_dim, device),
         )
 
@@ -137,9 +137,8 @@ class PackedBlocks:
         return self.scales.shape[2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of N blocks by field name, without an absent mean."""
-        names = ("key_words", "value_words", "scales", "key_means")
-        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        """Tensors of N blocks by field name."""
+        return {name: getattr(self, name) for name in ("key_words", "value_words", "scales", "key_means")}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
         """Apply `function` to every tensor, channel scales included."""
@@ -148,9 +147,7 @@ class PackedBlocks:
     def _map_blocks(
         self, function: Callable[[torch.Tensor], torch.Tensor], channel_scales: ChannelScales | None = None
     ) -> PackedBlocks:
-        means = None if self.key_means is None else function(self.key_means)
-        words = (function(self.key_words), function(self.value_words), function(self.scales))
-        return PackedBlocks(self.layout, *words, means, channel_scales or self.channel_scales)
+        return PackedBlocks(self.layout, *map(function, self.tensors().values()), channel_scales or self.channel_scales)
 
     def slice(self, start: int, stop: int) -> PackedBlocks:
         """Views of blocks `start` to `stop`."""
@@ -178,7 +175,7 @@ class Pages(NamedTuple):
         key_words: `[pages, Hkv, 128 * D padded * key bits / 32]` int32.
         value_words: `[pages, Hkv, 128 * D padded * value bits / 32]` int32.
         scales: `[pages, Hkv, 128]` int32: fp16 key scale in the low half, fp16 value scale in the high half.
-        key_means: `[pages, Hkv, D padded]` fp16; `None` if the layout has none; kernels require it.
+        key_means: `[pages, Hkv, D padded]` fp16.
         rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
         key_channel_scales: `[Hkv, D]` fp16 contiguous.
         value_channel_scales: Likewise.
@@ -191,7 +188,7 @@ class Pages(NamedTuple):
     key_words: torch.Tensor
     value_words: torch.Tensor
     scales: torch.Tensor
-    key_means: torch.Tensor | None
+    key_means: torch.Tensor
     rows: torch.Tensor
     key_channel_scales: torch.Tensor
     value_channel_scales: torch.Tensor

@@ -132,8 +132,6 @@ def test_what_is_no_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (dict(preset="auto"), "Name a preset"),
-        (dict(preset="AUTO"), "Name a preset"),
         (dict(preset="5bit"), "Unknown preset"),
         (dict(skip_layers=(0, -1)), "`skip_layers` leaves no layer to pack"),
         (dict(skip_layers=(2,)), "names layer 2, but the model has 2"),

@@ -95,7 +95,7 @@ def test_a_model_without_rotary_embedding_goes_on_within_autocast(limit):
         cache.update(*states(2, tokens=1, dtype=torch.float64), 1)
 
 
-@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "2bit_nc", "auto"])
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "2bit_nc"])
 @pytest.mark.parametrize("limit", [None, 600])
 def test_blocks_are_the_same_bits_as_without_autocast(limit, preset):
     pair, held = states(3, tokens=500, dim=64), []

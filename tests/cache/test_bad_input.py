@@ -99,11 +99,10 @@ def test_a_preset_of_other_bits_has_no_name():
     assert TurboQuantConfig.from_preset("4bit_nc", key_bits=4, residual_length=0).preset == "4bit_nc"
 
 
-@pytest.mark.parametrize("name", ["auto", "Auto"])
-def test_bits_beside_auto_are_refused(name):
-    with pytest.raises(ValueError, match="'auto'` chooses the bits, so key_bits, value_bits cannot be given.*Name a"):
-        TurboQuantCache(llama_config(), name, key_bits=3, value_bits=2)
-    assert TurboQuantCache(llama_config(dim=64), name, residual_length=0).config.residual_length == 0
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-4B", llama_config()], ids=["name", "config"])
+def test_a_model_that_is_none_is_refused(model):
+    with pytest.raises(ValueError, match="`model` must be the model itself, or left out, not (str|LlamaConfig)"):
+        TurboQuantCache(llama_config(), model=model)
 
 
 @pytest.mark.parametrize("offloading", ["no", 1, None])
@@ -318,13 +317,12 @@ def test_a_filled_cache_is_saved_and_not_pickled(write):
         write(cache)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_cache_len": 500}, {"preset": "auto", "residual_length": 0}])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 500}, {"residual_length": 0}])
 def test_an_empty_cache_pickles(options):
     config = llama_config(dim=64)
     cache = TurboQuantCache(config, **options)
     there = pickle.loads(pickle.dumps(cache))
     assert there.config == cache.config and there.get_max_length() == cache.get_max_length()
-    assert (there._choice is None) == (cache._choice is None)
     for layer in range(2):
         for one in (cache, there):
             one.update(*states(layer, dim=64, tokens=200), layer)

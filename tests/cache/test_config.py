@@ -8,9 +8,7 @@ import pytest
 
 from tests.support.helpers import CPU
 from tq_hf import PRESETS, TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import levels
-from tq_hf.config import SETTLED
 
 VLLM_SLOT_BYTES = {
     # head_dim: bytes per token and KV head of vLLM's backend
@@ -52,9 +50,7 @@ def test_half_bit_presets_average_to_their_name(name):
 @pytest.mark.parametrize("name", PRESET_BITS)
 def test_presets_share_the_quality_recipe(name):
     config = PRESETS[name]
-    recipe = (config.residual_length, config.sink_tokens, config.skip_layers, config.seed, config.key_mean)
-    assert recipe == (128, 4, (), 0, True)
-    assert (config.key_correction, config.value_correction) == ("inner", "inner")
+    assert (config.residual_length, config.sink_tokens, config.skip_layers, config.seed) == (128, 4, (), 0)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -74,8 +70,6 @@ def test_slot_is_codes_and_two_fp16_scales(name, dim):
 def test_block_is_slots_and_a_key_mean(name):
     layout = PRESETS[name].layout(128)
     assert layout.block_bytes == 128 * layout.slot_bytes + 2 * 128
-    without_mean = Ablation.from_preset(name, key_mean=False).layout(128)
-    assert (without_mean.mean_bytes, without_mean.block_bytes) == (0, 128 * layout.slot_bytes)
 
 
 @pytest.mark.parametrize("name", PRESET_BITS)
@@ -118,18 +112,12 @@ def test_head_without_channels_is_refused(dims):
         TurboQuantConfig().layout(*dims)
 
 
-@pytest.mark.parametrize("name", ["5bit", "4bit", "", None])
+@pytest.mark.parametrize("name", ["5bit", "4bit", "auto", "", None])
 def test_unknown_preset_error_lists_the_valid_ones(name):
     with pytest.raises(ValueError) as error:
         TurboQuantConfig.from_preset(name)
     assert repr(name) in str(error.value)
     assert all(valid in str(error.value) for valid in PRESETS)
-
-
-@pytest.mark.parametrize("name", ["auto", "AUTO"])
-def test_auto_is_for_a_cache_of_one_model(name):
-    with pytest.raises(ValueError, match=f"Preset {name!r} chooses when.*only `TurboQuantCache.*Name a preset: k8v4"):
-        TurboQuantConfig.from_preset(name)
 
 
 def test_unknown_option_error_names_it_and_lists_the_valid_ones():
@@ -140,37 +128,10 @@ def test_unknown_option_error_names_it_and_lists_the_valid_ones():
     assert all(option in str(error.value) for option in options)
 
 
-SWITCHED = {
-    "random_signs": False,
-    "rotate_values": False,
-    "key_mean": False,
-    "key_correction": "norm",
-    "value_correction": "none",
-}
-
-
-@pytest.mark.parametrize("name", SWITCHED)
-def test_what_the_recipe_has_settled_is_no_option_but_an_ablations(name):
+@pytest.mark.parametrize("name", ["key_mean", "rotate_values", "random_signs", "key_correction"])
+def test_what_the_recipe_has_settled_is_no_option(name):
     with pytest.raises(ValueError, match=f"Unknown option.*{name}"):
-        TurboQuantConfig.from_preset("3bit_nc", **{name: SWITCHED[name]})
-    ablated = Ablation.from_preset("3bit_nc", sink_tokens=7, **{name: SWITCHED[name]})
-    assert getattr(ablated, name) == SWITCHED[name] != getattr(TurboQuantConfig, name)
-    assert (ablated.key_bits, ablated.sink_tokens) == (3, 7)
-    assert ablated != TurboQuantConfig.from_preset("3bit_nc", sink_tokens=7)
-
-
-def test_an_ablation_of_nothing_is_the_recipe():
-    options = {field.name for field in dataclasses.fields(Ablation)}
-    assert options == {field.name for field in dataclasses.fields(TurboQuantConfig)} | SWITCHED.keys()
-    assert all(getattr(Ablation(), name) == getattr(TurboQuantConfig(), name) for name in options)
-    assert SWITCHED.keys() == set(SETTLED)
-
-
-@pytest.mark.parametrize("option", ["random_signs", "rotate_values", "key_mean"])
-@pytest.mark.parametrize("value", [0, 1, None, "yes"])
-def test_switches_of_an_ablation_must_be_bools(option, value):
-    with pytest.raises(ValueError, match=f"`{option}` is .*True or False"):
-        Ablation(**{option: value})
+        TurboQuantConfig.from_preset("3bit_nc", **{name: False})
 
 
 def test_preset_cannot_be_overridden_by_itself():
@@ -196,12 +157,6 @@ def test_bits_other_than_2_3_4_8_are_refused(option, bits):
 def test_token_counts_must_be_whole_and_not_negative(option, tokens):
     with pytest.raises(ValueError, match=f"`{option}` is .*0 or more"):
         TurboQuantConfig(**{option: tokens})
-
-
-@pytest.mark.parametrize("option", ["key_correction", "value_correction"])
-def test_unknown_correction_error_lists_the_valid_ones(option):
-    with pytest.raises(ValueError, match=f"`{option}` is 'l2'.*none, norm, inner, projection"):
-        Ablation(**{option: "l2"})
 
 
 @pytest.mark.parametrize("layers", ["0", "all", "AUTO", [0.5], [None], [True, False], 3, None])

@@ -41,9 +41,8 @@ def test_a_call_of_no_tokens_changes_nothing(limit, options, calls):
 
 
 @pytest.mark.parametrize("limit", [None, 400])
-@pytest.mark.parametrize("preset", ["4bit_nc", "auto"])
-def test_beside_sliding_layers_a_first_call_may_be_of_no_tokens(limit, preset):
-    cache = TurboQuantCache(SLIDING, preset, max_cache_len=limit)
+def test_beside_sliding_layers_a_first_call_may_be_of_no_tokens(limit):
+    cache = TurboQuantCache(SLIDING, max_cache_len=limit)
     for seed, tokens in enumerate((0, 40, 1)):
         for layer in range(2):
             cache.update(*states(seed, tokens=tokens), layer)

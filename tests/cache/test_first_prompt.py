@@ -1,4 +1,4 @@
-"""What a cache says of its first prompt: scales that fp16 cannot hold, and, if "auto" chose, how balanced keys are."""
+"""What a cache says of its first prompt: scales that fp16 cannot hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.measure.quality.stress import rescaled
+import tq_hf.cache
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
@@ -66,6 +66,14 @@ def test_what_balance_cannot_hold_is_reported_too(log):
     assert line.startswith("Keys of layer 2") and "balance=True" not in line
 
 
+def test_every_layer_beyond_is_named_in_one_sentence(log):
+    model = scaled(values=1e6, layer=0)
+    model.model.layers[2].load_state_dict(scaled(keys=1e-8).model.layers[2].state_dict())
+    run(model, TurboQuantCache(model.config, balance=False))
+    (line,) = log
+    assert line.startswith("Values of layer 0") and "skip_layers=(0, 2)" in line
+
+
 def test_short_prompts_are_not_balanced_and_are_reported(log):
     model = scaled(values=1e6)
     run(model, TurboQuantCache(model.config), tokens=20)
@@ -76,9 +84,8 @@ def test_short_prompts_are_not_balanced_and_are_reported(log):
 def test_nothing_is_said_of_ordinary_states_zeros_or_nan(name, log):
     model = build(name)
     model.set_attn_implementation("turboquant")
-    for preset in ("4bit_nc", "auto"):
-        run(model, TurboQuantCache(model.config, preset))
-        run(model, TurboQuantCache(model.config, preset, balance=False))
+    run(model, TurboQuantCache(model.config))
+    run(model, TurboQuantCache(model.config, balance=False))
     for value in (0.0, float("nan")):
         cache = TurboQuantCache(model.config, balance=False)
         states = torch.full((1, 2, 300, 32 if name == "llama" else 16), value)
@@ -88,31 +95,10 @@ def test_nothing_is_said_of_ordinary_states_zeros_or_nan(name, log):
     assert log == []
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_auto_says_how_far_keys_are_from_balanced(name, log):
-    model = rescaled(build(name), 2, 20.0, 0)
-    model.set_attn_implementation("turboquant")
-    run(model, TurboQuantCache(model.config))
-    assert log == []
-    cache = TurboQuantCache(model.config, "auto")
-    run(model, cache)
-    (line,) = log
-    assert "heads are not balanced" in line and f"so {cache.config.preset} serves" in line
-
-
-@pytest.mark.parametrize("attention, options", [("sdpa", {}), ("turboquant", {"balance": False})])
-def test_auto_names_another_preset_for_keys_that_are_not_balanced(attention, options, log):
-    model = rescaled(build("llama", head_dim=64), 3, 30.0, 0)
-    model.set_attn_implementation(attention)
-    run(model, TurboQuantCache(model.config, "auto", **options))
-    (line,) = log
-    assert "Consider preset='k8v4'" in line
-
-
 def test_the_prompt_is_looked_at_by_the_next_call_and_never_again(monkeypatch):
     """The first call waits for no device and keeps nothing of the prompt but what the cache is for."""
     calls = []
-    monkeypatch.setattr(advice.FirstPrompt, "report", lambda self, layers: calls.append(sorted(self.seen)))
+    monkeypatch.setattr(tq_hf.cache, "warn_beyond_fp16", lambda layers: calls.append(list(layers)))
     model = scaled()
     cache = TurboQuantCache(model.config)
     for expected in (0, 1, 1):
@@ -122,7 +108,7 @@ def test_the_prompt_is_looked_at_by_the_next_call_and_never_again(monkeypatch):
 
 
 def test_states_without_numbers_are_not_looked_at(log):
-    cache = TurboQuantCache(build("llama").config, "auto")
+    cache = TurboQuantCache(build("llama").config)
     states = torch.empty(1, 2, 300, 32, device="meta")
     for index in range(len(cache.layers)):
         cache.update(states, states, index)

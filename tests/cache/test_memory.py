@@ -8,7 +8,6 @@ from transformers import DynamicCache, Gemma3TextConfig
 
 from tests.support.helpers import BLOCK, llama_config, prefill_bytes, states, storages_reachable_from
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer
-from tq_hf.codec.ablation import Ablation
 
 LAYERS = 2
 
@@ -53,10 +52,7 @@ def test_packed_part_of_a_4k_cache_is_the_presets_slot_bytes(name):
 
 
 @pytest.mark.parametrize("calls", [[1], [700], [700, 1, 1], [300, 128, 129, 60, 60, 500]])
-@pytest.mark.parametrize(
-    "options",
-    [{}, dict(residual_length=0, sink_tokens=0), dict(preset=Ablation(key_mean=False)), dict(max_cache_len=1200)],
-)
+@pytest.mark.parametrize("options", [{}, dict(residual_length=0, sink_tokens=0), dict(max_cache_len=1200)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_footprint_is_every_tensor_the_cache_reaches(calls, options, dtype):
     cache = TurboQuantCache(llama_config(LAYERS), **options)
@@ -85,7 +81,7 @@ def test_dropping_sequences_releases_their_bytes():
     before = cache.memory_footprint()
     cache.batch_select_indices(torch.tensor([3]))
     after = cache.memory_footprint()
-    assert (after.packed, after.window, after.sinks) == (before.packed // 4, before.window // 4, before.sinks // 4)
+    assert (after.packed, after.residual, after.sinks) == (before.packed // 4, before.residual // 4, before.sinks // 4)
     assert after.bf16_equivalent == before.bf16_equivalent // 4
 
 
@@ -135,7 +131,7 @@ def test_devices_sum_to_the_total():
     cache = pushed(TurboQuantCache(gemma_config()), 0, 500, layers=4)
     footprint = cache.memory_footprint()
     assert footprint.by_device == {"cpu": footprint.total}
-    kinds = ("packed", "metadata", "window", "sinks", "uncompressed")
+    kinds = ("packed", "metadata", "residual", "sinks", "uncompressed")
     assert footprint.total == sum(getattr(footprint, kind) for kind in kinds)
     assert all(getattr(footprint, kind) > 0 for kind in kinds)
 

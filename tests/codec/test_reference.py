@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tq_kernels.format import TRELLIS_STEPS, TRELLIS_UNITS
+from tq_kernels.types import PackedBlocks
 
 from tests.support.helpers import (
     BLOCK,
@@ -30,13 +30,9 @@ FP8_ERROR = 0.0257
 """Relative error of e4m3 on Gaussian channels (2**-4 / sqrt(3) at most), the largest of which is exact."""
 
 
-def expected_error(bits: int, correction: str) -> float:
+def expected_error(bits: int) -> float:
     """Relative error of codes with mean squared error m: cos^2 of the angle to the levels is 1 - m."""
-    if bits == 8:
-        return FP8_ERROR
-    m = SPHERE_MSE[bits]
-    squared = {"none": m, "projection": m, "inner": m / (1 - m), "norm": 2 - 2 * (1 - m) ** 0.5}[correction]
-    return squared**0.5
+    return FP8_ERROR if bits == 8 else (SPHERE_MSE[bits] / (1 - SPHERE_MSE[bits])) ** 0.5
 
 
 def round_trip(config, keys, values):
@@ -47,56 +43,24 @@ def round_trip(config, keys, values):
 def test_error_of_a_preset_is_that_of_its_codebooks(name):
     config = PRESETS[name]
     keys, values = states(0, batch=2, tokens=2 * BLOCK, dim=128)
-    for restored, exact, bits, correction in zip(
-        round_trip(config, keys, values),
-        (keys, values),
-        (config.key_bits, config.value_bits),
-        (config.key_correction, config.value_correction),
-        strict=True,
-    ):
-        assert relative_error(restored, exact) == pytest.approx(expected_error(bits, correction), rel=0.02)
-
-
-@pytest.mark.parametrize("correction", ["none", "norm", "inner", "projection"])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_error_of_a_correction_is_the_one_theory_gives(bits, correction):
-    config = all_packed(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction)
-    for restored, exact in zip(round_trip(config, *states(1, dim=128)), states(1, dim=128), strict=True):
-        assert relative_error(restored, exact) == pytest.approx(expected_error(bits, correction), rel=0.02)
+    parts = zip(round_trip(config, keys, values), (keys, values), (config.key_bits, config.value_bits), strict=True)
+    for restored, exact, bits in parts:
+        assert relative_error(restored, exact) == pytest.approx(expected_error(bits), rel=0.02)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_each_correction_keeps_what_it_promises(bits):
+def test_scales_make_up_for_what_quantizing_took_from_inner_products(bits):
     z = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(2))
     fp16 = 2**-11 if bits == 4 else 4 * 2**-11  # scales of trellis codes are those of rounded channels
-
-    def restore(correction):
-        codes, scale = quantize(z, bits, correction, is_value=False)
-        assert scale.dtype == torch.float16
-        return scale.float()[..., None] * levels_of(codes, bits, is_value=False)
-
-    square = (z * z).sum(-1)
-    torch.testing.assert_close(restore("norm").norm(dim=-1), z.norm(dim=-1), rtol=2 * fp16, atol=0)
-    torch.testing.assert_close((restore("inner") * z).sum(-1), square, rtol=2 * fp16, atol=0)
-    projected = restore("projection")
-    assert (((z - projected) * projected).sum(-1).abs() <= 2 * fp16 * square).all()
-    _, scale = quantize(z, bits, "none", is_value=False)
-    unit = TRELLIS_UNITS[2] / TRELLIS_STEPS[2] if bits == 2 else 1  # the level that stands for a standard deviation
-    torch.testing.assert_close(unit * scale.float(), z.square().mean(-1).sqrt(), rtol=2 * fp16, atol=0)
-    assert (
-        restore("norm").norm(dim=-1) / z.norm(dim=-1) - restore("none").norm(dim=-1) / z.norm(dim=-1)
-    ).abs().max() > 0.005
-
-
-def test_corrections_change_scales_and_never_codes():
-    z = torch.randn(128, 64, generator=torch.Generator().manual_seed(3))
-    codes = [quantize(z, 3, correction, is_value=True)[0] for correction in ("none", "norm", "inner", "projection")]
-    assert all(torch.equal(codes[0], other) for other in codes[1:])
+    codes, scale = quantize(z, bits, is_value=False)
+    assert scale.dtype == torch.float16
+    restored = scale.float()[..., None] * levels_of(codes, bits, is_value=False)
+    torch.testing.assert_close((restored * z).sum(-1), (z * z).sum(-1), rtol=2 * fp16, atol=0)
 
 
 def test_fp8_scale_puts_the_largest_channel_at_the_largest_level():
     z = torch.randn(32, 64, generator=torch.Generator().manual_seed(4)) * 100
-    codes, scale = quantize(z, 8, "norm", is_value=False)
+    codes, scale = quantize(z, 8, is_value=False)
     restored = scale.float()[:, None] * levels_of(codes, 8, is_value=False)
     assert ((codes & 0x7F) == 0x7E).any(-1).all()  # 448
     assert restored.isfinite().all()
@@ -123,13 +87,11 @@ def test_a_common_offset_of_ten_times_the_keys_is_harmless(bits):
 
     plain = key_error(all_packed(key_bits=bits), 0 * offset)
     assert key_error(all_packed(key_bits=bits), offset) < 1.02 * plain
-    assert key_error(all_packed(key_bits=bits, key_mean=False), offset) > 3 * plain
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("correction", ["none", "norm", "inner", "projection"])
-def test_zero_vectors_come_back_as_zeros(bits, correction):
-    config = all_packed(key_bits=bits, value_bits=bits, key_correction=correction, value_correction=correction)
+def test_zero_vectors_come_back_as_zeros(bits):
+    config = all_packed(key_bits=bits, value_bits=bits)
     keys, values = states(8, dim=32)
     values[:, :, 5] = 0
     restored = round_trip(config, torch.zeros_like(keys), values)
@@ -158,9 +120,10 @@ def test_states_beyond_fp16_scales_stay_finite(name, scale):
 
 
 def test_norms_may_differ_wildly_within_a_block():
-    config = all_packed(key_mean=False, key_bits=4)
+    config = all_packed()
     keys, values = states(11, dim=64)
-    factor = torch.logspace(-2, 3, BLOCK)[:, None]
+    keys[:, :, 1::2] = -keys[:, :, ::2]  # their mean is zero, however large the largest
+    factor = torch.logspace(-2, 3, BLOCK // 2).repeat_interleave(2)[:, None]
     for restored, exact in zip(round_trip(config, keys * factor, values * factor), (keys, values), strict=True):
         each = ((restored / factor - exact).norm(dim=-1) / exact.norm(dim=-1)).squeeze()
         assert each.max() < 0.2
@@ -210,7 +173,7 @@ def test_head_dims_that_are_no_multiple_of_eight_are_padded(bits, dim, value_dim
     for part, exact in zip(restored, (keys, values), strict=True):
         assert part.shape == exact.shape
         # Part of the error falls on the padding and is dropped; what a padded vector rotates to is not quite Gaussian.
-        assert relative_error(part, exact) < 1.1 * expected_error(bits, "inner")
+        assert relative_error(part, exact) < 1.1 * expected_error(bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -225,27 +188,32 @@ def test_16_bit_states_are_encoded_like_their_float32_values(name, dtype):
     assert_same(restored, (exact[0].to(dtype), exact[1].to(dtype)))
 
 
+def without_mean(keys: torch.Tensor, blocks: PackedBlocks) -> torch.Tensor:
+    """What is quantized of the keys of one block."""
+    return rotate(keys, 0) - blocks.key_means[:, :, 0, None].float()
+
+
 def test_scales_hold_the_key_scale_low_and_the_value_scale_high():
-    config = all_packed(key_mean=False)
+    config = all_packed()
     keys, values = states(18, dim=64)
-    scales = encoded(config, keys, values).scales[:, :, 0]
+    blocks = encoded(config, keys, values)
+    scales = blocks.scales[:, :, 0]
     key_scale = (scales & 0xFFFF).to(torch.uint16).view(torch.float16)
     value_scale = (scales >> 16 & 0xFFFF).to(torch.uint16).view(torch.float16)
-    assert torch.equal(key_scale, quantize(rotate(keys, 0), 4, config.key_correction, is_value=False)[1])
-    assert torch.equal(value_scale, quantize(rotate(values, 0), 4, config.value_correction, is_value=True)[1])
+    assert torch.equal(key_scale, quantize(without_mean(keys, blocks), 4, is_value=False)[1])
+    assert torch.equal(value_scale, quantize(rotate(values, 0), 4, is_value=True)[1])
 
 
 def test_words_hold_the_codes_of_rotated_states():
-    config = all_packed(key_mean=False, key_bits=3, value_bits=2)
+    config = all_packed(key_bits=3, value_bits=2)
     keys, values = states(19, dim=64)
     blocks = encoded(config, keys, values)
     assert torch.equal(
         unpack(blocks.key_words[:, :, 0], 3, 64, is_value=False),
-        quantize(rotate(keys, 0), 3, "norm", is_value=False)[0],
+        quantize(without_mean(keys, blocks), 3, is_value=False)[0],
     )
     assert torch.equal(
-        unpack(blocks.value_words[:, :, 0], 2, 64, is_value=True),
-        quantize(rotate(values, 0), 2, "norm", is_value=True)[0],
+        unpack(blocks.value_words[:, :, 0], 2, 64, is_value=True), quantize(rotate(values, 0), 2, is_value=True)[0]
     )
 
 
@@ -254,6 +222,4 @@ def test_another_seed_gives_other_bits_and_the_same_quality():
     first, second = (all_packed(seed=seed) for seed in (0, 1))
     assert not torch.equal(encoded(first, keys, values).key_words, encoded(second, keys, values).key_words)
     for config in (first, second):
-        assert relative_error(round_trip(config, keys, values)[0], keys) == pytest.approx(
-            expected_error(4, "inner"), rel=0.02
-        )
+        assert relative_error(round_trip(config, keys, values)[0], keys) == pytest.approx(expected_error(4), rel=0.02)

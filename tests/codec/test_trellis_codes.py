@@ -175,6 +175,6 @@ def test_what_is_too_large_spoils_no_error(bits: int) -> None:
 def test_the_scale_keeps_what_points_where_the_vector_did(bits: int) -> None:
     z = 50 * gaussian(2, seed=5)
     z[0, 3] = 0
-    codes, scale = quantize(z, bits, "inner", is_value=False)
+    codes, scale = quantize(z, bits, is_value=False)
     kept = scale.float()[..., None] * levels_of(codes, bits, is_value=False)
     assert scale[0, 3] == 0 and torch.allclose((z * kept).sum(-1), (z * z).sum(-1), rtol=1e-2)

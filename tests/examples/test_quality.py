@@ -19,14 +19,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from examples import needle_data as needle
 from examples.measure.quality import quality
+from examples.measure.quality.ablation import Switches, switched
 from examples.measure.quality.evaluate_passkey import compress
 from examples.provenance import SHIPPED_MODEL
-from tq_hf import PRESETS, TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.codec import reference
-from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.rotation import hadamard, signs
 from tq_hf.compat import as_input
-from tq_hf.config import Correction
 from tq_hf.ops import dispatch
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.tensors.layer import StoreView
@@ -96,10 +95,10 @@ def reading() -> Reading:
 
 
 @torch.no_grad()
-def measured(preset: str, **options: Any) -> Limits:
+def measured(preset: str) -> Limits:
     """What a preset costs: its figures as the limits they would just meet."""
     known = reading()
-    config = Ablation.from_preset(preset, **(PACKED | options))
+    config = TurboQuantConfig.from_preset(preset, **PACKED)
     cache = compress(known.dense, TurboQuantCache(model().config, config))
     model().set_attn_implementation("turboquant")
     log_probs = model()(known.questions, **as_input(cache)).logits.log_softmax(-1)
@@ -154,17 +153,14 @@ def short_rotation(x: torch.Tensor, seed: int | None) -> torch.Tensor:
 quantize, dequantize_rotated = reference.quantize, reference.dequantize_rotated
 
 
-def neighbours_scale(
-    z: torch.Tensor, bits: int, correction: Correction, *, is_value: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def neighbours_scale(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize` with each token's scale given to the next."""
-    codes, scales = quantize(z, bits, correction, is_value=is_value)
+    codes, scales = quantize(z, bits, is_value=is_value)
     return codes, scales.roll(1, -1)
 
 
 def neighbours_means(blocks: PackedBlocks) -> KeyValue:
     """`dequantize_rotated` that gives each block's mean to the next."""
-    assert blocks.key_means is not None
     keys, values = dequantize_rotated(blocks)
     means = blocks.key_means.float()
     return keys + (means.roll(1, 2) - means)[..., None, :], values
@@ -207,7 +203,8 @@ def test_a_broken_part_breaks_the_limits(
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "k8v4"])
 def test_scales_without_norm_correction_break_the_limits(preset: str) -> None:
-    assert "kl" in missed(preset, measured(preset, key_correction="none", value_correction="none"))
+    with switched(Switches(key_correction="none", value_correction="none")):
+        assert "kl" in missed(preset, measured(preset))
 
 
 def test_padding_before_a_document_changes_nothing_that_is_exact() -> None:

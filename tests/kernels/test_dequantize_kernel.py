@@ -9,7 +9,6 @@ import torch
 from tq_kernels.types import PackedBlocks
 
 from tests.support.kernel_cases import INTERPRETED, child, codec_rotations, gpu, random_channel_scales, relative_rms
-from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantize as reference_dequantize
 from tq_hf.codec.reference import encode as reference_encode
 from tq_hf.codec.rotation import rotation_matrix
@@ -36,7 +35,7 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        name = f"k{c.key_bits}-v{c.value_bits}" + ("" if c.key_mean else "-no_mean")
+        name = f"k{c.key_bits}-v{c.value_bits}"
         blocks = f"-{self.start}to{self.stop}-{self.dtype}".replace("torch.", "") + "-balanced" * self.balanced
         return f"{name}-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}{blocks}"
 
@@ -56,7 +55,7 @@ CASES = [
         for name, dk, dv, dtype in (("k8v4", 24, 16, FP32), ("2bit_nc", 32, 8, FP16), ("2.5bit_nc", 16, 40, BF16))
     ],
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 80, 256, FP16),
-    Case(Ablation(key_mean=False), 64, 64, batch=2, heads=3, start=0, stop=4),
+    Case(TurboQuantConfig(), 64, 64, batch=2, heads=3, start=0, stop=4),
     Case(PRESETS["4bit_nc"], 64, 128, batch=2, heads=3, balanced=True),
     Case(PRESETS["3bit_nc"], 100, 80, FP16, balanced=True),
     Case(PRESETS["k8v4"], 512, 320, FP16, heads=1, balanced=True),

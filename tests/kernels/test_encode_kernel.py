@@ -11,7 +11,6 @@ from tq_kernels.types import PackedBlocks
 
 from tests.support.kernel_cases import INTERPRETED, child, codec_rotations, gpu, random_channel_scales
 from tq_hf.codec import trellis
-from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.codebook import FP8_LEVEL_SCALE, FP8_MAX, boundaries
 from tq_hf.codec.packing import unpack
 from tq_hf.codec.reference import dequantize as reference_dequantize
@@ -39,7 +38,7 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        name = f"k{c.key_bits}-v{c.value_bits}" + ("" if c.key_mean else "-no_mean")
+        name = f"k{c.key_bits}-v{c.value_bits}"
         name += f"-Dk{self.dk}-Dv{self.dv}-B{self.batch}-H{self.heads}-{self.dtype}".replace("torch.", "")
         return name + "-balanced" * self.balanced
 
@@ -60,7 +59,7 @@ CASES = [
     ],
     *[Case(TurboQuantConfig(key_bits=bits, value_bits=bits), 32, 32) for bits in (2, 3, 4)],
     Case(TurboQuantConfig(key_bits=8, value_bits=8), 32, 64, FP16),
-    Case(Ablation(key_mean=False), 64, 64, batch=2, heads=3),
+    Case(TurboQuantConfig(), 64, 64, batch=2, heads=3),
     *[Case(PRESETS["4bit_nc"], 64, 32, dtype, batch=2, heads=3, balanced=True) for dtype in (BF16, FP16, FP32)],
     Case(PRESETS["2.5bit_nc"], 96, 100, FP16, balanced=True),
     Case(PRESETS["k8v4"], 256, 24, BF16, balanced=True),
@@ -120,7 +119,6 @@ def run_compiled_for_turing(case: Case, keys: torch.Tensor, values: torch.Tensor
 
     assert case.dtype == FP16
     out = poisoned(case, CPU)
-    assert out.key_means is not None
     rotations = codec_rotations(case.config, out.layout, CPU)
     of_keys = (keys, out.key_words, out.scales, out.key_means, rotations[0], out.channel_scales.keys)
     of_values = (values, out.value_words, out.scales, rotations[1], out.channel_scales.values)
@@ -223,7 +221,7 @@ def check(case: Case, device: torch.device, run: Run = run_encode) -> None:
     )
     for states, dim, got_words, want_words, bits, is_value in pairs:
         z = rotate(torch.nn.functional.pad(states, (0, dim - states.shape[-1])), config.seed).unflatten(2, (-1, 128))
-        if not is_value and got.key_means is not None and want.key_means is not None:
+        if not is_value:
             torch.testing.assert_close(got.key_means, want.key_means, rtol=1e-3, atol=2e-6)
             z = z - want.key_means.float()[..., None, :]
         check_codes(
@@ -250,7 +248,7 @@ def check_spoilt(case: Case, device: torch.device) -> None:
         assert all(pair[which][:, :, token].isnan().all() for pair in restored)
         ours, theirs = ((pair[which] - sound[which])[:, :, rest].square().mean().sqrt() for pair in restored)
         assert ours <= 1.01 * theirs
-    assert got.key_means is not None and (got.key_means[:, :, 1] == 0).all() and (got.key_means[:, :, 0] != 0).any()
+    assert (got.key_means[:, :, 1] == 0).all() and (got.key_means[:, :, 0] != 0).any()
 
 
 def check_chunks(device: torch.device) -> None:
@@ -276,13 +274,13 @@ def check_e4m3(device: torch.device) -> None:
     rows[:, 0] = FP8_MAX
     rows[:, 1:5] = torch.nn.functional.pad(samples, (0, 512 - len(samples))).view(128, 4)
     rows[:, 5:] = -rows[:, 1:4]
-    # The rotation of 8 channels is not the identity: rotate back first.
+    # As values, which have no mean. The rotation of 8 channels is not the identity: rotate back first.
     identity = rotation_matrix(8, 0, CPU, FP32)
     states = (rows @ identity)[None, None].to(device)
-    got = PackedBlocks.allocate(Ablation(key_bits=8, key_mean=False).layout(8), 1, 1, 1, device)
+    got = PackedBlocks.allocate(TurboQuantConfig(value_bits=8).layout(8), 1, 1, 1, device)
     encode(states, states, got, 0, (identity.to(device), identity.to(device)))
     got_codes = (
-        unpack(got.key_words.cpu(), 8, 8, is_value=False)[0, 0, 0].to(torch.uint8).view(torch.float8_e4m3fn).float()
+        unpack(got.value_words.cpu(), 8, 8, is_value=True)[0, 0, 0].to(torch.uint8).view(torch.float8_e4m3fn).float()
     )
     exact = torch.cat([codes]).tolist()
     is_level = torch.tensor([[abs(x) in exact for x in row] for row in rows.tolist()])

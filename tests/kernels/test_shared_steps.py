@@ -17,7 +17,6 @@ from tests.support.helpers import filled, states
 from tests.support.kernel_cases import INTERPRETED
 from tests.support.launch_recorder import Recorder, recorded
 from tq_hf import TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.stores import graph_ops
@@ -129,16 +128,3 @@ def test_layers_unlike_another_share_nothing(log, monkeypatch, other):
         new = states(1, **shape | dict(tokens=1))
         dispatch.attend(query(shape["batch"]).to(shape["dtype"]), store.append(*new), None, AttentionOptions(0.3))
     assert made == {"decoders": 2, "steps": 2}
-
-
-@pytest.mark.parametrize("other", [dict(key_correction="norm"), dict(value_correction="norm")], ids=str)
-def test_no_kernel_appends_what_an_ablation_stores(log, other):
-    """Beside a layer of a settled recipe, on tensors of the same sizes."""
-    for changed, kinds in (({}, ["compiled", "launched"]), (other, [None, None]), ({}, ["launched"] * 2)):
-        pair = states(0, tokens=100, dim=64, value_dim=32, dtype=torch.float16)
-        store = PreallocatedStore.allocate(Ablation(**changed), *pair, 1000)
-        store.append(*pair)
-        for seed, kind in enumerate(kinds, 2):
-            log.clear()
-            graph_ops.attend_token(store.append(*token(seed)), query(), None, AttentionOptions(0.3))
-            assert (log == []) if kind is None else (log[0][:2] == ("APPEND_AND_ROTATE", kind))

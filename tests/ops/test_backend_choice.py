@@ -13,7 +13,6 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValu
 
 from tests.support.helpers import llama_config, states
 from tq_hf import TurboQuantCache, TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import backend, dispatch, reference
 from tq_hf.ops.triton import blocks as triton_blocks
 
@@ -37,13 +36,6 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_variable_keeps_kernels_off(kernels_run, monkeypatch, chosen, serves):
     monkeypatch.setattr(backend, "chosen", chosen)
     assert triton_blocks.supports_blocks(torch.zeros(1), LAYOUT) is serves
-
-
-@pytest.mark.parametrize("option", [dict(key_mean=False), dict(rotate_values=False), dict(value_correction="norm")])
-def test_torch_encodes_what_an_ablation_switches(kernels_run, option):
-    settled, switched = Ablation(), Ablation(**option)
-    assert triton_blocks.supports_encode(torch.zeros(1), settled, settled.layout(16))
-    assert not triton_blocks.supports_encode(torch.zeros(1), switched, switched.layout(16))
 
 
 def test_a_wrong_value_is_refused_in_a_sentence(monkeypatch):

@@ -231,12 +231,6 @@ def test_every_preset_reads_what_it_stored(name, dim, value_dim, queries):
     assert_attends(random(25, 2, 4, queries, dim), view)
 
 
-@pytest.mark.parametrize("options", [{"key_mean": False}, {"rotate_values": False}, {"random_signs": False}], ids=str)
-def test_what_a_block_may_lack(options):
-    view = viewed(3, config=all_packed(**options), past=400)
-    assert_attends(random(26, 2, 4, 3, 16), view)
-
-
 def test_a_store_may_have_room_after_what_is_read():
     """Blocks of a head are then not next to those of the next head."""
     view = viewed(1, config=all_packed(), past=500)

@@ -20,7 +20,6 @@ from tests.support.helpers import assert_unchanged, snapshot
 from tests.support.saving_cases import assert_continue_alike, filled, model_named, run, split, tokens
 from tests.support.tiny_models import CONFIGS, build, dense_attention
 from tq_hf import TurboQuantCache, TurboQuantConfig, TurboQuantLayer
-from tq_hf.codec.ablation import Ablation
 from tq_hf.compat import as_input
 from tq_hf.saving import fingerprint
 from tq_hf.saving.cache_file import load_cache, save_cache
@@ -360,15 +359,6 @@ def test_a_long_prompt_saved_and_loaded_answers_its_pass_key(tmp_path):
     assert tokenizer.decode(outputs[1].sequences[0, ids.shape[1] :]).startswith("493817")
     for ours, theirs in zip(*(output.logits for output in outputs), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_a_cache_of_an_ablation_is_not_saved(tmp_path):
-    model = build("llama")
-    cache = TurboQuantCache(model.config, Ablation(key_mean=False))
-    model(torch.arange(40)[None], **as_input(cache))
-    with pytest.raises(ValueError, match="cache of an `Ablation` is for measurements"):
-        cache.save(tmp_path / "c.safetensors", model)
-    assert not list(tmp_path.iterdir())
 
 
 def test_layers_that_a_model_fills_itself_come_back(tmp_path):

@@ -8,7 +8,6 @@ from tq_kernels.types import AttentionOptions
 
 from tests.support.helpers import rows, states
 from tq_hf import TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
@@ -17,9 +16,8 @@ HEADS, DIM = 2, 32
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("key_mean", [False, True], ids=["no mean", "mean"])
-def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
-    config = Ablation(key_mean=key_mean, residual_length=0, sink_tokens=2)
+def test_operators_pass_opcheck(masked: bool) -> None:
+    config = TurboQuantConfig(residual_length=0, sink_tokens=2)
     pair = states(0, 2, HEADS, 132, DIM)
     store = PreallocatedStore.allocate(config, *pair, 171)
     store.append(*rows(pair, 0, 131))
@@ -38,7 +36,7 @@ def test_operators_pass_opcheck(key_mean: bool, masked: bool) -> None:
 
 
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:
-    for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1)), Ablation(seed=3)):
+    for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1)), TurboQuantConfig(seed=3)):
         text = graph_ops.config_text(config)
         assert graph_ops.config_from(text) == config
         assert graph_ops.config_text(graph_ops.config_from(text)) == text
@@ -46,13 +44,11 @@ def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> Non
 
 def test_a_layer_is_made_again_from_its_arguments() -> None:
     pair = states(0, 2, HEADS, 300, DIM, value_dim=16)
-    for key_mean in (True, False):
-        store = PreallocatedStore.allocate(Ablation(key_mean=key_mean), *pair, 300)
-        arguments = store.tensors.arguments()
-        again = type(store.tensors).from_arguments(store.config, arguments)
-        assert again.layout == store.layout and again.row == store.tensors.row
-        assert all(a is b for a, b in zip(again.arguments(), arguments, strict=True))
-        assert (again.blocks.key_means is None) != key_mean
+    store = PreallocatedStore.allocate(TurboQuantConfig(), *pair, 300)
+    arguments = store.tensors.arguments()
+    again = type(store.tensors).from_arguments(store.config, arguments)
+    assert again.layout == store.layout and again.row == store.tensors.row
+    assert all(a is b for a, b in zip(again.arguments(), arguments, strict=True))
 
 
 def _poisoned(config: TurboQuantConfig, room: int) -> PreallocatedStore:

@@ -27,7 +27,6 @@ from tests.support.helpers import (
 )
 from tests.support.store_cases import CONFIGS, SIZES, configs, gradients
 from tq_hf import PRESETS, TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.ops import dispatch
 from tq_hf.stores import growing as store_module
 from tq_hf.stores.growing import GrowingStore
@@ -117,14 +116,11 @@ CALLS = st.one_of(
     bits=st.sampled_from([(4, 4), (8, 3), (2, 2)]),
     residual=st.sampled_from([0, 1, 100, 128, 200]),
     sinks=st.sampled_from([0, 1, 4, 130]),
-    key_mean=st.booleans(),
     prompt=SIZES,
     calls=st.lists(CALLS, min_size=3, max_size=12),
 )
-def check_any_sequence_of_calls(bits, residual, sinks, key_mean, prompt, calls):
-    config = Ablation(
-        key_bits=bits[0], value_bits=bits[1], residual_length=residual, sink_tokens=sinks, key_mean=key_mean
-    )
+def check_any_sequence_of_calls(bits, residual, sinks, prompt, calls):
+    config = TurboQuantConfig(key_bits=bits[0], value_bits=bits[1], residual_length=residual, sink_tokens=sinks)
     shape = dict(heads=1, dim=8, value_dim=12)
     store = GrowingStore.allocate(config, *states(0, 2, **shape))
     expected = Expected(config, states(0, 2, **shape))

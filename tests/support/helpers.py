@@ -12,9 +12,7 @@ from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from transformers import LlamaConfig
 
 from tq_hf import BlockLayout, TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.codec.reference import dequantize, encode
-from tq_hf.config import SETTLED
 from tq_hf.layers.compressed import _one_nan
 from tq_hf.stores.growing import GrowingStore
 from tq_hf.stores.preallocated import PreallocatedStore
@@ -51,8 +49,7 @@ def concatenated(*pairs: KeyValue) -> KeyValue:
 
 def all_packed(**options) -> TurboQuantConfig:
     """A configuration without sinks and residual: every complete block is packed."""
-    kind = Ablation if options.keys() & SETTLED else TurboQuantConfig
-    return kind(**(dict(residual_length=0, sink_tokens=0) | options))
+    return TurboQuantConfig(**(dict(residual_length=0, sink_tokens=0) | options))
 
 
 def encoded(
@@ -159,7 +156,7 @@ def prefill_bytes(
         "packed": batch * heads * blocks * codes,
         "metadata": batch * heads * blocks * (128 * layout.scale_bytes + layout.mean_bytes)
         + layout.channel_scale_bytes * batch * heads,
-        "window": batch * heads * residual * 2 * dim * itemsize,
+        "residual": batch * heads * residual * 2 * dim * itemsize,
         "sinks": batch * heads * config.sink_tokens * 2 * dim * itemsize,
     }
 

@@ -233,18 +233,6 @@ def test_a_conversation_that_is_loaded_starts_over_with_the_presets_of_its_file(
     assert chat.cache.config == config and chat.say("x") == cli.Chat(model, tokenizer, config, 3).say("x")
 
 
-def test_chat_takes_the_preset_that_suits_the_model(llama_folder):
-    output = run("chat", llama_folder, "--preset", "auto", "--max-new-tokens", 3, typed="x\n/quit\n")
-    assert "an automatically chosen cache" in " ".join(output.split())
-    model = cli.AutoModelForCausalLM.from_pretrained(llama_folder, attn_implementation="turboquant")
-    chat = cli.Chat(model, cli.AutoTokenizer.from_pretrained(llama_folder), "auto", 3)
-    chat.say("x" * 200)
-    expected = TurboQuantCache(model.config, "auto", model=model)
-    with torch.no_grad():
-        model(torch.tensor([chat.ids[:-3]]), **as_input(expected))
-    assert chat.cache.config == expected.config
-
-
 def test_chat_runs_only_new_tokens_through_the_model(llama_folder, monkeypatch):
     widths = []
     forward = cli.AutoModelForCausalLM.from_pretrained(llama_folder).__class__.forward

@@ -28,7 +28,6 @@ from transformers import (
 
 from tests.support.tiny_models import CONFIGS, VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.compat import as_input
 from tq_hf.memory import MemoryFootprint, measure
 from tq_hf.ops import dispatch
@@ -65,7 +64,7 @@ def test_an_estimate_is_what_a_cache_holds_after_a_prefill(name, context):
     for preset in ("4bit_nc", "2.5bit_nc", None):
         expected = held(name, preset, context, batch=2)
         assert bytes_of(estimator.footprint(preset, context, 2)) == expected
-        assert expected["uncompressed" if preset is None else "window"] > 0
+        assert expected["uncompressed" if preset is None else "residual"] > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3_next", "deepseek_v3"])
@@ -73,7 +72,7 @@ def test_an_estimate_is_what_a_cache_holds_after_a_prefill(name, context):
     "config",
     [
         *PRESETS.values(),
-        Ablation(residual_length=0, sink_tokens=0, key_mean=False),
+        TurboQuantConfig(residual_length=0, sink_tokens=0),
         TurboQuantConfig(residual_length=1000),
         TurboQuantConfig(skip_layers=(1, -1)),
         TurboQuantConfig(layers={-1: "k8v4"}),

@@ -1,4 +1,4 @@
-"""Estimates, `preset="auto"`, files and the memory report agree at the sizes that families are published in."""
+"""Estimates, files and the memory report agree at the sizes that families are published in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from examples.measure.quality.family_configs import model_class, model_types, ti
 from examples.measure.quality.published_runs import published_heads
 from tests.support.helpers import storages_reachable_from
 from tests.support.saving_cases import split
-from tq_hf import TurboQuantCache, auto
+from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
 from tq_hf.memory import MemoryFootprint
 from tq_hf.tools.estimate import Estimator
@@ -138,21 +138,6 @@ def test_layers_that_a_model_fills_in_an_unknown_way_are_refused() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_heads_of_a_width_hold_what_is_estimated(width: int, preset: str) -> None:
     holds_what_is_estimated(llama_of(width), preset)
-
-
-@pytest.mark.parametrize("model_type", KINDS)
-def test_auto_chooses_what_is_estimated(model_type: str) -> None:
-    model = published_model(model_type)
-    cache = TurboQuantCache(model.config, "auto", model=model)
-    read(model, cache, PROMPT)
-    assert not cache.undecided
-    estimator = Estimator(model.config, model.dtype)
-    for preset in (cache.config, "auto"):  # the keys do not change what the config decides
-        assert sizes(cache.memory_footprint()) == sizes(estimator.footprint(preset, PROMPT))
-    widths = [(layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers if hasattr(layer, "store")]
-    assert widths
-    for width in widths:
-        assert auto.packed_bytes(cache.config, *width) < auto.fp8_bytes(*width)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, monkeypatch
     text.write_text("too short", encoding="utf-8")
     for options, says in (
         (["--bytes", "much"], "not an amount of memory"),
-        (["--preset", "auto"], "Name a preset"),
+        (["--preset", "x"], "Unknown preset"),
         (["--bytes", "24 %"], "not an amount of memory"),
         (["--output", tmp_path / "no" / "s.json"], "There is no folder"),
         (["--text", tmp_path / "no.txt"], "No such file"),

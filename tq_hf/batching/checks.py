@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..cache import TurboQuantCache
 from ..compat import layer_configs, takes_attention_functions
-from ..config import TurboQuantConfig
+from ..config import TurboQuantConfig, config_of
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
 from ..ops.triton.pages import widest_paged_head
@@ -38,15 +38,7 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
     Raises:
         ValueError: The preset does not exist, or pages do not have an option.
     """
-    if isinstance(preset, TurboQuantConfig):
-        if overrides:
-            raise ValueError(
-                f"Got a TurboQuantConfig and also {', '.join(sorted(overrides))}. Put the options into the config "
-                "(`dataclasses.replace`), or pass a preset's name."
-            )
-        config = preset
-    else:
-        config = TurboQuantConfig.from_preset(preset, **overrides)
+    config = config_of(preset, overrides)
     if config.sink_tokens > MOST_SINKS:
         raise ValueError(
             f"`sink_tokens` is {config.sink_tokens}: a page of sinks has up to {MOST_SINKS}. Leave it out for 4."

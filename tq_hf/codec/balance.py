@@ -35,14 +35,7 @@ from tq_kernels.format import (
 )
 from tq_kernels.types import ChannelScales
 
-
-def _sum_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Sum of `[..., T, D]` over T by halving: the same bits on every device and in every batch."""
-    while (size := x.shape[-2]) > 1:
-        half = size // 2
-        folded = x[..., :half, :] + x[..., half : 2 * half, :]
-        x = folded if size % 2 == 0 else torch.cat([folded, x[..., -1:, :]], dim=-2)
-    return x.squeeze(-2)
+from .reference import sum_by_halving
 
 
 def sampled_blocks(tokens: int, first: int) -> list[slice]:
@@ -68,7 +61,7 @@ class Statistics:
 
     def add(self, name: str, x: torch.Tensor, counts: torch.Tensor) -> None:
         """Add squares of `[B, Hkv, T, D]` and the number of its tokens that count."""
-        for what, term in ((name, _sum_tokens(x * x)), (f"{name} count", _sum_tokens(counts))):
+        for what, term in ((name, sum_by_halving((x * x).mT)), (f"{name} count", sum_by_halving(counts.mT))):
             self.sums[what] = self.sums[what] + term if what in self.sums else term
 
     def rms(self, name: str) -> torch.Tensor:
@@ -102,7 +95,7 @@ def statistics(
     for place in sampled_blocks(keys.shape[2], first):
         real = None if valid is None else valid[:, place]
         k, counts = _known(keys[:, :, place], real)
-        mean = _sum_tokens(k) / _sum_tokens(counts).clamp_min(1)
+        mean = sum_by_halving(k.mT) / sum_by_halving(counts.mT).clamp_min(1)
         found.add("keys", (k - mean[:, :, None]) * counts, counts)
         found.add("values", *_known(values[:, :, place], real))
         if queries is not None:
@@ -128,13 +121,6 @@ def _channel_scales(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tens
     outside = known & ((size > OUT_OF_RANGE) | (size < 1 / OUT_OF_RANGE))
     factor = factor * torch.where(outside, _power_of_two(size.clamp(1 / LARGEST_RATIO, LARGEST_RATIO)), 1)
     return (1 / factor).clamp(SMALLEST_SCALE, LARGEST_SCALE).bfloat16().half()
-
-
-def key_gain(sigma_k: torch.Tensor, sigma_q: torch.Tensor) -> torch.Tensor:
-    """By how much balancing reduces the error of q . k, `[B, Hkv, 1]`, from RMS `[B, Hkv, Dk]`."""
-    k, q = (x / x.amax(-1, keepdim=True).clamp_min(2.0**-60) for x in (sigma_k, sigma_q))
-    energies = k.square().sum(-1, keepdim=True) * q.square().sum(-1, keepdim=True)
-    return energies / (k * q).sum(-1, keepdim=True).square().clamp_min(2.0**-60)
 
 
 def key_channel_scales(found: Statistics) -> torch.Tensor:

@@ -15,11 +15,11 @@ per block.)
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import TRELLIS_STEPS, TRELLIS_UNITS
+from tq_kernels.format import TRELLIS_UNITS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import PackedBlocks
 
-from ..config import Correction, TurboQuantConfig
+from ..config import TurboQuantConfig
 from . import trellis
 from .codebook import CEILINGS, FP8_LEVEL_SCALE, FP8_MAX, codes_of_ceilings, levels
 from .packing import pack, unpack
@@ -30,7 +30,7 @@ TILE_BLOCKS = 16
 of 128 channels (1 MiB of float32) in a processor's own."""
 
 
-def _sum(x: torch.Tensor) -> torch.Tensor:
+def sum_by_halving(x: torch.Tensor) -> torch.Tensor:
     """Sum over the last dimension by halving: the order, and so the bits, depend on that dimension's size alone."""
     while (size := x.shape[-1]) > 1:
         half = size // 2
@@ -83,16 +83,15 @@ def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor
     return _looked_up(levels(bits, codes.device), codes)
 
 
-def quantize(
-    z: torch.Tensor, bits: int, correction: Correction, *, is_value: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of the rotated vectors of whole blocks.
+
+    With z the vector and c its levels, the scale is |z|^2 / <z, c>: it makes up for what quantizing took from inner
+    products with z. At 8 bits it puts the largest channel at the largest code.
 
     Args:
         z: `[..., 128, D]` float32; at 4 and 8 bits any number of vectors.
         bits: 2, 3 (trellis), 4 (Lloyd-Max) or 8 (FP8 e4m3).
-        correction: What scale to store for 2, 3 and 4 bits (see `TurboQuantConfig.key_correction`). FP8 codes are
-            relative to the stored scale already.
         is_value: Whether they are values, whose words run along tokens: at 2 and 3 bits codes depend on it.
 
     Returns:
@@ -103,7 +102,7 @@ def quantize(
         scale = _half(z.abs().amax(-1) / (FP8_MAX * FP8_LEVEL_SCALE))
         unit = _safe_divide(z, scale.float()[..., None] * FP8_LEVEL_SCALE).clamp(-FP8_MAX, FP8_MAX)
         return unit.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32), scale
-    square = _sum(z * z)
+    square = sum_by_halving(z * z)
     sigma = (square / z.shape[-1]).sqrt()
     # A zero vector divided by infinity is zero.
     unit = z / torch.where(sigma == 0, torch.inf, sigma)[..., None]
@@ -113,18 +112,8 @@ def quantize(
     else:
         channels = trellis.rounded(unit, bits)
         codes = trellis.encode(channels, bits, is_value=is_value)
-        z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # what corrections are computed of, as kernels do
-        sigma = sigma * (TRELLIS_STEPS[bits] / TRELLIS_UNITS[bits])
-    if correction == "none":
-        return codes, _half(sigma)
-    level = levels_of(codes, bits, is_value=is_value)
-    if correction == "norm":
-        scale = (square / _sum(level * level)).sqrt()
-    elif correction == "inner":
-        scale = _safe_divide(square, _sum(z * level))
-    else:
-        scale = _sum(z * level) / _sum(level * level)
-    return codes, _half(scale)
+        z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # what the scale is computed of, as kernels do
+    return codes, _half(_safe_divide(square, sum_by_halving(z * levels_of(codes, bits, is_value=is_value))))
 
 
 def _blocks_at_a_time(blocks: PackedBlocks) -> int:
@@ -136,7 +125,7 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of `out`.
 
     Args:
-        config: Seed, bits and corrections.
+        config: Seed of the rotation.
         keys: `[B, Hkv, n * 128, Dk]` any float dtype.
         values: `[B, Hkv, n * 128, Dv]`.
         out: Blocks to write to.
@@ -150,16 +139,13 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
         tile = slice(first * layout.tokens, last * layout.tokens)
         k, v = (x[:, :, tile].unflatten(2, (last - first, layout.tokens)) for x in (keys, values))
         target = out.slice(start + first, start + last)
-        z = rotate(_padded(k * channel_scales.keys, layout.key_dim_padded), config.rotation_seed)
-        if target.key_means is not None:
-            target.key_means.copy_(_finite_or_zero((_sum(z.transpose(-1, -2)) / layout.tokens).half()))
-            z = z - target.key_means.float()[..., None, :]
-        codes, key_scales = quantize(z, layout.key_bits, config.key_correction, is_value=False)
+        z = rotate(_padded(k * channel_scales.keys, layout.key_dim_padded), config.seed)
+        target.key_means.copy_(_finite_or_zero((sum_by_halving(z.mT) / layout.tokens).half()))
+        z = z - target.key_means.float()[..., None, :]
+        codes, key_scales = quantize(z, layout.key_bits, is_value=False)
         target.key_words.copy_(pack(codes, layout.key_bits, is_value=False))
-        z = _padded(v * channel_scales.values, layout.value_dim_padded)
-        if config.rotate_values:
-            z = rotate(z, config.rotation_seed)
-        codes, value_scales = quantize(z, layout.value_bits, config.value_correction, is_value=True)
+        z = rotate(_padded(v * channel_scales.values, layout.value_dim_padded), config.seed)
+        codes, value_scales = quantize(z, layout.value_bits, is_value=True)
         target.value_words.copy_(pack(codes, layout.value_bits, is_value=True))
         target.scales.copy_(torch.stack([key_scales, value_scales], dim=-1).view(torch.int32).squeeze(-1))
 
@@ -170,13 +156,11 @@ def _dequantize(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, 
 
 
 def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, as stored: rotated, values
-    unless the layout says otherwise."""
+    """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, as stored: rotated."""
     layout: BlockLayout = blocks.layout
     scales = blocks.scales.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
     keys = _dequantize(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
-    if blocks.key_means is not None:
-        keys = keys + blocks.key_means.float()[..., None, :]
+    keys = keys + blocks.key_means.float()[..., None, :]
     values = _dequantize(blocks.value_words, scales[..., 1], layout.value_bits, layout.value_dim_padded, is_value=True)
     return keys, values
 
@@ -197,8 +181,6 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         last = min(first + step, blocks.capacity)
         rows = slice(first * layout.tokens, last * layout.tokens)
         key, value = dequantize_rotated(blocks.slice(first, last))
-        key = rotate_back(key, config.rotation_seed)
-        if config.rotate_values:
-            value = rotate_back(value, config.rotation_seed)
+        key, value = rotate_back(key, config.seed), rotate_back(value, config.seed)
         for out, states, factor in ((keys, key, channel_scales.keys), (values, value, channel_scales.values)):
             out[:, :, rows] = (states[..., : out.shape[-1]] / factor).flatten(2, 3)

@@ -6,18 +6,13 @@ Predictions compare decode attention with reading the same keys and values in 16
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tq_kernels.format import NEAR
 from tq_kernels.layout import BlockLayout
-from tq_kernels.types import KeyValue
 from transformers.utils import logging
 
-from ..codec.balance import key_gain
-from ..compat import is_capturing
 from ..ops.triton import blocks as triton_blocks
 
 logger = logging.get_logger(__name__)
@@ -27,12 +22,9 @@ OVERFLOWS = ("gemma2", "gemma3", "gemma3_text", "glm4")
 of Gemma 3 transformers' issue 36822 tells the same. Activations exceed 65,504."""
 
 SAMPLED_TOKENS = 128
-"""So many of the newest tokens of a first prompt are looked at, if as many are dense."""
+"""Number of newest dense tokens of a first prompt that are looked at."""
 SMALLEST_RMS, LARGEST_RMS = 1e-6, 65504.0
 """A head whose vectors are outside has scales beyond fp16, or of so few bits that they count."""
-GREAT_SPREAD = 4.0
-"""`key_gain` of keys alone that argues for keys of 8 bits; models that were measured have less than half of it."""
-
 
 looked_at: set[tuple[Any, ...]] = set()
 """States that `warn_about_states` has seen the like of: looking takes as long as a few launches."""
@@ -78,107 +70,37 @@ def of_dequantized_steps(layout: BlockLayout, asked: bool) -> None:
     )
 
 
-class FirstPrompt:
-    """The first prompt of a cache: what it shows of the model's states is logged once.
+def warn_beyond_fp16(layers: Mapping[int, Any]) -> None:
+    """Warn of keys and values whose scales fp16 cannot hold: their packed blocks are wrong, without any NaN to tell.
 
-    The call after it looks at the prompt's newest tokens that are still dense, for which it waits for the device, once.
-    So nothing is logged of a cache that is called only once, or that has nothing dense then.
+    Only dense tokens can be looked at, so of a prompt that leaves none nothing is said. Waits for the device, once.
 
     Args:
-        auto: Whether "auto" chose the preset: then it is logged, too, how far keys are from balanced.
+        layers: Compressed layers by their index in the model, after their first prompt.
     """
-
-    def __init__(self, auto: bool) -> None:
-        self.auto = auto
-        self.seen: set[int] = set()
-        """Numbers of the layers that hold it."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is one, and the device may be waited for: not while a graph of its work is made."""
-        return bool(self.seen) and not (torch.compiler.is_compiling() or is_capturing())
-
-    def see(self, index: int, keys: torch.Tensor) -> None:
-        """A layer is given keys `[B, Hkv, S, D]`, which count if they are numbers."""
-        if not keys.is_meta:
-            self.seen.add(index)
-
-    def report(self, layers: Sequence[Any]) -> None:
-        """Log what fp16 scales of these layers cannot hold and, for "auto", how balanced their keys are. Waits for the
-        device."""
-        sampled = [(i, layers[i], sizes) for i in sorted(self.seen) if (sizes := _sizes(layers[i])) is not None]
-        if not sampled:
-            return
-        if warnings := _beyond_fp16(sampled):
-            more = f" So it is in {len(warnings) - 1} more layers." if warnings[1:] else ""
-            logger.warning(warnings[0] + more)
-        if self.auto:
-            _report_balance(sampled)
-
-
-def _rms(states: torch.Tensor, dim: int) -> torch.Tensor:
-    return torch.linalg.vector_norm(states, dim=dim, dtype=torch.float32) / states.shape[dim] ** 0.5
-
-
-def _sizes(layer: Any) -> KeyValue | None:
-    """RMS of channels `[B, Hkv, D]` float32 of a layer's keys, about their mean, and of its values."""
-    parts = layer.store.view().dense_parts if layer.store is not None else []
-    if not parts or parts[-1][1][0].shape[2] == 0:
-        return None
-    k, v = (x[:, :, -SAMPLED_TOKENS:] for x in parts[-1][1])
-    return k.float().std(2, correction=0), _rms(v, 2)
-
-
-def _beyond_fp16(sampled: Sequence[tuple[int, Any, KeyValue]]) -> list[str]:
-    """A warning of each layer whose states are beyond what scales in fp16 hold."""
-    stored = [
-        _rms(size.to(factor.device) * factor, -1).flatten()
-        for _, layer, sizes in sampled
-        for size, factor in zip(sizes, layer.store.blocks.channel_scales, strict=True)
-    ]
+    named, sizes = [], []
+    for index, layer in layers.items():
+        parts = layer.store.view().dense_parts if layer.store is not None else []
+        if not parts or parts[-1][1][0].is_meta or parts[-1][1][0].shape[2] == 0:
+            continue
+        channel_scales = layer.store.blocks.channel_scales
+        for what, states, scales in zip(("Keys", "Values"), parts[-1][1], channel_scales, strict=True):
+            rows = states[:, :, -SAMPLED_TOKENS:].float()
+            rows = rows - rows.mean(2, keepdim=True) if what == "Keys" else rows
+            rows = rows * scales[:, :, None].to(rows)
+            rms = torch.linalg.vector_norm(rows, dim=(2, 3)) / (rows.shape[2] * rows.shape[3]) ** 0.5  # [B, Hkv]
+            beyond = (rms > LARGEST_RMS) | ((rms > 0) & (rms < SMALLEST_RMS))  # 0 is held exactly, NaN is not judged
+            named.append((what, index))
+            sizes.append(torch.where(beyond, rms, 0).amax())
     # All at once: each wait for the device would take as long as a layer's launches.
-    held = iter(torch.cat([x.to(stored[0].device) for x in stored]).tolist())
-    warnings: dict[int, str] = {}
-    for number, heads in enumerate(stored):
-        index, layer, _ = sampled[number // 2]
-        sizes = [size for size in islice(held, heads.numel()) if size > 0] or [1.0]  # 0 is held exactly
-        least, most, what = min(sizes), max(sizes), ("Keys", "Values")[number % 2]
-        if index not in warnings and (least < SMALLEST_RMS or most > LARGEST_RMS):
-            way = f"Leave the layer out (`skip_layers=({index},)`)"
-            way += "." if layer.config.balance else ", or balance it (`balance=True`)."
-            warnings[index] = (
-                f"{what} of layer {index} have an RMS of {least if least < SMALLEST_RMS else most:.1e} in some head, "
-                f"beyond what 16-bit scales hold ({SMALLEST_RMS:.0e} to {LARGEST_RMS:,.0f}): they are stored wrong. "
-                f"{way}"
-            )
-    return list(warnings.values())
-
-
-def _report_balance(sampled: Sequence[tuple[int, Any, KeyValue]]) -> None:
-    """Log how far keys are from balanced, by their channel scales or, where nobody showed queries, by themselves."""
-    if not all(layer.needs_queries and layer.config.balance for _, layer, _ in sampled):
-        gain, index = max(
-            (key_gain(keys, torch.ones_like(keys)).max().item(), index) for index, _, (keys, _) in sampled
+    held = torch.stack([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []
+    found = [(what, index, rms) for (what, index), rms in zip(named, held, strict=True) if rms]
+    if found:
+        (what, index, rms), skipped = found[0], tuple(sorted({index for _, index, _ in found}))
+        balanced = all(layers[index].config.balance for index in skipped)
+        way = "" if balanced else ", or balance them (`balance=True`)"
+        logger.warning(
+            f"{what} of layer {index} have an RMS of {rms:.1e} in some head, beyond what 16-bit scales hold "
+            f"({SMALLEST_RMS:.0e} to {LARGEST_RMS:,.0f}): they are stored wrong. Leave the layers out "
+            f"(`skip_layers={skipped}`){way}."
         )
-        if gain > GREAT_SPREAD and sampled[0][1].config.key_bits < 8:
-            logger.warning(
-                f"preset='auto': channels of keys are unlike in layer {index} ({gain:.0f} times the energy of equal "
-                "ones), and are not balanced, as nobody showed queries or `balance=False`. Consider preset='k8v4', or "
-                "balance and attn_implementation='turboquant', which shows them."
-            )
-        return
-    layers, heads, far = [], 0, 0
-    for index, layer, _ in sampled:
-        factor = layer.store.blocks.channel_scales.keys.float().cpu()
-        away = (factor / factor.median(-1, keepdim=True).values).log().abs().amax(-1).exp()  # [B, Hkv]
-        heads, far = heads + away.numel(), far + int((away > NEAR).sum())
-        layers.append((away.max().item(), index, key_gain(1 / factor, factor).max().item()))
-    times, index, gain = max(layers)
-    if far == 0:
-        logger.info(f"preset='auto': keys are balanced, within {NEAR:g} times in all heads.")
-        return
-    logger.warning(
-        f"preset='auto': keys of {far} of {heads} heads are not balanced, in layer {index} by {times:.0f} times (their "
-        f"error would be {gain**0.5:.1f} times that of balanced ones). Their channels have channel scales, so "
-        f"{sampled[0][1].config.preset} serves as on other models; with `balance=False` take preset='k8v4'."
-    )

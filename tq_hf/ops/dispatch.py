@@ -57,7 +57,7 @@ def encode(
 ) -> None:
     """Encode whole blocks of keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]` into blocks `start`... of `out`: all
     tokens, or those from `tokens[0]` to `tokens[1]`."""
-    kernels = triton_blocks.supports_encode(keys, config, out.layout)
+    kernels = triton_blocks.supports_blocks(keys, out.layout)
     if not kernels:
         say_torch_computes("Encoding", keys, out.layout.key_dim, out.layout.value_dim)
     with outside_autocast(keys):

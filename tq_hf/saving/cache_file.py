@@ -48,8 +48,6 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapp
     tokens = next(iter(lengths.values()), 0)
     if not any(lengths.values()):
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
-    if type(cache.config) is not TurboQuantConfig:
-        raise ValueError("A cache of an `Ablation` is for measurements and is not saved: make it of a preset.")
     least, most = min(lengths.values()), max(lengths.values())
     if 0 < least < most:
         raise ValueError(

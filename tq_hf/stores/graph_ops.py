@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from tq_kernels.types import AttentionOptions, KeyValue, PendingToken
 
-from ..codec.ablation import Ablation
 from ..compat import is_capturing
-from ..config import SETTLED, TurboQuantConfig
+from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..ops.backend import say_torch_computes
 from ..ops.triton import blocks as triton_blocks
@@ -39,9 +38,7 @@ def config_text(config: TurboQuantConfig) -> str:
 @lru_cache
 def config_from(text: str) -> TurboQuantConfig:
     """The configuration of a text."""
-    options = json.loads(text)
-    kind = Ablation if options.keys() & SETTLED else TurboQuantConfig
-    return kind(**options)
+    return TurboQuantConfig(**json.loads(text))
 
 
 def check_host_reads(tensors: LayerTensors) -> None:
@@ -71,7 +68,7 @@ def append_row(
     Raises:
         RuntimeError: No kernel serves the heads, and a CUDA graph is captured.
     """
-    if triton_blocks.supports_encode(tensors.ring[0], tensors.config, tensors.layout):
+    if triton_blocks.supports_blocks(tensors.ring[0], tensors.layout):
         triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
         return
     say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])

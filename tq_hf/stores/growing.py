@@ -68,7 +68,7 @@ def _room(config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int
     # Of a preallocated layer even no blocks are its own: graphs are told where they are.
     own = num_blocks > 0 or max_cache_len is not None
     tensors = [none.key_words, none.value_words, none.scales, none.key_means]
-    words = [(x, (batch, heads, num_blocks, x.shape[3]) if own and x is not None else None) for x in tensors]
+    words = [(x, (batch, heads, num_blocks, x.shape[3]) if own else None) for x in tensors]
     capacity, dims = residual_capacity(config, rows, max_cache_len), (key_dim, values[0][3])
     sinks, ring = ([(batch, heads, count, dim) for dim in dims] for count in (config.sink_tokens, capacity))
     return none, words, sinks, ring
@@ -408,7 +408,7 @@ class GrowingStore(LayerStore):
         kinds = self.tensors.by_kind()
         pending = self.residual.pending
         if pending is not None and pending.states is not None:
-            kinds["window"] += pending.states
+            kinds["residual"] += pending.states
         return kinds
 
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:

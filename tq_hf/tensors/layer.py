@@ -92,11 +92,10 @@ class LayerTensors:
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor, by the kind `memory_footprint` reports."""
         blocks = self.blocks
-        means = [] if blocks.key_means is None else [blocks.key_means]
         return {
             "packed": [blocks.key_words, blocks.value_words],
-            "metadata": [blocks.scales, *means, *blocks.channel_scales],
-            "window": list(self.ring),
+            "metadata": [blocks.scales, blocks.key_means, *blocks.channel_scales],
+            "residual": list(self.ring),
             "sinks": list(self.sinks),
         }
 

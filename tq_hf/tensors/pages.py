@@ -91,7 +91,7 @@ class LayerPages:
         rows = rows_per_page(layout, dtype)
         dense = page[..., : 2 * rows * head_dim * dtype.itemsize].view(dtype).unflatten(-1, (2, rows, head_dim))
         words = (key_words.view(torch.int32), value_words.view(torch.int32))
-        key_means = means.view(torch.float16) if layout.key_mean else None
+        key_means = means.view(torch.float16)
         ones = ChannelScales.allocate(1, page.shape[1], head_dim, head_dim, pool.device)
         factors = (ones.keys[0], ones.values[0])
         ring = ring_pages(config, layout, dtype)
@@ -142,18 +142,14 @@ class LayerPages:
 
     def packed(self, pages: torch.Tensor) -> PackedBlocks:
         """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence, a head's one behind the other."""
-        key_words, value_words, scales, key_means = (
-            None if field is None else field.transpose(0, 1).index_select(1, pages)[None] for field in self.tensors[:4]
-        )
-        assert key_words is not None and value_words is not None and scales is not None
-        return PackedBlocks(self.layout, key_words, value_words, scales, key_means, self.channel_scales)
+        fields = (field.transpose(0, 1).index_select(1, pages)[None] for field in self.tensors[:4])
+        return PackedBlocks(self.layout, *fields, self.channel_scales)
 
     def write_packed(self, pages: torch.Tensor, blocks: PackedBlocks) -> None:
         """Write n blocks of one sequence to `pages` `[n]`."""
         held = (blocks.key_words, blocks.value_words, blocks.scales, blocks.key_means)
         for field, states in zip(self.tensors[:4], held, strict=True):
-            if field is not None and states is not None:
-                field[pages] = states[0].transpose(0, 1)
+            field[pages] = states[0].transpose(0, 1)
 
     def block_rows(self, pages: torch.Tensor) -> KeyValue:
         """Keys and values `[1, Hkv, n * 128, D]` of the blocks in `pages` `[n]` of a layer that is not compressed."""

@@ -35,7 +35,7 @@ class Chat:
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer. Without a chat template, text is continued as it is.
-        preset: A preset, a configuration, or "auto"; after `load`, the configuration of the file.
+        preset: A preset or a configuration; after `load`, the configuration of the file.
         max_new_tokens: The longest answer.
     """
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from .. import __version__
-from ..config import PRESETS, TurboQuantConfig, is_auto, preset_name
+from ..config import PRESETS, TurboQuantConfig, preset_name
 from .chat import Chat, converse, print_error
 from .estimate import Estimator, estimate, parse_memory
 from .estimate_table import Report, as_json, print_table
@@ -273,7 +273,7 @@ def sweep_command(
 @_flowing
 def chat_command(
     model: Model = None,
-    preset: Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}, or auto.")] = "4bit_nc",
+    preset: Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}.")] = "4bit_nc",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
     dtype: Dtype = None,
     device: Device = None,
@@ -285,13 +285,12 @@ def chat_command(
     """
     console = Console()
     with _errors_as_sentences():
-        preset = "auto" if is_auto(preset) else preset_name(preset)
+        preset = preset_name(preset)
         name = _model_name(model)
         device = _device(device)
         loaded, tokenizer = _loaded(name, _dtype(dtype), device)
         chat = Chat(loaded, tokenizer, preset, max_new_tokens)
-    cache = "an automatically chosen" if preset == "auto" else f"a {preset}"
-    console.print(f"{name} with {cache} cache. Type /help for the commands.", highlight=False)
+    console.print(f"{name} with a {preset} cache. Type /help for the commands.", highlight=False)
     if not tokenizer.chat_template:
         console.print("This model has no chat template: it continues your text.")
     if name == str(EXAMPLES / "needle"):

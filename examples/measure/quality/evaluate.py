@@ -37,6 +37,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from examples.measure.quality import peers, stress
+from examples.measure.quality.ablation import RECIPE, Switches, switched
 from examples.measure.quality.quality import (
     Outcome,
     continued,
@@ -53,7 +54,6 @@ from examples.measure.quality.quality import (
 from examples.measure.quality.stress import Stress
 from examples.provenance import RESULTS, SHIPPED_MODEL, provenance
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
-from tq_hf.codec.ablation import Ablation
 from tq_hf.ops.triton import blocks as triton_blocks
 
 EXACT = "float32 cache"
@@ -76,6 +76,7 @@ class Method:
         bytes_packed: Bytes per token and KV head in packed blocks, their means included; what a long history tends to.
         stressed: Whether it is also measured with injected vectors.
         generates: Whether it also generates freely.
+        switches: What of the recipe is switched while it is filled and read.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Method:
     bytes_packed: float
     stressed: bool = True
     generates: bool = False
+    switches: Switches = RECIPE
 
 
 def heads(config: Any) -> tuple[int, int]:
@@ -93,8 +95,9 @@ def heads(config: Any) -> tuple[int, int]:
     return config.num_key_value_heads, dim
 
 
-def compressed(config: Any, name: str, options: TurboQuantConfig, tokens: int, **flags: bool) -> Method:
-    """A `TurboQuantCache`; its bytes are those of one that holds `tokens` bf16 tokens."""
+def compressed(config: Any, name: str, options: TurboQuantConfig, tokens: int, **flags: Any) -> Method:
+    """A `TurboQuantCache`; its bytes are those of one that holds `tokens` bf16 tokens. A mean that is switched off is
+    not counted."""
     kv_heads, dim = heads(config)
     sample = TurboQuantCache(config, options)
     states = torch.zeros(1, kv_heads, tokens, dim, dtype=torch.bfloat16)
@@ -103,6 +106,9 @@ def compressed(config: Any, name: str, options: TurboQuantConfig, tokens: int, *
     held = sample.memory_footprint().total / (tokens * kv_heads * len(sample.layers))
     layout = options.layout(dim)
     packed = layout.block_bytes / layout.tokens
+    if not flags.get("switches", RECIPE).key_mean:
+        held -= layout.mean_bytes * options.num_blocks(tokens) / tokens
+        packed -= layout.mean_bytes / layout.tokens
     return Method(name, lambda: TurboQuantCache(config, options), "turboquant", held, packed, **flags)
 
 
@@ -121,7 +127,7 @@ def our_methods(config: Any, tokens: int) -> list[Method]:
 
 def ablations(config: Any, tokens: int) -> list[Method]:
     """One part of the recipe switched at a time, for presets of 4 and 3 bits."""
-    switches: dict[str, dict[str, Any]] = {
+    changed: dict[str, dict[str, Any]] = {
         "defaults": {},
         "packed only": PACKED,
         "no residual": SINKS,
@@ -143,16 +149,19 @@ def ablations(config: Any, tokens: int) -> list[Method]:
         "packed only, no balance": PACKED | {"balance": False},
         "another seed, no balance": {"seed": 1, "balance": False},
     }
-    made = [
-        compressed(config, f"{preset}, {what}", Ablation.from_preset(preset, **options), tokens)
-        for preset in ("4bit_nc", "3bit_nc")
-        for what, options in switches.items()
-    ]
-    return made + [
-        compressed(config, f"{preset}, {what}", Ablation.from_preset(preset, **switches[what]), tokens)
+    chosen = [(preset, what) for preset in ("4bit_nc", "3bit_nc") for what in changed]
+    chosen += [
+        (preset, what)
         for preset in ("3.5bit_nc", "2.5bit_nc", "2bit_nc")
         for what in ("defaults", "packed only", "no residual")
     ]
+    made = []
+    for preset, what in chosen:
+        switches = {name: value for name, value in changed[what].items() if name in Switches._fields}
+        options = {name: value for name, value in changed[what].items() if name not in switches}
+        config_of = TurboQuantConfig.from_preset(preset, **options)
+        made.append(compressed(config, f"{preset}, {what}", config_of, tokens, switches=Switches(**switches)))
+    return made
 
 
 def balances(config: Any, tokens: int, rotations: int) -> list[Method]:
@@ -220,6 +229,10 @@ class Evaluation:
 
     def measure(self, method: Method, applied: Stress) -> str | None:
         """Add the row of a method under a stress, or say why there is none."""
+        with switched(method.switches):
+            return self._measured(method, applied)
+
+    def _measured(self, method: Method, applied: Stress) -> str | None:
         outcome, cache = self._stressed(method, applied)
         finite = outcome.kl.isfinite().float().mean().item()
         if finite < 1:

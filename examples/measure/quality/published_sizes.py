@@ -27,7 +27,7 @@ from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.batching.checks import INSTEAD, check_model, pages_config
 from tq_hf.layers.compressed import TurboQuantLayer
 from tq_hf.ops.backend import MAX_FLASH_DIM
-from tq_hf.ops.triton.blocks import supports_attend_dense, supports_encode, supports_prefix
+from tq_hf.ops.triton.blocks import supports_attend_dense, supports_blocks, supports_prefix
 from tq_hf.ops.triton.pages import supports_paged_decode, supports_paged_prompts
 from tq_hf.tools.traced import trace
 
@@ -80,10 +80,7 @@ def in_torch(key_dim: int, value_dim: int, batches: bool) -> list[str]:
             # Of wide heads by the kernel of dense states, where there is no flash attention in torch.
             wide = max(key_dim, value_dim) > MAX_FLASH_DIM
             wide = wide and supports_attend_dense(keys, keys, values, None, AttentionOptions(1.0))
-            computed = {
-                "steps": supports_encode(states, config, layout),
-                "prompts": supports_prefix(states, config, layout) or wide,
-            }
+            computed = {"steps": supports_blocks(states, layout), "prompts": supports_prefix(states, layout) or wide}
             if batches:
                 computed |= {
                     "steps in batches": supports_paged_decode(states, pages, paged),

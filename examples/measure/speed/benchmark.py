@@ -115,8 +115,7 @@ def random_blocks(layout: BlockLayout, batch: int, kv_heads: int, blocks: int, d
             words &= 0x3F3F3F3F  # no NaN
     scales = torch.rand(*packed.scales.shape, 2, device=device).mul_(0.1).add_(0.05).half()
     packed.scales.copy_(scales.view(torch.int32).squeeze(-1))
-    if packed.key_means is not None:
-        packed.key_means.normal_(std=0.1)
+    packed.key_means.normal_(std=0.1)
     return packed
 
 

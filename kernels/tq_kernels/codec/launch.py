@@ -85,7 +85,7 @@ def encode(
     Args:
         keys: `[B, Hkv, T, Dk]` fp16, bf16 or fp32, last dimension contiguous, other strides as they come.
         values: `[B, Hkv, T, Dv]`, like `keys`.
-        packed: N >= start + n blocks to write to. Without `key_means` the mean stays in the keys.
+        packed: N >= start + n blocks to write to.
         start: Index of the first block written.
         rotations: R of keys and of values, `[D padded, D padded]` float32, orthogonal and contiguous: a row x becomes
             x @ R.T. If D padded is a power of two, only the signs of R are read.
@@ -99,7 +99,7 @@ def encode(
     of_values = (values, packed.value_words, scales, None, rotations[1], value_scales)
     first, stop = tokens or (0, keys.shape[2])
     devices = (keys.device, values.device, scales.device)
-    kind = (keys.dtype, devices, scales.stride(), packed.layout.bits, packed.key_means is None)
+    kind = (keys.dtype, devices, scales.stride(), packed.layout.bits)
     dims = (values.shape[3], rotations[0].shape[0], rotations[1].shape[0])
     launches = _encode_launches(keys.shape, dims, keys.stride(), values.stride(), (stop - first, start), kind)
     for (launch, stride), (states, *others) in zip(launches, (of_keys, of_values), strict=False):
@@ -133,7 +133,7 @@ def _encode_launches(
         )
     if batch * heads * blocks == 0:
         return ()
-    dtype, (device, *_), (blocks_b, blocks_h, block, _), all_bits, _ = kind
+    dtype, (device, *_), (blocks_b, blocks_h, block, _), all_bits = kind
     assert start + blocks < 2 or block == BLOCK_TOKENS  # blocks follow one another
     on, matrix = target(device), matrix_type(dtype, device)
     launches = []

@@ -192,7 +192,7 @@ def rotated(query: torch.Tensor, view: StoreView) -> torch.Tensor:
     dim = view.tensors.blocks.layout.key_dim_padded
     query = query / _of_heads(view.tensors.blocks.channel_scales.keys)[:, None]
     padded = torch.nn.functional.pad(query, (0, dim - query.shape[-1])) if dim > query.shape[-1] else query
-    return padded @ rotation_matrix(dim, view.tensors.config.rotation_seed, query.device, torch.float32).T
+    return padded @ rotation_matrix(dim, view.tensors.config.seed, query.device, torch.float32).T
 
 
 def _of_heads(factor: torch.Tensor) -> torch.Tensor:
@@ -269,8 +269,7 @@ class PackedTile:
             scales = self._scales[..., 0].view(heads, blocks, PLANES, rows, 1, 1)
             torch.mul(by_plane, scales, out=out.view(by_plane.shape))
         out = out.view(*self._scales.shape[:3], -1)
-        if self.blocks.key_means is not None:
-            out += self.blocks.key_means.flatten(0, 1).float()[:, :, None]
+        out += self.blocks.key_means.flatten(0, 1).float()[:, :, None]
         return out.flatten(1, 2)
 
     @cached_property
@@ -302,9 +301,7 @@ class PackedTile:
             scores = spread @ self._keys.view(heads, blocks * ROWS, dim * PLANES).mT
             scores = scores.view(heads, rows, PLANES, blocks, ROWS).transpose(2, 3)
         scores = scores.reshape(heads, rows, blocks, PLANES * ROWS) * self._scales[:, None, :, :, 0]
-        if self.blocks.key_means is not None:
-            means = self.blocks.key_means.flatten(0, 1).float()
-            scores += (query @ means.mT)[..., None]
+        scores += (query @ self.blocks.key_means.flatten(0, 1).float().mT)[..., None]
         return scores.view(heads, rows, -1)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
@@ -317,9 +314,7 @@ class PackedTile:
             weights = weights.view(heads, rows, blocks, PLANES * ROWS) * self._scales[:, None, :, :, 1]
             ordered = value_order(weights, layout.value_bits).transpose(1, 2).reshape(heads * blocks, rows, -1)
             total = (ordered @ self._values.flatten(0, 1).mT).view(heads, blocks, rows, -1).sum(1)
-        if self.config.rotate_values:
-            dim = layout.value_dim_padded
-            total = total @ rotation_matrix(dim, self.config.rotation_seed, total.device, torch.float32)
+        total = total @ rotation_matrix(layout.value_dim_padded, self.config.seed, total.device, torch.float32)
         return total[..., : self.value_dim] / _of_heads(self.blocks.channel_scales.values)
 
 
@@ -336,7 +331,6 @@ def dequantize(
         take: Makes scratch.
     """
     tile = PackedTile(0, keys[:0], config, blocks, values.shape[-1], take)
-    parts = ((keys, tile.key_rows, True), (values, tile.value_rows, config.rotate_values))
-    for (out, rows, turned), factor in zip(parts, blocks.channel_scales, strict=True):
-        states = rotate_back(rows, config.rotation_seed) if turned else rows
+    for out, rows, factor in zip((keys, values), (tile.key_rows, tile.value_rows), blocks.channel_scales, strict=True):
+        states = rotate_back(rows, config.seed)
         out.copy_((states[..., : out.shape[-1]] / _of_heads(factor)).view(out.shape))

@@ -13,7 +13,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, PackedB
 
 from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_inference_mode
-from ...config import INNER, TurboQuantConfig
+from ...config import TurboQuantConfig
 from ...tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
@@ -43,16 +43,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports_blocks(tensor: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels read blocks of this layout for states of this tensor's device and dtype: with rotated values and
-    key means, which an `Ablation` may leave out, and heads that fit."""
-    able = layout.rotated_values and layout.key_mean and supports_states(tensor)
-    return able and max(layout.key_dim, layout.value_dim) <= target(tensor.device).widest_head
-
-
-def supports_encode(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
-    """`supports_blocks`, for blocks that this configuration encodes: kernels store the scale of one correction."""
-    settled = config.key_correction == config.value_correction == INNER
-    return settled and supports_blocks(tensor, layout)
+    """Whether kernels write and read blocks of this layout for states of this tensor's device and dtype."""
+    return supports_states(tensor) and max(layout.key_dim, layout.value_dim) <= target(tensor.device).widest_head
 
 
 def supports_states(tensor: torch.Tensor) -> bool:
@@ -77,8 +69,8 @@ def once_per_layer(make: Callable[[LayerTensors], R]) -> Callable[[LayerTensors]
 
 @once_per_layer
 def _supports_layer(tensors: LayerTensors) -> bool:
-    """`supports_encode`, for the states and blocks of a layer."""
-    return supports_encode(tensors.ring[0], tensors.config, tensors.layout)
+    """`supports_blocks`, for the states and blocks of a layer."""
+    return supports_blocks(tensors.ring[0], tensors.layout)
 
 
 def supports_step(query: torch.Tensor, tensors: LayerTensors) -> bool:
@@ -119,10 +111,10 @@ def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | N
     return few and view.new is None and supports_mask(mask, options) and supports_step(query, view.tensors)
 
 
-def supports_prefix(tensor: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
-    """Whether the fused kernel of continuation prefill reads blocks of this layout: not on Turing, and
-    of wide heads from Hopper on."""
-    return supports_encode(tensor, config, layout) and prefix_takes(layout.key_dim, layout.value_dim, tensor.device)
+def supports_prefix(tensor: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether the fused kernel of continuation prefill reads blocks of this layout: not on Turing, and wide heads from
+    Hopper on."""
+    return supports_blocks(tensor, layout) and prefix_takes(layout.key_dim, layout.value_dim, tensor.device)
 
 
 def supports_attend_many(
@@ -130,7 +122,7 @@ def supports_attend_many(
 ) -> bool:
     """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
     all heads."""
-    return supports_prefix(query, view.tensors.config, view.tensors.blocks.layout) and supports_mask(mask, options)
+    return supports_prefix(query, view.tensors.blocks.layout) and supports_mask(mask, options)
 
 
 @lru_cache
@@ -141,7 +133,7 @@ def rotations(
     """Key and value rotations `[D, D]`: R in float32, sqrt(D) R (+-1 for powers of two) in float16."""
     matrices = []
     for dim in (layout.key_dim_padded, layout.value_dim_padded):
-        matrix = rotation_matrix(dim, config.rotation_seed, torch.device("cpu"), torch.float32)
+        matrix = rotation_matrix(dim, config.seed, torch.device("cpu"), torch.float32)
         matrices.append((matrix * dim**0.5 if dtype == torch.float16 else matrix).to(device, dtype))
     return matrices[0], matrices[1]
 

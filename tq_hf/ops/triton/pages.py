@@ -52,7 +52,7 @@ def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPage
 def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
     """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
     can be captured in a CUDA graph."""
-    return layout.key_dim % 8 == 0 and blocks.supports_encode(states, config, layout)
+    return layout.key_dim % 8 == 0 and blocks.supports_blocks(states, layout)
 
 
 def supports_paged_prompts(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
