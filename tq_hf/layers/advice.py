@@ -117,7 +117,7 @@ class FirstPrompt:
 
 
 def _rms(states: torch.Tensor, dim: int) -> torch.Tensor:
-    return torch.linalg.vector_norm(states, dim=dim, dtype=torch.float32) / states.shape[dim] ** 0.5
+    return torch.linalg.vector_norm(states.float(), dim=dim) / states.shape[dim] ** 0.5
 
 
 def _sizes(layer: Any) -> KeyValue | None:
