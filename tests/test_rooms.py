@@ -80,7 +80,7 @@ BUDGETS = {
         "balance": 120,
         "auto": 220,
         "config": 250,
-        "compat": 325,  # a capture that failed is ended
+        "compat": 330,  # a capture that failed is ended; where an offloaded model takes its inputs
         "__init__": 60,
     },
 }

@@ -16,7 +16,7 @@ from tq_kernels.types import ChannelScales
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .compat import attention_of_parts, give_attention_back
+from .compat import attention_of_parts, device_of_inputs, give_attention_back
 from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
 
@@ -76,7 +76,7 @@ class Balance:
         try:
             model.set_attn_implementation(NAME)
             with torch.no_grad():
-                model(ids.to(model.device), past_key_values=cache)
+                model(ids.to(device_of_inputs(model)), past_key_values=cache)
         finally:
             give_attention_back(before)
         return cls.held_by(cache.layers)

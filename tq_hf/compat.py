@@ -197,6 +197,12 @@ METADATA: set[Any] = {
 """Methods and attributes of a tensor that need no elements (torch 2.9 to 2.15)."""
 
 
+def device_of_inputs(model: Any) -> torch.device:
+    """Where a model takes token ids. Of weights that accelerate has offloaded only the shapes are left (on the meta
+    device), and its hooks move what a layer is given."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
     """`config._attn_implementation` (transformers 5.17 to 5.23).
 
