@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tq_kernels.types import AttentionOptions
+from tq_kernels.types import AttentionOptions, KeyValue
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
@@ -77,6 +77,12 @@ def turboquant_attention(
         with outside_autocast(query):
             return attend(query.to(view.tensors.row.dtype), view, attention_mask, options).to(lower), None
     if attention_mask is not None:
+        key, value = _without_room(key, value, attention_mask)
+        if view is None and kwargs.get("sliding_window") is not None and attention_mask.shape[-1] > key.shape[2]:
+            raise ValueError(
+                f"The attention mask {list(attention_mask.shape)} has {attention_mask.shape[-1]} columns, and this "
+                f"sliding layer shows {key.shape[2]} tokens. Pass a dict with a mask for each kind of layer."
+            )
         attention_mask = attention_mask[..., : key.shape[2]]
     if options.only_scales():
         attention_mask = _bottom_right(query, key, attention_mask, causal)
@@ -161,6 +167,16 @@ def _among(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causal
     return mask[..., :length].masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
+def _without_room(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> KeyValue:
+    """Keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]` of a preallocated layer that is not compressed, without the
+    empty room at their end for which `mask` has no columns."""
+    held = getattr(key, "num_held", None)
+    if held is None or mask.shape[-1] >= key.shape[2] or torch.compiler.is_compiling():
+        return key, value
+    dispatch.check_mask(mask, held)
+    return key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
+
+
 def _attend_step(
     query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
@@ -168,15 +184,16 @@ def _attend_step(
         return graph_ops.attend_token(view, query, mask, options)
     # Biases by head (T5, ALiBi, masks the model learnt): over the dequantized states, of which those after the last are
     # empty room.
+    if mask is not None:
+        dispatch.check_mask(mask, view.length if view.num_held is None else view.num_held)
     keys, values = graph_ops.dense_tokens(view)
     sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
     is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
     if mask is None:
         mask = is_token[None, None, None]
-    elif mask.dtype == torch.bool:
-        mask = mask[..., : view.length] & is_token
-    else:
-        mask = mask[..., : view.length].masked_fill(~is_token, -torch.inf)
+    else:  # which may have columns for the tokens held only
+        mask = torch.nn.functional.pad(mask, (0, view.length - mask.shape[-1]))
+        mask = mask & is_token if mask.dtype == torch.bool else mask.masked_fill(~is_token, -torch.inf)
     return dispatch.attend_dense(query, keys, values, mask, options)
 
 

@@ -16,7 +16,7 @@ from tq_kernels.types import ChannelScales
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .compat import as_input, attention_of_parts, give_attention_back
+from .compat import as_input, attention_of_parts, device_of_inputs, give_attention_back
 from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
 
@@ -75,7 +75,7 @@ class Balance:
         try:
             model.set_attn_implementation("turboquant")
             with torch.no_grad():
-                model(ids.to(model.device), **as_input(cache))
+                model(ids.to(device_of_inputs(model)), **as_input(cache))
         finally:
             give_attention_back(before)
         return cls.held_by(cache.layers)

@@ -311,6 +311,12 @@ def as_input(cache: Cache) -> dict[str, Cache]:
     return {CACHE_NAME: cache}
 
 
+def device_of_inputs(model: Any) -> torch.device:
+    """Where a model takes token ids. Of weights that accelerate has offloaded only the shapes are left (on the meta
+    device), and its hooks move what a layer is given."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
     """`config._attn_implementation` (transformers 5.17 to 5.24).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 
 from tests.support.tiny_models import build, multimodal
 from tq_hf import Balance
@@ -44,3 +45,18 @@ def test_a_probe_has_no_more_tokens_than_the_model_has_positions(name, positions
 def test_a_model_of_too_few_positions_for_statistics_is_refused():
     with pytest.raises(ValueError, match=r"positions for 35 tokens \(GPT2Config\).* 36 or more.*`balance=False`"):
         Balance.of(build("gpt2", max_position_embeddings=35))
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_a_model_whose_weights_are_offloaded_is_probed(where, tmp_path):
+    model = build("llama")
+    expected = Balance.of(model)
+    if where == "cpu":
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    assert model.device.type == "meta"
+    actual = Balance.of(model)
+    assert actual.layers.keys() == expected.layers.keys() == {0, 1, 2, 3}
+    for layer, scales in expected.layers.items():
+        assert all(map(torch.equal, actual.layers[layer], scales))

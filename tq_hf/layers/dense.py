@@ -38,6 +38,12 @@ class GrowingLayer(_FullState, DynamicLayer):
     """A full-attention layer that grows."""
 
 
+def with_room(states: KeyValue, tokens: int) -> KeyValue:
+    """Keys and values after whose first `tokens` rows there is empty room; attention "turboquant" asks how many."""
+    states[0].num_held = tokens  # type: ignore[attr-defined]
+    return states
+
+
 def check_rows(layer: Any) -> None:
     """Raise a `ValueError` if a preallocated layer was assigned keys of other rows (kvpress prunes so)."""
     if layer.is_initialized and (rows := layer.keys.shape[2]) != layer.max_cache_len:
@@ -88,7 +94,7 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.num_tokens = past + tokens
         if tokens == 1 or self.shows_room:
-            return keys, values
+            return with_room((keys, values), past + tokens)
         return keys[:, :, : past + tokens], values[:, :, : past + tokens]
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
@@ -219,7 +225,7 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
             return self._append_row(key_states, value_states)
         states = super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length.fill_(min(self.cumulative_length_int, self.max_cache_len))
-        return states
+        return with_room(states, self.cumulative_length_int) if states[0] is self.keys else states
 
     def _append_row(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
         """Write one token a sequence after those held; if there is no room, the oldest leaves."""
@@ -233,7 +239,9 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
             states.copy_(torch.where(is_new, new, states.index_select(2, source)))
         length.add_(1).clamp_(max=self.max_cache_len)
         self.cumulative_length_int += 1
-        return self.keys, self.values
+        if torch.compiler.is_compiling():
+            return self.keys, self.values
+        return with_room((self.keys, self.values), min(self.cumulative_length_int, self.max_cache_len))
 
     def count_replayed(self, length: int) -> None:
         self.cumulative_length_int = length

@@ -174,7 +174,7 @@ def check_mask(mask: torch.Tensor, length: int) -> None:
     if mask.shape[-1] < length:
         raise ValueError(
             f"The attention mask {list(mask.shape)} has {mask.shape[-1]} columns for {length} tokens. Give it a column "
-            f"for every token in the cache, the newest included."
+            f"for every token in the cache, the newest included, or in a compiled step for all there is room for."
         )
 
 

@@ -17,7 +17,7 @@ import transformers
 from tq_kernels.types import KeyValue
 from transformers.cache_utils import Cache
 
-from ..compat import as_input
+from ..compat import as_input, device_of_inputs
 from ..config import TurboQuantConfig
 from ..layers.base import Probe, State, like_held
 from ..memory import tensors_by_kind
@@ -90,9 +90,7 @@ class Loader:
         config = TurboQuantConfig(skip_layers=skip_layers)
         rooms = ROOM if room is not None else (None, None)
         first, second = (kind(model.config, config, max_cache_len=most) for most in rooms)
-        # A model whose weights accelerate keeps elsewhere has no device, and moves its inputs itself.
-        device = "cpu" if model.device.type == "meta" else model.device
-        ids = torch.zeros(BATCH[0], TOKENS[0], dtype=torch.long, device=device)
+        ids = torch.zeros(BATCH[0], TOKENS[0], dtype=torch.long, device=device_of_inputs(model))
         with torch.no_grad(), record(first) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **as_input(first))
         probed = []
