@@ -56,7 +56,7 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2610,  # channels in parts, four warps for wide heads; what was measured and not taken
         "prefix": 1650,  # values of wide heads in two launches
-        "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
+        "codec": 2155,  # trellis codes of two words in a register; a launch checks that queries are of the same tokens
         "turing": 1310,
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
         "types": 317,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
@@ -69,9 +69,9 @@ BUDGETS = {
         "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
-        "layers": 1275,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
+        "layers": 1280,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
         "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
-        "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
+        "ops": 2190,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,
@@ -80,7 +80,7 @@ BUDGETS = {
         "balance": 120,
         "auto": 220,
         "config": 250,
-        "compat": 325,  # a capture that failed is ended
+        "compat": 345,  # a capture that failed is ended; which modules attend to their own tokens
         "__init__": 60,
     },
 }

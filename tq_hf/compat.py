@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, wraps
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -195,6 +196,23 @@ METADATA: set[Any] = {
     if hasattr(attribute, "__set__") and name not in _VIEWS
 }
 """Methods and attributes of a tensor that need no elements (torch 2.9 to 2.15)."""
+
+
+@lru_cache
+def _states_taken(kind: type) -> set[str]:
+    """Parameters of a module's `forward` that are states of tokens."""
+    return {name for name in signature(kind.forward).parameters if name.endswith("_states")}  # type: ignore[attr-defined]
+
+
+def attends_to_own_tokens(module: Any) -> bool:
+    """Whether queries and keys of an attention module are of the same tokens: not in cross-attention (5.17 to 5.23).
+
+    Cross-attention is not causal, or has `is_cross_attention` (GPTBigCode marks it causal, too). Other modules that are
+    not causal attend to their own tokens if these are all that their `forward` takes (PaliGemma).
+    """
+    if getattr(module, "is_causal", False):
+        return not getattr(module, "is_cross_attention", False)
+    return _states_taken(type(module)) == {"hidden_states"}
 
 
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
