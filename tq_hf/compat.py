@@ -317,6 +317,23 @@ def device_of_inputs(model: Any) -> torch.device:
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
+@lru_cache
+def _states_taken(kind: type) -> set[str]:
+    """Parameters of a module's `forward` that are states of tokens."""
+    return {name for name in signature(kind.forward).parameters if name.endswith("_states")}  # type: ignore[attr-defined]
+
+
+def attends_to_own_tokens(module: Any) -> bool:
+    """Whether queries and keys of an attention module are of the same tokens: not in cross-attention (transformers 5.17 to 5.24).
+
+    Cross-attention is not causal, or has `is_cross_attention` (GPTBigCode marks it causal, too). Other modules that are
+    not causal attend to their own tokens if these are all that their `forward` takes (PaliGemma).
+    """
+    if getattr(module, "is_causal", False):
+        return not getattr(module, "is_cross_attention", False)
+    return _states_taken(type(module)) == {"hidden_states"}
+
+
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
     """`config._attn_implementation` (transformers 5.17 to 5.24).
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tq_kernels.types import ChannelScales, DenseRows, KeyValue
+from transformers import LlamaConfig
 
 from tests.support.helpers import as_bytes, states
 from tests.support.kernel_cases import INTERPRETED, child, gpu
-from tq_hf import TurboQuantConfig
+from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.attention import turboquant_attention
 from tq_hf.codec import balance
 from tq_hf.ops import backend, dispatch
 from tq_hf.stores.growing import GrowingStore
@@ -181,7 +183,53 @@ def check_store(device: torch.device) -> None:
         assert ((a.cpu() / b - 1).abs() <= 2**-7).all() and (a != 1).any()
 
 
+def check_queries_of_other_tokens(device: torch.device) -> None:
+    """They are refused: the kernel would read behind them. Nothing is written."""
+    from tq_kernels.codec.balance import Statistics, store
+
+    queries, *pair = (x.to(device) for x in prompt(tokens=300))
+    out = ChannelScales.allocate(2, HEADS, 64, 64, device).map(lambda x: x * NAN)
+    valid, zeros = torch.ones(2, 300, dtype=torch.bool, device=device), torch.zeros(2 * 2 * HEADS, device=device)
+    wrong = [(queries[:, :, :n], None) for n in (1, 8, 299)] + [(torch.cat([queries, queries], 2), None)]
+    wrong += [(queries[:1], None), (queries[:, :4], valid[:, :299]), (None, valid[:, :26])]
+    for shown, attended in wrong:
+        statistics = Statistics(shown, attended, 4, partial(torch.empty, device=device), lambda size: zeros[:size])
+        with pytest.raises(ValueError, match=r"are not of the tokens of keys \[2, 2, 300, 64\]. Give those"):
+            store((pair[0], pair[1]), dense_rows((pair[0], pair[1])), out, statistics)
+        if shown is None or shown.shape[2] != 300:
+            with pytest.raises(ValueError, match="Channel scales of 300 keys need"):
+                dispatch.store_prompt((pair[0], pair[1]), dense_rows((pair[0], pair[1])), out, True, shown, attended)
+    assert out.keys.isnan().all() and out.values.isnan().all()
+
+
+def check_cross_attention(device: torch.device, queries: int, tokens: int, padding: int) -> None:
+    """Scales of a first call whose queries are of other tokens are those without queries, whatever lies behind them."""
+    shown, *pair = (x.to(device) for x in prompt(tokens=tokens, dtype=FP16))
+    mask = torch.ones(2, 1, queries, tokens, dtype=torch.bool, device=device)
+    mask[1, ..., tokens - padding :] = False
+    module = torch.nn.Module()
+    vars(module).update(is_causal=False, num_key_value_groups=GROUP)
+    cache = TurboQuantCache(
+        LlamaConfig(hidden_size=384, num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=2)
+    )
+    turboquant_attention(module, shown[:, :, :queries], *cache.update(pair[0], pair[1], 0), mask)
+    expected = balance.channel_scales(None, pair[0].cpu(), pair[1].cpu(), first=4, valid=mask[:, 0, -1].cpu())
+    for a, b in zip(cache.layers[0].store.blocks.channel_scales, expected, strict=True):
+        assert ((a.cpu() / b - 1).abs() <= 2**-7).all()
+
+
+ACROSS = [(1, 34, 0), (8, 200, 60), (200, 200, 0), (1, 1500, 200)]
+"""Queries, keys of other tokens, and padding at the end of the last sequence's."""
+
+
 if INTERPRETED:
+
+    def test_queries_of_other_tokens_are_refused() -> None:
+        check_queries_of_other_tokens(CPU)
+
+    @pytest.mark.parametrize("case", ACROSS, ids=str)
+    def test_queries_of_other_tokens_decide_nothing(case: tuple[int, int, int]) -> None:
+        check_cross_attention(CPU, *case)
 
     @pytest.mark.parametrize("scales", ["left", "ones", "computed"])
     @pytest.mark.parametrize("case", ROWS, ids=str)
@@ -222,6 +270,17 @@ def test_channel_scales_are_those_of_torch_on_a_gpu(shape: dict[str, Any]) -> No
 @pytest.mark.parametrize("what", STRANGE)
 def test_strange_states_on_a_gpu(what: str, which: int) -> None:
     check_strange(what, which, GPU)
+
+
+@gpu
+def test_queries_of_other_tokens_are_refused_on_a_gpu() -> None:
+    check_queries_of_other_tokens(GPU)
+
+
+@gpu
+@pytest.mark.parametrize("case", ACROSS, ids=str)
+def test_queries_of_other_tokens_decide_nothing_on_a_gpu(case: tuple[int, int, int]) -> None:
+    check_cross_attention(GPU, *case)
 
 
 @gpu

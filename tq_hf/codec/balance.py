@@ -85,7 +85,7 @@ def statistics(
     """What channel scales are computed from.
 
     Args:
-        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` where nobody has shown them.
+        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` where attention did not show them.
         keys: `[B, Hkv, T, Dk]` as the cache gets them.
         values: `[B, Hkv, T, Dv]`.
         first: Tokens at the start that stay dense.

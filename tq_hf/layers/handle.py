@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from tq_kernels.types import KeyValue
 
-from ..compat import METADATA, as_plain_tensors, has_forward_hooks
+from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, has_forward_hooks
 from ..stores.base import LayerStore
 from ..tensors.layer import StepView, StoreView
 
@@ -158,8 +158,9 @@ def for_graphs(states: KeyValue) -> KeyValue:
 
 
 def _attended(mask: torch.Tensor | None, length: int, tokens: int) -> torch.Tensor | None:
-    """Which of the newest `tokens` of `length` the last query attends to, `[B or 1, tokens]` bool; `None` for all."""
-    if mask is None:
+    """Which of the newest `tokens` of `length` the last query attends to, `[B or 1, tokens]` bool; `None` for all, and
+    for a mask without a column for each."""
+    if mask is None or mask.shape[-1] < length:
         return None
     row = mask[:, 0, -1, length - tokens : length]
     return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
@@ -192,7 +193,8 @@ def resolve(
         keys: What `update` returned, or any keys.
         values: Likewise.
         module: Its config names the attention function that the model uses now.
-        query: `[B, Hq, S, Dk]` of the call. A store that deferred the encoding of a prompt until it has them gets them.
+        query: `[B, Hq, S, Dk]` of the call. A store that deferred the encoding of a prompt encodes it now: with these
+            queries if they are of the same tokens, without any in cross-attention.
         mask: Of the call: it tells which tokens are padding.
     """
     handle: Handle | None = getattr(keys, "_handle", None)
@@ -202,7 +204,9 @@ def resolve(
     if query is not None and isinstance(view, StoreView) and view.new is not None:
         store = handle.layer.store
         if store is not None and store.is_deferred:
-            store.encode_deferred(query, _attended(mask, view.length, query.shape[2]))
+            tokens = view.new[0].shape[2]
+            own = query.shape[2] == tokens and attends_to_own_tokens(module)
+            store.encode_deferred(query if own else None, _attended(mask, view.length, tokens))
     have_one_handle = getattr(values, "_handle", None) is handle
     if not have_one_handle or handle.written:
         return None, _real(keys), _real(values)

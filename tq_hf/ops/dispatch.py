@@ -37,9 +37,19 @@ def store_prompt(
         dense: Which rows, and where they go.
         scales: What is written; `None` to leave them.
         balanced: Whether they are computed from the prompt without its sinks, or ones.
-        queries: `[B, Hq, T, Dk]`, or `None` where nobody has shown them.
+        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` where attention did not show them.
         attended: Which tokens are not padding, `[B or 1, T]` bool; `None` for all.
+
+    Raises:
+        ValueError: There is another number of queries, or of entries in `attended`, than of keys.
     """
+    tokens = prompt[0].shape[2]
+    if (queries is not None and queries.shape[2] != tokens) or (attended is not None and attended.shape[1] != tokens):
+        came = [None if x is None else list(x.shape) for x in (queries, attended)]
+        raise ValueError(
+            f"Channel scales of {tokens} keys need queries and padding of these {tokens} tokens, but got queries "
+            f"{came[0]} and padding {came[1]}. Leave out `queries` that are of other tokens."
+        )
     kernels = triton_blocks.supports_prompt(*prompt)
     if not kernels and balanced and scales is not None:
         say_torch_computes("Balancing channels", prompt[0], *(x.shape[-1] for x in prompt))

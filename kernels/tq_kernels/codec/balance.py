@@ -321,13 +321,16 @@ def store(prompt: KeyValue, dense: DenseRows, scales: ChannelScales | None, stat
         dense: Rows that stay dense, and their places.
         scales: `[B, Hkv, D]` fp16, contiguous, to write to; `None` to leave them.
         statistics: Inputs to compute them from; `None` writes ones.
+
+    Raises:
+        ValueError: Queries or padding are not of the prompt's tokens: the kernel reads the same places in all.
     """
     keys, values = prompt
     queries = valid = sums = counters = of_queries = of_valid = first = None
     if scales is not None and statistics is not None:
         queries, valid, first, allocate, zeros = statistics
-        of_queries = None if queries is None else (queries.shape[1], queries.stride(), queries.dtype, queries.device)
-        of_valid = None if valid is None else (valid.stride(), valid.device)
+        of_queries = None if queries is None else (queries.shape, queries.stride(), queries.dtype, queries.device)
+        of_valid = None if valid is None else (valid.stride(), valid.shape, valid.device)
     sinks, ring, counts = dense.sinks, dense.ring, dense.counts
     of_states = (keys.shape, values.shape[3], keys.stride(), values.stride(), keys.dtype, keys.device, values.device)
     places = (sinks[0].shape[2], ring[0].shape[2], *dense[2:7], scales is None, counts is None)
@@ -363,7 +366,16 @@ def _prompt_launch(
     if first is not None:
         sample_of = sample(tokens, first)
         at = (sample_of.pieces, sample_of.first, sample_of.size, sample_of.whole)
-        kinds = 2 if of_queries is None else 2 + of_queries[0] // heads
+        group = 0 if of_queries is None else of_queries[0][1] // heads
+        if (of_queries is not None and of_queries[0] != (batch, group * heads, tokens, key_dim)) or (
+            of_valid is not None and of_valid[1] != (batch, tokens)
+        ):
+            came = [None if x is None else list(x) for x in (of_queries and of_queries[0], of_valid and of_valid[1])]
+            raise ValueError(
+                f"Queries {came[0]} and padding {came[1]} are not of the tokens of keys {list(of_states[0])}. Give "
+                "those of the same tokens, or `None`."
+            )
+        kinds = 2 + group
     jobs = at[0] * kinds
     strides = (
         *key_strides[:3],
