@@ -70,7 +70,7 @@ BUDGETS = {
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
         "layers": 1275,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
-        "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
+        "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
         "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
