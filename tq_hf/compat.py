@@ -324,7 +324,8 @@ def _states_taken(kind: type) -> set[str]:
 
 
 def attends_to_own_tokens(module: Any) -> bool:
-    """Whether queries and keys of an attention module are of the same tokens: not in cross-attention (transformers 5.17 to 5.24).
+    """Whether queries and keys of an attention module are of the same tokens: not in cross-attention (transformers 5.17
+    to 5.24).
 
     Cross-attention is not causal, or has `is_cross_attention` (GPTBigCode marks it causal, too). Other modules that are
     not causal attend to their own tokens if these are all that their `forward` takes (PaliGemma).

@@ -11,9 +11,10 @@ from transformers import AttentionInterface, DynamicCache
 
 from tests.support.helpers import assert_same, assert_unchanged, llama_config, relative_error, snapshot, states
 from tests.support.tiny_models import VOCAB, build
-from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.compat import CACHE_NAME, as_input
 from tq_hf.layers.dense import PreallocatedLayer, PreallocatedSlidingLayer
+from tq_hf.ops import dispatch
 
 PROMPT, KEPT, QUESTION = 700, 420, 20
 
@@ -265,6 +266,109 @@ def test_a_call_after_half_of_an_assignment_is_refused_and_changes_nothing(name,
     assert_unchanged(layer.store, before)
     cache.update(*states(1, 2, tokens=1), 0)
     assert int(layer.get_seq_length()) == 301
+
+
+def exported(layer):
+    """All that a layer holds, as in a file."""
+    counts, tensors = layer.store.export()
+    return counts, {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def assert_holds(layer, expected):
+    counts, tensors = layer.store.export()
+    assert counts == expected[0] and tensors.keys() == expected[1].keys()
+    assert [name for name, tensor in tensors.items() if not torch.equal(tensor, expected[1][name])] == []
+
+
+@pytest.fixture
+def encoded_blocks(monkeypatch):
+    """First and last block, the latter excluded, of each call of the encoder."""
+    calls, encode = [], dispatch.encode
+
+    def counted(config, keys, values, blocks, start, tokens=None):
+        first, stop = tokens or (0, keys.shape[2])
+        calls.append((start, start + (stop - first) // 128))
+        return encode(config, keys, values, blocks, start, tokens)
+
+    monkeypatch.setattr(dispatch, "encode", counted)
+    return calls
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_answer_cut_off_by_assignment_is_one_cut_off_by_crop(preset, limit, encoded_blocks):
+    """As kvpress' pipeline does after each question; 650 and 128 tokens: blocks that are cut, and pending ones."""
+    cache, cropped = (filled(limit, 650, preset=preset) for _ in range(2))
+    for turn, tokens in enumerate((20, 1, 128, 200, 60) * 2):
+        for each in (cache, cropped):
+            for layer in range(2):
+                each.update(*states(turn, 2, tokens=tokens), layer)
+        encoded_blocks.clear()
+        for layer in cache.layers:
+            layer.keys, layer.values = (x[:, :, :650] for x in (layer.keys, layer.values))
+        assert encoded_blocks == []
+        cropped.crop(-tokens)
+        for ours, theirs in zip(cache.layers, cropped.layers, strict=True):
+            assert_holds(ours, exported(theirs))
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+@pytest.mark.parametrize("tokens", [3, 100, 650])
+def test_rows_assigned_back_change_nothing(tokens, limit):
+    layer = filled(limit, tokens).layers[0]
+    layer.update(*states(4, 2, tokens=90))
+    before = exported(layer)
+    layer.keys = layer.keys
+    layer.values = layer.values
+    assert_holds(layer, before)
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_only_blocks_of_other_rows_are_encoded_and_others_keep_their_codes(preset, limit, encoded_blocks):
+    """Of 5 packed blocks: a key of one head of one sequence, values of another, and new tokens behind them."""
+    layer = filled(limit, 800, preset=preset).layers[0]
+    keys, values = layer.keys, layer.values
+    held = exported(layer)[1]
+    keys[0, 1, 4 + 128 + 7] += 1
+    values[1, 0, 4 + 3 * 128] = values[1, 0, 4 + 3 * 128].flip(-1)
+    more = states(7, 2, tokens=150)
+    encoded_blocks.clear()
+    layer.keys, layer.values = (torch.cat(pair, 2) for pair in zip((keys, values), more, strict=True))
+    assert encoded_blocks == [(1, 2), (3, 4), (5, 6)]
+    counts, now = exported(layer)
+    assert counts.blocks == 6 and int(layer.get_seq_length()) == 950
+    changed = {
+        name: (now[name][:, :, :5] != held[name]).any(-1).nonzero().tolist()
+        for name in ("key_words", "value_words", "scales")
+    }
+    assert changed == {"key_words": [[0, 1, 1]], "value_words": [[1, 0, 3]], "scales": [[0, 1, 1], [1, 0, 3]]}
+    differing = ((now["scales"][:, :, :5] ^ held["scales"]) & 0xFFFF != 0).any(-1).nonzero().tolist()
+    assert differing == [[0, 1, 1]]  # the scale of a key is in the low half
+    anew = TurboQuantCache(llama_config(), preset, max_cache_len=limit).layers[0]
+    anew.lazy_initialization(keys, values)
+    anew.store.set_scales(layer.store.blocks.channel_scales)
+    anew.update(*(torch.cat(pair, 2) for pair in zip((keys, values), more, strict=True)))
+    for name, place in (("key_words", (0, 1, 1)), ("value_words", (1, 0, 3))):
+        assert torch.equal(now[name][place], anew.store.export()[1][name][place])
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_blocks_before_the_first_pruned_token_keep_their_codes(limit, encoded_blocks):
+    layer = filled(limit, 800).layers[0]
+    held = exported(layer)[1]
+    encoded_blocks.clear()
+    layer.keys, layer.values = (torch.cat([x[:, :, :300], x[:, :, 310:700]], 2) for x in (layer.keys, layer.values))
+    counts, now = exported(layer)
+    assert encoded_blocks == [(2, 4)] and counts == (4, 4, 174, 0)
+    assert all(torch.equal(now[name][:, :, :2], held[name][:, :, :2]) for name in ("key_words", "scales"))
+
+
+def test_pruning_the_end_by_assignment_releases_memory():
+    layer, short = (filled(None, tokens).layers[0] for tokens in (5000, 800))  # which has five blocks, too
+    layer.keys, layer.values = (x[:, :, :700] for x in (layer.keys, layer.values))
+    ours, theirs = (sum(x.nbytes for group in each.by_kind().values() for x in group) for each in (layer, short))
+    assert ours <= theirs
 
 
 def test_states_are_not_assigned_to_an_empty_layer():

@@ -87,9 +87,11 @@ class TurboQuantLayer(FullAttentionLayer):
         """All cached keys, dequantized: `[B, Hkv, T, Dk]`. A new tensor; writing to it changes nothing.
 
         Once both keys and values are assigned (kvpress prunes so), they replace all tokens: sinks, blocks and residual
-        are made of them as of a prompt, with the channel scales there are; positions are the caller's. Forward hooks of
-        a module with "turboquant" attention read a first prompt as it came. Other rows from packed blocks are quantized
-        twice: shuffled, at 4 bits, the error of keys grew from 5.5% to 8.4% and that of values from 9.0% to 9.5%.
+        are made of them as of a prompt, with the channel scales there are; positions are the caller's. Blocks of 128
+        rows that are as they were read, and where they were, keep their codes: `keys[:, :, :n]` is a `crop`. Other rows
+        from packed blocks are quantized twice: shuffled, at 4 bits, the error of keys grew from 5.5% to 8.4% and that
+        of values from 9.0% to 9.5%. Forward hooks of a module with "turboquant" attention read a first prompt as it
+        came.
 
         Raises:
             ValueError: What is assigned does not fit. The layer is unchanged then.

@@ -112,6 +112,9 @@ class LayerStore(ABC):
     def assign(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold these tokens and no others, encoded as a first prompt with the channel scales there are.
 
+        Packed blocks keep their codes, bit for bit, where keys or values of a head are those held in their place. If
+        all are, and rows are only missing at the end, this is a `crop`.
+
         Raises:
             ValueError: They do not fit the store, or exceed it. Nothing is changed then.
         """

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -379,14 +380,66 @@ class GrowingStore(LayerStore):
                 self.config, cut, *(part[:, :, slot : slot + BLOCK_TOKENS] for part in self.tensors.ring)
             )
 
+    @outside_inference_mode
     def assign(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         check_fits(keys, values, self.tensors.row)
-        self.encode_deferred()
+        states, held, tokens = (keys, values), dispatch.dense(self.view()), keys.shape[2]
+        if all(torch.equal(new, old[:, :, :tokens]) for new, old in zip(states, held, strict=True)):
+            self.crop(self.length - tokens)
+            self._release_room()
+            return
+        sinks = min(tokens, self.config.sink_tokens)
+        compared = min(self.num_blocks + self.num_pending, (tokens - sinks) // BLOCK_TOKENS)
+        packed, per_block = slice(sinks, sinks + compared * BLOCK_TOKENS), (compared, BLOCK_TOKENS)
+        same = torch.stack(  # [2, B, Hkv, compared]: whether a block of keys, of values, has the rows held in its place
+            [
+                (new[:, :, packed] == old[:, :, packed]).unflatten(2, per_block).flatten(3).all(3)
+                for new, old in zip(states, held, strict=True)
+            ]
+        )
+        stays, blocks = same.flatten(0, 2).all(0).tolist(), self.config.num_blocks(tokens)
+        while blocks < compared and stays[blocks]:
+            blocks += 1  # packed, though a prompt of this length would leave it dense: a crop cut the rows after it off
         store = GrowingStore.allocate(self.config, keys, values)
         store.set_scales(self.blocks.channel_scales)
-        store.append(keys, values)
+        store._make_room(0, blocks)
+        for is_same, group in groupby(range(blocks), lambda block: block < compared and stays[block]):
+            run = list(group)
+            start, stop = run[0], run[-1] + 1
+            if not is_same:
+                store._encode(states, start, (sinks + start * BLOCK_TOKENS, sinks + stop * BLOCK_TOKENS))
+            store._keep_codes(self.blocks, same, start, min(stop, compared))
+        dense = sinks + blocks * BLOCK_TOKENS
+        for buffer, part in zip(store.tensors.sinks, states, strict=True):
+            buffer[:, :, :sinks] = part[:, :, :sinks]
+        store.residual = Residual(store.tensors.ring, blocks * BLOCK_TOKENS)
+        store.residual.append(keys[:, :, dense:], values[:, :, dense:])
+        store.num_sinks, store.num_blocks = sinks, blocks
         store.scales_are_fixed, store.max_cache_len = self.scales_are_fixed, self.max_cache_len
         vars(self).update(vars(store))
+
+    def _keep_codes(self, held: PackedBlocks, same: torch.Tensor, start: int, stop: int) -> None:
+        """Take blocks `start` to `stop` of `held`: keys where `same[0]`, `[B, Hkv, n]` bool, values where `same[1]`."""
+        if start < stop:
+            own, old = self.blocks.slice(start, stop), held.slice(start, stop)
+            keys, values = same[..., start:stop, None]
+            for name, tensor in own.tensors().items():
+                if name == "scales":
+                    half = keys.int() * 0xFFFF - values.int() * 0x10000  # bits: keys are in the low half
+                    tensor.copy_((old.scales & half) | (tensor & ~half))
+                else:
+                    kept = values if name == "value_words" else keys
+                    tensor.copy_(torch.where(kept, old.tensors()[name], tensor))
+
+    def _release_room(self) -> None:
+        """Hold no more room than growing leaves, after most tokens may have gone. A preallocated layer keeps its."""
+        if self.max_cache_len is None:
+            packed = self.num_blocks + self.num_pending
+            if self.blocks.capacity > int(packed * GROWTH) + 1:
+                self.tensors = self.tensors.with_blocks(self.blocks.resized(packed, packed))
+            capacity = residual_capacity(self.config, self.residual.count, None)
+            if self.residual.capacity > capacity:
+                self._replace_residual(self.residual.copied(capacity))
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> GrowingStore:

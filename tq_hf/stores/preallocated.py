@@ -215,11 +215,16 @@ class PreallocatedStore(LayerStore):
         store.crop(tokens)
         self._take(store)
 
+    @outside_inference_mode
     def assign(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        check_fits(keys, values, self.tensors.row)
+        check_room(keys.shape[2], 0, self.max_cache_len)
         store = self.as_growing()
         store.assign(keys, values)
-        check_room(store.length, 0, self.max_cache_len)
-        self.restore(*store.export())
+        if store.tensors is self.tensors:  # rows were cut off
+            self._take(store)
+        else:
+            self.restore(*store.export())
 
     @outside_inference_mode
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PreallocatedStore:
