@@ -142,8 +142,10 @@ class LayerPages:
 
     def packed(self, pages: torch.Tensor) -> PackedBlocks:
         """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence, a head's one behind the other."""
+        heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
+        # `index_select` of a view whose pages are not the first dimension would copy the pool.
         key_words, value_words, scales, key_means = (
-            None if field is None else field.transpose(0, 1).index_select(1, pages)[None] for field in self.tensors[:4]
+            None if field is None else field[pages, heads][None] for field in self.tensors[:4]
         )
         assert key_words is not None and value_words is not None and scales is not None
         return PackedBlocks(self.layout, key_words, value_words, scales, key_means, self.channel_scales)
