@@ -66,7 +66,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
-        "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
+        "batching": 1895,  # layers that share keys; steps that no CUDA graph holds; which requests failed, and why
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
         "layers": 1275,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,21 @@ logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
 """Tokens in a block table, if neither hints nor the model have a limit. Steps with longer requests use lists."""
+
+
+LISTED = 8
+"""Number of requests that a line of the log names at most."""
+
+
+def one_line(error: BaseException | str) -> str:
+    """An error's text without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def named(names: Collection[str]) -> str:
+    """The names of requests for a line of the log."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"request{'s' * (len(names) != 1)} {', '.join(list(names)[:LISTED])}{more}"
 
 
 PATIENCE = 1e-3
@@ -182,6 +197,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         assert isinstance(self.output_router, AnswerRouter)
         if isinstance(error, ValueError):
             self.output_router.refused[state.request_id] = str(error)
+            logger.error(f"Request {state.request_id} is refused: {error}")
         super()._handle_request_error(error, state)
         # Callers wait for its forks, too, which do not exist yet.
         for i in range(state.num_children):
@@ -196,6 +212,9 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         if in_step and isinstance(io, ContinuousBatchingIOs):
             computed = {future.state.request_id for future in io.requests_in_batch}
             failed = {name: state for name, state in failed.items() if name in computed}
+        # The traceback is long, and a later step may fail alike.
+        logger.debug("Where a step of continuous batching failed:", exc_info=error)
+        logger.error(f"A step of continuous batching failed, and with it {named(failed)}: {one_line(error)}")
         for name, state in failed.items():
             self._handle_request_error(error, state)
             self.offloading_manager.free_request_cpu_cache(state)
@@ -541,7 +560,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 ) from error
             if isinstance(error, torch.AcceleratorError):
                 raise
-            logger.error(f"A step of continuous batching failed, and its requests with it: {error}", exc_info=True)
             assert isinstance(batch_processor, TurboQuantBatchProcessor)
             batch_processor.fail_step(error, self._computing)
             self._computing = False
