@@ -65,8 +65,8 @@ BUDGETS = {
         "__init__": 10,
     },
     "tq_hf": {
-        "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
-        "batching": 1895,  # layers that share keys; steps that no CUDA graph holds; which requests failed, and why
+        "tools": 1935,  # models that need their padding token; a served request is checked before anything is read
+        "batching": 2010,  # layers that share keys; which requests failed, and why; positions, steps nobody waits for
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
         "layers": 1275,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once

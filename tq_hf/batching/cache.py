@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import count
 from math import ceil, lcm
 from typing import Any
@@ -177,6 +178,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
         self._latest_layer = 0
+        self.before_layer: Callable[[], None] = lambda: None
+        """Called before each layer of a step, which fails if this raises."""
 
     def _sectors_of(self, length: int) -> int:
         """Sectors of `length` tokens of a single request."""
@@ -235,6 +238,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         Raises:
             ValueError: The states do not have the heads, channels or dtype of the pages, or a layer attends twice.
         """
+        self.before_layer()
         if layer_idx == self._latest_layer != 0:
             raise ValueError(
                 f"Layer {layer_idx} attends twice in a step, and pages hold one kind of values of a layer. Use "

@@ -41,6 +41,11 @@ class TurboQuantBatching(ContinuousMixin):
     wait, which lets each pass for a millisecond a token of its own at most. In a burst of 64 requests the median first
     token comes after 0.84 s instead of 5.12, at the same rate (H100, 8B shape). `tq-hf serve` does so.
 
+    On a CPU the pool has by default room for 16 requests of 8,192 tokens, or of the model's positions if those are
+    fewer: memory is shared with all programs there. `ContinuousBatchingConfig(num_blocks=, max_memory_percent=)` says
+    otherwise. A prompt longer than the model's positions fails, with a sentence as its `error`; an answer ends with the
+    last position.
+
     Args:
         model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers have their
             windows, dense, in the same pool; a model with some of them shares no prefixes.

@@ -18,7 +18,11 @@ from transformers import (
 )
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
+from transformers.generation.continuous_batching.continuous_api import (
+    BackgroundThreadStatus,
+    ContinuousBatchProcessor,
+    OutputRouter,
+)
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -42,7 +46,7 @@ from ..ops.triton.pages import supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
 from .attention import NAME
 from .cache import TurboQuantPagedCache
-from .checks import check_generation, check_model, paged_options
+from .checks import check_generation, check_model, check_positions, number_of_positions, paged_options
 from .geometry import TableShape
 
 logger = logging.get_logger(__name__)
@@ -66,6 +70,9 @@ def named(names: Collection[str]) -> str:
     return f"request{'s' * (len(names) != 1)} {', '.join(list(names)[:LISTED])}{more}"
 
 
+CPU_REQUESTS, CPU_TOKENS = 16, 8192
+"""Number of requests, and of tokens of each, that the pool on a CPU has room for by default. A CPU's memory is that of
+all programs, and a CPU computes request by request: with more of them under way every answer is slow."""
 PATIENCE = 1e-3
 """Seconds for each token of a prompt in which shorter ones that come later may pass it, under "shortest_first"."""
 
@@ -87,12 +94,16 @@ class ShortestFirst(FIFOScheduler):
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """The scheduler of that name, which also refuses new requests that are longer than the cache."""
+    """The scheduler of that name, which also refuses requests longer than the cache or the model's positions."""
     base: Any = ShortestFirst if name == "shortest_first" else SCHEDULER_MAPPING.get(name, FIFOScheduler)
 
     class CheckedScheduler(base):
-        def add_waiting_request(self, state: RequestState) -> None:
+        def check(self, state: RequestState) -> None:
+            check_positions(len(state.initial_tokens), self.cache.config)
             self.cache.check_room(state)
+
+        def add_waiting_request(self, state: RequestState) -> None:
+            self.check(state)
             super().add_waiting_request(state)
 
     return CheckedScheduler
@@ -153,6 +164,10 @@ class TurboQuantModelRunner(ModelRunner):
             self.use_cuda_graph_decode = False
 
 
+class StepAbandoned(Exception):
+    """A step is computed for cancelled requests only, or the engine is to stop at once."""
+
+
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' processor, which goes on after a step that failed."""
 
@@ -196,7 +211,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         assert isinstance(self.output_router, AnswerRouter)
         if isinstance(error, ValueError):
-            self.output_router.refused[state.request_id] = str(error)
             logger.error(f"Request {state.request_id} is refused: {error}")
         super()._handle_request_error(error, state)
         # Callers wait for its forks, too, which do not exist yet.
@@ -210,8 +224,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         scheduler, io = self.scheduler, self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
         if in_step and isinstance(io, ContinuousBatchingIOs):
-            computed = {future.state.request_id for future in io.requests_in_batch}
-            failed = {name: state for name, state in failed.items() if name in computed}
+            failed = {name: state for name, state in failed.items() if name in self.computed}
         # The traceback is long, and a later step may fail alike.
         logger.debug("Where a step of continuous batching failed:", exc_info=error)
         logger.error(f"A step of continuous batching failed, and with it {named(failed)}: {one_line(error)}")
@@ -219,9 +232,19 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
             self._handle_request_error(error, state)
             self.offloading_manager.free_request_cpu_cache(state)
             scheduler.finish_request(name)
-        scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in failed]
+        self.forget_step(failed)
+
+    @property
+    def computed(self) -> set[str]:
+        """The requests of the step under way, where steps are computed one after the other."""
+        return {future.state.request_id for future in self._inputs.requests_in_batch}
+
+    def forget_step(self, names: Collection[str]) -> None:
+        """Reset the inputs of a step that has no result, and do not fork these requests of it."""
+        scheduler = self.scheduler
+        scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in names]
         scheduler.block_new_requests = False
-        io.reset()
+        self.inputs_and_outputs.reset()
         self._wait_for_device()
 
 
@@ -231,8 +254,6 @@ class AnswerRouter(OutputRouter):
     def __init__(self) -> None:
         super().__init__()
         self._open: set[str] = set()
-        self.refused: dict[str, str] = {}
-        """The reasons of refused requests, by id."""
 
     def claim(self, request_id: str) -> str:
         """`request_id`, with a number behind it if a request of that id is being answered."""
@@ -331,11 +352,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         requested = continuous_batching_config
         options = paged_options(model, requested, dense)
         self.config, self.balance = config, balance
+        self._positions = number_of_positions(model.config.get_text_config())
+        self._cancelled: set[str] = set()
+        """Requests that were cancelled since the engine was idle, or longer ago."""
         self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         self.requests = hints if known else None
         """The requests that the pool is made for; `None` if it takes the memory there is, or as asked for."""
+        self._default_requests = None
+        if model.device.type == "cpu" and requested.num_blocks is requested.max_memory_percent is None:
+            length = min(CPU_TOKENS, self._positions or CPU_TOKENS)
+            self._default_requests = WorkloadHints(length, 0, CPU_REQUESTS)
         self._last_model: tuple[torch.device, dict[str, Any]] | None = None
         """Device and fingerprint of the model at the end of the last session, whose pages are kept."""
         # transformers' `_original_attn_impl` is one name, that of the whole model, and stays `None`.
@@ -428,19 +456,53 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             raise
 
     def add_request(
-        self, input_ids: list[int], request_id: str | None = None, *args: Any, **options: Any
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **options: Any,
     ) -> str | None:
         """Add a request, as transformers' method. Returns the id of its answer: `request_id`, with a number behind it
-        while another request has it; `None` if the request was dropped."""
+        while another request has it; `None` if the request was dropped.
+
+        An answer ends with the model's last position. A prompt that is longer than the model's positions or the pool
+        fails, with a sentence in `error`.
+        """
+        most = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        max_new_tokens = self.new_tokens(len(input_ids), most)
         if request_id is None:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         request_id = self.output_router.claim(request_id)
-        added = super().add_request(input_ids, request_id, *args, **options)
+        self._cancelled.discard(request_id)
+        added = super().add_request(input_ids, request_id, max_new_tokens, *args, **options)
         if added is None:
             self.output_router.release(request_id)
         return added
+
+    def new_tokens(self, prompt: int, most: int | None) -> int | None:
+        """Number of tokens of an answer to a prompt of `prompt` tokens: `most`, or fewer where positions end."""
+        if self._positions is None:
+            return most
+        left = max(1, self._positions + 1 - prompt)  # the last token is not read
+        return left if most is None else min(most, left)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Cancel a request, as transformers' method. On a CPU a step that no other request is in ends at once."""
+        super().cancel_request(request_id)
+        self._cancelled.add(request_id)
+
+    def _stop_abandoned_step(self) -> None:
+        """Raise `StepAbandoned` before a layer if no request of the step is wanted. On a CPU a step of a long prompt
+        takes many seconds, and all other requests would wait for its end."""
+        if self.background_thread_status.local_status == BackgroundThreadStatus.HARD_STOP:
+            raise StepAbandoned
+        if self._cancelled and isinstance(self.batch_processor, TurboQuantBatchProcessor):
+            computed = self.batch_processor.computed
+            if computed and computed <= self._cancelled:
+                raise StepAbandoned
 
     def sleep(self) -> int:
         """Give pages and graphs back; see `TurboQuantBatching.sleep`."""
@@ -513,8 +575,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             distributed_helper=self.distributed_helper,
             dtype=self.model.dtype,
             model_supports_logits_to_keep=callable(keeps) and keeps(),
-            requests=self.requests,
+            requests=self.requests or self._default_requests,
         )
+        if self.model.device.type == "cpu" and not options.use_async_batching and self.distributed_helper.tp_size == 1:
+            cache.before_layer = self._stop_abandoned_step
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
@@ -548,8 +612,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Run a step. If it fails, its requests fail, and the loop goes on with the others."""
         alone = self.distributed_helper.tp_size == 1  # ranks of a group poll one another
         self._wake_up_loop.idle = alone and not batch_processor.has_pending_requests()
+        if self._wake_up_loop.idle:
+            self._cancelled.clear()
         try:
             return super()._generation_loop_body(batch_processor, bootstrapping)
+        except StepAbandoned:
+            assert isinstance(batch_processor, TurboQuantBatchProcessor)
+            batch_processor.forget_step(batch_processor.computed)
+            self._computing = False
+            return True
         except Exception as error:
             # The loop must end if other ranks wait for this one, or if the device is broken.
             if not alone:
