@@ -30,6 +30,7 @@ from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_st
 from ..ops.triton.pages import SCRATCH, decode_scratch_bytes, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.workspace import Scratch, Workspace
 from .allocators import TurboQuantAllocator, WindowAllocator, page_owners
+from .checks import check_positions
 from .geometry import sequences_of, windows_of
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
@@ -192,9 +193,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return bisect_right(range(self.max_tokens_read + BLOCK_TOKENS), self.num_sectors, key=self._sectors_of) - 1
 
     def check_room(self, state: RequestState) -> None:
-        """Raise a `ValueError` if a request has no tokens, or is longer than the whole pool."""
+        """Raise a `ValueError` if a request has no tokens, or is longer than the model's positions or the pool."""
         if not state.initial_tokens:
             raise ValueError("A request of no tokens has no answer. Give it one at least (`bos_token_id`).")
+        check_positions(len(state.initial_tokens), self.config)
         new = state.max_new_tokens or 0
         # The last token is returned and not stored.
         if len(state.initial_tokens) + max(0, new - 1) > self.max_request_tokens:

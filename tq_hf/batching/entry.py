@@ -16,7 +16,8 @@ from transformers.utils import logging
 from ..balance import Balance
 from ..config import TurboQuantConfig
 from .checks import ask_for_plain_graphs, check_generation, check_model, pages_config
-from .manager import TurboQuantBatchingManager, named, one_line
+from .manager import TurboQuantBatchingManager
+from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
 

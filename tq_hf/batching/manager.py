@@ -18,16 +18,11 @@ from transformers import (
 )
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
-from transformers.generation.continuous_batching.continuous_api import (
-    BackgroundThreadStatus,
-    ContinuousBatchProcessor,
-    OutputRouter,
-)
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
-from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
@@ -46,67 +41,17 @@ from ..ops.triton.pages import supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
 from .attention import NAME
 from .cache import TurboQuantPagedCache
-from .checks import check_generation, check_model, check_positions, number_of_positions, paged_options
+from .checks import check_generation, check_model, number_of_positions, paged_options
 from .geometry import TableShape
+from .requests import AnswerRouter, named, one_line, scheduler_class
 
 logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
 """Tokens in a block table, if neither hints nor the model have a limit. Steps with longer requests use lists."""
-
-
-LISTED = 8
-"""Number of requests that a line of the log names at most."""
-
-
-def one_line(error: BaseException | str) -> str:
-    """An error's text without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def named(names: Collection[str]) -> str:
-    """The names of requests for a line of the log."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"request{'s' * (len(names) != 1)} {', '.join(list(names)[:LISTED])}{more}"
-
-
 CPU_REQUESTS, CPU_TOKENS = 16, 8192
 """Number of requests, and of tokens of each, that the pool on a CPU has room for by default. A CPU's memory is that of
 all programs, and a CPU computes request by request: with more of them under way every answer is slow."""
-PATIENCE = 1e-3
-"""Seconds for each token of a prompt in which shorter ones that come later may pass it, under "shortest_first"."""
-
-
-class ShortestFirst(FIFOScheduler):
-    """transformers' FIFO, but of the requests that wait shorter prompts go first.
-
-    The order is that of arrival plus `PATIENCE` seconds for each token of the prompt: what comes later than that
-    passes no more, so none waits for ever. Where many come at once, most have their first token much earlier: in the
-    order of arrival half of them wait until half of all tokens are read.
-    """
-
-    def _get_waiting_candidates(self) -> list[RequestState]:
-        waiting = super()._get_waiting_candidates()
-        fresh = [state for state in waiting if not state.is_cpu_offloaded]
-        fresh.sort(key=lambda state: state.created_time + PATIENCE * len(state.remaining_prefill_tokens))
-        following = iter(fresh)  # those on the CPU keep their turns
-        return [state if state.is_cpu_offloaded else next(following) for state in waiting]
-
-
-def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """The scheduler of that name, which also refuses requests longer than the cache or the model's positions."""
-    base: Any = ShortestFirst if name == "shortest_first" else SCHEDULER_MAPPING.get(name, FIFOScheduler)
-
-    class CheckedScheduler(base):
-        def check(self, state: RequestState) -> None:
-            check_positions(len(state.initial_tokens), self.cache.config)
-            self.cache.check_room(state)
-
-        def add_waiting_request(self, state: RequestState) -> None:
-            self.check(state)
-            super().add_waiting_request(state)
-
-    return CheckedScheduler
 
 
 class TurboQuantModelRunner(ModelRunner):
@@ -246,48 +191,6 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         scheduler.block_new_requests = False
         self.inputs_and_outputs.reset()
         self._wait_for_device()
-
-
-class AnswerRouter(OutputRouter):
-    """transformers' router of answers, which keeps ids unique: two requests of one id would share pages and answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: set[str] = set()
-
-    def claim(self, request_id: str) -> str:
-        """`request_id`, with a number behind it if a request of that id is being answered."""
-        with self._lock:
-            unique, number = request_id, 1
-            while unique in self._open:
-                number += 1
-                unique = f"{request_id}#{number}"
-            self._open.add(unique)
-        return unique
-
-    def release(self, request_id: str) -> None:
-        """Free the id of a request that is answered or dropped."""
-        with self._lock:
-            self._open.discard(request_id)
-
-    def _release_finished(self, *outputs: GenerationOutput) -> None:
-        for output in outputs:
-            if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
-                self.release(output.request_id)
-
-    def _is_awaited(self, output: GenerationOutput) -> bool:
-        """Whether somebody can read an output: not if its event loop has ended (a server that shuts down)."""
-        handler = self.result_handlers.get(output.request_id)
-        return handler is None or not handler[1].is_closed()
-
-    def deliver(self, output: GenerationOutput) -> None:
-        if self._is_awaited(output):
-            super().deliver(output)
-        self._release_finished(output)
-
-    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        super().deliver_batch([output for output in outputs if self._is_awaited(output)])
-        self._release_finished(*outputs)
 
 
 class WakeUp(threading.Event):
