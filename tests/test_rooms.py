@@ -83,7 +83,7 @@ BUDGETS = {
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-FILES = 110
+FILES = 111  # batching/requests.py, beside a manager of 600 lines
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -34,7 +34,8 @@ from tests.support.batching_cases import (
     take_scratch,
 )
 from tq_hf import TurboQuantBatching
-from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp, scheduler_class
+from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
+from tq_hf.batching.requests import scheduler_class
 from tq_hf.compat import as_input
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
+from collections.abc import Iterator
 from functools import reduce
 from inspect import Signature
 from pathlib import Path
@@ -20,7 +22,7 @@ from tests.support.batching_cases import Session, greedy, model_of, options, pro
 from tests.support.tiny_models import CONFIGS, build
 from tq_hf import Balance, TurboQuantBatching, TurboQuantConfig
 from tq_hf.batching import cache as paged_cache
-from tq_hf.batching import checks
+from tq_hf.batching import checks, entry, manager
 
 
 @pytest.fixture
@@ -273,6 +275,50 @@ def test_a_step_that_fails_fails_its_requests_and_leaves_the_manager_usable(brok
         # A block that was complete before is shared.
         expected = [session.oracle.chunked(prompt, 20, [len(prompt) // 128 * 128]) for prompt in inputs]
         assert session.run(inputs, greedy(20)) == expected
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Errors in the log of batches, with their tracebacks."""
+    found: list[str] = []
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(self.format(record))
+
+    notes = Notes(logging.ERROR)
+    for module in (entry, manager):
+        module.logger.addHandler(notes)
+    yield found
+    for module in (entry, manager):
+        module.logger.removeHandler(notes)
+
+
+def test_a_failed_request_is_one_line_and_the_batch_says_at_its_end_which_failed(
+    broken: Broken, said: list[str], batching: TurboQuantBatching
+) -> None:
+    broken.after(2 * 2)  # the third step
+    results = batching.generate_batch(prompts([20, 20, 900]), greedy(7), options(max_batch_tokens=64, num_blocks=200))
+    first, last = said
+    assert first.startswith("A step of continuous batching failed, and with it request") and first.endswith("fell over")
+    failed = [name for name, result in results.items() if result.error]
+    assert f"{len(failed)} of 3 requests failed" in last and "a bit fell over" in last
+    assert all(name in first and name in last for name in failed) and 0 < len(failed) < 4
+    assert not [line for line in said if "\n" in line]
+
+
+def test_refused_requests_are_named_with_their_reason(said: list[str], batching: TurboQuantBatching) -> None:
+    results = batching.generate_batch([*prompts([20]), [], *prompts([40_000] * 12)], greedy(3), options(num_blocks=40))
+    assert [result.error is None for result in results.values()] == [True] + [False] * 13
+    *lines, last = said
+    assert len(lines) == 13 and all(line.startswith("Request req_") and "\n" not in line for line in lines)
+    assert last.startswith("13 of 14 requests failed") and "request req_1: A request of no tokens" in last
+    assert "requests req_2, req_3, req_4, req_5, req_6, req_7, req_8, req_9 and 4 more: A request of 40,000" in last
+
+
+def test_a_batch_of_answers_says_nothing(said: list[str], batching: TurboQuantBatching) -> None:
+    batching.generate_batch(prompts([20]), greedy(2), options())
+    assert said == []
 
 
 @pytest.mark.parametrize("sharing", [True, False])

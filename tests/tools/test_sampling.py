@@ -22,7 +22,7 @@ if Version(transformers.__version__) < Version("5.19"):
 from test_serve import folder, served  # noqa: F401 - fixtures
 
 from tq_hf.batching import TurboQuantBatchingManager
-from tq_hf.batching.manager import ShortestFirst
+from tq_hf.batching.requests import ShortestFirst
 from tq_hf.tools import sampling, serve
 from tq_hf.tools.sampling import GREEDY, SAMPLED, Choice, key_of, sampling_of
 

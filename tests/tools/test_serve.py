@@ -221,3 +221,116 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_answers(
     )
     served(ask, folder)
     assert stopped[0] and not managers[0].is_running()
+
+
+def test_the_served_model_is_listed_without_a_folder_of_the_hub(
+    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    found: list[Any] = []
+    served(lambda client: found.append(client.get("/v1/models")), folder)
+    assert found[0].status_code == 200
+    assert [(model["id"], model["object"]) for model in found[0].json()["data"]] == [(str(folder), "model")]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "model": ("chat/completions", chat(model="another"), "another"),
+    "no messages": ("chat/completions", {"max_tokens": 4}, "no `messages`"),
+    "no message": ("chat/completions", chat(messages=[]), "list of messages"),
+    "text": ("chat/completions", chat(messages="What?"), "list of messages"),
+    "role": ("chat/completions", chat(messages=[{"content": "What?"}]), "no `role`"),
+    "number": ("chat/completions", chat(messages=[{"role": "user", "content": 5}]), "type int"),
+    "image": ("chat/completions", chat(messages=[{"role": "user", "content": [IMAGE]}]), "image_url"),
+    "no tokens": ("chat/completions", chat(max_tokens=0), "`max_tokens` is 0"),
+    "negative": ("chat/completions", chat(max_completion_tokens=-3), "`max_completion_tokens` is -3"),
+    "two answers": ("chat/completions", chat(n=2), "`n` is 2"),
+    "penalty": ("chat/completions", chat(frequency_penalty=0.5), "`frequency_penalty` is 0.5"),
+    "form": ("chat/completions", chat(response_format={"type": "json_object"}), "`response_format` asks for"),
+    "tool": ("chat/completions", chat(tools=[{"type": "function"}], tool_choice="required"), "`tool_choice`"),
+    "list": ("completions", {"prompt": ["What?"]}, "prompt must be a string"),
+    "no prompt": ("completions", {"max_tokens": 4}, "no `prompt`"),
+    "empty": ("completions", {"prompt": "", "max_tokens": 0}, "`max_tokens` is 0"),
+    "logprobs": ("completions", {"prompt": "What?", "logprobs": 2}, "`logprobs` is 2"),
+    "no input": ("responses", {"stream": False}, "no `input`"),
+    "picture": ("responses", {"input": [{"type": "input_image", "image_url": "x"}], "stream": False}, "input_image"),
+    "format": ("responses", {"input": "What?", "text": {"format": {"type": "json_object"}}}, "`text` asks for"),
+    "field": ("chat/completions", chat(nonsense=1), "nonsense"),
+    "path": ("nothing", {}, "Not Found"),
+    "positions": ("completions", {"prompt": "x" * 3000, "max_tokens": 4}, "longer than the 2,048 positions"),
+    "streamed": ("completions", {"prompt": "x" * 3000, "max_tokens": 4, "stream": True}, "2,048 positions"),
+    "pool": ("completions", {"prompt": "x", "max_tokens": 10**6, "stream": True}, "longer than the cache"),
+}
+"""Requests by what is wrong with them: path, body, and words of the answer."""
+
+
+def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..., str], folder: Path) -> None:
+    found: dict[str, Any] = {}
+    neutral = dict(n=1, frequency_penalty=0, presence_penalty=0.0, logit_bias={}, response_format={"type": "text"})
+
+    def ask(client: Any) -> None:
+        for name, (path, body, _) in MISTAKES.items():
+            found[name] = client.post(f"/v1/{path}", json=body)
+        found["no json"] = client.post("/v1/completions", content="x")
+        found["after"] = client.post("/v1/chat/completions", json=chat(**neutral))
+        text = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
+        found["parts"] = client.post("/v1/chat/completions", json=chat(messages=text))
+        found["input"] = client.post("/v1/responses", json={"input": "What?", "stream": False, "max_output_tokens": 4})
+
+    served(ask, folder)
+    for name, (_, _, words) in MISTAKES.items():
+        assert 400 <= found[name].status_code < 500, name
+        error = found[name].json()["error"]
+        assert words in error["message"] and error["type"] == "invalid_request_error", name
+    assert found["no json"].status_code == 400 and found["no json"].json()["error"]["message"]
+    for name in ("after", "parts", "input"):
+        assert found[name].status_code == 200, found[name].text
+
+
+def test_openais_client_shows_the_sentence(served: Callable[..., str], folder: Path) -> None:
+    openai, said = pytest.importorskip("openai"), []
+
+    def ask(client: Any) -> None:
+        user = openai.OpenAI(api_key="x", base_url="http://testserver/v1", http_client=client, max_retries=0)
+        for model, options in (("another", {}), (str(folder), {"max_tokens": 0})):
+            with pytest.raises(openai.BadRequestError) as raised:
+                user.completions.create(model=model, prompt="What?", **options)
+            said.append(raised.value.body["message"])
+        assert [model.id for model in user.models.list()] == [str(folder)]
+
+    served(ask, folder)
+    assert "another" in said[0] and "`max_tokens` is 0; it must be a whole number of 1 or more" in said[1]
+
+
+def test_an_answer_ends_with_the_models_positions_and_says_so(served: Callable[..., str], folder: Path) -> None:
+    found: list[Any] = []
+
+    def ask(client: Any) -> None:
+        body = {"prompt": "x" * 2040, "max_tokens": 100, "temperature": 0.0}
+        found.append(client.post("/v1/completions", json=body).json())
+
+    served(ask, folder)
+    assert found[0]["usage"] == {"prompt_tokens": 2040, "completion_tokens": 9, "total_tokens": 2049}
+    assert found[0]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_step_that_fails_is_an_error_of_the_server(
+    served: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_once(*args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("a bit fell over")
+
+    found: list[Any] = []
+
+    def ask(client: Any) -> None:
+        monkeypatch.setattr("tq_hf.batching.cache.paged_step", fails_once)
+        with TestClient(client.app, raise_server_exceptions=False) as quiet:
+            found.append(quiet.post("/v1/chat/completions", json=chat()))
+
+    from fastapi.testclient import TestClient
+
+    served(ask, folder)
+    assert found[0].status_code == 500
+    assert "a bit fell over" in found[0].json()["error"]["message"]
+    assert found[0].json()["error"]["type"] == "server_error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from inspect import signature
 from itertools import count
 from math import ceil, lcm
@@ -30,6 +31,7 @@ from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_st
 from ..ops.triton.pages import SCRATCH, decode_scratch_bytes, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.workspace import Scratch, Workspace
 from .allocators import TurboQuantAllocator, WindowAllocator, page_owners
+from .checks import check_positions
 from .geometry import sequences_of, windows_of
 
 KNOWS_TENSOR_PARALLELISM = "kv_tp_size" in signature(PagedAttentionMemoryHandler.__init__).parameters
@@ -187,6 +189,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
         self._latest_layer = 0
+        self.before_layer: Callable[[], None] = lambda: None
+        """Called before each layer of a step, which fails if this raises."""
 
     def _sectors_of(self, length: int) -> int:
         """Sectors of `length` tokens of a single request."""
@@ -199,9 +203,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return bisect_right(range(self.max_tokens_read + BLOCK_TOKENS), self.num_sectors, key=self._sectors_of) - 1
 
     def check_room(self, state: RequestState) -> None:
-        """Raise a `ValueError` if a request has no tokens, or is longer than the whole pool."""
+        """Raise a `ValueError` if a request has no tokens, or is longer than the model's positions or the pool."""
         if not state.initial_tokens:
             raise ValueError("A request of no tokens has no answer. Give it one at least (`bos_token_id`).")
+        check_positions(len(state.initial_tokens), self.config)
         new = state.max_new_tokens or 0
         # The last token is returned and not stored.
         if len(state.initial_tokens) + max(0, new - 1) > self.max_request_tokens:
@@ -252,6 +257,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         Raises:
             ValueError: The states do not have the heads, channels or dtype of the pages, or a layer attends twice.
         """
+        self.before_layer()
         if layer_idx == self._latest_layer != 0:
             raise ValueError(
                 f"Layer {layer_idx} attends twice in a step, and pages hold one kind of values of a layer. Use "

@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.cache import group_layers_by_at
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.utils import logging
 
+from ..balance import POSITIONS
 from ..cache import TurboQuantCache
 from ..compat import layer_configs, takes_attention_functions
 from ..config import TurboQuantConfig, config_of
@@ -205,6 +206,33 @@ def _drops_arguments(kind: type, name: str) -> bool:
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"]
     return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
+
+
+EXTENDED = ("linear", "dynamic", "yarn")
+"""Kinds of rotary embeddings that read `factor` times the positions of before, which configs may still name."""
+
+
+def number_of_positions(config: Any) -> int | None:
+    """The number of positions that a decoder has by its config; `None` if the config does not say."""
+    named = [number for name in POSITIONS if isinstance(number := getattr(config, name, None), int) and number > 0]
+    if not named:
+        return None
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for each in [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]:
+        if each.get("rope_type") in EXTENDED:
+            before = each.get("original_max_position_embeddings") or min(named)
+            named = [max(min(named), int(before * (each.get("factor") or 1)))]
+    return min(named)
+
+
+def check_positions(prompt: int, config: Any) -> None:
+    """Raise a `ValueError` if a prompt of `prompt` tokens is longer than the model's positions."""
+    positions = number_of_positions(config)
+    if positions is not None and prompt > positions:
+        raise ValueError(
+            f"A prompt of {prompt:,} tokens is longer than the {positions:,} positions of the model. Shorten it; or "
+            "raise `max_position_embeddings` of the model's config, if the model can read more."
+        )
 
 
 def check_generation(config: GenerationConfig) -> None:

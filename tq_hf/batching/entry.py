@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousMixin, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils import logging
 
 from ..balance import Balance
 from ..compat import check_ground
 from ..config import TurboQuantConfig
 from .checks import ask_for_plain_graphs, check_generation, check_model, pages_config
 from .manager import TurboQuantBatchingManager
+from .requests import named, one_line
+
+logger = logging.get_logger(__name__)
 
 CACHED_MANAGER = "_cached_continuous_batching_manager"
 """The attribute of a model in which transformers keeps a manager for the next session."""
@@ -38,6 +42,11 @@ class TurboQuantBatching(ContinuousMixin):
     With `ContinuousBatchingConfig(scheduler_type="shortest_first")` shorter prompts are read before longer ones that
     wait, which lets each pass for a millisecond a token of its own at most. In a burst of 64 requests the median first
     token comes after 0.84 s instead of 5.12, at the same rate (H100, 8B shape). `tq-hf serve` does so.
+
+    On a CPU the pool has by default room for 16 requests of 8,192 tokens, or of the model's positions if those are
+    fewer: memory is shared with all programs there. `ContinuousBatchingConfig(num_blocks=, max_memory_percent=)` says
+    otherwise. A prompt longer than the model's positions fails, with a sentence as its `error`; an answer ends with the
+    last position.
 
     Args:
         model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers have their
@@ -92,6 +101,14 @@ class TurboQuantBatching(ContinuousMixin):
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Answers to prompts; arguments are those of transformers' method.
 
+        Args:
+            inputs: Prompts, each a list of token ids.
+
+        Returns:
+            By request id, in the order of prompts, an output with `generated_tokens` and `error`. The error is `None`,
+            or says why a request failed; its tokens are then those before, often none. The log has a line of all
+            requests that failed.
+
         Raises:
             ValueError: transformers does not know an option, and would ignore it.
         """
@@ -101,7 +118,16 @@ class TurboQuantBatching(ContinuousMixin):
                 f"`generate_batch` takes no {', '.join(unknown)}. Say how to decode in `generation_config`: greedily, "
                 "or by sampling."
             )
-        return super().generate_batch(inputs, *args, **kwargs)
+        outputs = super().generate_batch(inputs, *args, **kwargs)
+        reasons: dict[str, list[str]] = {}
+        for name, output in outputs.items():
+            if output.error is not None:
+                reasons.setdefault(one_line(output.error), []).append(name)
+        if reasons:
+            why = "; ".join(f"{named(names)}: {reason}" for reason, names in reasons.items())
+            count = sum(map(len, reasons.values()))
+            logger.error(f"{count} of {len(outputs)} requests failed, and their outputs have an `error`: {why}")
+        return outputs
 
     @torch.no_grad()
     def init_continuous_batching(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,11 @@ from transformers import (
 )
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
-from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
@@ -42,45 +41,17 @@ from ..ops.triton.pages import supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
 from .attention import NAME, PAGES
 from .cache import TurboQuantPagedCache
-from .checks import check_generation, check_model, paged_options
+from .checks import check_generation, check_model, number_of_positions, paged_options
 from .geometry import TableShape
+from .requests import AnswerRouter, named, one_line, scheduler_class
 
 logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
 """Tokens in a block table, if neither hints nor the model have a limit. Steps with longer requests use lists."""
-
-
-PATIENCE = 1e-3
-"""Seconds for each token of a prompt in which shorter ones that come later may pass it, under "shortest_first"."""
-
-
-class ShortestFirst(FIFOScheduler):
-    """transformers' FIFO, but of the requests that wait shorter prompts go first.
-
-    The order is that of arrival plus `PATIENCE` seconds for each token of the prompt: what comes later than that
-    passes no more, so none waits for ever. Where many come at once, most have their first token much earlier: in the
-    order of arrival half of them wait until half of all tokens are read.
-    """
-
-    def _get_waiting_candidates(self) -> list[RequestState]:
-        waiting = super()._get_waiting_candidates()
-        fresh = [state for state in waiting if not state.is_cpu_offloaded]
-        fresh.sort(key=lambda state: state.created_time + PATIENCE * len(state.remaining_prefill_tokens))
-        following = iter(fresh)  # those on the CPU keep their turns
-        return [state if state.is_cpu_offloaded else next(following) for state in waiting]
-
-
-def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """The scheduler of that name, which also refuses new requests that are longer than the cache."""
-    base: Any = ShortestFirst if name == "shortest_first" else SCHEDULER_MAPPING.get(name, FIFOScheduler)
-
-    class CheckedScheduler(base):
-        def add_waiting_request(self, state: RequestState) -> None:
-            self.cache.check_room(state)
-            super().add_waiting_request(state)
-
-    return CheckedScheduler
+CPU_REQUESTS, CPU_TOKENS = 16, 8192
+"""Number of requests, and of tokens of each, that the pool on a CPU has room for by default. A CPU's memory is that of
+all programs, and a CPU computes request by request: with more of them under way every answer is slow."""
 
 
 class TurboQuantModelRunner(ModelRunner):
@@ -139,6 +110,10 @@ class TurboQuantModelRunner(ModelRunner):
             self.use_cuda_graph_decode = False
 
 
+class StepAbandoned(Exception):
+    """A step is computed for cancelled requests only, or the engine is to stop at once."""
+
+
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     """transformers' processor, which goes on after a step that failed."""
 
@@ -182,7 +157,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         assert isinstance(self.output_router, AnswerRouter)
         if isinstance(error, ValueError):
-            self.output_router.refused[state.request_id] = str(error)
+            logger.error(f"Request {state.request_id} is refused: {error}")
         super()._handle_request_error(error, state)
         # Callers wait for its forks, too, which do not exist yet.
         for i in range(state.num_children):
@@ -195,60 +170,28 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         scheduler, io = self.scheduler, self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
         if in_step and isinstance(io, ContinuousBatchingIOs):
-            computed = {future.state.request_id for future in io.requests_in_batch}
-            failed = {name: state for name, state in failed.items() if name in computed}
+            failed = {name: state for name, state in failed.items() if name in self.computed}
+        # The traceback is long, and a later step may fail alike.
+        logger.debug("Where a step of continuous batching failed:", exc_info=error)
+        logger.error(f"A step of continuous batching failed, and with it {named(failed)}: {one_line(error)}")
         for name, state in failed.items():
             self._handle_request_error(error, state)
             self.offloading_manager.free_request_cpu_cache(state)
             scheduler.finish_request(name)
-        scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in failed]
+        self.forget_step(failed)
+
+    @property
+    def computed(self) -> set[str]:
+        """The requests of the step under way, where steps are computed one after the other."""
+        return {future.state.request_id for future in self._inputs.requests_in_batch}
+
+    def forget_step(self, names: Collection[str]) -> None:
+        """Reset the inputs of a step that has no result, and do not fork these requests of it."""
+        scheduler = self.scheduler
+        scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in names]
         scheduler.block_new_requests = False
-        io.reset()
+        self.inputs_and_outputs.reset()
         self._wait_for_device()
-
-
-class AnswerRouter(OutputRouter):
-    """transformers' router of answers, which keeps ids unique: two requests of one id would share pages and answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: set[str] = set()
-        self.refused: dict[str, str] = {}
-        """The reasons of refused requests, by id."""
-
-    def claim(self, request_id: str) -> str:
-        """`request_id`, with a number behind it if a request of that id is being answered."""
-        with self._lock:
-            unique, number = request_id, 1
-            while unique in self._open:
-                number += 1
-                unique = f"{request_id}#{number}"
-            self._open.add(unique)
-        return unique
-
-    def release(self, request_id: str) -> None:
-        """Free the id of a request that is answered or dropped."""
-        with self._lock:
-            self._open.discard(request_id)
-
-    def _release_finished(self, *outputs: GenerationOutput) -> None:
-        for output in outputs:
-            if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
-                self.release(output.request_id)
-
-    def _is_awaited(self, output: GenerationOutput) -> bool:
-        """Whether somebody can read an output: not if its event loop has ended (a server that shuts down)."""
-        handler = self.result_handlers.get(output.request_id)
-        return handler is None or not handler[1].is_closed()
-
-    def deliver(self, output: GenerationOutput) -> None:
-        if self._is_awaited(output):
-            super().deliver(output)
-        self._release_finished(output)
-
-    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        super().deliver_batch([output for output in outputs if self._is_awaited(output)])
-        self._release_finished(*outputs)
 
 
 class WakeUp(threading.Event):
@@ -313,11 +256,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         requested = continuous_batching_config
         options = paged_options(model, requested, dense)
         self.config, self.balance = config, balance
+        self._positions = number_of_positions(model.config.get_text_config())
+        self._cancelled: set[str] = set()
+        """Requests that were cancelled since the engine was idle, or longer ago."""
         self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         self.requests = hints if known else None
         """The requests that the pool is made for; `None` if it takes the memory there is, or as asked for."""
+        self._default_requests = None
+        if model.device.type == "cpu" and requested.num_blocks is requested.max_memory_percent is None:
+            length = min(CPU_TOKENS, self._positions or CPU_TOKENS)
+            self._default_requests = WorkloadHints(length, 0, CPU_REQUESTS)
         self._last_model: tuple[torch.device, dict[str, Any]] | None = None
         """Device and fingerprint of the model at the end of the last session, whose pages are kept."""
         # transformers' `_original_attn_impl` is one name, that of the whole model, and stays `None`.
@@ -410,19 +360,53 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             raise
 
     def add_request(
-        self, input_ids: list[int], request_id: str | None = None, *args: Any, **options: Any
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **options: Any,
     ) -> str | None:
         """Add a request, as transformers' method. Returns the id of its answer: `request_id`, with a number behind it
-        while another request has it; `None` if the request was dropped."""
+        while another request has it; `None` if the request was dropped.
+
+        An answer ends with the model's last position. A prompt that is longer than the model's positions or the pool
+        fails, with a sentence in `error`.
+        """
+        most = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        max_new_tokens = self.new_tokens(len(input_ids), most)
         if request_id is None:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         request_id = self.output_router.claim(request_id)
-        added = super().add_request(input_ids, request_id, *args, **options)
+        self._cancelled.discard(request_id)
+        added = super().add_request(input_ids, request_id, max_new_tokens, *args, **options)
         if added is None:
             self.output_router.release(request_id)
         return added
+
+    def new_tokens(self, prompt: int, most: int | None) -> int | None:
+        """Number of tokens of an answer to a prompt of `prompt` tokens: `most`, or fewer where positions end."""
+        if self._positions is None:
+            return most
+        left = max(1, self._positions + 1 - prompt)  # the last token is not read
+        return left if most is None else min(most, left)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Cancel a request, as transformers' method. On a CPU a step that no other request is in ends at once."""
+        super().cancel_request(request_id)
+        self._cancelled.add(request_id)
+
+    def _stop_abandoned_step(self) -> None:
+        """Raise `StepAbandoned` before a layer if no request of the step is wanted. On a CPU a step of a long prompt
+        takes many seconds, and all other requests would wait for its end."""
+        if self.background_thread_status.local_status == BackgroundThreadStatus.HARD_STOP:
+            raise StepAbandoned
+        if self._cancelled and isinstance(self.batch_processor, TurboQuantBatchProcessor):
+            computed = self.batch_processor.computed
+            if computed and computed <= self._cancelled:
+                raise StepAbandoned
 
     def sleep(self) -> int:
         """Give pages and graphs back; see `TurboQuantBatching.sleep`."""
@@ -495,8 +479,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             distributed_helper=self.distributed_helper,
             dtype=self.model.dtype,
             model_supports_logits_to_keep=callable(keeps) and keeps(),
-            requests=self.requests,
+            requests=self.requests or self._default_requests,
         )
+        if self.model.device.type == "cpu" and not options.use_async_batching and self.distributed_helper.tp_size == 1:
+            cache.before_layer = self._stop_abandoned_step
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
@@ -530,8 +516,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """Run a step. If it fails, its requests fail, and the loop goes on with the others."""
         alone = self.distributed_helper.tp_size == 1  # ranks of a group poll one another
         self._wake_up_loop.idle = alone and not batch_processor.has_pending_requests()
+        if self._wake_up_loop.idle:
+            self._cancelled.clear()
         try:
             return super()._generation_loop_body(batch_processor, bootstrapping)
+        except StepAbandoned:
+            assert isinstance(batch_processor, TurboQuantBatchProcessor)
+            batch_processor.forget_step(batch_processor.computed)
+            self._computing = False
+            return True
         except Exception as error:
             # The loop must end if other ranks wait for this one, or if the device is broken.
             if not alone:
@@ -542,7 +535,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 ) from error
             if isinstance(error, torch.AcceleratorError):
                 raise
-            logger.error(f"A step of continuous batching failed, and its requests with it: {error}", exc_info=True)
             assert isinstance(batch_processor, TurboQuantBatchProcessor)
             batch_processor.fail_step(error, self._computing)
             self._computing = False

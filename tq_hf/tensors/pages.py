@@ -142,7 +142,9 @@ class LayerPages:
 
     def packed(self, pages: torch.Tensor) -> PackedBlocks:
         """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence, a head's one behind the other."""
-        fields = (field.transpose(0, 1).index_select(1, pages)[None] for field in self.tensors[:4])
+        heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
+        # `index_select` of a view whose pages are not the first dimension would copy the pool.
+        fields = (field[pages, heads][None] for field in self.tensors[:4])
         return PackedBlocks(self.layout, *fields, self.channel_scales)
 
     def write_packed(self, pages: torch.Tensor, blocks: PackedBlocks) -> None:

@@ -309,11 +309,17 @@ def serve_command(
     device: Device = None,
     cache_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of all requests together there is room for, if packed. By default what fits."),
+        typer.Option(
+            min=1,
+            help="Tokens of all requests together there is room for, if packed. By default what fits; on a CPU 16 "
+            "requests of 8192 tokens, or of the model's positions if those are fewer.",
+        ),
     ] = None,
     memory_share: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Share of the free memory that is used. By default transformers' own."),
+        typer.Option(
+            min=0.0, max=1.0, help="Share of the free memory that is used. By default transformers' own on a GPU."
+        ),
     ] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="The most tokens of all prompts read in one step.")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.cli.serving.utils import CBGenerateManager, _StreamError
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers.generation.continuous_batching.requests import RequestState
 
 SAMPLED, GREEDY = 0, -1
 """How a request's token is chosen: by the engine, or the likeliest. Other numbers are keys of a seeded request's."""
@@ -133,8 +134,15 @@ class RequestManager(CBGenerateManager):
         manager.warmup()
         manager.start()
 
-    def _of(self, gen_config: Any) -> CBGenerateManager:
-        """transformers' methods on an engine that is given this request's sampling."""
+    def _of(self, gen_config: Any, inputs: Any) -> CBGenerateManager:
+        """transformers' methods on an engine that is given this request's sampling; a `ValueError` if the request is
+        longer than the pool or its prompt than the model's positions, with which its answer ends."""
+        tokens, manager = list(inputs["input_ids"]), self._cb
+        assert manager is not None
+        new = manager.new_tokens(len(tokens), gen_config.max_new_tokens)
+        state = RequestState("", initial_tokens=tokens, max_new_tokens=gen_config.max_new_tokens)
+        manager.batch_processor.cache.check_room(state)
+        gen_config.max_new_tokens = new
         own = CBGenerateManager(self._cb_config)
         own._cb = _WithSampling(self._cb, gen_config.sampling)  # type: ignore[assignment]
         return own
@@ -143,7 +151,7 @@ class RequestManager(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue, Any]:
         """transformers' method; the text ends before a stop string."""
-        queue, streamer = self._of(gen_config).generate_streaming(
+        queue, streamer = self._of(gen_config, inputs).generate_streaming(
             model, processor, inputs, gen_config, request_id, response_parser
         )
         if gen_config.stop_strings:
@@ -159,7 +167,7 @@ class RequestManager(CBGenerateManager):
         cancel = partial(self._cb.cancel_request, request_id)
         try:
             if not gen_config.stop_strings:
-                return await self._of(gen_config).generate_non_streaming(
+                return await self._of(gen_config, inputs).generate_non_streaming(
                     model, processor, inputs, gen_config, request_id
                 )
             queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import Modality
+from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 from transformers.utils.import_utils import is_serve_available
 
 from ..batching import TurboQuantBatchingManager, continuous_batching
@@ -89,7 +90,80 @@ def refusal(sentence: str, status: int = 400) -> Any:
     """A response in the form of OpenAI's errors."""
     from fastapi.responses import JSONResponse
 
-    return JSONResponse({"error": {"message": sentence, "type": "invalid_request_error"}}, status_code=status)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": sentence, "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": error}, status_code=status)
+
+
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+NOT_APPLIED: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "functions": [],
+    "previous_response_id": None,
+}
+"""Options of OpenAI's API that change an answer and are not applied, and their values that change nothing."""
+
+
+def check_body(body: dict[str, Any], needed: str) -> None:
+    """Raise a `ValueError` if a request lacks the field `needed`, has no room for an answer, or asks for what would be
+    dropped."""
+    if body.get(needed) is None:
+        raise ValueError(
+            f"The request has no `{needed}`. Give {'text' if needed == 'prompt' else 'a list of messages'}."
+        )
+    for name in LIMITS:
+        number = body.get(name)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(
+                f"`{name}` is {number!r}; it must be a whole number of 1 or more. Leave it out for a default."
+            )
+    for name, neutral in NOT_APPLIED.items():
+        if body.get(name) not in (None, neutral):
+            raise ValueError(f"`{name}` is {body[name]!r}, which this server does not apply. Leave it out.")
+    text = body.get("text")
+    for name, form in (
+        ("response_format", body.get("response_format")),
+        ("text", isinstance(text, dict) and text.get("format")),
+    ):
+        if form and form != {"type": "text"}:
+            raise ValueError(f"`{name}` asks for {form!r}, and this server answers with free text only. Leave it out.")
+    if body.get("tools") and body.get("tool_choice") not in (None, "auto"):
+        raise ValueError(
+            f"`tool_choice` is {body['tool_choice']!r}, and this server applies 'auto' only. Leave it out."
+        )
+    if needed != "prompt":
+        _check_messages(body[needed], needed)
+
+
+def _check_messages(messages: Any, name: str) -> None:
+    """Raise a `ValueError` if messages of a chat are not a list of roles and texts."""
+    if name == "input" and isinstance(messages, str):
+        return
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise ValueError(f"`{name}` must be a list of messages, each with a `role` and a `content`.")
+    for message in messages:
+        if name == "messages" and "role" not in message:
+            raise ValueError("A message has no `role`. Give each a `role` and a `content`.")
+        # Items of `input` are messages, parts of one, or calls of tools, which transformers' server checks.
+        is_message = "role" in message
+        parts = message.get("content") if is_message else [message]
+        if not isinstance(parts, (str, list, type(None))):
+            raise ValueError(f"The `content` of a message is of the type {type(parts).__name__}; it must be text.")
+        for part in parts if isinstance(parts, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if not is_message and not str(kind).startswith("input_"):
+                continue
+            if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"A message has a part of the type {kind!r}, and the model reads `text` only. Leave it out."
+                )
 
 
 class TurboQuantServer(Serve):
@@ -143,7 +217,10 @@ class TurboQuantServer(Serve):
 
     def start_server(self) -> None:
         """Serve the model within `continuous_batching`."""
-        models = self._model_manager
+        models: Any = self._model_manager
+        # transformers before 5.24 lists the hub's folder, which may not exist, and not what is served.
+        served = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": "tq-hf"}
+        models.get_gen_models = lambda *args: [served]
         try:
             (loaded,) = models.loaded_models.values()
             model = loaded.model
@@ -190,22 +267,44 @@ class TurboQuantServer(Serve):
 
     def _refuse_in_sentences(self) -> None:
         """Answer a client's mistake with 400 and the error's sentence, in place of a bare 500."""
+        from fastapi.exceptions import RequestValidationError
+        from starlette.exceptions import HTTPException
+
         app: Any = self.server.config.app
         app.add_middleware(OneAnswerAnId)
         app.add_middleware(CancelsWhenGone)
 
         @app.exception_handler(ValueError)
         @app.exception_handler(TypeError)
+        @app.exception_handler(RequestValidationError)
         async def of_the_request(request: Any, error: Exception) -> Any:
             return refusal(str(error))
 
-        @app.exception_handler(RuntimeError)
-        async def of_the_pool(request: Any, error: RuntimeError) -> Any:
-            manager = self._manager()
-            sentence = None if manager is None else manager.output_router.refused.pop(request.state.request_id, None)
-            if sentence is None:
-                raise error
-            return refusal(sentence)
+        @app.exception_handler(HTTPException)
+        async def of_the_server(request: Any, error: HTTPException) -> Any:
+            return refusal(str(error.detail), error.status_code)
+
+        @app.exception_handler(CBWorkerDeadError)
+        async def of_the_engine(request: Any, error: Exception) -> Any:
+            return refusal(str(error), 503)
+
+        @app.exception_handler(Exception)  # which the log has, too
+        async def of_a_step(request: Any, error: Exception) -> Any:
+            return refusal(str(error) or type(error).__name__, 500)
+
+        needed = {self._chat_handler: "messages", self._completion_handler: "prompt", self._response_handler: "input"}
+        for handler, field in needed.items():
+            handler._validate_request = _with_checks(handler._validate_request, field)  # type: ignore[method-assign]
+
+
+def _with_checks(validate: Callable[[dict[str, Any]], Any], needed: str) -> Callable[[dict[str, Any]], Any]:
+    """A server's check of a request, with ours before it."""
+
+    def validate_all(body: dict[str, Any]) -> Any:
+        check_body(body, needed)
+        return validate(body)
+
+    return validate_all
 
 
 def _with_sampling(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,161 @@
+"""Requests that are cancelled while a step of theirs is computed, and prompts that are too long to be read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from transformers import ContinuousBatchingConfig, LlamaConfig
+
+from tests.support.batching_cases import Session, greedy, model_of, options, prompts
+from tq_hf import TurboQuantBatching
+from tq_hf.batching import cache as paged_cache
+from tq_hf.batching.checks import number_of_positions
+from tq_hf.batching.manager import CPU_REQUESTS, CPU_TOKENS
+
+LAYERS = 6
+
+
+class Paused:
+    """Stops the first layer of steps of many tokens, until it is told to go on, and counts layers of such steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go_on, self.layers = threading.Event(), threading.Event(), 0
+        real = paged_cache.paged_step
+
+        def step(query: Any, *args: Any, **more: Any) -> Any:
+            if len(query) > 200:
+                self.layers += 1
+                self.reached.set()
+                assert self.go_on.wait(60)
+            return real(query, *args, **more)
+
+        monkeypatch.setattr(paged_cache, "paged_step", step)
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> Paused:
+    return Paused(monkeypatch)
+
+
+def test_a_step_of_a_cancelled_prompt_ends_at_its_layer_and_others_are_answered(paused: Paused) -> None:
+    long, short = prompts([900, 30])
+    with Session(model_of(num_hidden_layers=LAYERS)) as session:
+        manager = session.batching.init_continuous_batching(greedy(5), session.options)
+        manager.start()
+        name = manager.add_request(long, "long")
+        assert paused.reached.wait(60)
+        manager.cancel_request(name)
+        manager.add_request(short, "short")
+        paused.go_on.set()
+        result = manager.get_result("short", timeout=60)
+        assert result.generated_tokens == session.oracle.generate(short, 5) and result.error is None
+        assert paused.layers == 1
+        assert manager.batch_processor.cache.pool.count_free_blocks(0) >= 0
+        again = manager.add_request(long, "again")
+        while not (result := manager.get_result(again, timeout=60)).is_finished():
+            pass
+        assert result.generated_tokens == session.oracle.generate(long, 5)
+        assert paused.layers == 1 + LAYERS
+        manager.stop(block=True)
+
+
+def test_a_step_with_a_request_that_is_wanted_goes_on(paused: Paused) -> None:
+    long, short = prompts([900, 30])
+    with Session(model_of(num_hidden_layers=LAYERS)) as session:
+        manager = session.batching.init_continuous_batching(greedy(5), session.options)
+        manager.add_request(long, "long")
+        manager.add_request(short, "short")
+        manager.start()
+        assert paused.reached.wait(60)
+        manager.cancel_request("long")
+        paused.go_on.set()
+        result = manager.get_result("short", timeout=60)
+        assert result.generated_tokens == session.oracle.generate(short, 5)
+        assert paused.layers == LAYERS
+        manager.stop(block=True)
+
+
+def test_a_hard_stop_ends_a_step_at_its_layer(paused: Paused) -> None:
+    (long,) = prompts([900])
+    with Session(model_of(num_hidden_layers=LAYERS)) as session:
+        manager = session.batching.init_continuous_batching(greedy(5), session.options)
+        manager.start()
+        manager.add_request(long, "long")
+        assert paused.reached.wait(60)
+        manager.stop(block=False, hard_stop=True, keep_for_next_session=True)
+        paused.go_on.set()
+        manager.join(0.0, timeout=60)
+        assert not manager.is_running() and paused.layers == 1
+        result = manager.get_result("long", timeout=10)
+        assert result is not None and result.error
+
+
+def test_a_prompt_longer_than_the_models_positions_is_refused_and_others_are_answered() -> None:
+    model = model_of(max_position_embeddings=300)
+    with Session(model) as session:
+        short, long, longest = prompts([30, 301, 300])
+        results = list(session.batching.generate_batch([short, long, longest], greedy(5), session.options).values())
+    assert results[0].generated_tokens == session.oracle.generate(short, 5)
+    assert "A prompt of 301 tokens is longer than the 300 positions of the model" in results[1].error
+    assert results[2].error is None and len(results[2].generated_tokens) == 1
+
+
+@pytest.mark.parametrize("new", [50, None])
+def test_an_answer_ends_with_the_models_last_position(new: int | None) -> None:
+    """A learned embedding has no row for the next."""
+    model = model_of(max_position_embeddings=64)
+    with Session(model) as session:
+        manager = session.batching.init_continuous_batching(greedy(1000), session.options)
+        manager.add_request(prompts([60])[0], "a", max_new_tokens=new)
+        manager.start()
+        result = manager.get_result("a", timeout=60)
+        manager.stop(block=True)
+    assert len(result.generated_tokens) == 5  # the last is returned and not read
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default"}, 1000),
+        ({"rope_type": "linear", "factor": 4.0}, 4000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4000),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 500}, 1000),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 500}, 1000),
+    ],
+    ids=str,
+)
+def test_positions_are_those_that_rotary_embeddings_were_extended_to(rope: dict, expected: int) -> None:
+    config = LlamaConfig(max_position_embeddings=1000)
+    config.rope_parameters = rope | {"rope_theta": 10000.0}
+    assert number_of_positions(config) == expected
+    config.rope_parameters = {"full_attention": config.rope_parameters, "sliding_attention": {"rope_type": "default"}}
+    assert number_of_positions(config) == expected
+
+
+def pool_of(model: Any, **changes: Any) -> Any:
+    batching = TurboQuantBatching(model, balance=False)
+    manager = batching.init_continuous_batching(greedy(3), options(**changes))
+    manager.warmup()
+    cache = manager.batch_processor.cache
+    manager.give_attention_back()
+    return cache
+
+
+def test_the_pool_of_a_cpu_has_room_for_some_requests_by_default() -> None:
+    positions = 1024
+    cache = pool_of(model_of(max_position_embeddings=positions), num_blocks=None)
+    needed = CPU_REQUESTS * cache.allocator.pages_of(positions)
+    assert needed <= cache.num_blocks <= needed / 0.85 + 1
+    assert cache.max_request_tokens >= positions
+    longer = pool_of(model_of(max_position_embeddings=1 << 20), num_blocks=None)
+    assert CPU_TOKENS * CPU_REQUESTS <= longer.num_blocks * 128 < 1.5 * CPU_TOKENS * CPU_REQUESTS
+
+
+def test_a_pool_whose_share_or_size_is_given_has_it() -> None:
+    model = model_of(max_position_embeddings=128)
+    small = pool_of(model, num_blocks=None, max_memory_percent=0.02).num_blocks
+    assert small > 2 * pool_of(model, num_blocks=None).num_blocks
+    assert pool_of(model, num_blocks=123).num_blocks == 123
+    assert ContinuousBatchingConfig().max_memory_percent is None

@@ -1,0 +1,96 @@
+"""Requests outside of a step: the order in which they wait, the ids of their answers, their names in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
+
+PATIENCE = 1e-3
+"""Seconds for each token of a prompt in which shorter ones that come later may pass it, under "shortest_first"."""
+LISTED = 8
+"""Number of requests that a line of the log names at most."""
+
+
+def one_line(error: BaseException | str) -> str:
+    """An error's text without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def named(names: Collection[str]) -> str:
+    """The names of requests for a line of the log."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"request{'s' * (len(names) != 1)} {', '.join(list(names)[:LISTED])}{more}"
+
+
+class ShortestFirst(FIFOScheduler):
+    """transformers' FIFO, but of the requests that wait shorter prompts go first.
+
+    The order is that of arrival plus `PATIENCE` seconds for each token of the prompt: what comes later than that
+    passes no more, so none waits for ever. Where many come at once, most have their first token much earlier: in the
+    order of arrival half of them wait until half of all tokens are read.
+    """
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        waiting = super()._get_waiting_candidates()
+        fresh = [state for state in waiting if not state.is_cpu_offloaded]
+        fresh.sort(key=lambda state: state.created_time + PATIENCE * len(state.remaining_prefill_tokens))
+        following = iter(fresh)  # those on the CPU keep their turns
+        return [state if state.is_cpu_offloaded else next(following) for state in waiting]
+
+
+def scheduler_class(name: str) -> Callable[..., Scheduler]:
+    """The scheduler of that name, which also refuses new requests that the cache refuses."""
+    base: Any = ShortestFirst if name == "shortest_first" else SCHEDULER_MAPPING.get(name, FIFOScheduler)
+
+    class CheckedScheduler(base):
+        def add_waiting_request(self, state: RequestState) -> None:
+            self.cache.check_room(state)
+            super().add_waiting_request(state)
+
+    return CheckedScheduler
+
+
+class AnswerRouter(OutputRouter):
+    """transformers' router of answers, which keeps ids unique: two requests of one id would share pages and answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: set[str] = set()
+
+    def claim(self, request_id: str) -> str:
+        """`request_id`, with a number behind it if a request of that id is being answered."""
+        with self._lock:
+            unique, number = request_id, 1
+            while unique in self._open:
+                number += 1
+                unique = f"{request_id}#{number}"
+            self._open.add(unique)
+        return unique
+
+    def release(self, request_id: str) -> None:
+        """Free the id of a request that is answered or dropped."""
+        with self._lock:
+            self._open.discard(request_id)
+
+    def _release_finished(self, *outputs: GenerationOutput) -> None:
+        for output in outputs:
+            if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
+                self.release(output.request_id)
+
+    def _is_awaited(self, output: GenerationOutput) -> bool:
+        """Whether somebody can read an output: not if its event loop has ended (a server that shuts down)."""
+        handler = self.result_handlers.get(output.request_id)
+        return handler is None or not handler[1].is_closed()
+
+    def deliver(self, output: GenerationOutput) -> None:
+        if self._is_awaited(output):
+            super().deliver(output)
+        self._release_finished(output)
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        super().deliver_batch([output for output in outputs if self._is_awaited(output)])
+        self._release_finished(*outputs)
