@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.measure.quality import quality
@@ -16,6 +18,7 @@ from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.compat import as_input
 from tq_hf.tools import cli
+from tq_hf.tools import sweep as module
 from tq_hf.tools.estimate import Estimator
 from tq_hf.tools.sweep import CHUNK, DENSE, FIRST, Reader, fit, spelled, sweep
 
@@ -125,6 +128,38 @@ def run(*arguments: Any, status: int = 0) -> str:
     result = CliRunner().invoke(cli.app, ["sweep", *map(str, arguments)])
     assert result.exit_code == status, (result.output, result.exception)
     return result.output
+
+
+def test_what_all_readings_take_is_said_after_the_first_and_how_far_they_are_on_a_line_each(capfd, monkeypatch):
+    """Where there is no terminal for a bar. A reading takes three seconds of a clock that is acted out."""
+    clock = itertools.count(0, 3)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    assert list(module.with_progress(range(200), console)) == list(range(200))
+    written = capfd.readouterr()
+    assert written.out == ""
+    first, *lines = written.err.splitlines()
+    assert first == "All readings take about 10 min: the first took 3.0 s."
+    assert lines[0] == "10 of 200 readings, about 10 min left." and lines[-1].startswith("200 of 200 readings")
+    assert lines[-2] == "190 of 200 readings, about 30 s left." and len(lines) == module.REPORTS
+
+
+def test_a_reading_is_announced_before_it_is_made_and_results_go_elsewhere(monkeypatch, capfd):
+    """A model that takes minutes a reading must not be silent; a table that is piped has nothing else in it."""
+    reader, said = reader_of("gemma3"), []
+    read = reader._log_probs
+
+    def noted(cache):
+        said.append(capfd.readouterr().err)
+        return read(cache)
+
+    monkeypatch.setattr(reader, "_log_probs", noted)
+    estimator = Estimator(reader.model.config, torch.float32)
+    sweep(reader, estimator, ["4bit_nc", "2bit_nc"], 1000)
+    number = 2 * (len(reader.layers) + 1)
+    assert said[0] == f"777 tokens are read {number} times, after once with all layers dense.\n"
+    assert len(said) == 1 + 1 + number and not any(said[1:3])
+    assert said[3].startswith("All readings take about ") and capfd.readouterr().out == ""
 
 
 needs_shipped_model = pytest.mark.skipif(

@@ -7,11 +7,13 @@ others are dense and read by the same attention function, so nothing but this la
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -31,11 +33,14 @@ CHUNK = 128
 """Tokens read at a time."""
 FIRST = 512
 """The first position that is scored: before it little is packed."""
+REPORTS = 20
+"""Number of lines about progress where there is no terminal for a bar."""
 DENSE = "dense"
 """Beside the names of presets, a layer that is not packed."""
 
 Costs = Mapping[int, Mapping[str, float]]
 """A number for each layer at each preset."""
+Reading = TypeVar("Reading")
 
 
 class Reader:
@@ -61,7 +66,11 @@ class Reader:
         """The layers that can be packed."""
         if not self.layers:
             raise ValueError(f"{type(model).__name__} has no layer that can be packed.")
-        self._exact = list(self._log_probs(DynamicCache(config=model.config)))
+
+    @cached_property
+    def _exact(self) -> list[torch.Tensor]:
+        """Log-probabilities with all layers dense."""
+        return list(self._log_probs(DynamicCache(config=self.model.config)))
 
     @torch.no_grad()
     def _log_probs(self, cache: Cache) -> Iterator[torch.Tensor]:
@@ -77,6 +86,11 @@ class Reader:
         pairs = zip(self._exact, packed, strict=True)
         sums = [(exact.exp() * (exact - other)).sum(-1).clamp_min(0).sum().item() for exact, other in pairs]
         return sum(sums) / (self.ids.shape[1] - FIRST)
+
+    def warm_up(self, config: TurboQuantConfig) -> None:
+        """Read the text with all layers dense, and its beginning packed, so that the next reading takes as long as
+        those after it: on a GPU the first one compiles kernels."""
+        next(zip(self._exact, self._log_probs(TurboQuantCache(self.model.config, config)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,7 @@ class Sweep:
 
 
 def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context: int, most: int | None = None) -> Sweep:
-    """Measure every layer at every preset.
+    """Measure every layer at every preset. How far that is goes to the error stream (`with_progress`).
 
     Raises:
         ValueError: No choice of presets takes `most` bytes or less. Nothing was measured then.
@@ -116,12 +130,37 @@ def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context:
             f"The smallest presets in all layers take {least:,} bytes with {context:,} tokens, and {most:,} are "
             "allowed. Allow more."
         )
-    kl: dict[int, dict[str, float]] = {layer: {} for layer in reader.layers}
-    for layer, name in track(cells, "Reading", console=Console(stderr=True), transient=True):
-        others = [other for other in reader.layers if other != layer]
-        kl[layer][name] = 0.0 if name == DENSE else reader.kl(TurboQuantConfig.from_preset(name, skip_layers=others))
-    whole = {name: reader.kl(TurboQuantConfig.from_preset(name)) for name in presets}
-    return Sweep(context, whole, sizes, kl, more)
+    readings: list[tuple[int | None, str]] = [(layer, name) for layer, name in cells if name != DENSE]
+    readings += [(None, name) for name in presets]
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"{reader.ids.shape[1]:,} tokens are read {len(readings)} times, after once with all layers dense.")
+    reader.warm_up(TurboQuantConfig.from_preset(presets[0]))
+    found: dict[tuple[int | None, str], float] = {}
+    for alone, name in with_progress(readings, console):
+        others = [] if alone is None else [layer for layer in reader.layers if layer != alone]
+        found[alone, name] = reader.kl(TurboQuantConfig.from_preset(name, skip_layers=others))
+    kl = {layer: {name: found[layer, name] for name in presets} | {DENSE: 0.0} for layer in reader.layers}
+    return Sweep(context, {name: found[None, name] for name in presets}, sizes, kl, more)
+
+
+def with_progress(readings: Sequence[Reading], console: Console) -> Iterator[Reading]:
+    """Yield `readings`, and print on `console` how long all take, measured on the first, then how far they are: as a
+    bar on a terminal, elsewhere in about `REPORTS` lines."""
+    lines, every, start = not console.is_terminal, max(1, len(readings) // REPORTS), time.monotonic()
+    for done, reading in enumerate(track(readings, "Reading", console=console, transient=True, disable=lines), 1):
+        yield reading
+        seconds = (time.monotonic() - start) / done
+        if done == 1:
+            whole = duration(seconds * len(readings))
+            console.print(f"All readings take about {whole}: the first took {seconds:.1f} s.")
+        elif lines and done % every == 0:
+            left = duration(seconds * (len(readings) - done))
+            console.print(f"{done} of {len(readings)} readings, about {left} left.")
+
+
+def duration(seconds: float) -> str:
+    """A time, in minutes if it is two or more."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def fit(kl: Costs, sizes: Costs, most: float) -> dict[int, str]:
