@@ -55,7 +55,7 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2610,  # channels in parts, four warps for wide heads; what was measured and not taken
         "prefix": 1630,  # values of wide heads in two launches
-        "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
+        "codec": 2155,  # trellis codes of two words in a register; a launch checks that queries are of the same tokens
         "turing": 960,
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
         "types": 314,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
@@ -64,21 +64,21 @@ BUDGETS = {
         "__init__": 10,
     },
     "tq_hf": {
-        "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
-        "batching": 1862,  # heads by kind of layer, what models of 5.24 call; steps that no CUDA graph holds
+        "tools": 1970,  # a sweep says how long it takes; a served request is checked before anything is read
+        "batching": 2015,  # which requests failed, and why; positions, steps of cancelled requests; what models of 5.24 call
         "graph_decoding": 525,
         "saving": 940,  # states that a model gives the layer itself
-        "layers": 1200,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
-        "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
-        "ops": 2170,  # wide heads over a history, one dequantized at a time; blocks within a prompt
+        "layers": 1215,  # keys and values that are assigned (eviction); queries of the same tokens; columns of empty room
+        "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
+        "ops": 2180,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 835,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
-        "cache": 405,
-        "attention": 250,
+        "cache": 425,  # layers and refusals as functions
+        "attention": 280,  # masks of the user's own beside empty room and sliding windows
         "memory": 110,
         "balance": 116,
         "config": 210,
-        "compat": 440,  # names of transformers that each way stands on, and a sentence where one has gone
+        "compat": 470,  # names of transformers that each way stands on; modules that attend to their own tokens; offloaded models
         "__init__": 60,
     },
 }
