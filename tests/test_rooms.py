@@ -65,10 +65,10 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 1970,  # a sweep says how long it takes; a served request is checked before anything is read
-        "batching": 2015,  # which requests failed, and why; positions, steps of cancelled requests; what models of 5.24 call
+        "batching": 2015,  # which requests failed, and why; cancelled requests; what models of 5.24 call
         "graph_decoding": 525,
         "saving": 940,  # states that a model gives the layer itself
-        "layers": 1215,  # keys and values that are assigned (eviction); queries of the same tokens; columns of empty room
+        "layers": 1215,  # keys and values that are assigned; queries of the same tokens; columns of empty room
         "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
         "ops": 2180,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 835,  # trellis codes: encoding by Viterbi's algorithm
@@ -78,7 +78,7 @@ BUDGETS = {
         "memory": 110,
         "balance": 116,
         "config": 210,
-        "compat": 470,  # names of transformers that each way stands on; modules that attend to their own tokens; offloaded models
+        "compat": 470,  # names of transformers that each way stands on; whose queries are of the same tokens
         "__init__": 60,
     },
 }
