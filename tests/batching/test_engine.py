@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, GenerationConfig
+from transformers import CompileConfig, GenerationConfig, LlamaConfig
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
 from transformers.generation.continuous_batching.requests import RequestState
 
@@ -203,7 +203,8 @@ def test_every_scheduler(batching: TurboQuantBatching, scheduler: str) -> None:
 
 
 def test_shorter_prompts_go_first_until_a_longer_one_has_waited_its_time() -> None:
-    scheduler = scheduler_class("shortest_first")(SimpleNamespace(check_room=lambda state: None), None, 8)
+    cache = SimpleNamespace(check_room=lambda state: None, config=LlamaConfig())
+    scheduler = scheduler_class("shortest_first")(cache, None, 8)
     arrivals = {
         "long": (0.0, 4000),
         "short": (1.0, 100),

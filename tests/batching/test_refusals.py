@@ -313,7 +313,7 @@ def test_refused_requests_are_named_with_their_reason(said: list[str], batching:
     *lines, last = said
     assert len(lines) == 13 and all(line.startswith("Request req_") and "\n" not in line for line in lines)
     assert last.startswith("13 of 14 requests failed") and "request req_1: A request of no tokens" in last
-    assert "requests req_2, req_3, req_4, req_5, req_6, req_7, req_8, req_9 and 4 more: A request of 40,000" in last
+    assert "requests req_2, req_3, req_4, req_5, req_6, req_7, req_8, req_9 and 4 more: A prompt of 40,000" in last
 
 
 def test_a_batch_of_answers_says_nothing(said: list[str], batching: TurboQuantBatching) -> None:

@@ -235,6 +235,15 @@ def check_positions(prompt: int, config: Any) -> None:
         )
 
 
+def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
+    """Number of tokens of an answer to a prompt of `prompt` tokens: `most`, or fewer where positions end."""
+    positions = number_of_positions(config)
+    if positions is None:
+        return most
+    left = max(1, positions + 1 - prompt)  # the last token is not read
+    return left if most is None else min(most, left)
+
+
 def check_generation(config: GenerationConfig) -> None:
     """Raise a `ValueError` if answers need beams."""
     if (config.num_beams or 1) > 1:

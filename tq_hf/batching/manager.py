@@ -256,7 +256,6 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         requested = continuous_batching_config
         options = paged_options(model, requested, dense)
         self.config, self.balance = config, balance
-        self._positions = number_of_positions(model.config.get_text_config())
         self._cancelled: set[str] = set()
         """Requests that were cancelled since the engine was idle, or longer ago."""
         self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
@@ -266,7 +265,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         """The requests that the pool is made for; `None` if it takes the memory there is, or as asked for."""
         self._default_requests = None
         if model.device.type == "cpu" and requested.num_blocks is requested.max_memory_percent is None:
-            length = min(CPU_TOKENS, self._positions or CPU_TOKENS)
+            length = min(CPU_TOKENS, number_of_positions(model.config.get_text_config()) or CPU_TOKENS)
             self._default_requests = WorkloadHints(length, 0, CPU_REQUESTS)
         self._last_model: tuple[torch.device, dict[str, Any]] | None = None
         """Device and fingerprint of the model at the end of the last session, whose pages are kept."""
@@ -360,12 +359,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             raise
 
     def add_request(
-        self,
-        input_ids: list[int],
-        request_id: str | None = None,
-        max_new_tokens: int | None = None,
-        *args: Any,
-        **options: Any,
+        self, input_ids: list[int], request_id: str | None = None, *args: Any, **options: Any
     ) -> str | None:
         """Add a request, as transformers' method. Returns the id of its answer: `request_id`, with a number behind it
         while another request has it; `None` if the request was dropped.
@@ -373,25 +367,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         An answer ends with the model's last position. A prompt that is longer than the model's positions or the pool
         fails, with a sentence in `error`.
         """
-        most = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        max_new_tokens = self.new_tokens(len(input_ids), most)
         if request_id is None:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         request_id = self.output_router.claim(request_id)
         self._cancelled.discard(request_id)
-        added = super().add_request(input_ids, request_id, max_new_tokens, *args, **options)
+        added = super().add_request(input_ids, request_id, *args, **options)
         if added is None:
             self.output_router.release(request_id)
         return added
-
-    def new_tokens(self, prompt: int, most: int | None) -> int | None:
-        """Number of tokens of an answer to a prompt of `prompt` tokens: `most`, or fewer where positions end."""
-        if self._positions is None:
-            return most
-        left = max(1, self._positions + 1 - prompt)  # the last token is not read
-        return left if most is None else min(most, left)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel a request, as transformers' method. On a CPU a step that no other request is in ends at once."""

@@ -9,6 +9,8 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 
+from .checks import new_tokens
+
 PATIENCE = 1e-3
 """Seconds for each token of a prompt in which shorter ones that come later may pass it, under "shortest_first"."""
 LISTED = 8
@@ -43,12 +45,18 @@ class ShortestFirst(FIFOScheduler):
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """The scheduler of that name, which also refuses new requests that the cache refuses."""
+    """The scheduler of that name, which also refuses new requests that the cache has no room or positions for, and
+    ends answers with the model's last position."""
     base: Any = ShortestFirst if name == "shortest_first" else SCHEDULER_MAPPING.get(name, FIFOScheduler)
 
     class CheckedScheduler(base):
         def add_waiting_request(self, state: RequestState) -> None:
             self.cache.check_room(state)
+            limit = new_tokens(len(state.initial_tokens), state.max_new_tokens, self.cache.config)
+            if limit is not None:
+                state._new_tokens_limit = limit
+            if state.max_new_tokens is not None:  # which forks take; without one a request may outgrow the pool
+                state.max_new_tokens = limit
             super().add_waiting_request(state)
 
     return CheckedScheduler

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from copy import copy, deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cli.serving.utils import CBGenerateManager, _StreamError
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.requests import RequestState
+
+from ..batching.checks import new_tokens
 
 SAMPLED, GREEDY = 0, -1
 """How a request's token is chosen: by the engine, or the likeliest. Other numbers are keys of a seeded request's."""
@@ -137,12 +139,10 @@ class RequestManager(CBGenerateManager):
     def _of(self, gen_config: Any, inputs: Any) -> CBGenerateManager:
         """transformers' methods on an engine that is given this request's sampling; a `ValueError` if the request is
         longer than the pool or its prompt than the model's positions, with which its answer ends."""
-        tokens, manager = list(inputs["input_ids"]), self._cb
-        assert manager is not None
-        new = manager.new_tokens(len(tokens), gen_config.max_new_tokens)
-        state = RequestState("", initial_tokens=tokens, max_new_tokens=gen_config.max_new_tokens)
-        manager.batch_processor.cache.check_room(state)
-        gen_config.max_new_tokens = new
+        tokens, manager = list(inputs["input_ids"]), cast(Any, self._cb)
+        cache = manager.batch_processor.cache
+        cache.check_room(RequestState("", initial_tokens=tokens, max_new_tokens=gen_config.max_new_tokens))
+        gen_config.max_new_tokens = new_tokens(len(tokens), gen_config.max_new_tokens, cache.config)
         own = CBGenerateManager(self._cb_config)
         own._cb = _WithSampling(self._cb, gen_config.sampling)  # type: ignore[assignment]
         return own

@@ -294,7 +294,7 @@ class TurboQuantServer(Serve):
 
         needed = {self._chat_handler: "messages", self._completion_handler: "prompt", self._response_handler: "input"}
         for handler, field in needed.items():
-            handler._validate_request = _with_checks(handler._validate_request, field)  # type: ignore[method-assign]
+            handler._validate_request = _with_checks(handler._validate_request, field)  # type: ignore
 
 
 def _with_checks(validate: Callable[[dict[str, Any]], Any], needed: str) -> Callable[[dict[str, Any]], Any]:
