@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions
+from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions, takes_other_states
 from .layers.handle import LazyStates, resolve
 from .ops import dispatch
 from .ops.triton import blocks as triton_blocks
@@ -35,7 +35,8 @@ def turboquant_attention(
     """Attention of a transformers module, on the compressed cache where there is one and like sdpa elsewhere.
 
     Args:
-        module: The attention module; `is_causal` is its default for the argument of that name.
+        module: The attention module; its `is_causal` is the default for the argument of that name. Without either,
+            attention is causal unless the module can be given states of other tokens.
         query: `[B, Hq, S, Dk]`.
         key: `[B, Hkv, T, Dk]`: what a cache's `update` returned, or plain states.
         value: `[B, Hkv, T, Dv]`.
@@ -65,7 +66,9 @@ def turboquant_attention(
             'with `attn_implementation="eager"`; the cache works with it.'
         )
     view, key, value = resolve(key, value, module, query, attention_mask)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:  # Mllama's cross-attention does not say that it is not
+        causal = not takes_other_states(module)
     attention_mask = _chosen_by_indexer(module, query, key.shape[2], attention_mask, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)

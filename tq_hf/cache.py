@@ -100,6 +100,11 @@ class TurboQuantCache(DynamicCache):
         self._deferred: TurboQuantLayer | None = None
         self._unchecked: set[int] | None = set()
         """Compressed layers that hold the first prompt; `None` once they were checked for states beyond fp16."""
+        self._updated: tuple[int, int] | None = None
+        """The layer updated last in a call of an encoder-decoder, and its new tokens; `None` where no call is known."""
+        self._is_encoder_decoder = getattr(model_config, "is_encoder_decoder", False) or getattr(
+            model_config.get_text_config(decoder=True), "add_cross_attention", False
+        )
         layers = _layers(model_config, self.config, max_cache_len)
         if isinstance(balance, Balance):
             if not self.config.balance:
@@ -183,6 +188,8 @@ class TurboQuantCache(DynamicCache):
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
                 f"{layer_idx}; make it from this model's own config."
             )
+        if self._updated is not None and not torch.compiler.is_compiling():
+            self._check_alone(layer_idx, key_states.shape[2])
         if self._deferred is not None:
             self._encode_deferred()
         layer: Any = self.layers[layer_idx]
@@ -197,6 +204,27 @@ class TurboQuantCache(DynamicCache):
                 self._unchecked.add(layer_idx)
         return states
 
+    def _check_alone(self, layer_idx: int, tokens: int) -> None:
+        """Refuse cross-attention that updates the layer of the self-attention before it.
+
+        Raises:
+            ValueError: A call updates one layer twice in a row. The cache is what it was before the call then.
+        """
+        assert self._updated is not None
+        (last, new), self._updated = self._updated, (layer_idx, tokens)
+        if last != layer_idx:
+            return
+        self._updated, layer = None, self.layers[layer_idx]
+        if int(layer.get_seq_length()) == new:
+            self.reset()
+        else:
+            layer.crop(-new)
+        raise ValueError(
+            f"Layer {layer_idx} of this cache was given {new} tokens of the decoder, and then {tokens} of the encoder: "
+            "cross-attention needs a cache of its own. Pass `past_key_values=EncoderDecoderCache(TurboQuantCache("
+            "model.config), DynamicCache(config=model.config))` (or a second TurboQuantCache), from transformers."
+        )
+
     def _is_traceable(self, layer_idx: int) -> bool:
         """Whether a graph may hold the update of a layer by one token."""
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
@@ -210,6 +238,8 @@ class TurboQuantCache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""
         # Masks are made before any layer is updated. A compiled step then never finds a deferred prompt.
+        if self._is_encoder_decoder:
+            self._updated = (-1, 0)
         if self._deferred is not None:
             self._encode_deferred()
         if self._unchecked and not (torch.compiler.is_compiling() or is_capturing()):

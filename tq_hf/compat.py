@@ -323,6 +323,11 @@ def _states_taken(kind: type) -> set[str]:
     return {name for name in signature(kind.forward).parameters if name.endswith("_states")}  # type: ignore[attr-defined]
 
 
+def takes_other_states(module: Any) -> bool:
+    """Whether an attention module can be given states of other tokens than those whose queries it computes."""
+    return bool(_states_taken(type(module)) - {"hidden_states"})
+
+
 def attends_to_own_tokens(module: Any) -> bool:
     """Whether queries and keys of an attention module are of the same tokens: not in cross-attention (transformers 5.17
     to 5.24).

@@ -13,6 +13,7 @@ from transformers import (
     Cache,
     DynamicCache,
     EncoderDecoderCache,
+    GPT2Config,
     LlamaConfig,
     MarianConfig,
     MarianMTModel,
@@ -21,6 +22,9 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -195,6 +199,20 @@ def test_text_decides_nothing_of_an_images_keys(tokens: int, room: int | None):
     assert cache.layers[1].get_seq_length() == 104
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_every_token_attends_to_the_whole_image_without_a_mask(tokens: int):
+    """As with "eager": Mllama's module does not say that its cross-attention is not causal."""
+    model, eager = mllama("turboquant"), mllama("eager")
+    module, right = (m.model.language_model.layers[1].cross_attn for m in (model, eager))
+    image, text = torch.randn(1, 104, 64), torch.randn(1, tokens, 64)
+    cache = TurboQuantCache(model.config, residual_length=10**6)
+    with torch.no_grad():
+        expected = right(text, cross_attention_states=image)[0]
+        first = module(text, cross_attention_states=image, **as_input(cache))[0]
+        later = module(text, **as_input(cache))[0]
+    assert difference([first, later], [expected, expected]) < 1e-4
+
+
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_self_attention_of_a_decoder_still_shows_its_queries(name: str):
     model = build(name)
@@ -258,3 +276,90 @@ def test_queries_of_a_decoder_decide_nothing_of_an_encoders_keys_on_a_gpu(
     tokens: int, length: int, padding: int, room: int | None
 ):
     check("bart", length, tokens, room, padding, "cuda")
+
+
+REFUSED = r"given 9 tokens of the decoder, and then 20 of the encoder.*EncoderDecoderCache\(TurboQuantCache\("
+
+
+@pytest.mark.parametrize("room", [None, 64])
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+@pytest.mark.parametrize("name", ["bart", "marian", "t5"])
+def test_one_cache_for_both_attentions_is_refused(name: str, attention: str, room: int | None):
+    """It stays as it was: empty, and good for what the sentence says."""
+    model, inputs = build(name, attention), inputs_of(name, 20)
+    cache = TurboQuantCache(model.config, max_cache_len=room)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED):
+            steps(model, cache, inputs, 9)
+        assert [int(layer.get_seq_length()) for layer in cache.layers] == [0, 0]
+    with pytest.raises(ValueError, match="then 20 of the encoder"):
+        model.generate(**inputs, **as_input(cache), max_new_tokens=2, decoder_start_token_id=0)
+    beside = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+    own = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    assert difference(steps(model, beside, inputs, 9), steps(model, own, inputs, 9)) < 1e-3
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("room", [None, 64])
+def test_a_filled_cache_of_self_attention_alone_is_refused_and_stays(room: int | None, layers: int, monkeypatch):
+    monkeypatch.setitem(BART, "decoder_layers", layers)
+    model, inputs = build("bart"), inputs_of("bart", 20)
+    pair = both(model, room)
+    steps(model, pair, inputs, 9)
+    held = [layer.keys for layer in pair.self_attention_cache.layers]
+    with pytest.raises(ValueError, match=REFUSED):
+        steps(model, pair.self_attention_cache, inputs, 9)
+    assert all(
+        torch.equal(layer.keys, keys) for layer, keys in zip(pair.self_attention_cache.layers, held, strict=True)
+    )
+
+
+@pytest.mark.parametrize("room", [None, 64])
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_a_decoder_of_one_layer_is_not_refused(attention: str, room: int | None, monkeypatch):
+    """Its only layer is updated in every call, and nothing between."""
+    monkeypatch.setitem(BART, "decoder_layers", 1)
+    model, inputs = build("bart", attention), inputs_of("bart", 20)
+    options = dict(max_new_tokens=6, do_sample=False, decoder_start_token_id=0, eos_token_id=None)
+    for more in ({}, dict(num_beams=2), dict(prompt_lookup_num_tokens=2, num_beams=1)):
+        if "prompt_lookup_num_tokens" in more:
+            inputs = {key: x[:1] for key, x in inputs.items()}
+        own = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+        expected = model.generate(**inputs, **options, **more, **as_input(own))
+        ours = EncoderDecoderCache(TurboQuantCache(model.config, max_cache_len=room), DynamicCache(config=model.config))
+        assert torch.equal(model.generate(**inputs, **options, **more, **as_input(ours)), expected)
+
+
+def test_a_compiled_decoder_of_one_layer_is_not_refused(monkeypatch):
+    """Graphs hold the steps of single tokens; calls of several are outside of them."""
+    monkeypatch.setitem(BART, "decoder_layers", 1)
+    model, inputs = build("bart"), inputs_of("bart", 20, batch=1)
+    found = []
+    for forward in (model, torch.compile(model, backend="eager")):
+        cache = EncoderDecoderCache(TurboQuantCache(model.config, max_cache_len=64), DynamicCache(config=model.config))
+        with torch.no_grad():
+            for chunk in ids(1, 13).split([5, 1, 1, 3, 3], 1):
+                out = forward(**inputs, decoder_input_ids=chunk, **as_input(cache))
+        found.append(out.logits)
+    assert difference([found[1]], [found[0]]) < 1e-3
+
+
+def test_a_decoder_of_images_is_not_refused():
+    """The decoder of a VisionEncoderDecoder with its images, and alone as a language model."""
+    sizes = dict(vocab_size=128, n_embd=64, n_layer=2, n_head=2, add_cross_attention=True, is_decoder=True)
+    vision = ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, GPT2Config(**sizes))
+    torch.manual_seed(0)
+    model = VisionEncoderDecoderModel(config).eval()
+    pixels = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    own = EncoderDecoderCache(DynamicCache(config=config.decoder), DynamicCache(config=config.decoder))
+    ours = EncoderDecoderCache(TurboQuantCache(config), TurboQuantCache(config))
+    assert difference(steps(model, ours, pixels, 3), steps(model, own, pixels, 3)) < 1e-3
+    own.reset()
+    for kind in (config, config.decoder):  # GPT-2 itself puts a cache for cross-attention beside one alone
+        assert difference(steps(model, TurboQuantCache(kind), pixels, 3), steps(model, own, pixels, 3)) < 1e-3
+        own.reset()
+    alone = TurboQuantCache(config.decoder)
+    for _ in range(3):
+        model.decoder(ids(1, 2), **as_input(alone))
+    assert alone.get_seq_length() == 6
