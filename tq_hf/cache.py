@@ -93,6 +93,8 @@ class TurboQuantCache(DynamicCache):
         if isinstance(balance, bool):
             overrides["balance"] = balance
         self.config = config_of(preset, overrides)
+        self.last_update: tuple[int, int] | None = None
+        """Index of the layer that was updated last, and the number of tokens."""
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
@@ -125,13 +127,13 @@ class TurboQuantCache(DynamicCache):
             f"tokens, {size})"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "max_cache_len":
-            raise AttributeError(
-                "A TurboQuantCache has no `max_cache_len`; `get_max_length()` tells. (PEFT asks for it in prefix "
-                "tuning to put a cache of its own in this one's place: call such a model without `past_key_values`.)"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def max_cache_len(self) -> int:
+        """Not an attribute of this class: see the message."""
+        raise AttributeError(
+            "A TurboQuantCache has no `max_cache_len`; `get_max_length()` tells. (PEFT asks for it in prefix tuning to "
+            "put a cache of its own in this one's place: call such a model without `past_key_values`.)"
+        )
 
     def __copy__(self) -> TurboQuantCache:
         copied = type(self).__new__(type(self))
@@ -197,7 +199,9 @@ class TurboQuantCache(DynamicCache):
         if not compressed:  # else it sees to it itself
             key_states, value_states = like_held(layer, key_states, value_states)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if compressed and key_states.shape[2] > 1:
+        tokens = key_states.shape[2]
+        self.last_update = layer_idx, tokens
+        if compressed and tokens > 1:
             if layer.store is not None and layer.store.is_deferred:
                 self._deferred = layer
             if self._unchecked is not None:
@@ -261,17 +265,18 @@ class TurboQuantCache(DynamicCache):
             layer.offload()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens.
+        """Remove the last `-tokens_to_remove` tokens of each layer.
 
-        Every layer holds the same tokens afterwards, also if an exception in a forward pass (Ctrl-C, no memory left)
-        left some a call ahead of the others.
+        If an exception in a forward pass (Ctrl-C, no memory left) left some layers a call ahead of the others, at least
+        the tokens of that call are removed, and from the others as many less: layers are as even as before the call.
 
         Raises:
             ValueError: A layer cannot be cropped, or `tokens_to_remove` is no number or positive. Nothing is changed
                 then.
         """
         self._require("crop")
-        crop(self.layers, tokens_to_remove)
+        crop(self.layers, tokens_to_remove, self.last_update)
+        self.last_update = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times.
@@ -317,8 +322,8 @@ class TurboQuantCache(DynamicCache):
                 (`TurboQuantCache(model.config, model=model)`).
 
         Raises:
-            ValueError: The cache is empty, its layers hold different tokens, or its model is not given, has gone or is
-                an encoder-decoder; or `path` is not a place for a file.
+            ValueError: The cache is empty, an exception left some layers a call ahead of others, or its model is not
+                given, has gone or is an encoder-decoder; or `path` is not a place for a file.
             FileNotFoundError: The folder does not exist.
             PermissionError: No file may be written there.
         """

@@ -235,7 +235,7 @@ HOSTILE = {
     ),
     "past": (
         lambda content: edited(content, lambda h: h["__metadata__"].update(version="3")),
-        "reads 6. It was written by no released tq_hf",
+        "reads 7. It was written by no released tq_hf",
     ),
     "endless version": (
         lambda content: edited(content, lambda h: h["__metadata__"].update(version="9" * 5000)),

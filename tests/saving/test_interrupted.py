@@ -53,6 +53,47 @@ def test_an_interrupted_cache_is_not_saved_until_it_is_cropped(tmp_path, room):
         assert torch.equal(*(model(ids, **as_input(one)).logits for one in (loaded, undisturbed)))
 
 
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}, {"skip_layers": (0, 1)}], ids=str)
+@pytest.mark.parametrize("loaded_room", ["saved", None, 500])
+def test_layers_pruned_to_different_lengths_are_saved(tmp_path, options, loaded_room):
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, model=model, **options)
+    with torch.no_grad():
+        model(tokens(350), **as_input(cache))
+        for layer, count in zip(cache.layers, kept := [350, 350, 200, 290], strict=True):
+            if count < 350:
+                layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
+        cache.save(tmp_path / "c.safetensors")
+        loaded = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=loaded_room)
+        assert [int(layer.get_seq_length()) for layer in loaded.layers] == kept
+        for one in (cache, loaded):
+            one.crop(-1)
+        for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
+            length = int(theirs.get_seq_length())
+            assert torch.equal(ours.keys[:, :, :length], theirs.keys[:, :, :length])
+        ids = tokens(5, seed=1)
+        for one in (loaded, cache):
+            assert model(ids, **as_input(one)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("ahead", [1, 20])
+def test_pruned_layers_of_an_interrupted_call_are_not_saved_until_they_are_cropped(tmp_path, ahead):
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, model=model)
+    with torch.no_grad():
+        model(tokens(350), **as_input(cache))
+    for layer, count in zip(cache.layers, (350, 300, 200, 290), strict=True):
+        layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
+    cache.update(*(layer[:, :, :ahead] for layer in (cache.layers[0].keys, cache.layers[0].values)), 0)
+    with pytest.raises(ValueError, match=rf"200 to {350 + ahead}: an exception.*`cache.crop\(-{ahead}\)` makes them"):
+        cache.save(tmp_path / "c.safetensors")
+    cache.crop(-ahead)
+    cache.save(tmp_path / "c.safetensors")
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [350, 300, 200, 290]
+
+
 def test_what_an_encoder_decoder_caches_is_not_saved(tmp_path):
     config = T5Config(
         vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0

@@ -60,7 +60,7 @@ def write() -> None:
 
 
 # Of layer 0: a sink, a token of the packed block and one of the residual; of layer 1: the last token of its window.
-VERSIONS = (6,)
+VERSIONS = (7,)
 PINNED: dict[tuple[str, int, int], list[float]] = {
     ("keys", 0, 1): [-1.351942, -0.799784, -0.549768, 0.978798, 0.785332, -0.293733],
     ("values", 0, 1): [-0.490568, -1.137521, 0.084666, 0.617632, -0.265064, 0.628804],

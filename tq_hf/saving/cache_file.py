@@ -21,12 +21,12 @@ from transformers import PreTrainedConfig
 
 from ..compat import outside_inference_mode
 from ..config import PRESETS, TurboQuantConfig
-from ..layers.rollback import held_lengths
+from ..layers.rollback import held_lengths, tokens_ahead
 from . import fingerprint, safetensors_file
 from .layers import Loader, describe
 
 FORMAT = "tq_hf.cache"
-VERSION = 6
+VERSION = 7
 """Raised whenever a reader of the old version would misread a new file."""
 
 STATE_FIELDS = {
@@ -34,7 +34,7 @@ STATE_FIELDS = {
     "max_cache_len": (int, type(None)),
     "model": dict,
     "batch": int,
-    "tokens": int,
+    "tokens": list,
     "layers": list,
     "tensors": str,
     "notes": dict,
@@ -45,14 +45,13 @@ STATE_FIELDS = {
 def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapping[str, str] | None = None) -> None:
     """Write `cache` to `path`: see `TurboQuantCache.save`. `load_cache` returns `notes`, e.g. the prompt."""
     lengths = held_lengths(cache.layers)
-    tokens = next(iter(lengths.values()), 0)
     if not any(lengths.values()):
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
-    least, most = min(lengths.values()), max(lengths.values())
-    if 0 < least < most:
+    least, most, first = min(lengths.values()), max(lengths.values()), next(iter(lengths.values()))
+    if least and (ahead := tokens_ahead(cache.layers, lengths, cache.last_update)):
         raise ValueError(
             f"The layers hold different numbers of tokens, {least} to {most}: an exception (Ctrl-C, no memory left) "
-            f"ended a forward pass half way. `cache.crop({min(-1, least - tokens)})` makes them even again."
+            f"ended a forward pass half way. `cache.crop({-max(ahead.values())})` makes them even again."
         )
     _check_model(model, "cache.save(path, model)")
     if model.config.is_encoder_decoder:
@@ -79,7 +78,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapp
         "max_cache_len": cache.preallocated_for,
         "model": fingerprint.identify(model),
         "batch": next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith("keys")),
-        "tokens": tokens,
+        "tokens": [lengths.get(index, first) for index in range(len(layers))],
         "layers": layers,
         "tensors": safetensors_file.digest(tensors),
         "notes": dict(notes or {}),
@@ -149,7 +148,9 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
     safetensors_file.check_fields(state, STATE_FIELDS, "The description")
     if not all(isinstance(note, str) for note in state["notes"].values()):
         raise ValueError("Its notes are not all strings: the file is damaged.")
-    for name in ("batch", "tokens", "max_cache_len"):
+    if not all(type(tokens) is int and 0 <= tokens <= safetensors_file.MAX_DIMENSION for tokens in state["tokens"]):
+        raise ValueError("Its `tokens` are not numbers of tokens, one for each layer: the file is damaged.")
+    for name in ("batch", "max_cache_len"):
         if state[name] is not None and not 1 <= state[name] <= safetensors_file.MAX_DIMENSION:
             raise ValueError(f"Its `{name}` is {state[name]}; it must be 1 or more.")
     return state

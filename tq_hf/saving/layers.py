@@ -62,7 +62,7 @@ class Loader:
     def __init__(
         self, kind: Callable[..., Cache], model: Any, config: TurboQuantConfig, state: dict[str, Any], room: int | None
     ) -> None:
-        self.state, tokens, saved_room = state, state["tokens"], state["max_cache_len"]
+        self.state, saved_room, tokens = state, state["max_cache_len"], max(state["tokens"], default=0)
         if saved_room is not None and saved_room < tokens:
             raise ValueError(f"It holds {tokens} tokens in room for {saved_room}: the file is damaged.")
         if room is not None and room < tokens:
@@ -70,11 +70,14 @@ class Loader:
         self.cache = kind(model.config, config, max_cache_len=room)
         names = [layer.get("class") if type(layer) is dict else None for layer in state["layers"]]
         saved_layers = kind(model.config, config, max_cache_len=saved_room).layers
-        if names != [type(layer).__name__ for layer in saved_layers]:
+        if names != [type(layer).__name__ for layer in saved_layers] or len(names) != len(state["tokens"]):
             raise ValueError(
                 "Its layers are not those of a cache of this model (saved with transformers "
                 f"{state['transformers'][:16]}, running {transformers.__version__}). Save it again with this version."
             )
+        counted = zip(self.cache.layers, state["tokens"], strict=True)
+        if len({seen for layer, seen in counted if getattr(layer, "is_sliding", False)}) > 1:  # no press evicts there
+            raise ValueError("Its sliding windows saw different numbers of tokens: the file is damaged.")
         for index, (layer, name) in enumerate(zip(self.cache.layers, names, strict=True)):
             same = type(layer).__name__ == name and (room == saved_room or not hasattr(layer, "max_cache_len"))
             if not same and not _answers(layer):
@@ -86,7 +89,7 @@ class Loader:
 
     def _probed(self, kind: Callable[..., Cache], model: Any, skip_layers: tuple[int, ...]) -> list[tuple[Any, Probe]]:
         """Each layer of the cache, and what a run of the model shows of it."""
-        batch, tokens, room = self.state["batch"], self.state["tokens"], self.state["max_cache_len"]
+        batch, room = self.state["batch"], self.state["max_cache_len"]
         config = TurboQuantConfig(skip_layers=skip_layers)
         rooms = ROOM if room is not None else (None, None)
         first, second = (kind(model.config, config, max_cache_len=most) for most in rooms)
@@ -94,8 +97,8 @@ class Loader:
         with torch.no_grad(), record(first) as calls:
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **as_input(first))
         probed = []
-        layers: Any = zip(self.cache.layers, first.layers, second.layers, calls, strict=True)
-        for index, (layer, probe, other, own) in enumerate(layers):
+        layers: Any = zip(self.cache.layers, first.layers, second.layers, calls, self.state["tokens"], strict=True)
+        for index, (layer, probe, other, own, tokens) in enumerate(layers):
             if _answers(layer):
                 if not own:
                     raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")

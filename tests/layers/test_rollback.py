@@ -1,0 +1,119 @@
+"""Taking tokens back from layers that hold different numbers of them, on purpose or because a call was interrupted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.support.helpers import assert_same, llama_config, states
+from tests.support.tiny_models import VOCAB, build
+from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
+
+UNEVEN = (600, 400, 200)
+kinds = pytest.mark.parametrize(
+    "options", [{}, {"max_cache_len": 900}, {"skip_layers": (0, 1)}], ids=["growing", "preallocated", "dense"]
+)
+
+
+def lengths(cache) -> list[int]:
+    return [int(layer.get_seq_length()) for layer in cache.layers]
+
+
+def uneven(kind, tokens=UNEVEN, **options):
+    cache = kind(config=llama_config(3)) if kind is DynamicCache else kind(llama_config(3), **options)
+    for layer, count in enumerate(tokens):
+        cache.update(*states(layer, 2, tokens=count), layer)
+    return cache
+
+
+def pruned(**options):
+    """600 tokens of all layers, pruned by assignment after the call."""
+    cache = uneven(TurboQuantCache, (600,) * 3, **options)
+    for layer, count in zip(cache.layers, UNEVEN, strict=True):
+        layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
+    return cache
+
+
+@kinds
+@pytest.mark.parametrize(
+    "make", [lambda **options: uneven(TurboQuantCache, **options), pruned], ids=["built", "pruned"]
+)
+@pytest.mark.parametrize("more", [(), (1,), (20, 1)], ids=str)
+def test_a_crop_takes_as_many_tokens_from_each_layer(make, options, more):
+    cache, expected = make(**options), uneven(DynamicCache)
+    for each in (cache, expected):
+        for tokens in more:
+            for layer in range(3):
+                each.update(*states(9, 2, tokens=tokens), layer)
+    for tokens in (0, -1, -30, -1000):
+        cache.crop(tokens)
+        expected.crop(tokens)
+        assert lengths(cache) == lengths(expected)
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("crop", [0, -1, -20, -50])
+def test_a_call_that_an_exception_ended_is_taken_back_from_uneven_layers(options, tokens, crop):
+    """And no more than it, if no more is asked for; a second crop takes from each layer again."""
+    cache, undisturbed = (uneven(TurboQuantCache, **options) for _ in range(2))
+    for layer in range(2):
+        cache.update(*states(9, 2, tokens=tokens), layer)
+    cache.crop(crop)
+    undisturbed.crop(min(0, crop + tokens))
+    for _ in range(2):
+        for ours, theirs in zip(cache.layers, undisturbed.layers, strict=True):
+            assert int(ours.get_seq_length()) == int(theirs.get_seq_length())
+            assert_same(*((layer.keys, layer.values) for layer in (ours, theirs)))
+        cache.crop(-3)
+        undisturbed.crop(-3)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_layers_that_were_evened_out_are_not_taken_for_interrupted_again(copy):
+    cache = uneven(TurboQuantCache, (300, 300, 300))
+    cache.update(*states(9, 2, tokens=20), 0)
+    if copy:
+        cache = cache.__deepcopy__({})
+    cache.crop(0)
+    cache.crop(-1)
+    assert lengths(cache) == [299] * 3
+
+
+def test_a_compiled_step_that_an_exception_ended_is_taken_back():
+    """Nothing notes its updates: it leaves the first layers one token ahead, with counts on the device."""
+    cache = uneven(TurboQuantCache, (300, 300, 300), max_cache_len=400)
+    cache.layers[0].update(*states(9, 2, tokens=1))
+    assert lengths(cache) == [301, 300, 300]
+    cache.crop(0)
+    assert lengths(cache) == [300, 300, 300]
+
+
+@pytest.mark.parametrize("limit", [None, 600])
+def test_prompt_lookup_on_pruned_layers_answers_as_steps_do(limit):
+    """Layers are pruned in the call of the prompt, by the same tokens whatever candidates come with it (PyramidKV)."""
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 10)
+    kept, steps, answers = (350, 300, 200, 100), [], []
+
+    def prune(module, args, kwargs, output):
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        if output[0].shape[1] >= 400:
+            layer.keys, layer.values = (
+                torch.cat([x[:, :, : kept[module.layer_idx]], x[:, :, 350:]], 2) for x in (layer.keys, layer.values)
+            )
+        elif module.layer_idx == 0:
+            steps.append(output[0].shape[1])
+
+    hooks = [block.self_attn.register_forward_hook(prune, with_kwargs=True) for block in model.model.layers]
+    for options in ({}, {"prompt_lookup_num_tokens": 3}):
+        cache = TurboQuantCache(model.config, "k8v4", max_cache_len=limit)
+        generate = dict(max_new_tokens=12, do_sample=False, **as_input(cache), disable_compile=True)
+        answers.append(model.generate(ids, **generate, **options))
+        assert lengths(cache) == [count + 61 for count in kept]
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(*answers) and max(steps) > 1
