@@ -69,13 +69,13 @@ BUDGETS = {
         "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
-        "layers": 1285,  # keys and values that are assigned (eviction); what is told of a prompt is worked out once
+        "layers": 1330,  # gradients that are lost; keys and values that are assigned (eviction); what is told of a prompt is worked out once
         "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
         "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,
-        "attention": 260,  # masks of the user's own beside empty room and sliding windows
+        "attention": 285,  # gradients that are lost; masks of the user's own beside empty room and sliding windows
         "memory": 110,
         "balance": 120,
         "auto": 220,
