@@ -67,9 +67,9 @@ BUDGETS = {
     "tq_hf": {
         "tools": 1820,  # models that need their padding token are estimated, layers filled in an unknown way refused
         "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
-        "graph_decoding": 520,
+        "graph_decoding": 530,  # stop strings
         "saving": 945,  # states that a model gives the layer itself
-        "layers": 1330,  # gradients that are lost; keys and values that are assigned (eviction); what is told of a prompt is worked out once
+        "layers": 1330,  # lost gradients; keys and values that are assigned (eviction); advice on a prompt
         "stores": 1185,  # counts of a prompt are written with its rows; where its tokens go is worked out once
         "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
@@ -80,7 +80,7 @@ BUDGETS = {
         "balance": 120,
         "auto": 220,
         "config": 250,
-        "compat": 330,  # a capture that failed is ended; where an offloaded model takes its inputs
+        "compat": 335,  # a capture that failed is ended; inputs of offloaded models; a dropped tokenizer
         "__init__": 60,
     },
 }

@@ -58,7 +58,7 @@ class _NoBackward(torch.autograd.Function):
 
 def without_backward(states: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     """`states`, a new tensor made without gradients, as a function of `sources` that raises in a backward pass."""
-    return _NoBackward.apply(states, *sources)  # type: ignore[no-untyped-call]
+    return _NoBackward.apply(states, *sources)
 
 
 class Handle:
