@@ -440,8 +440,11 @@ def asked_by_prefill() -> bool:
 
 def arguments_of_generate() -> dict[str, Any]:
     """The local variables of `generate()`, for a loop that it calls: it does not pass on `streamer`, `assistant_model`
-    and `synced_gpus` (transformers 5.17 to 5.24)."""
-    return sys._getframe(2).f_locals
+    and `synced_gpus`, and drops `tokenizer`, which the frame of its `torch.no_grad` still has (transformers 5.17 to
+    5.24, torch 2.9 to 2.15)."""
+    frame = sys._getframe(2)
+    given = None if frame.f_back is None else frame.f_back.f_locals.get("kwargs")
+    return {"tokenizer": given.get("tokenizer") if isinstance(given, dict) else None, **frame.f_locals}
 
 
 def prefill(model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> tuple[Any, Any]:

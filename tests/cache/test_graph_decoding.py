@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, LogitsProcessor, StoppingCriteria, WatermarkingConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    WatermarkingConfig,
+)
 
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache, graph_decoding
@@ -128,11 +136,23 @@ def test_a_streamer_gets_every_token_once(model) -> None:
     options = dict(**GREEDY, pad_token_id=0)
     ids = model.generate(**inputs, **options, **as_input(DynamicCache(config=model.config)))
     end = int(ids[0, 150 + 6])
-    for streamer, loop in ((plain, {"streamer": plain}), (streamed, {"custom_generate": graph_decoding})):
+    for streamer, loop in ((plain, {}), (streamed, {"custom_generate": graph_decoding})):
         cache = TurboQuantCache(model.config, max_cache_len=ROOM)
-        extra = {} if streamer is plain else {"token_streamer": streamer}
-        model.generate(**inputs, **as_input(cache), eos_token_id=end, **options, **loop, **extra)
+        model.generate(**inputs, **as_input(cache), eos_token_id=end, streamer=streamer, **options, **loop)
     assert streamed == plain
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_stop_strings_end_an_answer_beside_their_tokenizer(model, several) -> None:
+    backend = Tokenizer(models.WordLevel({chr(code): code for code in range(VOCAB)}, unk_token="?"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", pad_token="\0")
+    (free, _), _ = both(model, prompt(model, batch=1), **GREEDY)
+    string = "".join(map(chr, free[0, 150 + 7 : 150 + 9]))
+    options = dict(stop_strings=["never there", string] if several else string, tokenizer=tokenizer)
+    (expected, plain), (tokens, cache) = both(model, prompt(model, batch=1), **GREEDY, **options)
+    assert torch.equal(tokens, expected) and tokens.shape[1] <= 150 + 9
+    assert same_caches(cache, plain)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +173,7 @@ def test_a_streamer_gets_every_token_once(model) -> None:
         (dict(use_mtp=True), "assisted generation"),
         (dict(use_cache=False), "use_cache"),
         (dict(synced_gpus=True), "synced_gpus"),
-        (dict(streamer=Streamed()), "token_streamer"),
+        (dict(stop_strings=["ab"]), "`stop_strings` .'ab'. came without a tokenizer"),
         (dict(return_dict_in_generate=True, output_attentions=True), "output_attentions"),
     ],
 )

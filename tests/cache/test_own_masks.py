@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.support.kernel_cases import child
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
 from tq_hf.compat import as_input
@@ -23,8 +22,6 @@ model_of = lru_cache(lambda name, attention: _built(name, attention))
 generator = torch.Generator().manual_seed(0)
 PROMPT = torch.randint(3, VOCAB, (2, HELD), generator=generator)
 MORE = torch.randint(3, VOCAB, (2, 4), generator=generator)
-
-test_under_the_interpreter = child(__file__)
 
 
 def _built(name, attention):

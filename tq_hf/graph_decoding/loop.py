@@ -21,7 +21,7 @@ import torch
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as processors
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import TurboQuantCache
@@ -71,7 +71,7 @@ def graph_decoding(
     logits_processor: Any,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    token_streamer: BaseStreamer | None = None,
+    stop_strings: str | list[str] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Greedy search or sampling on a preallocated cache; `generate()` calls it with what it has prepared.
@@ -85,14 +85,13 @@ def graph_decoding(
         model: A decoder with `attn_implementation="turboquant"` (another works too, but reads dense states).
         input_ids: `[B, T]` int64.
         logits_processor: As for any loop of transformers.
-        stopping_criteria: Likewise. For `stop_strings`, whose `tokenizer` transformers does not hand on either, pass
-            `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+        stopping_criteria: Likewise.
         generation_config: Likewise; `disable_compile` and `compile_config` are heeded, but for the compiler's own CUDA
             graphs, which cannot be captured again. Of one sequence
             `CompileConfig(options={"coordinate_descent_tuning": True})` makes a step 11 to 15% shorter, and the first
             call half a minute longer (8B, H200): the compiler then writes products with one row itself, and tunes them.
-        token_streamer: Gets each token, a step late. `generate(streamer=...)` is not passed on by transformers 5.17 to
-            5.24 to loops of others: give it as `generate(..., token_streamer=streamer)`.
+        stop_strings: As of `generate()`, with its `tokenizer`. Those of a generation config transformers refuses: it
+            looks for the tokenizer that it has dropped.
         **model_kwargs: Inputs of the model, `past_key_values` among them.
 
     Returns:
@@ -101,31 +100,41 @@ def graph_decoding(
     Raises:
         ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, or the call
             asks for another way of decoding than greedy search and sampling (beams, an assistant, contrastive search),
-            for `synced_gpus`, attentions or hidden states; or a step would be captured over several devices.
+            for `synced_gpus`, attentions or hidden states; or a step would be captured over several devices; or
+            `stop_strings` come without a tokenizer.
     """
     check_ground("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
-    cache = _check(model, generation_config, model_kwargs, arguments_of_generate())
-    if token_streamer is not None:
-        token_streamer.put(input_ids.cpu())
+    arguments = arguments_of_generate()
+    cache = _check(model, generation_config, model_kwargs, arguments)
+    if stop_strings is not None:
+        stop = _stop_at(stop_strings, arguments["tokenizer"])
+        stopping_criteria = StoppingCriteriaList([*stopping_criteria, stop])
     outputs, model_kwargs = prefill(model, input_ids, generation_config, model_kwargs)
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
     del outputs
-    loop = _Loop(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, token_streamer)
+    streamer = arguments.get("streamer")
+    loop = _Loop(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     with optimized_for_decode(model):
         return loop.run(logits, model_kwargs)
 
 
-def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], arguments: dict[str, Any]) -> TurboQuantCache:
-    if arguments.get("streamer") is not None:
+def _stop_at(strings: str | list[str], tokenizer: Any) -> StopStringCriteria:
+    if tokenizer is None:
         raise ValueError(
-            "transformers does not hand `streamer` on to a loop of one's own. Pass it as `token_streamer=` instead."
+            f"`stop_strings` {strings!r} came without a tokenizer. Pass `tokenizer=` to `generate()` beside them, or "
+            "`stopping_criteria=[StopStringCriteria(tokenizer, strings)]`."
         )
+    return StopStringCriteria(tokenizer, strings)
+
+
+def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], arguments: dict[str, Any]) -> TurboQuantCache:
     cache = inputs.get(CACHE_NAME)
     advice = "Leave out `custom_generate`, or "
     if model.config.is_encoder_decoder:
         raise ValueError("`graph_decoding` does not take encoder-decoder models. Leave out `custom_generate`.")
     if not isinstance(cache, TurboQuantCache) or not cache.is_compileable:
-        came = type(cache).__name__ + (" without `max_cache_len`" if isinstance(cache, TurboQuantCache) else "")
+        came = "none" if cache is None else type(cache).__name__
+        came += " without `max_cache_len`" if isinstance(cache, TurboQuantCache) else ""
         raise ValueError(
             f"`graph_decoding` needs a preallocated cache, but got {came}. Pass "
             "`past_key_values=TurboQuantCache(model.config, max_cache_len=...)`."

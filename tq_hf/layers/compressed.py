@@ -79,6 +79,8 @@ class TurboQuantLayer(FullAttentionLayer):
         """Whether the last eager call was seen to do nothing with the states but hand them to attention."""
         self._assigned: dict[str, torch.Tensor] | None = None
         """Keys or values that were assigned, until the others are."""
+        self._had_gradients = False
+        """Whether keys or values of an earlier call had gradients, which are lost."""
         self.prompt: KeyValue | None = None
         """A first prompt as it came, while hooks of the attention module that read it run."""
 
@@ -182,11 +184,22 @@ class TurboQuantLayer(FullAttentionLayer):
         if torch.compiler.is_compiling():
             return self._compiled_states(view)
         handle = Handle(self, view)
+        if torch.is_grad_enabled():
+            handle.sources = self._lost(view, key_states, value_states)
         if self.reads_packed:
             return handle.lazy((self._nan, self._nan))
         if key_states.shape[2] == 1 and self._nan.is_cuda:
             advice.of_dequantized_steps(view.tensors.layout, self._may_read_packed())
-        return handle.attached(self.dense(view))
+        return handle.attached(handle.dense())
+
+    def _lost(self, view: StoreView | StepView, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a later call would have gradients for and does not: its `states` that the store has copied, and a
+        stand-in for those of earlier calls. A long call reads its own states, with their gradients."""
+        sources = tuple(part for part in states if part.requires_grad)
+        earlier, self._had_gradients = self._had_gradients, self._had_gradients or bool(sources)
+        if earlier:
+            return *sources, torch.zeros((), requires_grad=True)
+        return () if isinstance(view, StoreView) and view.new is not None else sources
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:
         """Make a store and append the first tokens; no store if that fails."""
@@ -204,6 +217,7 @@ class TurboQuantLayer(FullAttentionLayer):
         """What a first call returns: its own states."""
         keys, values = states
         handle = Handle(self, view, states)
+        self._had_gradients = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         # Aliases: a handle on the very tensors that it holds would keep itself alive.
         if self._may_read_packed():
             return handle.lazy(states)
@@ -337,7 +351,7 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store = self.store.reset()
         self.is_initialized = self.store is not None
         self.reader, self.is_untouched, self.needs_queries = None, False, True
-        self._assigned = None
+        self._assigned, self._had_gradients = None, False
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:

@@ -13,6 +13,7 @@ learns that the model does so. A compiler cannot trace lazy tensors; see `TurboQ
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,28 @@ class Owner(Protocol):
         """Tokens of these states."""
 
 
+class _NoBackward(torch.autograd.Function):
+    """The first argument, whose gradient is not known. It is a new tensor without history."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(states)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "A TurboQuantCache is for inference: gradients of keys and values after the first call are lost, and this "
+            "backward pass goes through a later call. Compute the loss in one call without a cache (`use_cache=False`) "
+            "or, to read a prompt once, over a `DynamicCache`."
+        )
+
+
+def without_backward(states: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`states`, a new tensor made without gradients, as a function of `sources` that raises in a backward pass."""
+    return _NoBackward.apply(states, *sources)
+
+
 class Handle:
     """What a layer holds, for one call of the model.
 
@@ -52,6 +75,8 @@ class Handle:
     """Whether the model computed with the states."""
     written = False
     """Whether it wrote to them, so that attention reads them and not the store."""
+    sources: tuple[torch.Tensor, ...] = ()
+    """What the states would have gradients for, if those were not lost: see `without_backward`."""
 
     def __init__(self, layer: Owner, view: StoreView | StepView, states: KeyValue | None = None) -> None:
         self.layer = layer
@@ -89,8 +114,16 @@ class Handle:
         self.touched = True
         self.layer.is_untouched = False
         if self._states is None:
-            self._states = self.layer.dense(self.view)
+            self._states = self.dense()
         return self._states
+
+    def dense(self) -> KeyValue:
+        """The keys and values, dequantized anew."""
+        if not self.sources:
+            return self.layer.dense(self.view)
+        with torch.no_grad():
+            keys, values = self.layer.dense(self.view)
+        return without_backward(keys, self.sources), without_backward(values, self.sources)
 
 
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
