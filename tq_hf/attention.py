@@ -59,11 +59,7 @@ def turboquant_attention(
         return _attend_outside_of_graphs(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
-    if kwargs.pop("sinks", None) is not None:
-        raise ValueError(
-            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
-            'with `attn_implementation="eager"`; the cache works with it.'
-        )
+    _refuse_sinks(module, kwargs)
     view, key, value = resolve(key, value, module, query, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     attention_mask = _chosen_by_indexer(module, query, key.shape[2], attention_mask, causal, kwargs)
@@ -98,6 +94,15 @@ def turboquant_attention(
 def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attention over what an update outside of graphs returned."""
     return turboquant_attention(*args, **kwargs)
+
+
+def _refuse_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise a `ValueError` if sink logits by query are among `kwargs`."""
+    if kwargs.pop("sinks", None) is not None:
+        raise ValueError(
+            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
+            'with `attn_implementation="eager"`; the cache works with it.'
+        )
 
 
 def _check_compressed(module: torch.nn.Module, dropout: float) -> None:
