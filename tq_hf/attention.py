@@ -60,11 +60,7 @@ def turboquant_attention(
         return _attend_outside_of_graphs(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
-    if kwargs.pop("sinks", None) is not None:
-        raise ValueError(
-            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
-            'with `attn_implementation="eager"`; the cache works with it.'
-        )
+    _refuse_sinks(module, kwargs)
     view, key, value = resolve(key, value, module, query, attention_mask)
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None:  # Mllama's cross-attention does not say that it is not
@@ -131,6 +127,15 @@ def _attend_with_gradients(
 def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attention over what an update outside of graphs returned."""
     return turboquant_attention(*args, **kwargs)
+
+
+def _refuse_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise a `ValueError` if sink logits by query are among `kwargs`."""
+    if kwargs.pop("sinks", None) is not None:
+        raise ValueError(
+            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
+            'with `attn_implementation="eager"`; the cache works with it.'
+        )
 
 
 def _check_compressed(module: torch.nn.Module, dropout: float) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
-from tests.support.helpers import CPU
 from tq_hf import PRESETS, TurboQuantConfig
-from tq_hf.codec.codebook import levels
 
 VLLM_SLOT_BYTES = {
     # head_dim: bytes per token and KV head of vLLM's backend
@@ -17,37 +16,20 @@ VLLM_SLOT_BYTES = {
     "k3v4_nc": {64: 62, 128: 118, 256: 230},
     "3bit_nc": {64: 54, 128: 102, 256: 198},
 }
-PRESET_BITS = {
-    "k8v4": (8, 4),
-    "4bit_nc": (4, 4),
-    "3.5bit_nc": (4, 3),
-    "k3v4_nc": (3, 4),
-    "3bit_nc": (3, 3),
-    "2.5bit_nc": (3, 2),
-    "2bit_nc": (2, 2),
-}
 
 
-def test_presets_are_the_documented_ones_and_know_their_names():
-    assert list(PRESETS) == list(PRESET_BITS)
-    assert all(config.preset == name for name, config in PRESETS.items())
-
-
-@pytest.mark.parametrize("name", PRESET_BITS)
-def test_preset_has_its_bits(name):
-    config = TurboQuantConfig.from_preset(name)
-    assert (config.key_bits, config.value_bits) == PRESET_BITS[name]
-    assert config == PRESETS[name]
-
-
-@pytest.mark.parametrize("name", ["3.5bit_nc", "2.5bit_nc"])
-def test_half_bit_presets_average_to_their_name(name):
+@pytest.mark.parametrize("name", PRESETS)
+def test_names_of_presets_say_their_bits(name):
+    """Of keys and values, or on average; an odd bit is the keys'."""
     config = PRESETS[name]
-    assert (config.key_bits + config.value_bits) / 2 == float(name.removesuffix("bit_nc"))
-    assert config.key_bits > config.value_bits
+    if by_kind := re.match(r"k(\d)v(\d)", name):
+        assert (config.key_bits, config.value_bits) == tuple(map(int, by_kind.groups()))
+    else:
+        assert (config.key_bits + config.value_bits) / 2 == float(name.removesuffix("bit_nc"))
+        assert config.key_bits - config.value_bits in (0, 1)
 
 
-@pytest.mark.parametrize("name", PRESET_BITS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets_share_the_quality_recipe(name):
     config = PRESETS[name]
     assert (config.residual_length, config.sink_tokens, config.skip_layers, config.seed) == (128, 4, (), 0)
@@ -60,25 +42,16 @@ def test_slot_is_no_larger_than_vllms(name, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("name", PRESET_BITS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_slot_is_codes_and_two_fp16_scales(name, dim):
-    key_bits, value_bits = PRESET_BITS[name]
-    assert PRESETS[name].layout(dim).slot_bytes == dim * (key_bits + value_bits) // 8 + 4
+    config = PRESETS[name]
+    assert config.layout(dim).slot_bytes == dim * (config.key_bits + config.value_bits) // 8 + 4
 
 
-@pytest.mark.parametrize("name", PRESET_BITS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_block_is_slots_and_a_key_mean(name):
     layout = PRESETS[name].layout(128)
     assert layout.block_bytes == 128 * layout.slot_bytes + 2 * 128
-
-
-@pytest.mark.parametrize("name", PRESET_BITS)
-def test_levels_are_those_of_the_bits(name):
-    config = PRESETS[name]
-    assert (config.key_bits, config.value_bits) == PRESET_BITS[name]
-    assert [len(levels(bits, CPU)) for bits in PRESET_BITS[name]] == [
-        {2: 8, 8: 256}.get(bits, 16) for bits in PRESET_BITS[name]
-    ]
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,9 @@ class LayerTensors:
     def from_arguments(cls, config: TurboQuantConfig, tensors: Sequence[torch.Tensor]) -> LayerTensors:
         """The layer whose `arguments()` these are."""
         sink_keys, sink_values, ring_keys, ring_values, *channel_scales = tensors[:6]
-        key_words, value_words, scales, *means = tensors[6:]
+        key_words, value_words, scales, key_means = tensors[6:]
         layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
-        means_or_none = means[0] if means else None
-        blocks = PackedBlocks(layout, key_words, value_words, scales, means_or_none, ChannelScales(*channel_scales))
+        blocks = PackedBlocks(layout, key_words, value_words, scales, key_means, ChannelScales(*channel_scales))
         return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))
 
 

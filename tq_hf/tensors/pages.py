@@ -117,7 +117,8 @@ class LayerPages:
         empty = page.new_empty(0).view(torch.int32)
         ring = ring_pages(config, layout, dtype)
         scales = (ones.keys[0], ones.values[0])
-        tensors = Pages(empty, empty, empty, None, dense, *scales, *layout.bits, config.sink_tokens, ring)
+        words = (empty, empty, empty, empty.view(torch.float16))
+        tensors = Pages(*words, dense, *scales, *layout.bits, config.sink_tokens, ring)
         return cls(config, layout, tensors, states.unflatten(-1, (2, BLOCK_TOKENS, head_dim)))
 
     def with_channel_scales(self, channel_scales: ChannelScales) -> LayerPages:
@@ -144,8 +145,8 @@ class LayerPages:
         """A copy of the packed blocks of `pages` `[n]`, as n blocks of one sequence, a head's one behind the other."""
         heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
         # `index_select` of a view whose pages are not the first dimension would copy the pool.
-        fields = (field[pages, heads][None] for field in self.tensors[:4])
-        return PackedBlocks(self.layout, *fields, self.channel_scales)
+        key_words, value_words, scales, key_means = (field[pages, heads][None] for field in self.tensors[:4])
+        return PackedBlocks(self.layout, key_words, value_words, scales, key_means, self.channel_scales)
 
     def write_packed(self, pages: torch.Tensor, blocks: PackedBlocks) -> None:
         """Write n blocks of one sequence to `pages` `[n]`."""
