@@ -54,10 +54,10 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 
 BUDGETS = {
     "tq_kernels": {
-        "decode": 2610,  # channels in parts, four warps for wide heads; what was measured and not taken
+        "decode": 2580,  # channels in parts, four warps for wide heads; what was measured and not taken
         "prefix": 1630,  # values of wide heads in two launches
         "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
-        "turing": 960,
+        "turing": 955,
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
         "types": 317,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 110,
