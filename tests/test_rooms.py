@@ -53,10 +53,15 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
 
 BUDGETS = {
     "tq_kernels": {
-        "decode": 2610,  # channels in parts, four warps for wide heads; what was measured and not taken
+        "decode": 2580,  # channels in parts, four warps for wide heads; what was measured and not taken
         "prefix": 1630,  # values of wide heads in two launches
+<<<<<<< HEAD
         "codec": 2155,  # trellis codes of two words in a register; a launch checks that queries are of the same tokens
         "turing": 960,
+=======
+        "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
+        "turing": 955,
+>>>>>>> refs/heads/kernels
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
         "types": 314,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 105,
@@ -66,16 +71,16 @@ BUDGETS = {
     "tq_hf": {
         "tools": 1970,  # a sweep says how long it takes; a served request is checked before anything is read
         "batching": 2015,  # which requests failed, and why; cancelled requests; what models of 5.24 call
-        "graph_decoding": 525,
-        "saving": 940,  # states that a model gives the layer itself
-        "layers": 1215,  # keys and values that are assigned; queries of the same tokens; columns of empty room
+        "graph_decoding": 535,  # stop strings, with the tokenizer that generate() drops
+        "saving": 945,  # layers that are uneven on purpose
+        "layers": 1290,  # rollback of uneven layers; lost gradients; keys and values that are assigned
         "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
         "ops": 2180,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 835,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
-        "cache": 425,  # layers and refusals as functions
-        "attention": 280,  # masks of the user's own beside empty room and sliding windows
-        "memory": 110,
+        "cache": 460,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
+        "attention": 310,  # lost gradients; masks of the user's own beside empty room and sliding windows
+        "memory": 105,
         "balance": 116,
         "config": 210,
         "compat": 470,  # names of transformers that each way stands on; whose queries are of the same tokens

@@ -396,6 +396,9 @@ def test_a_row_is_not_lost_when_attention_fails(store, monkeypatch):
 
 POINTERS = {
     *(
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "packed_blocks",
         "query",
         "rotation",
         "channel_scales",

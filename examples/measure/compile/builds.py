@@ -25,7 +25,7 @@ from tq_kernels.decode.append import (
     rotate_and_append_single,
 )
 from tq_kernels.decode.plan import Plan, plan_decode
-from tq_kernels.decode.reduce import reduce_splits, reduce_splits_paged
+from tq_kernels.decode.reduce import reduce_splits
 from tq_kernels.decode.reorder import PIECE_WORDS, TENSORS, reorder_sequences
 from tq_kernels.decode.rotate import rotate_query
 from tq_kernels.decode.split import decode_split_paged
@@ -188,8 +188,8 @@ def build_reduce(
 ) -> Compiled:
     """`reduce_splits`."""
     p = plan(arch, *bits, dim=dim, batch=batch, heads=heads)
-    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", *["i32"] * 13]
-    return build(reduce_splits, types, p.reduce_constants, arch, num_warps=p.reduce_warps)
+    types = ["*fp32", "*i32", "*i32", "*i32", "*fp16", "*fp16", "*fp32", f"*{dtype}", *[None] * 3, *["i32"] * 13, None]
+    return build(reduce_splits, types, (*p.reduce_constants, 0, False), arch, num_warps=p.reduce_warps)
 
 
 def place(preset: str, dim: int) -> tuple[int, int, int, int]:
@@ -234,9 +234,9 @@ def build_small(arch: int, dim: int = 128) -> list[Any]:
         num_warps=1,
     )
     reduce = build(
-        reduce_splits_paged,
-        ["*fp32", "*fp16", "*fp16", "*fp32", "*i32", "*i32", "*i32", "*fp16", *["i32"] * 9],
-        (True, *where[:2], SEQUENCES, *p.reduce_constants),
+        reduce_splits,
+        ["*fp32", *[None] * 3, "*fp16", "*fp16", "*fp32", "*fp16", *["*i32"] * 3, *["i32"] * 14],
+        (*p.reduce_constants, SEQUENCES, True),
         arch,
         num_warps=p.reduce_warps,
     )

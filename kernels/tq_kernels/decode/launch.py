@@ -93,7 +93,7 @@ class Step(NamedTuple):
         )  # fmt: skip
         call_reduce(
             *plan.reduce_grid, stream, *fixed_reduce, scratch, num_blocks, num_residual, num_sinks, *of_outputs,
-            s_aux, out, *of_reduce,
+            s_aux, out, None, None, None, *of_reduce,
         )  # fmt: skip
 
 
@@ -299,8 +299,8 @@ class DecodeLaunch:
             first=(*first, *constants),
             split=(before_mask, (*after_mask, *split_constants)),
             reduce=(
-                *heads, *tiles, plan.workers, *slots, *out.stride()[:3],
-                *plan.reduce_constants,
+                *heads, *tiles, plan.workers, *slots, *out.stride()[:3], None,
+                *plan.reduce_constants, 0, False,
             ),
             launchers=[],
         )  # fmt: skip

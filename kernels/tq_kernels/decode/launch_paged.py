@@ -22,10 +22,10 @@ from ..turing.split import decode_split_paged_fragments
 from ..types import AttentionOptions, Pages, Sequences, Tokens
 from .append import TAIL_ROWS, append_tails, rotate_and_append_single
 from .plan import Plan, plan_decode
-from .reduce import reduce_splits_paged
+from .reduce import reduce_splits
 from .split import decode_split_paged
 
-ROTATE, REDUCE = Kernel(rotate_and_append_single), Kernel(reduce_splits_paged)
+ROTATE, REDUCE = Kernel(rotate_and_append_single), Kernel(reduce_splits)
 SPLIT, SPLIT_FRAGMENTS = Kernel(decode_split_paged), Kernel(decode_split_paged_fragments)
 ENCODE, APPEND = Kernel(encode_completed), Kernel(append_tails)
 
@@ -117,25 +117,18 @@ def attend_single(
         **dependent,
     )  # fmt: skip
     aux = scratch if options.s_aux is None else options.s_aux
-    constants = (fill, pages.sinks, pages.ring_rows, block_b, *plan.reduce_constants)
+    constants = (*plan.reduce_constants, block_b, fill)
     REDUCE(
         plan.reduce_grid,
-        (
-            scratch,
-            rotations[1],
-            pages.value_channel_scales,
-            aux,
-            sequences.cu_seqlens_q,
-            sequences.cu_seqlens_k,
-            sequences.packed,
-            out,
-        ),
-        (total, count, kv_heads, groups, plan.row_tiles, plan.tile_rows, plan.workers, at.lse, at.partial),
+        (scratch, None, None, None, rotations[1], pages.value_channel_scales, aux, out,
+         sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.packed),
+        (groups, total, kv_heads, plan.row_tiles, plan.streams, plan.tile_rows, plan.workers, at.lse, at.partial,
+         plan.dense_splits, 0, query_heads * dim, dim, count),
         constants,
         (constants, out.dtype, aux.dtype, device.index),
         num_warps=plan.reduce_warps,
         **dependent,
-    )
+    )  # fmt: skip
 
 
 def encode_new_blocks(

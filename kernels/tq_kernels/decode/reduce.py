@@ -17,7 +17,6 @@ from ..common.schedule import (
     counted,
     dense_jobs,
     dense_jobs_of,
-    dense_slots,
     holder,
     lengths,
     packed_of,
@@ -104,112 +103,88 @@ def merge_row(slots, row, packed, dense, rotation, sign, factor, s_aux, C: tl.co
 
 @triton.jit(
     do_not_specialize=(
-        "rows queries kv_heads row_tiles streams tile_rows workers lse_at partial_at dense_splits out_b out_s out_h"
+        "rows queries kv_heads row_tiles streams tile_rows workers lse_at partial_at dense_splits out_b out_s out_h "
+        "count"
     ).split()
 )
 def reduce_splits(
     scratch,
-    num_blocks,  # [] int32
+    num_blocks,  # [] int32; this and the next two are None for sequences over pages
     num_residual,  # [] int32
     num_sinks,  # [] int32
     rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    channel_scales,  # [B * Hkv, DV] fp16
+    channel_scales,  # [B * Hkv, DV] fp16; over pages [Hkv, DV]
     s_aux,  # [Hq], any float dtype
-    out,  # [B, S, Hq, DV], last dimension contiguous
-    rows, queries, kv_heads, row_tiles, streams, tile_rows, workers, lse_at, partial_at,
+    out,  # [B, S, Hq, DV], last dimension contiguous; over pages B is 1 and S all new tokens
+    cu_seqlens_q,  # [sequences + 1] int32 over pages, or None, like the next two
+    cu_seqlens_k,  # [sequences + 1] int32
+    packed_blocks,  # [sequences] int32
+    rows,  # G * S; over pages G
+    queries,  # S
+    kv_heads, row_tiles, streams, tile_rows, workers, lse_at, partial_at,
     dense_splits,  # as in `decode_split`
-    out_b, out_s, out_h, DV: tl.constexpr, DVP: tl.constexpr, BLOCK_D: tl.constexpr, TILE_R: tl.constexpr,
+    out_b, out_s, out_h,
+    count,  # over pages: sequences; else None
+    DV: tl.constexpr, DVP: tl.constexpr, BLOCK_D: tl.constexpr, TILE_R: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr, HAS_AUX: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_B: tl.constexpr,  # over pages: sequences, padded to a power of two
+    FILL: tl.constexpr,  # over pages: no sequence has several new tokens, and padding tokens are written as 0
 ):  # fmt: skip
-    """Merge the slots of `decode_split`. Grid: (streams, tile_rows). TILE_R is `decode_split`'s BLOCK_R."""
+    """Merge the slots of `decode_split` or `decode_split_paged`. Grid: (streams, tile_rows).
+
+    TILE_R is the split's BLOCK_R.
+    """
     stream, local = tl.program_id(0), tl.program_id(1)
     head = stream // row_tiles
     r = (stream % row_tiles) * TILE_R + local
     d = tl.arange(0, BLOCK_D)
     # Before the wait: signs, channel scales and counts do not depend on the kernel in front.
     sign = signs(rotation, d, DVP)
-    factor = tl.load(channel_scales + head * DV + d, mask=d < DV, other=1.0).to(tl.float32)
-    blocks = tl.load(num_blocks)
-    dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
-    per_stream, jobs = counted(blocks), dense_jobs(dense_tokens)
-    sharers = sharing(workers, per_stream * streams, jobs * streams)
-    first = holder(stream * per_stream, sharers, per_stream * streams) + stream
-    last = holder((stream + 1) * per_stream - 1, sharers, per_stream * streams) + stream + 1
-    last = tl.where(blocks > 0, last, first)
-    dense_first = workers + streams + stream * dense_splits
-    dense_last = dense_first + jobs
-    head_q = (head % kv_heads) * (rows // queries) + r // queries
-    at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h
+    if cu_seqlens_q is None:
+        factor = tl.load(channel_scales + head * DV + d, mask=d < DV, other=1.0).to(tl.float32)
+        blocks = tl.load(num_blocks)
+        dense_tokens = tl.load(num_sinks) + tl.load(num_residual)
+        per_stream, jobs = counted(blocks), dense_jobs(dense_tokens)
+        sharers = sharing(workers, per_stream * streams, jobs * streams)
+        first = holder(stream * per_stream, sharers, per_stream * streams) + stream
+        last = holder((stream + 1) * per_stream - 1, sharers, per_stream * streams) + stream + 1
+        last = tl.where(blocks > 0, last, first)
+        dense_first = workers + streams + stream * dense_splits
+        dense_last = dense_first + jobs
+        head_q = (head % kv_heads) * (rows // queries) + r // queries
+        at = (head // kv_heads).to(tl.int64) * out_b + (r % queries).to(tl.int64) * out_s + head_q * out_h
+    else:
+        sequence, heads = head // kv_heads, kv_heads * row_tiles
+        factor = tl.load(channel_scales + head % kv_heads * DV + d, mask=d < DV, other=1.0).to(tl.float32)
+        b = tl.arange(0, BLOCK_B)
+        _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
+        items = stream_items(new, past, packed_of(packed_blocks, b, count)) * heads
+        token, its_new, its_past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
+        held = packed_of(packed_blocks, sequence, count)
+        item = tl.sum(tl.where(b < sequence, items, 0), 0) + stream % heads * stream_items(its_new, its_past, held)
+        blocks = tl.where(its_new == 1, held, 0)
+        first = holder(item, workers, tl.sum(items, 0)) + stream
+        last = holder(item + blocks - 1, workers, tl.sum(items, 0)) + stream + 1
+        last = tl.where(blocks > 0, last, first)
+        dense_first = workers + streams + stream * dense_splits
+        dense_last = dense_first + tl.where(its_new == 1, dense_jobs_of(its_past, held), 0)
+        exists = its_new == 1
+        if FILL:
+            # A sequence without a token takes the padding token of its rank among the sequences without one.
+            token = tl.where(exists, token, tl.load(cu_seqlens_q + count) + sequence - token)
+            exists = token < queries
+        head_q = head % kv_heads * rows + r
+        at = token.to(tl.int64) * out_s + head_q * out_h
     if PDL:
         cuda.gdc_wait()
 
     shape: tl.constexpr = ReduceShape(DV, DVP, BLOCK_D, BLOCK_S, BLOCK_DENSE, HAS_AUX)
-    if r < rows:
+    inside = r < rows
+    if cu_seqlens_q is not None:
+        inside = inside & exists
+    if inside:
         slots = Partials(scratch + LINE * lse_at, scratch + LINE * partial_at, tile_rows)
         result = merge_row(
             slots, local, (first, last), (dense_first, dense_last), rotation, sign, factor, s_aux + head_q, shape
         )
         tl.store(out + at + d, result.to(out.dtype.element_ty), mask=d < DV)
-
-
-@triton.jit(do_not_specialize="tokens count kv_heads groups row_tiles tile_rows workers lse_at partial_at".split())
-def reduce_splits_paged(
-    scratch,
-    rotation,  # [DVP, DVP] fp16, sqrt(DVP) R
-    channel_scales,  # [Hkv, DV] fp16
-    s_aux,  # [Hq], any float dtype
-    cu_seqlens_q,  # [B + 1] int32
-    cu_seqlens_k,  # [B + 1] int32
-    packed_blocks,  # [B] int32
-    out,  # [T, Hq, DV], contiguous
-    tokens,  # T
-    count,  # B
-    kv_heads,
-    groups,  # G
-    row_tiles, tile_rows, workers, lse_at, partial_at,
-    FILL: tl.constexpr,  # no sequence has several new tokens: write 0 for padding tokens
-    SINKS: tl.constexpr, RING: tl.constexpr, BLOCK_B: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DENSE: tl.constexpr,
-    HAS_AUX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the slots of `decode_split_paged`. Grid: (streams, tile_rows)."""
-    stream, local = tl.program_id(0), tl.program_id(1)
-    heads = kv_heads * row_tiles
-    sequence = stream // heads
-    kv_head = stream % heads // row_tiles
-    g = stream % row_tiles * TILE_R + local
-    d = tl.arange(0, BLOCK_D)
-    # Before the wait: signs, channel scales and lengths do not depend on the kernel in front.
-    sign = signs(rotation, d, DVP)
-    factor = tl.load(channel_scales + kv_head * DV + d, mask=d < DV, other=1.0).to(tl.float32)
-    b = tl.arange(0, BLOCK_B)
-    _, new, past = lengths(cu_seqlens_q, cu_seqlens_k, b, count)
-    items = stream_items(new, past, packed_of(packed_blocks, b, count)) * heads
-    total = tl.sum(items, 0)
-    at = tl.sum(tl.where(b < sequence, items, 0), 0)
-    token, new, past = lengths(cu_seqlens_q, cu_seqlens_k, sequence, count)
-    held = packed_of(packed_blocks, sequence, count)
-    at += stream % heads * stream_items(new, past, held)
-    blocks = tl.where(new == 1, held, 0)
-    first = holder(at, workers, total) + stream
-    last = tl.where(blocks > 0, holder(at + blocks - 1, workers, total) + stream + 1, first)
-    dense_first = workers + heads * count + stream * dense_slots(SINKS, RING)
-    dense_last = dense_first + tl.where(new == 1, dense_jobs_of(past, held), 0)
-    if FILL:
-        # A sequence without a token takes the padding token of its rank among the sequences without one.
-        token = tl.where(new == 1, token, tl.load(cu_seqlens_q + count) + sequence - token)
-        writes = token < tokens
-    else:
-        writes = new == 1
-    if PDL:
-        cuda.gdc_wait()
-
-    shape: tl.constexpr = ReduceShape(DV, DVP, BLOCK_D, BLOCK_S, BLOCK_DENSE, HAS_AUX)
-    if writes & (g < groups):
-        head_q = kv_head * groups + g
-        slots = Partials(scratch + LINE * lse_at, scratch + LINE * partial_at, tile_rows)
-        result = merge_row(
-            slots, local, (first, last), (dense_first, dense_last), rotation, sign, factor, s_aux + head_q, shape
-        )
-        to = (token.to(tl.int64) * (kv_heads * groups) + head_q) * DV
-        tl.store(out + to + d, result.to(out.dtype.element_ty), mask=d < DV)
