@@ -55,13 +55,8 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2580,  # channels in parts, four warps for wide heads; what was measured and not taken
         "prefix": 1630,  # values of wide heads in two launches
-<<<<<<< HEAD
         "codec": 2155,  # trellis codes of two words in a register; a launch checks that queries are of the same tokens
-        "turing": 960,
-=======
-        "codec": 2140,  # trellis codes of two words in a register, on Turing and AMD; launches of a prompt
         "turing": 955,
->>>>>>> refs/heads/kernels
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
         "types": 314,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 105,
