@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from tests.support.helpers import assert_same, llama_config, states
 from tests.support.tiny_models import VOCAB, build
 from tq_hf import TurboQuantCache
-from tq_hf.compat import as_input
+from tq_hf.compat import CACHE_NAME, as_input
 
 UNEVEN = (600, 400, 200)
 kinds = pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_prompt_lookup_on_pruned_layers_answers_as_steps_do(limit):
     kept, steps, answers = (350, 300, 200, 100), [], []
 
     def prune(module, args, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs[CACHE_NAME].layers[module.layer_idx]
         if output[0].shape[1] >= 400:
             layer.keys, layer.values = (
                 torch.cat([x[:, :, : kept[module.layer_idx]], x[:, :, 350:]], 2) for x in (layer.keys, layer.values)
