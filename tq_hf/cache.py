@@ -73,7 +73,7 @@ class TurboQuantCache(DynamicCache):
 
     def __init__(
         self,
-        model_config: PreTrainedConfig,
+        model_config: PreTrainedConfig = None,  # type: ignore[assignment]
         preset: str | TurboQuantConfig = "4bit_nc",
         *,
         model: torch.nn.Module | None = None,
@@ -82,6 +82,12 @@ class TurboQuantCache(DynamicCache):
         balance: bool | Balance | TurboQuantCache | None = None,
         **overrides: Any,
     ) -> None:
+        if model_config is None and "config" in overrides:
+            raise ValueError(
+                "A TurboQuantCache was asked for by `config=`. `generate` of T5Gemma does so in place of the cache "
+                "that it got for cross-attention, and would lose its preset and options. Pass `EncoderDecoderCache("
+                "TurboQuantCache(model.config), DynamicCache(config=model.config))`."
+            )
         if not isinstance(model_config, PreTrainedConfig):
             came = type(model_config).__name__
             raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
@@ -303,7 +309,8 @@ class TurboQuantCache(DynamicCache):
         (last, new), self._updated = self._updated, (layer_idx, tokens)
         if last != layer_idx:
             return
-        self._updated, layer = None, self.layers[layer_idx]
+        self._updated = None
+        layer: Any = self.layers[layer_idx]
         if int(layer.get_seq_length()) == new:
             self.reset()
         else:
