@@ -69,7 +69,7 @@ BUDGETS = {
         "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
-        "layers": 1460,  # writes into what layers answer with; rollback of layers that are uneven on purpose; keys and values that are assigned (eviction)
+        "layers": 1460,  # writes into what layers answer with; rollback of layers that are uneven on purpose
         "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
         "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
