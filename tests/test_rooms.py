@@ -69,7 +69,7 @@ BUDGETS = {
         "batching": 1855,  # heads by kind of layer, layers that share keys; steps that no CUDA graph holds, warm-ups
         "graph_decoding": 520,
         "saving": 945,  # states that a model gives the layer itself
-        "layers": 1305,  # rollback of layers that are uneven on purpose; keys and values that are assigned (eviction)
+        "layers": 1460,  # writes into what layers answer with; rollback of layers that are uneven on purpose
         "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
         "ops": 2180,  # wide heads over a history, one dequantized at a time; blocks within a prompt
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
@@ -80,12 +80,12 @@ BUDGETS = {
         "balance": 120,
         "auto": 220,
         "config": 250,
-        "compat": 325,  # a capture that failed is ended
+        "compat": 330,  # whether a tensor was written to; a capture that failed is ended
         "__init__": 60,
     },
 }
 """Lines a room. A capability that needs more raises its room's budget in the commit that needs it, with the reason."""
-FILES = 110
+FILES = 111
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -170,6 +170,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def changes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Differs once a tensor made outside of inference mode, or a view that shares its count, was written to in place
+    (`_version`: torch 2.9 to 2.15), or given other memory."""
+    return tensor._version, tensor.untyped_storage()._cdata
+
+
 def has_forward_hooks(module: Any) -> bool:
     """Whether a module calls hooks after `forward` (torch 2.9 to 2.15)."""
     return bool(getattr(module, "_forward_hooks", None))
