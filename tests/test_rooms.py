@@ -75,7 +75,7 @@ BUDGETS = {
         "codec": 910,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 450,
-        "attention": 285,  # gradients that are lost; masks of the user's own beside empty room and sliding windows
+        "attention": 280,  # gradients that are lost; masks of the user's own beside empty room and sliding windows
         "memory": 110,
         "balance": 120,
         "auto": 220,
