@@ -17,7 +17,7 @@ from tq_hf import PRESETS
 from tq_hf.tools.estimate import Estimator
 
 HEAD_DIM = 128
-GENERATE, KERNELS, QUALITY = "generate-nvidia-h200", "kernels-nvidia-h200", "quality-qwen3"
+GENERATE, KERNELS, QUALITY = "generate-nvidia-h200", "kernels-nvidia-h200", "quality-needle-10m"
 FASTEST = "4bit_nc, graph_decoding"
 """The cache of the first table, as the code above it makes it."""
 WHICH = {
