@@ -53,9 +53,9 @@ class TurboQuantCache(DynamicCache):
     ```
 
     The first `sink_tokens` tokens and the newest `residual_length` stay exact; older ones are packed in blocks of 128.
-    Sliding-window layers hold their window only, dense. Linear layers and those in `skip_layers` are not compressed.
-    Load the model with `attn_implementation="turboquant"` to read packed blocks directly; other attention functions get
-    dequantized states. Use one cache per batch.
+    Sliding-window (only their window is held), linear and skipped layers are not compressed. Load the model with
+    `attn_implementation="turboquant"` to read packed blocks directly; other attention functions get dequantized states.
+    Use one cache per batch.
 
     Args:
         model_config: The model's config (`model.config`). Of a multimodal model the text decoder is used.
@@ -63,9 +63,8 @@ class TurboQuantCache(DynamicCache):
         model: The model, for `save` only. Held weakly.
         max_cache_len: Fixed capacity in tokens. Exceeding it raises a `ValueError`. `None` grows.
         offloading: Keep layers on the CPU while they are not in use, as `DynamicCache` does.
-        balance: Per-channel scales: `True` takes them from the first prompt, if it has 32 tokens or more; `False` uses
-            none; a `Balance` (`Balance.of(model)`) or a filled cache of the same model brings its own; `None` does as
-            the preset says.
+        balance: Per-channel scales: `True` (of a first prompt of 32 tokens or more), `False`, a `Balance`, or a filled
+            cache of the same model. `None` does as the preset says.
         **overrides: Fields of `TurboQuantConfig` that replace the preset's, e.g. `layers={0: "k8v4", -1: None}`.
 
     Raises:

@@ -66,13 +66,13 @@ def presets() -> str:
 def headline() -> str:
     """Memory and time of a step beside `DynamicCache`, and under which conditions."""
     found, large, small = record(GENERATE), (8, 32768), (1, 2048)
-    cells = {(row["cache"], row["batch"], row["context"]): row for row in found["rows"]}
+    cells = {(row["cache"], (row["batch"], row["context"])): row for row in found["rows"]}
 
     def gib(name: str) -> str:
-        return f"{cells[(name, *large)]['peak_bytes_beyond_weights'] / GIB:.1f} GiB"
+        return f"{cells[name, large]['peak_bytes_beyond_weights'] / GIB:.1f} GiB"
 
     def ms(name: str, at: tuple[int, int]) -> str:
-        return f"{cells[(name, *at)]['ms_per_step']:.1f} ms"
+        return f"{cells[name, at]['ms_per_step']:.1f} ms"
 
     rows = [[f"memory beyond the weights, {shape(*large)} tokens", gib(BASELINE), f"**{gib(FASTEST)}**"]]
     for at in (large, small):
