@@ -17,26 +17,24 @@ from tq_kernels.layout import SUPPORTED_BITS, BlockLayout
 
 @dataclass(frozen=True)
 class TurboQuantConfig:
-    """Options of a compressed KV cache.
+    """What is packed, and how. Frozen; equal configurations give equal bits on every device.
 
     Args:
-        preset: The name this configuration was made from, or `None` for one assembled by hand.
+        preset: Name of the preset that this was made from, or `None` if it was assembled by hand.
         key_bits: Bits per key channel: 2 or 3 (trellis codes), 4 (Lloyd-Max codes) or 8 (FP8 e4m3 with a scale per
             token and head).
         value_bits: The same for values.
-        residual_length: Tokens that always stay dense at the end of the sequence (transformers' `residual_length`). A
-            block of 128 tokens is encoded once it is complete *and* wholly older than this. 0 leaves only the
-            incomplete block dense.
-        sink_tokens: Tokens at the start of the sequence that stay dense. Attention sinks carry a large part of the
-            attention mass, and their error is amplified by it.
-        skip_layers: Layers that are not compressed, as indices into the model's layers; negative ones count from the
-            end.
-        seed: Seed of the random signs of the rotation. Equal seeds give equal bits on every device and rank.
-        balance: Give channels that are much louder or quieter than others channel scales, so that the error does not
-            depend on how a model scales its channels (see `tq_hf.codec.balance`).
-        layers: Presets of single layers by their indices, e.g. `{0: "k8v4", -1: None}`: this layer has the bits of that
-            preset, and all other options as here. `None` is dense, the same as in `skip_layers`, where it is kept;
-            presets are kept as sorted pairs.
+        residual_length: Number of newest tokens kept exact (transformers' `residual_length`). A block of 128 tokens is
+            encoded once it is complete *and* wholly older than this. 0 leaves only the incomplete block dense.
+        sink_tokens: Number of first tokens kept exact. Attention sinks carry a large part of the attention mass, which
+            amplifies their error.
+        skip_layers: Indices of layers left dense. Negative ones count from the end.
+        seed: Seed of the rotation's random signs. Equal seeds give equal bits on every device and rank.
+        balance: Scale channels that are much louder or quieter than others, so that the error does not depend on how a
+            model scales its channels (see `tq_hf.codec.balance`).
+        layers: Preset per layer by index, e.g. `{0: "k8v4", -1: None}`: the layer has the bits of that preset, and all
+            other options as here. `None` is dense, as in `skip_layers`, where it is kept; presets are kept as sorted
+            pairs.
 
     Raises:
         ValueError: An option is outside its range. The message says what came and what is allowed.

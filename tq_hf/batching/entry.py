@@ -27,38 +27,29 @@ CACHED_MANAGER = "_cached_continuous_batching_manager"
 
 
 class TurboQuantBatching(ContinuousMixin):
-    """Continuous batching of a model on packed pages, with transformers' own methods: `generate_batch`,
-    `continuous_batching_context_manager`, `init_continuous_batching`.
+    """transformers' continuous batching on packed pages.
 
     ```python
     batching = TurboQuantBatching(model, "4bit_nc")
     answers = batching.generate_batch([tokenizer(text).input_ids for text in texts], max_new_tokens=256)
     ```
 
-    With `ContinuousBatchingConfig(default_compile_level=1)` steps of one token a request are compiled before they are
-    captured: the first session of a process begins one to two minutes later, and on an H200 in an 8B shape a step of
-    32 x 2k takes 7.1 ms instead of 9.4. That is worth it from some 40,000 steps on, and so not the default.
+    Methods are those of transformers, such as `generate_batch` and `continuous_batching_context_manager`. Answers equal
+    those of `generate()` on a `TurboQuantCache` with the same channel scales, except that a shared prefix is read
+    packed. Pages hold full attention (packed) and sliding windows (dense). "Many requests at once" in
+    `examples/README.md` has compile levels, schedulers, the size of the pool, and `sleep`.
 
-    With `ContinuousBatchingConfig(scheduler_type="shortest_first")` shorter prompts are read before longer ones that
-    wait, which lets each pass for a millisecond a token of its own at most. In a burst of 64 requests the median first
-    token comes after 0.84 s instead of 5.12, at the same rate (H100, 8B shape). `tq-hf serve` does so.
-
-    On a CPU the pool has by default room for 16 requests of 8,192 tokens, or of the model's positions if those are
-    fewer: memory is shared with all programs there. `ContinuousBatchingConfig(num_blocks=, max_memory_percent=)` says
-    otherwise. A prompt longer than the model's positions fails, with a sentence as its `error`; an answer ends with the
-    last position.
+    Not supported: beams, latent attention (MLA), linear layers, presets per layer, encoder-decoders. A model with
+    sliding layers shares no prefixes. A prompt longer than the model's positions fails with a sentence as its `error`;
+    an answer ends with the last position.
 
     Args:
-        model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers have their
-            windows, dense, in the same pool; a model with some of them shares no prefixes.
-        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. As in a `TurboQuantCache`, sinks and
-            the last `residual_length` tokens of each request are dense: its answer is that of `generate()` with the
-            same channel scales. (A request that begins with blocks of others reads all of those packed.) Dense layers
-            (`skip_layers`) are computed in torch, request by request, without CUDA graphs: no kernel reads their pages
-            yet. All packed layers have one preset.
-        balance: Whether a short run of the model finds channel scales before the first request (by default as the
-            preset says); or the channel scales themselves.
-        **overrides: Options of `TurboQuantConfig` that replace the preset's.
+        model: A decoder, or a wrapper of one (PEFT).
+        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. Layers in `skip_layers` are computed in
+            torch, request by request, without CUDA graphs: no kernel reads their pages yet.
+        balance: Per-channel scales: `True` finds them by a short run of the model before the first request; `False`
+            uses none; a `Balance` brings its own; `None` does as the preset says.
+        **overrides: Fields of `TurboQuantConfig` that replace the preset's.
 
     Raises:
         ValueError: The model has layers that pages cannot hold, or an option does not exist or is outside its range.
