@@ -91,7 +91,7 @@ class TurboQuantCache(DynamicCache):
             )
         _check_arguments(model_config, model, max_cache_len, offloading)
         if isinstance(balance, TurboQuantCache):
-            balance = Balance.held_by(balance.layers)
+            balance = Balance.from_cache(balance.layers)
         if not isinstance(balance, (bool, Balance, NoneType)):
             raise ValueError(
                 f"`balance` is {balance!r}; it must be True or False, a `Balance`, or a cache of this model."
@@ -117,7 +117,7 @@ class TurboQuantCache(DynamicCache):
         if isinstance(balance, Balance):
             if not self.config.balance:
                 raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
-            balance.give(layers)
+            balance.set_scales(layers)
         # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 

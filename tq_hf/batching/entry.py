@@ -1,4 +1,4 @@
-"""Public ways to batch on packed pages: `TurboQuantBatching` around a model, `continuous_batching` as a context."""
+"""Public API of batching on packed pages: the wrapper `TurboQuantBatching`, the context `continuous_batching`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ..balance import Balance
-from ..compat import check_ground
+from ..compat import check_required_names
 from ..config import TurboQuantConfig
-from .checks import ask_for_plain_graphs, check_generation, check_model, pages_config
+from .checks import check_generation, check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
 
 CACHED_MANAGER = "_cached_continuous_batching_manager"
-"""The attribute of a model in which transformers keeps a manager for the next session."""
+"""Attribute of a model under which transformers keeps a manager for the next session."""
 
 
 class TurboQuantBatching(ContinuousMixin):
@@ -63,7 +63,7 @@ class TurboQuantBatching(ContinuousMixin):
         balance: bool | Balance | None = None,
         **overrides: Any,
     ) -> None:
-        check_ground("continuous batching", "Use `generate()` with a `TurboQuantCache`.")
+        check_required_names("continuous batching", "Use `generate()` with a `TurboQuantCache`.")
         if isinstance(balance, bool):
             overrides["balance"] = balance
         elif not (balance is None or isinstance(balance, Balance)):
@@ -72,36 +72,37 @@ class TurboQuantBatching(ContinuousMixin):
         self.config = pages_config(preset, **overrides)
         self._balance = balance if isinstance(balance, Balance) else None
         if self._balance and not self.config.balance:
-            raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
+            raise ValueError("`balance` has channel scales, and the preset has `balance=False`: leave out either.")
         check_model(self.model, self.config)
-        ask_for_plain_graphs(self.model)
+        warn_about_graph_mixing(self.model)
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
-        """The model's."""
+        """Generation config of the model."""
         return self.model.generation_config
 
     @property
     def balance(self) -> Balance | None:
-        """Channel scales, found once; `None` if channels are not balanced."""
+        """Channel scales, measured at the first access; `None` if channels are not balanced."""
         if self._balance is None and self.config.balance:
-            self.model.eval()  # as the manager will
+            self.model.eval()  # the manager does the same
             self._balance = Balance.of(self.model)
         return self._balance
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Answers to prompts; arguments are those of transformers' method.
+        """Generate answers to prompts.
 
         Args:
             inputs: Prompts, each a list of token ids.
+            *args, **kwargs: Arguments of transformers' method.
 
         Returns:
-            By request id, in the order of prompts, an output with `generated_tokens` and `error`. The error is `None`,
-            or says why a request failed; its tokens are then those before, often none. The log has a line of all
-            requests that failed.
+            Outputs by request id, in the order of prompts. `error` is `None`, or the reason why the request failed.
+            `generated_tokens` of a failed request are the tokens before the failure, often none. One line in the log
+            lists all failed requests.
 
         Raises:
-            ValueError: transformers does not know an option, and would ignore it.
+            ValueError: An option is unknown to transformers, which would ignore it.
         """
         known = signature(super().generate_batch).parameters.keys() | {"max_new_tokens"}
         if unknown := sorted(kwargs.keys() - known):
@@ -127,9 +128,15 @@ class TurboQuantBatching(ContinuousMixin):
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
     ) -> TurboQuantBatchingManager:
-        """A manager, or the one of the last session (`persistent_manager=True`) if generation config, weights and
-        adapters are the same and its pages suffice for `workload_hints`. Configs are by default the model's and
-        transformers'.
+        """Create a manager.
+
+        The manager of the last session (`persistent_manager=True`) is returned instead if generation config, weights
+        and adapters are the same and its pages suffice for `workload_hints`.
+
+        Args:
+            generation_config: By default the model's.
+            continuous_batching_config: Options of the engine, by default transformers'.
+            workload_hints: Lengths and number of requests, if known.
 
         Raises:
             ValueError: Packed pages do not support the model, an option or the generation config.
@@ -137,7 +144,7 @@ class TurboQuantBatching(ContinuousMixin):
         generation_config = deepcopy(self.generation_config if generation_config is None else generation_config)
         check_generation(generation_config)
         if generation_config.eos_token_id is None:
-            generation_config.eos_token_id = -1  # the engine's way to say that no token ends an answer
+            generation_config.eos_token_id = -1  # the engine reads -1 as "no token ends an answer"
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
             same = manager.config == self.config and manager.generates_as(generation_config)
@@ -156,11 +163,14 @@ class TurboQuantBatching(ContinuousMixin):
         )
 
     def sleep(self) -> int:
-        """Give back what a kept manager (`persistent_manager=True`) holds between its sessions: pages, shared prefixes
-        among them, and captured graphs. The next session takes them again, or `wake()` before it.
+        """Free the memory of a persistent manager (`persistent_manager=True`) between sessions.
+
+        This drops pages, shared prefixes among them, and captured graphs. `wake()` or the next session allocates pages
+        and captures graphs again.
 
         Returns:
-            Bytes given back: on a GPU by its allocator, elsewhere those of the pool. 0 if nothing is held.
+            Number of bytes freed: on a GPU as counted by the allocator, elsewhere the bytes of the pool. 0 without a
+            manager or if the manager sleeps already.
 
         Raises:
             ValueError: A session is running.
@@ -169,17 +179,17 @@ class TurboQuantBatching(ContinuousMixin):
         return manager.sleep() if isinstance(manager, TurboQuantBatchingManager) else 0
 
     def wake(self) -> None:
-        """Take the pages and capture the graphs of a manager that sleeps, which its next session would else do."""
+        """Allocate the pages and capture the graphs of a sleeping manager before its next session."""
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager) and manager.batch_processor is None:
             manager.switch_to_cb_friendly_attn(self.model)
             try:
                 manager.warmup()
             finally:
-                manager.give_attention_back()
+                manager.restore_attention()
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        """Destroy the manager of the last session, and free its memory."""
+        """Destroy the manager of the last session and free its memory."""
         manager = getattr(self.model, CACHED_MANAGER, None)
         if manager is not None:
             manager.destroy()
@@ -194,25 +204,30 @@ def continuous_batching(
     balance: bool | Balance | None = None,
     **overrides: Any,
 ) -> Iterator[TurboQuantBatching]:
-    """Let `model.generate_batch` use packed pages within a `with`, for code that calls it itself (TRL).
+    """Context in which `model.generate_batch` uses packed pages, for code that calls `generate_batch` itself (TRL).
 
     ```python
     with continuous_batching(trainer.model, "4bit_nc"):
         trainer.train()
     ```
 
-    Within the `with`, one method of this model object is replaced. Arguments are those of `TurboQuantBatching`, which
-    is yielded.
+    Within the context, one method of this model object is replaced.
+
+    Args:
+        model, preset, balance, **overrides: Arguments of `TurboQuantBatching`.
+
+    Yields:
+        The `TurboQuantBatching` of the model.
 
     Raises:
-        ValueError: As `TurboQuantBatching`, or the model is within such a `with` already.
+        ValueError: As for `TurboQuantBatching`. The model is in this context already, or has a persistent manager.
     """
     batching = TurboQuantBatching(model, preset, balance=balance, **overrides)
     attributes, name = vars(batching.model), "init_continuous_batching"
     if name in attributes:
         raise ValueError(
             f"This {type(batching.model).__name__} is within a `with continuous_batching(...)` already. Leave that "
-            "first."
+            "`with` first."
         )
     if hasattr(batching.model, CACHED_MANAGER):
         raise ValueError(
@@ -228,11 +243,17 @@ def continuous_batching(
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism; a `ValueError` if none."""
+    """Return the transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism.
+
+    Raises:
+        ValueError: There is no transformers model inside.
+    """
     inner = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()
         elif (inner := getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)) is None:
-            raise ValueError(f"`model` must be a model of transformers, or around one, not {type(model).__name__}.")
+            raise ValueError(
+                f"`model` must be a model of transformers or a wrapper of one, not {type(model).__name__}."
+            )
     return inner
