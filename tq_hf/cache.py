@@ -275,8 +275,7 @@ class TurboQuantCache(DynamicCache):
         """Remove the last `-tokens_to_remove` tokens of each layer.
 
         An exception in a forward pass (Ctrl-C, no memory left) leaves the first layers a call ahead of the others. The
-        tokens of that call are then removed in any case. The other layers lose the same number less, so all layers end
-        where they would without the call.
+        tokens of that call count as the newest: all of them are removed, and layers without them lose fewer tokens.
 
         Raises:
             ValueError: A layer cannot be cropped, or `tokens_to_remove` is not a number or is positive. The cache is

@@ -189,7 +189,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.reads_packed:
             return handle.lazy((self._nan, self._nan))
         if key_states.shape[2] == 1 and self._nan.is_cuda:
-            advice.of_dequantized_steps(view.tensors.layout, self._may_read_packed())
+            advice.warn_about_dequantized_steps(view.tensors.layout, self._may_read_packed())
         return handle.attached(handle.dense())
 
     def _lost(self, view: StoreView | StepView, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
