@@ -68,12 +68,12 @@ BUDGETS = {
         "batching": 2015,  # which requests failed, and why; cancelled requests; what models of 5.24 call
         "graph_decoding": 535,  # stop strings, with the tokenizer that generate() drops
         "saving": 945,  # layers that are uneven on purpose
-        "layers": 1290,  # rollback of uneven layers; lost gradients; keys and values that are assigned
+        "layers": 1315,  # rollback of uneven layers; lost gradients; assigned keys; a table of a layer's states
         "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
         "ops": 2180,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 835,  # trellis codes: encoding by Viterbi's algorithm
         "tensors": 620,  # blocks of pages that stay dense
-        "cache": 460,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
+        "cache": 465,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
         "attention": 310,  # lost gradients; masks of the user's own beside empty room and sliding windows
         "memory": 105,
         "balance": 116,

@@ -456,7 +456,7 @@ def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
     if not takes_attention_functions(type(config)) or any(not layer.is_sliding for layer in others):
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
-                layer.shows_room = True
+                layer.returns_empty_rows = True
 
 
 def _is_filled(layer: Any) -> bool:

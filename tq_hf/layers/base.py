@@ -77,14 +77,14 @@ class FullAttentionLayer(BatchedLayer):
     """
 
     is_croppable = True
-    shows_room = False
+    returns_empty_rows = False
     """Whether every call gets `max_cache_len` rows, as from transformers' preallocated layers. True beside layers of
     transformers that always return them, and for models that make their own masks of this size (Bloom)."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""
         room = self.get_max_length()
-        if room != -1 and (query_length == 1 or self.shows_room):
+        if room != -1 and (query_length == 1 or self.returns_empty_rows):
             return room, 0
         return int(self.get_seq_length()) + query_length, 0
 
