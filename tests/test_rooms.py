@@ -71,7 +71,7 @@ BUDGETS = {
         "layers": 1315,  # rollback of uneven layers; lost gradients; assigned keys; a table of a layer's states
         "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
         "ops": 2180,  # wide heads over a history, one dequantized at a time; queries are checked
-        "codec": 835,  # trellis codes: encoding by Viterbi's algorithm
+        "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 620,  # blocks of pages that stay dense
         "cache": 465,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
         "attention": 310,  # lost gradients; masks of the user's own beside empty room and sliding windows
