@@ -73,7 +73,7 @@ BUDGETS = {
         "ops": 2180,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 620,  # blocks of pages that stay dense
-        "cache": 465,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
+        "cache": 462,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
         "attention": 310,  # lost gradients; masks of the user's own beside empty room and sliding windows
         "memory": 105,
         "balance": 116,

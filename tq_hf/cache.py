@@ -100,7 +100,7 @@ class TurboQuantCache(DynamicCache):
             overrides["balance"] = balance
         self.config = config_of(preset, overrides)
         self.last_update: tuple[int, int] | None = None
-        """Index of the layer updated last, and its number of new tokens."""
+        """Index of the layer updated last, and its number of new tokens; `None` if no layer is ahead of the others."""
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
         # Not named `max_cache_len`: PEFT replaces a cache that has an attribute of this name.
@@ -108,8 +108,8 @@ class TurboQuantCache(DynamicCache):
         self._deferred: TurboQuantLayer | None = None
         self._unchecked: set[int] | None = set()
         """Indices of layers that encoded the first prompt; `None` after the check for states beyond fp16."""
-        self._updated: tuple[int, int] | None = None
-        """The layer updated last in a call of an encoder-decoder, and its new tokens; `None` where no call is known."""
+        self._refuses_repeats = False
+        """Whether to refuse a repeated update of one layer without a new mask; set by masks of an encoder-decoder."""
         self._is_encoder_decoder = getattr(model_config, "is_encoder_decoder", False) or getattr(
             model_config.get_text_config(decoder=True), "add_cross_attention", False
         )
@@ -196,8 +196,8 @@ class TurboQuantCache(DynamicCache):
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
                 f"{layer_idx}; make the cache from this model's config."
             )
-        if self._updated is not None and not torch.compiler.is_compiling():
-            self._check_alone(layer_idx, key_states.shape[2])
+        if self._refuses_repeats and not torch.compiler.is_compiling():
+            self._check_repeat(layer_idx, key_states.shape[2])
         if self._deferred is not None:
             self._encode_deferred()
         layer: Any = self.layers[layer_idx]
@@ -214,17 +214,15 @@ class TurboQuantCache(DynamicCache):
                 self._unchecked.add(layer_idx)
         return states
 
-    def _check_alone(self, layer_idx: int, tokens: int) -> None:
+    def _check_repeat(self, layer_idx: int, tokens: int) -> None:
         """Refuse cross-attention that updates the cache of self-attention.
 
         Raises:
             ValueError: A call updates one layer twice in a row. The cache returns to its state before the call.
         """
-        assert self._updated is not None
-        (last, new), self._updated = self._updated, (layer_idx, tokens)
-        if last != layer_idx:
+        if self.last_update is None or self.last_update[0] != layer_idx:
             return
-        self._updated = None
+        (_, new), self.last_update = self.last_update, None
         layer: Any = self.layers[layer_idx]
         if int(layer.get_seq_length()) == new:
             self.reset()
@@ -250,7 +248,7 @@ class TurboQuantCache(DynamicCache):
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""
         # transformers makes masks before it updates any layer: a compiled step never finds a deferred prompt.
         if self._is_encoder_decoder:
-            self._updated = (-1, 0)
+            self.last_update, self._refuses_repeats = None, True
         if self._deferred is not None:
             self._encode_deferred()
         if self._unchecked and not (torch.compiler.is_compiling() or is_capturing()):

@@ -313,6 +313,8 @@ def test_a_filled_cache_of_self_attention_alone_is_refused_and_stays(room: int |
     assert all(
         torch.equal(layer.keys, keys) for layer, keys in zip(pair.self_attention_cache.layers, held, strict=True)
     )
+    pair.self_attention_cache.crop(-1)  # the refused call left no layer ahead of the others
+    assert {int(layer.get_seq_length()) for layer in pair.self_attention_cache.layers} == {11}
 
 
 @pytest.mark.parametrize("room", [None, 64])
