@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,9 +71,13 @@ def turboquant_attention(
     options = AttentionOptions.of_call(scaling, causal, kwargs)
     if isinstance(view, StepView) or (view is not None and view.past_length > 0):
         _check_compressed(module, dropout)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return _attend_packed(query, view, attention_mask, options), None
-        return _attend_with_gradients(query, key, view, attention_mask, options), None
+        attend: Any = _attend_step if isinstance(view, StepView) else dispatch.attend
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            attend = partial(_attend_with_gradients, attend, key)
+        if (lower := autocast_dtype(query)) is None:
+            return attend(query, view, attention_mask, options), None
+        with outside_autocast(query):
+            return attend(query.to(view.tensors.row.dtype), view, attention_mask, options).to(lower), None
     if attention_mask is not None:
         key, value = _without_room(key, value, attention_mask)
         if view is None and kwargs.get("sliding_window") is not None and attention_mask.shape[-1] > key.shape[2]:
@@ -97,27 +102,18 @@ def turboquant_attention(
         return dispatch.attend_dense(query, key, value, attention_mask, options), None
 
 
-def _attend_packed(
-    query: torch.Tensor, view: StoreView | StepView, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
-    attend: Any = _attend_step if isinstance(view, StepView) else dispatch.attend
-    if (lower := autocast_dtype(query)) is None:
-        return attend(query, view, mask, options)
-    with outside_autocast(query):
-        return attend(query.to(view.tensors.row.dtype), view, mask, options).to(lower)
-
-
 def _attend_with_gradients(
-    query: torch.Tensor,
+    attend: Any,
     key: torch.Tensor,
+    query: torch.Tensor,
     view: StoreView | StepView,
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """`_attend_packed`, whose backward pass raises where gradients are lost: of keys and values, or all, in kernels."""
+    """`attend`, whose backward pass raises where gradients are lost: of keys and values, or all, in kernels."""
     lost = key._handle.sources  # type: ignore[attr-defined]
     with torch.set_grad_enabled(not lost):
-        out = _attend_packed(query, view, mask, options)
+        out: torch.Tensor = attend(query, view, mask, options)
     own = (query,) if isinstance(view, StepView) or view.new is None else (query, *view.new)
     sources = (*lost, *(part for part in own if part.requires_grad))
     return without_backward(out.clone(), sources) if sources and not out.requires_grad else out

@@ -12,7 +12,7 @@ from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from transformers import PreTrainedConfig
 
-from ..compat import attention_implementation, cached_table
+from ..compat import attention_implementation, cached_table, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores.base import Counts, LayerStore, widened
@@ -21,6 +21,7 @@ from ..stores.preallocated import PreallocatedStore
 from ..tensors.layer import StepView, StoreView
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
+from .copies import copy_of, plain
 from .handle import Handle, placeholders
 
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
@@ -55,6 +56,7 @@ class TurboQuantLayer(FullAttentionLayer):
                                             `resolve`, False by an operation on lazy states
         _assigned       None or a tensor    assigned keys without assigned values, or values without keys
         _had_gradients  False, then True    whether states of an earlier call had gradients, which are lost
+        _edits          numbers             changes of keys, of values and of both, appended tokens not counted
         prompt          None or states      first prompt, dense, while forward hooks of the attention module run
         _nan            one NaN             base of lazy states and placeholders, made with the store
 
@@ -89,11 +91,14 @@ class TurboQuantLayer(FullAttentionLayer):
         self.is_untouched = False
         self._assigned: dict[str, torch.Tensor] | None = None
         self._had_gradients = False
+        self._edits = {"keys": 0, "values": 0, "all": 0}
         self.prompt: KeyValue | None = None
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All cached keys, dequantized: `[B, Hkv, T, Dk]`. A new tensor; writing to it does not change the cache.
+        """All cached keys, dequantized: `[B, Hkv, T, Dk]`. A copy. An operation that writes into the copy also assigns
+        the copy, and encodes the blocks that changed: write once, not row by row. A copy that is older than a change of
+        the layer refuses writes; write into `clone()` of the copy to leave the cache as it is.
 
         Assigning both keys and values replaces all tokens (kvpress prunes in this way). Sinks, blocks and residual are
         filled as from a prompt, with the present channel scales; positions are the caller's. Blocks of 128 rows keep
@@ -122,9 +127,31 @@ class TurboQuantLayer(FullAttentionLayer):
     def _read(self, name: str) -> torch.Tensor | None:
         if self._assigned is not None and name in self._assigned:
             return self._assigned[name]
+        if self.store is None:
+            return None
+        states = self._copies()[name == "values"]
+        return states if torch.compiler.is_compiling() else copy_of(self, name, states)
+
+    @outside_inference_mode
+    def _copies(self) -> KeyValue:
+        """Copies of all keys and values; exact ones of a first prompt while hooks of attention run."""
+        assert self.store is not None
         if self.prompt is not None:
-            return self.prompt[name == "values"][:, :, : int(self.get_seq_length())].clone()
-        return None if self.store is None else dispatch.dense(self.store.view())[name == "values"]
+            keys, values = (x[:, :, : int(self.get_seq_length())].clone() for x in self.prompt)
+            return keys, values
+        return dispatch.dense(self.store.view())
+
+    def stamp(self, name: str) -> Any:
+        return self.store, self._edits[name], self._edits["all"], int(self.get_seq_length())
+
+    def write(self, name: str, states: torch.Tensor) -> None:
+        self._edits[name] += 1
+        both = dict(zip(("keys", "values"), self._copies(), strict=True)) | (self._assigned or {}) | {name: states}
+        self._assigned = None
+        assert self.store is not None
+        self.store.assign(**both)
+        if self.prompt is not None:
+            self.prompt = both["keys"], both["values"]
 
     def _assign(self, name: str, value: torch.Tensor | None) -> None:
         """Replace all tokens once both keys and values were assigned."""
@@ -137,12 +164,24 @@ class TurboQuantLayer(FullAttentionLayer):
                 "Assign `keys` and `values`, tensors, to a layer that holds tokens; `cache.update` and `cache.reset` "
                 "fill and empty it."
             )
-        assigned, self._assigned = {**(self._assigned or {}), name: value}, None
+        self._edits["all"] += 1
+        assigned, self._assigned = {**(self._assigned or {}), name: plain(value)}, None
         if len(assigned) == 1:
             self._assigned = assigned
         else:
             self.prompt = None
             self.store.assign(**assigned)
+
+    def _assign_half(self, assigned: dict[str, torch.Tensor]) -> None:
+        """Replace keys alone, or values alone, if they are of the same number of tokens."""
+        self._assigned = None
+        (name, states), other = *assigned.items(), "keys" if "values" in assigned else "values"
+        if states.shape[2:3] != (int(self.get_seq_length()),):
+            raise ValueError(
+                f"`{name}` of a compressed layer were assigned, and `{other}` were not: its tokens are unchanged. "
+                f"Assign both, also unchanged `{other}` (`layer.{other} = layer.{other}`)."
+            )
+        self.write(name, states)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, prompt: bool = False) -> None:
         """Make a store for states like these, `[B, Hkv, S, D]` (S may be 0). `prompt`: whether they come next."""
@@ -171,12 +210,7 @@ class TurboQuantLayer(FullAttentionLayer):
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
         """
         if self._assigned is not None:
-            name, other = ("keys", "values") if "keys" in self._assigned else ("values", "keys")
-            self._assigned = None
-            raise ValueError(
-                f"`{name}` of a compressed layer were assigned, and `{other}` were not: its tokens are unchanged. "
-                f"Assign both, also unchanged `{other}` (`layer.{other} = layer.{other}`)."
-            )
+            self._assign_half(self._assigned)
         dtype = self.dtype if self.is_initialized else key_states.dtype
         if not key_states.dtype == value_states.dtype == dtype:
             key_states, value_states = widened(key_states, value_states, dtype)
@@ -344,6 +378,7 @@ class TurboQuantLayer(FullAttentionLayer):
         tokens_to_remove = check_crop(tokens_to_remove)
         if tokens_to_remove == 0 or self.store is None:
             return
+        self._edits["all"] += 1
         self.store.crop(-tokens_to_remove)
 
     def count_replayed(self, length: int) -> None:
@@ -358,16 +393,18 @@ class TurboQuantLayer(FullAttentionLayer):
         self.is_initialized = self.store is not None
         self.reader, self.is_untouched, self.needs_queries = None, False, True
         self._assigned, self._had_gradients = None, False
+        self._edits["all"] += 1
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:
-            self.store = self.store.map(function)
+            self.store = self.store.map(function)  # a new store, so older copies refuse writes
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Move sequence `beam_idx[i]` to index i: in place, unless the number of sequences changes."""
         if self.batch_size != beam_idx.shape[0]:
             self.batch_select_indices(beam_idx)
         elif self.store is not None:
+            self._edits["all"] += 1
             self.store.reorder(beam_idx)
 
     def offload(self) -> None:

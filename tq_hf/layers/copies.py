@@ -1,0 +1,117 @@
+"""Writable copies of the keys and values of a compressed layer.
+
+`layer.keys` of a layer that is not compressed is the cache itself, and code that edits or steers a cache writes into it
+(`layer.values[:, :, -1] += v`). Compressed blocks have no rows to write to. So `layer.keys` is a copy, and an operation
+that changes the copy or a view of the copy also assigns the copy to the layer, which encodes the changed blocks.
+
+Writes that torch does not show are lost: by NumPy, by kernels on an address, and in compiled functions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from ..compat import as_plain_tensors, changes_of, storage_id
+
+
+class Editable(Protocol):
+    """The methods of a layer that a copy calls; see `TurboQuantLayer`."""
+
+    def stamp(self, name: str) -> Any:
+        """Version of the keys or values (by `name`). Two versions are equal if the states did not change between."""
+
+    def write(self, name: str, states: torch.Tensor) -> None:
+        """Replace the keys or values (by `name`) by `states`, and keep the others."""
+
+
+class _Source:
+    """Origin of a copy and its views: the layer, and its version at the time of the copy."""
+
+    def __init__(self, layer: Editable, name: str, states: torch.Tensor) -> None:
+        self.layer, self.name, self.states = weakref.ref(layer), name, states
+        self.stamp = layer.stamp(name)
+
+    def write(self) -> None:
+        """Assign the copy to its layer.
+
+        Raises:
+            ValueError: The layer has changed since the copy was made. The layer is unchanged then.
+        """
+        layer = self.layer()
+        if layer is None:
+            return
+        if layer.stamp(self.name) != self.stamp:
+            raise ValueError(
+                f"`{self.name}` of a compressed layer were written to in place, in a copy made before the layer "
+                f"changed: the layer is unchanged. Read `layer.{self.name}` again and write to the new copy, or assign "
+                "`layer.keys` and `layer.values`. Call `clone()` first to write to a tensor outside of the cache."
+            )
+        layer.write(self.name, self.states)
+        self.stamp = layer.stamp(self.name)
+
+
+class Copy(torch.Tensor):
+    """A copy of keys or values, or a view of a copy."""
+
+    _plain: torch.Tensor
+    _source: _Source
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            with as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        copies: list[Copy] = []
+        args, kwargs = _plain(args, copies), _plain(kwargs or {}, copies)
+        before = [changes_of(copy._plain) for copy in copies]
+        result = func(*args, **kwargs)
+        changed = [c._source for c, changes in zip(copies, before, strict=True) if changes_of(c._plain) != changes]
+        for source in dict.fromkeys(changed):
+            source.write()
+        return _views(result, copies)
+
+
+def copy_of(layer: Editable, name: str, states: torch.Tensor) -> torch.Tensor:
+    """Make `states`, new tensors, a writable copy of the layer's keys or values (by `name`)."""
+    return _copy(states, _Source(layer, name, states))
+
+
+def plain(value: Any) -> Any:
+    """The plain tensor of a copy, without its layer; every other value unchanged."""
+    return value._plain if isinstance(value, Copy) else value
+
+
+def _copy(states: torch.Tensor, source: _Source) -> Copy:
+    copy = states.as_subclass(Copy)
+    copy._plain, copy._source = states, source
+    return copy
+
+
+def _plain(value: Any, found: list[Copy]) -> Any:
+    """Replace copies by plain tensors in an argument of an operation, and append the copies to `found`."""
+    if isinstance(value, Copy):
+        found.append(value)
+        return value._plain
+    if type(value) in (tuple, list):
+        return type(value)(_plain(item, found) for item in value)
+    if type(value) is dict:
+        return {name: _plain(item, found) for name, item in value.items()}
+    return value
+
+
+def _views(result: Any, copies: list[Copy]) -> Any:
+    """Make views of copies in the result of an operation copies, too."""
+    if type(result) in (tuple, list):
+        return type(result)(_views(item, copies) for item in result)
+    if type(result) is torch.Tensor:
+        for copy in copies:
+            if result is copy._plain:
+                return copy
+            if storage_id(result) == storage_id(copy._plain):
+                return _copy(result, copy._source)
+    return result
