@@ -61,16 +61,23 @@ def turboquant_attention(
         return _attend_outside_of_graphs(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
-    _refuse_sinks(module, kwargs)
+    if kwargs.pop("sinks", None) is not None:
+        raise ValueError(
+            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
+            'with `attn_implementation="eager"`; the cache works with it.'
+        )
     view, key, value = resolve(key, value, module, query, attention_mask)
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None:  # Mllama's cross-attention has no `is_causal`
         causal = not takes_other_states(module)
-    attention_mask = _without_unselected(module, query, key.shape[2], attention_mask, causal, kwargs)
+    if "indices" in kwargs or "block_indices" in kwargs:
+        attention_mask = _without_unselected(module, query, key.shape[2], attention_mask, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
     if isinstance(view, StepView) or (view is not None and view.past_length > 0):
-        _check_compressed(module, dropout)
+        # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
+        if dropout or module.__dict__.get("masked_key_indices") is not None:
+            _refuse_compressed(dropout)
         attend: Any = _attend_step if isinstance(view, StepView) else dispatch.attend
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             attend = partial(_attend_with_gradients, attend, key)
@@ -110,7 +117,7 @@ def _attend_with_gradients(
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """`attend`, whose backward pass raises where gradients are lost: of keys and values, or all, in kernels."""
+    """Run `attend`. The backward pass raises where gradients are lost: those of earlier states, or all in kernels."""
     lost = key._handle.sources  # type: ignore[attr-defined]
     with torch.set_grad_enabled(not lost):
         out: torch.Tensor = attend(query, view, mask, options)
@@ -125,28 +132,17 @@ def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, 
     return turboquant_attention(*args, **kwargs)
 
 
-def _refuse_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise a `ValueError` if `kwargs` has sink logits by query."""
-    if kwargs.pop("sinks", None) is not None:
-        raise ValueError(
-            f'{type(module).__name__} has sink logits by query, which "turboquant" cannot compute. Load the model '
-            'with `attn_implementation="eager"`; the cache works with it.'
-        )
-
-
-def _check_compressed(module: torch.nn.Module, dropout: float) -> None:
-    """Raise a `ValueError` for dropout and for keys masked by head, which a compressed cache does not support."""
-    # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
-    if module.__dict__.get("masked_key_indices") is not None:
-        raise ValueError(
-            "`masked_key_indices` of the attention module (kvpress's AdaKV) mask keys of single heads, and these keys "
-            'came to attention without their mask: kvpress patches "turboquant" if tq_hf is imported before '
-            'it. Swap the imports, or load the model with `attn_implementation="sdpa"`.'
-        )
+def _refuse_compressed(dropout: float) -> None:
+    """Raise the `ValueError` for attention dropout, or for keys masked by head: neither works on a compressed cache."""
     if dropout:
         raise ValueError(
             f"Attention dropout ({dropout}) on a compressed cache: call `model.eval()`, or train without a cache."
         )
+    raise ValueError(
+        "`masked_key_indices` of the attention module (kvpress's AdaKV) mask keys of single heads, and these keys "
+        'came to attention without their mask: kvpress patches "turboquant" if tq_hf is imported before it. '
+        'Swap the imports, or load the model with `attn_implementation="sdpa"`.'
+    )
 
 
 def _bottom_right(
