@@ -51,6 +51,18 @@ def test_imports_go_down_the_list_of_rooms(package: str) -> None:
     assert [f"{room} -> {other}" for room, other in sorted(found) if floor[room] >= floor[other]] == []
 
 
+def test_other_rooms_ask_for_backends_through_dispatch() -> None:
+    """Which backend computes is one room's decision: no other imports `ops.triton`, `ops.cpu` or `ops.backend`."""
+    folder, backends = FOLDERS["tq_hf"], ("tq_hf.ops.triton", "tq_hf.ops.cpu", "tq_hf.ops.backend")
+    found = {}
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder).with_suffix("")
+        if name.parts[0] != "ops":
+            imported = imported_modules(path, ".".join(("tq_hf", *name.parts)))
+            found[str(name)] = sorted(x for x in imported if x.startswith(backends))
+    assert "attention" in found and {name: imported for name, imported in found.items() if imported} == {}
+
+
 BUDGETS = {
     "tq_kernels": {
         "decode": 2580,  # channels in parts, four warps for wide heads; what was measured and not taken

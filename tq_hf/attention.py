@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions, takes_other_states
 from .layers.handle import LazyStates, resolve, without_backward
 from .ops import dispatch
-from .ops.triton import blocks as triton_blocks
 from .stores import graph_ops
-from .stores.base import check_room
-from .tensors.layer import StepView, StoreView
+from .tensors.layer import StepView, StoreView, check_room
 
 NAME = "turboquant"
 
@@ -60,19 +59,26 @@ def turboquant_attention(
         return _attend_outside_of_graphs(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
-    _refuse_sinks(module, kwargs)
+    if "sinks" in kwargs:
+        _refuse_sinks(module, kwargs)
     view, key, value = resolve(key, value, module, query, attention_mask)
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None:  # Mllama's cross-attention does not say that it is not
         causal = not takes_other_states(module)
-    attention_mask = _chosen_by_indexer(module, query, key.shape[2], attention_mask, causal, kwargs)
+    if "indices" in kwargs or "block_indices" in kwargs:
+        attention_mask = _chosen_by_indexer(module, query, key.shape[2], attention_mask, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
     if isinstance(view, StepView) or (view is not None and view.past_length > 0):
-        _check_compressed(module, dropout)
+        # In the dictionary: of what it does not have, a module takes as long to say so as a launch.
+        if dropout or "masked_key_indices" in module.__dict__:
+            _check_compressed(module, dropout)
+        attend: Any = graph_ops.attend_token if isinstance(view, StepView) else dispatch.attend
+        if (lower := autocast_dtype(query)) is not None:
+            attend = partial(_attend_lower, attend, lower)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return _attend_packed(query, view, attention_mask, options), None
-        return _attend_with_gradients(query, key, view, attention_mask, options), None
+            return attend(query, view, attention_mask, options), None
+        return _attend_with_gradients(attend, query, key, view, attention_mask, options), None
     if attention_mask is not None:
         key, value = _without_room(key, value, attention_mask)
         if view is None and kwargs.get("sliding_window") is not None and attention_mask.shape[-1] > key.shape[2]:
@@ -97,27 +103,26 @@ def turboquant_attention(
         return dispatch.attend_dense(query, key, value, attention_mask, options), None
 
 
-def _attend_packed(
-    query: torch.Tensor, view: StoreView | StepView, mask: torch.Tensor | None, options: AttentionOptions
+def _attend_lower(
+    attend: Any, lower: torch.dtype, query: torch.Tensor, view: StoreView | StepView, *arguments: Any
 ) -> torch.Tensor:
-    attend: Any = _attend_step if isinstance(view, StepView) else dispatch.attend
-    if (lower := autocast_dtype(query)) is None:
-        return attend(query, view, mask, options)
+    """`attend` under `torch.autocast`: in the dtype of the cache, to `lower`."""
     with outside_autocast(query):
-        return attend(query.to(view.tensors.row.dtype), view, mask, options).to(lower)
+        return attend(query.to(view.tensors.row.dtype), view, *arguments).to(lower)
 
 
 def _attend_with_gradients(
+    attend: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     view: StoreView | StepView,
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """`_attend_packed`, whose backward pass raises where gradients are lost: of keys and values, or all, in kernels."""
+    """`attend`, whose backward pass raises where gradients are lost: of keys and values, or all, in kernels."""
     lost = key._handle.sources  # type: ignore[attr-defined]
     with torch.set_grad_enabled(not lost):
-        out = _attend_packed(query, view, mask, options)
+        out = attend(query, view, mask, options)
     own = (query,) if isinstance(view, StepView) or view.new is None else (query, *view.new)
     sources = (*lost, *(part for part in own if part.requires_grad))
     return without_backward(out.clone(), sources) if sources and not out.requires_grad else out
@@ -140,8 +145,7 @@ def _refuse_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 
 def _check_compressed(module: torch.nn.Module, dropout: float) -> None:
     """Raise a `ValueError` for what cannot be computed over a compressed cache."""
-    # In the dictionary: of what it does not have, a module takes as long to say so as a launch.
-    if module.__dict__.get("masked_key_indices") is not None:
+    if getattr(module, "masked_key_indices", None) is not None:
         raise ValueError(
             "`masked_key_indices` of the attention module (kvpress's AdaKV) name keys that single heads must not "
             'see, and attention did not get them masked: kvpress patches "turboquant" if tq_hf is imported before '
@@ -207,26 +211,6 @@ def _without_room(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) ->
         return key, value
     dispatch.check_mask(mask, held)
     return key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
-
-
-def _attend_step(
-    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
-    if triton_blocks.supports_mask(mask, options):
-        return graph_ops.attend_token(view, query, mask, options)
-    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantized states, of which those after the last are
-    # empty room.
-    if mask is not None:
-        dispatch.check_mask(mask, view.length if view.num_held is None else view.num_held)
-    keys, values = graph_ops.dense_tokens(view)
-    sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
-    is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
-    if mask is None:
-        mask = is_token[None, None, None]
-    else:  # which may have columns for the tokens held only
-        mask = torch.nn.functional.pad(mask, (0, view.length - mask.shape[-1]))
-        mask = mask & is_token if mask.dtype == torch.bool else mask.masked_fill(~is_token, -torch.inf)
-    return dispatch.attend_dense(query, keys, values, mask, options)
 
 
 def turboquant_mask(

@@ -37,7 +37,7 @@ from .layers.dense import GrowingLayer, PreallocatedLayer, PreallocatedSlidingLa
 from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
 from .memory import MemoryFootprint, measure
-from .ops.backend import check_choice
+from .ops.dispatch import check_choice
 from .saving.cache_file import load_cache, save_cache
 
 logger = logging.get_logger(__name__)

@@ -83,7 +83,7 @@ def test_a_step_is_dense_without_a_read_of_the_host(config, room, before, monkey
             store.append(*rows(pair, start, stop))
     view = store.append(*rows(pair, before))
     graph_ops.append_pending_token(view)  # without a GPU it reads the counts
-    expected = dispatch.dense(graph_ops._on_host(view.tensors, view.counts.step_counts))
+    expected = dispatch.dense(dispatch.on_host(view.tensors, view.counts.step_counts))
 
     def read(*_: object) -> None:
         raise AssertionError("A captured graph cannot read a tensor on the host.")
@@ -123,9 +123,9 @@ def test_a_capture_without_a_kernel_is_refused_in_a_sentence(appends, monkeypatc
         captured.setattr(torch.cuda, "is_initialized", lambda: True)
         captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="keys of 32 channels.*CUDA graph.*`disable_compile=True`"):
-            graph_ops.attend_token(view, query, None, AttentionOptions(1.0))
+            graph_ops.attend_token(query, view, None, AttentionOptions(1.0))
     assert all(torch.equal(*counts) for counts in zip(store.counts, before, strict=True))
-    assert graph_ops.attend_token(view, query, None, AttentionOptions(1.0)).isfinite().all()
+    assert graph_ops.attend_token(query, view, None, AttentionOptions(1.0)).isfinite().all()
     assert int(store.counts.length) == 20
 
 

@@ -36,7 +36,7 @@ def step(store: PreallocatedStore, seed: int = 1) -> StepView:
 
 
 def attend(view: StepView) -> torch.Tensor:
-    return graph_ops.attend_token(view, torch.ones(1, 4, 1, 16), None, AttentionOptions(0.3))
+    return graph_ops.attend_token(torch.ones(1, 4, 1, 16), view, None, AttentionOptions(0.3))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_crop_removes_it() -> None:
     assert_same(dispatch.dense(store.view()), PAIR)
 
 
-@pytest.mark.parametrize("failing", ["append_row", "_on_host"], ids=["before the append", "after it"])
+@pytest.mark.parametrize("failing", ["append_token", "on_host"], ids=["before the append", "after it"])
 def test_attention_that_fails_neither_loses_nor_repeats_it(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(30)
     view = step(store)
@@ -120,7 +120,7 @@ def test_attention_that_fails_neither_loses_nor_repeats_it(failing: str, monkeyp
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(graph_ops, failing, fail)
+        patch.setattr(dispatch, failing, fail)
         with pytest.raises(RuntimeError, match="no memory"):
             attend(view)
     assert store.length == 31

@@ -214,14 +214,3 @@ def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
     }
     for what, (has, came) in expected.items():
         check_same(what, has, came)
-
-
-def check_room(tokens: int, held: int, max_cache_len: int) -> None:
-    """Raise a `ValueError` unless so many more tokens fit a preallocated cache."""
-    if held + tokens > max_cache_len:
-        what = (
-            f"Appending {tokens} tokens to the {held} in this cache exceeds its `max_cache_len` of {max_cache_len}."
-            if held
-            else f"The prompt has {tokens} tokens and `max_cache_len` is {max_cache_len}."
-        )
-        raise ValueError(f"{what} Make the cache with a larger `max_cache_len`.")

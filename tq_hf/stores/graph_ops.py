@@ -21,12 +21,8 @@ from tq_kernels.types import AttentionOptions, KeyValue, PendingToken
 
 from ..compat import is_capturing
 from ..config import TurboQuantConfig
-from ..ops import dispatch, reference
-from ..ops.backend import say_torch_computes
-from ..ops.triton import blocks as triton_blocks
-from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
-from .base import Counts, check_room
-from .growing import GrowingStore
+from ..ops import dispatch
+from ..tensors.layer import DeviceCounts, LayerTensors, StepView, check_room
 
 
 @lru_cache
@@ -39,46 +35,6 @@ def config_text(config: TurboQuantConfig) -> str:
 def config_from(text: str) -> TurboQuantConfig:
     """The configuration of a text."""
     return TurboQuantConfig(**json.loads(text))
-
-
-def check_host_reads(tensors: LayerTensors) -> None:
-    """Raise a `RuntimeError` where the host would have to read counts and cannot."""
-    if is_capturing():
-        key_dim, value_dim = (ring.shape[3] for ring in tensors.ring)
-        raise RuntimeError(
-            f"No kernel attends to these heads (keys of {key_dim} channels, values of {value_dim}) on this device, or "
-            "TQ_HF_BACKEND is torch. What does so in torch reads counts on the host, which a CUDA graph cannot do. "
-            "Generate with `disable_compile=True`, or make the cache without `max_cache_len`."
-        )
-
-
-def append_row(
-    tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
-) -> None:
-    """Append one token a sequence, and encode the block that becomes due.
-
-    Args:
-        tensors: What is written to.
-        counts: Likewise.
-        keys: `[B, Hkv, 1, Dk]`.
-        values: `[B, Hkv, 1, Dv]`.
-        max_cache_len: Tokens there is room for. Without a GPU one token more is a `ValueError`; on a GPU a device-side
-            assertion fails.
-
-    Raises:
-        RuntimeError: No kernel serves the heads, and a CUDA graph is captured.
-    """
-    if triton_blocks.supports_blocks(tensors.ring[0], tensors.layout):
-        triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
-        return
-    say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
-    check_host_reads(tensors)
-    store = GrowingStore(tensors, Counts(*counts.state.tolist()), max_cache_len)
-    view = store.append(keys, values)
-    slot = view.residual.first % view.residual.capacity
-    attended = (view.tensors.sinks[0].shape[2], view.num_blocks, view.num_residual, slot, store.num_pending, 0)
-    counts.step_counts[:, 0] = torch.tensor(attended, dtype=torch.int32)
-    reference.write_counts(counts, store.counts)
 
 
 @torch.library.custom_op("tq_hf::tokens_held", mutates_args=())
@@ -112,7 +68,8 @@ def _append_token(
     device_counts = DeviceCounts(*counts)
     if keys.is_cpu:
         check_room(1, int(device_counts.length), max_cache_len)
-    append_row(LayerTensors.from_arguments(config_from(config), tensors), device_counts, keys, values, max_cache_len)
+    layer = LayerTensors.from_arguments(config_from(config), tensors)
+    dispatch.append_token(layer, device_counts, keys, values, max_cache_len)
 
 
 def append_pending_token(view: StepView) -> None:
@@ -124,27 +81,8 @@ def append_pending_token(view: StepView) -> None:
         _append_token(*pending.states, tensors.arguments(), list(counts), config, max_cache_len)
     else:
         keys, values = pending.states
-        append_row(tensors, counts, keys, values, max_cache_len)
+        dispatch.append_token(tensors, counts, keys, values, max_cache_len)
     pending.states = None
-
-
-def _attend(view: StepView, query: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """Append the newest token, unless it is appended, and attend."""
-    tensors, counts, _, max_cache_len, _, pending = view
-    if triton_blocks.supports_step(query, tensors):
-        return triton_blocks.attend_token(query, view, mask, options)
-    if pending.states is not None:
-        keys, values = pending.states
-        append_row(tensors, counts, keys, values, max_cache_len)
-    return dispatch.attend(query, _on_host(tensors, counts.step_counts), mask, options)
-
-
-def _on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
-    """What a step attends to, its counts read from the device."""
-    check_host_reads(tensors)
-    sinks, blocks, rows, *_ = step_counts[:, 0].tolist()
-    past = sinks + blocks * tensors.layout.tokens + rows - 1
-    return StoreView(tensors.with_sinks(sinks), blocks, rows, past)
 
 
 @torch.library.custom_op("tq_hf::attend_token", mutates_args=("tensors", "counts"))
@@ -165,7 +103,7 @@ def _attend_token(
         check_room(1, int(device_counts.length), max_cache_len)
     pending = PendingToken((row[0], row[1]) if row else None)
     view = StepView(layer, device_counts, config, max_cache_len, None, pending)
-    return _attend(view, query, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
+    return dispatch.attend_token(query, view, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
 
 
 @_attend_token.register_fake
@@ -179,12 +117,12 @@ def _attend_token_shape(
 
 
 def attend_token(
-    view: StepView, query: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention of one query a sequence, `[B, Hq, 1, Dk]`, over all tokens of the store; `[B, 1, Hq, Dv]`. The newest
     token is appended first, unless it is.
 
-    `mask` is bool `[B, 1, 1, >= T]` or `None`. `options` are without biases.
+    `mask` is `[B, 1 or Hq, 1, >= T]`, bool or additive, or `None`.
 
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
@@ -192,6 +130,8 @@ def attend_token(
     tensors, counts, config, max_cache_len, num_held, pending = view
     if mask is not None:
         dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
+    if not dispatch.supports_mask(mask, options):
+        return _attend_with_biases(query, view, mask, options)
     if torch.compiler.is_compiling():
         row = [] if pending.states is None else list(pending.states)
         scaling, _, softcap, s_aux, _ = options
@@ -201,7 +141,7 @@ def attend_token(
         pending.states = None
         return out
     try:
-        out = _attend(view, query, mask, options)
+        out = dispatch.attend_token(query, view, mask, options)
     except BaseException:
         # The kernel that failed may have come after the append.
         if pending.states is not None and not is_capturing() and int(counts.length) == num_held:
@@ -211,34 +151,11 @@ def attend_token(
     return out
 
 
-def _dense(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:
-    """All tokens in room for `length`, out of counts that stay on the device: a captured graph replays it."""
-    tokens, num_sinks = tensors.layout.tokens, tensors.sinks[0].shape[2]
-    capacity, room = tensors.ring[0].shape[2], max(0, length - num_sinks)
-    keys, values = (
-        ring.new_empty(shape) for ring, shape in zip(tensors.ring, tensors.dense_shapes(length), strict=True)
-    )
-    if tensors.blocks.capacity:
-        packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
-        dispatch.dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
-    sinks, blocks, rows = step_counts[:3, 0].unbind()
-    first, device = blocks * tokens, tensors.row.device
-    # As many neighbouring rows of the result as the ring has: those of the residual, and some before it at the end.
-    row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
-    in_residual, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
-    empty = (torch.arange(length, device=device) >= sinks + first + rows)[:, None]
-    for out, ring, sink in zip((keys, values), tensors.ring, tensors.sinks, strict=True):
-        out[:, :, :num_sinks] = sink[:, :, :length]
-        near = torch.where(in_residual, ring.index_select(2, slot), out.index_select(2, target))
-        out.index_copy_(2, target, near).masked_fill_(empty, 0)
-    return keys, values
-
-
 @torch.library.custom_op("tq_hf::dense_tokens", mutates_args=())
 def _dense_tokens(
     tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _dense(LayerTensors.from_arguments(config_from(config), tensors), step_counts, length)
+    return dispatch.dense_tokens(LayerTensors.from_arguments(config_from(config), tensors), step_counts, length)
 
 
 @_dense_tokens.register_fake
@@ -258,4 +175,20 @@ def dense_tokens(view: StepView) -> KeyValue:
     tensors, counts, config, length, *_ = view
     if torch.compiler.is_compiling():
         return _dense_tokens(tensors.arguments(), counts.step_counts, config, length)
-    return _dense(tensors, counts.step_counts, length)
+    return dispatch.dense_tokens(tensors, counts.step_counts, length)
+
+
+def _attend_with_biases(
+    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention with biases by head (T5, ALiBi, masks the model learnt), over dequantized states. States after the last
+    token are empty room."""
+    keys, values = dense_tokens(view)
+    sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
+    is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
+    if mask is None:
+        mask = is_token[None, None, None]
+    else:  # which may have columns for the tokens held only
+        mask = torch.nn.functional.pad(mask, (0, view.length - mask.shape[-1]))
+        mask = mask & is_token if mask.dtype == torch.bool else mask.masked_fill(~is_token, -torch.inf)
+    return dispatch.attend_dense(query, keys, values, mask, options)

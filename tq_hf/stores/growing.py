@@ -27,9 +27,9 @@ from tq_kernels.types import DenseRows, KeyValue, PackedBlocks, PendingToken
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..tensors.layer import DeviceCounts, LayerTensors, StoreView
+from ..tensors.layer import DeviceCounts, LayerTensors, StoreView, check_room
 from ..tensors.residual import Residual, ring_capacity, write
-from .base import NOTHING, Counts, Kind, LayerStore, check_fits, check_room, check_states, kind_of
+from .base import NOTHING, Counts, Kind, LayerStore, check_fits, check_states, kind_of
 
 GROWTH = 1.125
 """Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""

@@ -30,12 +30,11 @@ from tq_kernels.types import KeyValue, PendingToken
 
 from ..compat import mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..ops import reference
-from ..ops.triton import blocks as triton_blocks
-from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
+from ..ops import dispatch, reference
+from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView, check_room
 from ..tensors.residual import Residual
 from . import graph_ops
-from .base import NOTHING, Counts, LayerStore, check_fits, check_room
+from .base import NOTHING, Counts, LayerStore, check_fits
 from .growing import GrowingStore
 
 
@@ -87,7 +86,7 @@ class PreallocatedStore(LayerStore):
             step_counts=make(6, 4, dtype=torch.int32, device=device),
             length=make((), dtype=torch.int64, device=device),
         )
-        triton_blocks.prepare(config, tensors.layout, keys.dtype, keys.device)
+        dispatch.prepare(config, tensors.layout, keys.dtype, keys.device)
         mark_static_addresses((*tensors.arguments(), *counts))
         store = cls(tensors, counts, max_cache_len)
         store.num_held = 0

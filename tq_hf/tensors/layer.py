@@ -173,6 +173,17 @@ class DeviceCounts(NamedTuple):
     length: torch.Tensor
 
 
+def check_room(tokens: int, held: int, max_cache_len: int) -> None:
+    """Raise a `ValueError` if a preallocated cache that holds `held` tokens has no room for `tokens` more."""
+    if held + tokens > max_cache_len:
+        what = (
+            f"Appending {tokens} tokens to the {held} in this cache exceeds its `max_cache_len` of {max_cache_len}."
+            if held
+            else f"The prompt has {tokens} tokens and `max_cache_len` is {max_cache_len}."
+        )
+        raise ValueError(f"{what} Make the cache with a larger `max_cache_len`.")
+
+
 class StepView(NamedTuple):
     """The tokens a decode step of a preallocated store attends to: their counts are on the device.
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` and `stores` call it."""
+"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` calls it."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def attend_dense(
 def append_token(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
-    """`tq_hf.stores.graph_ops.append_row` on the GPU."""
+    """`tq_hf.ops.dispatch.append_token` on the GPU."""
     _append_launch(tensors, counts, max_cache_len)(_rows(keys), _rows(values))
 
 
@@ -339,7 +339,7 @@ def append_token(
 def attend_token(
     query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """`tq_hf.stores.graph_ops.attend_token` on the GPU.
+    """`tq_hf.ops.dispatch.attend_token` on the GPU.
 
     Scratch of a captured or compiled step is of the call alone: in a captured graph it comes from the graph's own
     memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
