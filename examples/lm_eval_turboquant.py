@@ -3,13 +3,15 @@
     pip install -e ".[lm-eval]"    # in a clone
     python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B
     python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B --tasks gsm8k --limit 200 --caches plain 4bit_nc k8v4
+    python -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B --tasks niah_multikey_2 ruler_vt --lengths 2048 8192
     python -m examples.lm_eval_turboquant --model examples/needle --include-path examples/tasks \
         --tasks needle_recall needle_text --chunk 256
     accelerate launch --multi_gpu --num_processes 8 -m examples.lm_eval_turboquant --model Qwen/Qwen3-4B
 
 Without `--tasks` it measures what a model is judged by: perplexity of Wikipedia articles of up to 8k tokens, GSM8K,
-three tasks of RULER at 8k tokens, and a needle at 32k: hours on a GPU. `--output` is written after each task, and a run
-that was stopped goes on from it. A table is printed at the end.
+three tasks of RULER at 8k tokens, and a needle at 32k: hours on a GPU. `--lengths` gives RULER's prompts other lengths.
+Tasks are checked before any of them runs. `--output` is written after each task, and a run that was stopped goes on
+from it. A table is printed at the end.
 
 A prompt attends to itself exactly. With `--chunk` it is read in pieces that attend to the compressed pieces before
 them; a task that scores a given text reads no cache otherwise, and is refused. Processes of `accelerate launch` have a
@@ -22,6 +24,7 @@ import argparse
 import json
 import math
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +33,7 @@ import torch
 from accelerate import PartialState
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import Cache
 
 from examples.provenance import provenance
@@ -40,6 +43,8 @@ from tq_hf.compat import as_input
 PLAIN = "plain"
 CACHES = (PLAIN, *PRESETS)
 BOOTSTRAPS = 1000
+RULER_NEEDS = ("nltk", "scipy", "wonderwords")
+"""Packages that make the prompts of RULER: lm-eval's extra `ruler`."""
 
 
 class Task(NamedTuple):
@@ -56,6 +61,11 @@ class Task(NamedTuple):
     limit: int | None = None
     chunk: int | None = None
     tokens: int | None = None
+
+    @property
+    def is_ruler(self) -> bool:
+        """Whether it is one of RULER's, whose prompts are made of any length."""
+        return self.name.startswith(("niah_", "ruler_"))
 
     @property
     def title(self) -> str:
@@ -170,6 +180,42 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def with_lengths(tasks: list[Task], lengths: list[int]) -> list[Task]:
+    """The tasks, those of RULER once at each of the lengths.
+
+    Raises:
+        ValueError: None of them is RULER's.
+    """
+    if lengths and not any(task.is_ruler for task in tasks):
+        names = ", ".join(task.name for task in tasks)
+        raise ValueError(f"`--lengths` is for tasks of RULER (niah_..., ruler_...), and none of these is one: {names}.")
+    chosen = [[task._replace(tokens=n) for n in lengths] if lengths and task.is_ruler else [task] for task in tasks]
+    return list(dict.fromkeys(task for same in chosen for task in same))
+
+
+def check(tasks: list[Task], include_path: str | None, positions: int | None) -> None:
+    """See that every task can run, before the first of them does.
+
+    Raises:
+        ValueError: A task is not known or is a group of tasks; packages that make its prompts are missing; its texts
+            are longer than the positions of the model.
+    """
+    known = TaskManager(include_path=include_path).all_subtasks
+    if unknown := [task.name for task in tasks if task.name not in known]:
+        raise ValueError(
+            f"{', '.join(unknown)}: no task of lm-eval {lm_eval.__version__}. Name tasks, not groups (`lm-eval ls "
+            "tasks` lists both), or a folder with tasks of your own as `--include-path`."
+        )
+    missing = [package for package in RULER_NEEDS if find_spec(package) is None]
+    if missing and any(task.is_ruler for task in tasks):
+        raise ValueError(f"Tasks of RULER need {', '.join(missing)}: `pip install 'lm-eval[ruler]'`.")
+    if long := [task.title for task in tasks if positions is not None and (task.tokens or 0) > positions]:
+        raise ValueError(
+            f"The model has {positions:,} positions, fewer than the tokens of {'; '.join(long)}. Give RULER's tasks "
+            "other `--lengths`, or name other `--tasks`."
+        )
+
+
 def resumed(path: Path | None, record: dict[str, Any]) -> dict[str, Any]:
     """`record` with what a stopped run of the same kind has measured.
 
@@ -196,6 +242,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="ask at most so many questions of each task")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--chunk", type=int, help="read texts of --tasks in chunks of so many tokens")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="tokens of RULER's prompts, e.g. 2048 8192")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="write metrics here, as JSON, and go on from what is there")
@@ -203,6 +250,12 @@ def main() -> None:
 
     tasks = [Task(name, arguments.limit, arguments.chunk) for name in arguments.tasks or ()]
     tasks = tasks or [task._replace(limit=arguments.limit or task.limit) for task in EVIDENCE]
+    config = AutoConfig.from_pretrained(arguments.model).get_text_config()
+    try:
+        tasks = with_lengths(tasks, arguments.lengths)
+        check(tasks, arguments.include_path, getattr(config, "max_position_embeddings", None))
+    except ValueError as error:
+        parser.error(str(error))
     record = resumed(
         arguments.output,
         provenance(torch.device(arguments.device), arguments.model)

@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 8 examples/serve_many.py MODEL --prompts prompts.jsonl --tp 2   # four replicas
 
-Prompts are JSON lines with a `prompt`; `--answers` has the same lines in their order, each with an `answer`. A replica
-is a group of processes in transformers' tensor parallelism: each GPU has pages of its own KV heads. If a process dies,
-torchrun ends the others. A row of a table is printed: tokens a second until the slowest replica is done, seconds
-to the first token of a prompt (all are there at once), and tokens that the pages of all replicas have room for.
+Prompts are JSON lines with a `prompt`. The same lines in their order, each with an `answer`, go to `answers.jsonl` or
+to the file named by `--answers`; it must not exist yet. A replica is a group of processes in transformers' tensor
+parallelism: each GPU has pages of its own KV heads. If a process dies, torchrun ends the others. A row of a table is
+printed: tokens a second until the slowest replica is done, seconds to the first token of a prompt (all are there at
+once), and tokens that the pages of all replicas have room for.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder or a model of the hub")
     parser.add_argument("--prompts", type=Path, required=True, help='JSON lines, each with a "prompt"')
-    parser.add_argument("--answers", type=Path, help='a file for the same lines, each with an "answer"')
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        default=Path("answers.jsonl"),
+        help='a new file for the same lines, each with an "answer"',
+    )
     parser.add_argument("--tp", type=int, default=1, help="GPUs of a replica")
     parser.add_argument("--preset", default="4bit_nc", help="what pages are packed to")
     parser.add_argument("--new-tokens", type=int, default=256, help="most tokens of an answer")
@@ -75,6 +81,8 @@ def main() -> None:
     rows = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
     if tp < 1 or world % tp or len(rows) < world // tp:
         parser.error(f"{world} processes are not replicas of --tp {tp}, or more than the {len(rows)} prompts.")
+    if arguments.answers.exists() or not arguments.answers.parent.is_dir():
+        parser.error(f"{arguments.answers} exists already, or its folder does not. Give another file as `--answers`.")
     # Before the model: it sets NCCL_GRAPH_MIXING_SUPPORT, which NCCL reads once.
     options = ContinuousBatchingConfig(num_blocks=arguments.blocks, cpu_group_timeout=60)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(days=7))
@@ -94,8 +102,8 @@ def main() -> None:
         store.set(f"summary {replica}", json.dumps([waits, seconds, tokens, room]))
     if rank == 0:  # waits for the others
         rows = [row | {"answer": store.get(f"answer {i}").decode()} for i, row in enumerate(rows)]
-        if arguments.answers:
-            arguments.answers.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        arguments.answers.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"The answers are in {arguments.answers}.")
         summaries = [json.loads(store.get(f"summary {i}")) for i in range(replicas)]
         waits, seconds, tokens, room = zip(*summaries, strict=True)
         firsts = sorted(wait for each in waits for wait in each)

@@ -74,7 +74,7 @@ class TurboQuantCache(DynamicCache):
 
     def __init__(
         self,
-        model_config: PreTrainedConfig,
+        model_config: PreTrainedConfig = None,  # type: ignore[assignment]
         preset: str | TurboQuantConfig = "4bit_nc",
         *,
         model: torch.nn.Module | None = None,
@@ -83,6 +83,12 @@ class TurboQuantCache(DynamicCache):
         balance: bool | Balance | TurboQuantCache | None = None,
         **overrides: Any,
     ) -> None:
+        if model_config is None and "config" in overrides:
+            raise ValueError(
+                "A TurboQuantCache was asked for by `config=`. `generate` of T5Gemma does so in place of the cache "
+                "that it got for cross-attention, and would lose its preset and options. Pass `EncoderDecoderCache("
+                "TurboQuantCache(model.config), DynamicCache(config=model.config))`."
+            )
         _check_arguments(model_config, model, max_cache_len, offloading)
         if isinstance(balance, TurboQuantCache):
             balance = Balance.held_by(balance.layers)
@@ -218,7 +224,8 @@ class TurboQuantCache(DynamicCache):
         (last, new), self._updated = self._updated, (layer_idx, tokens)
         if last != layer_idx:
             return
-        self._updated, layer = None, self.layers[layer_idx]
+        self._updated = None
+        layer: Any = self.layers[layer_idx]
         if int(layer.get_seq_length()) == new:
             self.reset()
         else:

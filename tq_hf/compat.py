@@ -272,6 +272,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def changes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Differs once a tensor made outside of inference mode, or a view that shares its count, was written to in place
+    (`_version`: torch 2.9 to 2.15), or given other memory."""
+    return tensor._version, tensor.untyped_storage()._cdata
+
+
 def has_forward_hooks(module: Any) -> bool:
     """Whether a module calls hooks after `forward` (torch 2.9 to 2.15)."""
     return bool(getattr(module, "_forward_hooks", None))
@@ -318,14 +324,14 @@ def device_of_inputs(model: Any) -> torch.device:
 
 
 @lru_cache
-def _states_taken(kind: type) -> set[str]:
+def _states_taken(forward: Any) -> set[str]:
     """Parameters of a module's `forward` that are states of tokens."""
-    return {name for name in signature(kind.forward).parameters if name.endswith("_states")}  # type: ignore[attr-defined]
+    return {name for name in signature(forward).parameters if name.endswith("_states")}
 
 
 def takes_other_states(module: Any) -> bool:
     """Whether an attention module can be given states of other tokens than those whose queries it computes."""
-    return bool(_states_taken(type(module)) - {"hidden_states"})
+    return bool(_states_taken(type(module).forward) - {"hidden_states"})
 
 
 def attends_to_own_tokens(module: Any) -> bool:
@@ -337,7 +343,7 @@ def attends_to_own_tokens(module: Any) -> bool:
     """
     if getattr(module, "is_causal", False):
         return not getattr(module, "is_cross_attention", False)
-    return _states_taken(type(module)) == {"hidden_states"}
+    return _states_taken(type(module).forward) == {"hidden_states"}
 
 
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:

@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from examples.measure.quality.family_check import difference
+from examples.measure.quality.family_configs import tiny_model
 from tests.support.kernel_cases import gpu
 from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
@@ -342,6 +343,13 @@ def test_a_compiled_decoder_of_one_layer_is_not_refused(monkeypatch):
                 out = forward(**inputs, decoder_input_ids=chunk, **as_input(cache))
         found.append(out.logits)
     assert difference([found[1]], [found[0]]) < 1e-3
+
+
+def test_a_model_that_makes_the_cache_of_cross_attention_itself_is_told():
+    """T5Gemma's `generate` calls the class of the one it was given, with `config` and nothing else that was chosen."""
+    model = tiny_model("t5gemma")
+    with pytest.raises(ValueError, match="by `config=`.*lose its preset and options. Pass `EncoderDecoderCache"):
+        model.generate(**inputs_of("t5gemma", 20), **as_input(both(model, None)), max_new_tokens=2)
 
 
 def test_a_decoder_of_images_is_not_refused():

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from examples.measure.quality.family_check import NOT_TESTABLE, difference, examine, worst
-from examples.measure.quality.family_configs import model_types
+from examples.measure.quality.family_configs import WITH_IMAGES, model_types
 from tq_hf.ops import dispatch
 
 SAMPLE = (
@@ -25,6 +25,7 @@ SAMPLE = (
     "minimax_m3_vl",  # another kind of preallocated layer beside compressed ones
     "mvp",  # attention of its own
     "paligemma",  # modules that attend both ways
+    "mllama/images",  # cross-attention in the decoder's own cache
     "t5",  # position bias
 )
 """What `make test` runs: a family for each way of going wrong."""
@@ -54,7 +55,7 @@ def test_a_family_of_the_sample(model_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(model_types().keys() - NOT_TESTABLE.keys() - set(SAMPLE)))
+@pytest.mark.parametrize("model_type", sorted((model_types() | WITH_IMAGES).keys() - NOT_TESTABLE.keys() - set(SAMPLE)))
 def test_a_family(model_type):
     check(model_type)
 
@@ -65,7 +66,7 @@ def test_the_page_has_every_family_and_no_wrong_one():
     assert not page.keys() & NOT_TESTABLE.keys()
     assert {model_type for model_type in page if recorded(model_type) not in ALLOWED} == set()
     if transformers.__version__ == "5.23.0":
-        assert page.keys() | NOT_TESTABLE.keys() == model_types().keys()
+        assert page.keys() | NOT_TESTABLE.keys() == (model_types() | WITH_IMAGES).keys()
 
 
 def test_a_difference_is_noticed():

@@ -97,3 +97,52 @@ def test_a_task_that_never_reads_the_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "needle_likelihood.yaml").write_text(task + "metric_list: [{metric: acc}]\n", encoding="utf-8")
     done = run(tmp_path, tmp_path, "needle_likelihood", "--caches", "4bit_nc")
     assert done.returncode != 0 and "generate_until" in done.stderr
+
+
+def test_what_cannot_run_is_said_before_anything_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the tasks that take hours: a name, a group, packages of RULER, texts beyond the model's positions."""
+    from examples import lm_eval_turboquant as example
+
+    suite = list(example.EVIDENCE)
+    example.check(suite, None, 32768)
+    example.check([example.Task("needle_recall")], str(TASKS), 8192)
+    for tasks, positions, says in (
+        (["needle_recall"], None, "needle_recall: no task of lm-eval"),
+        (["gsm8k", "ruler"], None, "ruler: no task of lm-eval .* Name tasks, not groups"),
+        (suite, 8192, "8,192 positions, fewer than the tokens of niah_single_2, 32768"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            example.check([t if isinstance(t, example.Task) else example.Task(t) for t in tasks], None, positions)
+    monkeypatch.setattr(example, "find_spec", lambda name: None if name == "wonderwords" else name)
+    example.check([example.Task("gsm8k")], None, None)
+    with pytest.raises(ValueError, match=r"need wonderwords: `pip install 'lm-eval\[ruler\]'`"):
+        example.check(suite, None, None)
+
+
+def test_lengths_are_those_of_prompts_that_ruler_makes() -> None:
+    from examples import lm_eval_turboquant as example
+
+    tasks = example.with_lengths(list(example.EVIDENCE), [2048, 4096])
+    assert [task for task in tasks if not task.is_ruler] == [task for task in example.EVIDENCE if not task.is_ruler]
+    assert [task.title for task in tasks if task.is_ruler][:3] == [
+        "niah_multikey_1, 2048",
+        "niah_multikey_1, 4096",
+        "niah_multivalue, 2048",
+    ]
+    assert example.with_lengths(list(example.EVIDENCE), []) == list(example.EVIDENCE)
+    with pytest.raises(ValueError, match="for tasks of RULER .* none of these is one: gsm8k"):
+        example.with_lengths([example.Task("gsm8k")], [2048])
+
+
+def test_prompts_of_ruler_have_the_lengths_asked_for(tmp_path: Path) -> None:
+    """A task whose text is made up of needles: nothing is downloaded for it."""
+    pytest.importorskip("wonderwords")
+    output = tmp_path / "metrics.json"
+    options = ["--caches", "4bit_nc", "--lengths", "1024", "2048", "--output", str(output)]
+    done = run(tmp_path, TASKS, "niah_multikey_2", *options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    metrics = json.loads(output.read_text(encoding="utf-8"))["metrics"]["4bit_nc"]
+    assert {title: list(scores) for title, scores in metrics.items()} == {
+        "niah_multikey_2, 1024": ["1024"],
+        "niah_multikey_2, 2048": ["2048"],
+    }

@@ -43,12 +43,17 @@ def test_engines_are_drawn_with_what_they_made_of_a_trace(tmp_path: Path, monkey
     newest, older = (SERVED | {"device": "a GPU", "date": f"2026-11-{day}"} for day in (24, 22))
     monkeypatch.setattr(plots, "results", {"serve": [newest, older | {"device": "another"}]}.get)
     speeds, flight = panels = plots.serve_numbers()
-    assert speeds["bars"]["4bit_nc"] == {"all at once": (3855.4, None, None)}
-    assert flight["bars"]["4bit_nc"] == {"all at once": (40.6, 64, None)}
+    assert speeds["bars"]["4bit_nc"] == {"all at once": (3855.4, None, "61 of 64 finished in 9 s")}
+    assert flight["bars"]["4bit_nc"] == {"all at once": (40.6, 64, "61 of 64 finished in 9 s")}
     assert flight["bars"]["stock, sdpa"] == {"all at once": (None, None, "out of memory")}
     plots.save(tmp_path / "serve.svg", "serve", panels)
     text = (tmp_path / "serve.svg").read_text(encoding="utf-8")
-    for words in ("3,855", "41 in the mean, at most 64", "out of memory", "64 requests, a GPU"):
+    for words in (
+        "3,855: 61 of 64 finished in 9 s",
+        "41 in the mean, at most 64",
+        "out of memory",
+        "64 requests, a GPU",
+    ):
         assert words in text
     assert drawing.COLOURS["4bit_nc"] in text
 
@@ -150,6 +155,36 @@ def test_nothing_is_written_over_something_else_or_beyond_the_edge(name: str) ->
     width, height = figure.get_size_inches() * figure.dpi
     beyond = [text for text, b in boxes.items() if min(b.x0, b.y0, width - b.x1, height - b.y1) < -1]
     assert beyond == []
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_labels_of_an_axis_are_apart(name: str) -> None:
+    """By more than a space between two words: without that, "1 × 32k 1 × 128k" reads as one."""
+    figure = plots.figure_of(name)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert all(b.x0 - a.x1 > 6 for a, b in zip(boxes, boxes[1:], strict=False))
+
+
+def test_a_label_is_nearer_to_its_point_than_to_any_other() -> None:
+    (axes,) = plots.figure_of("quality").axes
+    axes.figure.draw_without_rendering()
+    places = {tuple(point) for line in axes.lines for point in line.get_xydata() if line.get_marker() != "None"}
+    pixels = {place: tuple(axes.transData.transform(place)) for place in places}
+    assert len(axes.texts) > 10
+    for label in axes.texts:
+        extent = label.get_window_extent()
+        box = (extent.x0, extent.y0, extent.x1, extent.y1)
+        gaps = {place: drawing.gap_between(pixel, box) for place, pixel in pixels.items()}
+        own = gaps.pop(label.xy)
+        assert own < 15 and own < min(gaps.values()), label.get_text()
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_labels_are_placed_in_the_pixels_of_the_file(name: str) -> None:
+    """An SVG has 72 pixels an inch: offsets in pixels of another figure put labels elsewhere."""
+    assert plots.figure_of(name).dpi == 72
 
 
 @pytest.mark.parametrize(

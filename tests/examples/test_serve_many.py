@@ -41,8 +41,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def arguments(prompts: Path, tp: int, new: int = NEW) -> list[str]:
-    answers = prompts.with_name("answers.jsonl")
-    named = {"prompts": prompts, "answers": answers, "tp": tp, "new-tokens": new, "blocks": BLOCKS}
+    named = {"prompts": prompts, "tp": tp, "new-tokens": new, "blocks": BLOCKS}
     return [str(SHIPPED_MODEL), *(f"--{name}={value}" for name, value in named.items())]
 
 
@@ -65,17 +64,23 @@ def alone(prompts: Path) -> tuple[list[str], int]:
         pytest.param(4, 2, id="two replicas of two", marks=pytest.mark.slow),
     ],
 )
-def test_answers_are_those_of_one_process(processes: int, tp: int, prompts: Path) -> None:
+def test_answers_are_written_and_those_of_one_process(processes: int, tp: int, prompts: Path) -> None:
+    """Into the working folder, by the command as the pages have it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run = subprocess.run(
-        [*command, SCRIPT, *arguments(prompts, tp)], env=os.environ | ENVIRONMENT, capture_output=True, text=True
+        [*command, SCRIPT, *arguments(prompts, tp)],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        cwd=prompts.parent,
     )
     assert run.returncode == 0, run.stderr[-8000:]
     rows = [json.loads(line) for line in prompts.with_name("answers.jsonl").read_text(encoding="utf-8").splitlines()]
     expected, room = alone(prompts)
     assert [row["answer"] for row in rows] == expected
     assert all(row["answer"].startswith(row["key"]) for row in rows)
-    title, _, values = run.stdout.splitlines()[-3:]
+    told, title, _, values = run.stdout.splitlines()[-4:]
+    assert told == "The answers are in answers.jsonl."
     assert title.startswith("| replicas | GPUs each |")
     found = re.findall(r"[\d.,]+", values)
     assert found[:3] == [str(processes // tp), str(tp), "5"] and all(float(x.replace(",", "")) > 0 for x in found)
@@ -88,7 +93,8 @@ def test_a_rank_that_dies_ends_the_other_with_a_sentence_within_seconds(prompts:
     """Without torchrun, which would end it before it could say anything."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.support.dying_rank", SCRIPT, *arguments(prompts, 2, new=200)]
+    answers = f"--answers={prompts.with_name('answers.jsonl')}"
+    command = [sys.executable, "-m", "tests.support.dying_rank", SCRIPT, *arguments(prompts, 2, new=200), answers]
     ranks = [
         subprocess.Popen(
             command,
@@ -128,3 +134,6 @@ def test_what_cannot_be_replicas_is_said(
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert "6 processes are not replicas of --tp 4" in said("--tp", "4")
     assert "more than the 5 prompts" in said()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for path in (prompts, prompts.parent / "no" / "answers.jsonl"):
+        assert f"{path} exists already, or its folder does not." in said("--answers", str(path))

@@ -49,7 +49,9 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
     """
 
     def __init__(self, *args: Any, tp_size: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, **({"kv_tp_size": tp_size} if KNOWS_TENSOR_PARALLELISM else {}))
+        if KNOWS_TENSOR_PARALLELISM:
+            kwargs["kv_tp_size"] = tp_size
+        super().__init__(*args, **kwargs)
         self.num_attention_masks = 0
         self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # what attention returns
         self.scratch_bytes = 0

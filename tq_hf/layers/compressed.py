@@ -12,7 +12,7 @@ from tq_kernels.format import LARGEST_SCALE, SMALLEST_SCALE
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from transformers import PreTrainedConfig
 
-from ..compat import attention_implementation, cached_table
+from ..compat import attention_implementation, cached_table, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..stores.base import Counts, LayerStore, widened
@@ -21,6 +21,7 @@ from ..stores.preallocated import PreallocatedStore
 from ..tensors.layer import StepView, StoreView
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
+from .copies import copy_of, plain
 from .handle import Handle, placeholders
 
 CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
@@ -81,12 +82,16 @@ class TurboQuantLayer(FullAttentionLayer):
         """Keys or values that were assigned, until the others are."""
         self._had_gradients = False
         """Whether keys or values of an earlier call had gradients, which are lost."""
+        self._edits = {"keys": 0, "values": 0, "all": 0}
+        """Number of changes to what is held, but for tokens appended."""
         self.prompt: KeyValue | None = None
         """A first prompt as it came, while hooks of the attention module that read it run."""
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All cached keys, dequantized: `[B, Hkv, T, Dk]`. A new tensor; writing to it changes nothing.
+        """All cached keys, dequantized: `[B, Hkv, T, Dk]`. A copy: an operation that writes into it assigns it, and
+        encodes the blocks that changed, so write once rather than row by row. A copy that was made before the layer
+        changed refuses writes; `clone()` one to write to a tensor of your own.
 
         Once both keys and values are assigned (kvpress prunes so), they replace all tokens: sinks, blocks and residual
         are made of them as of a prompt, with the channel scales there are; positions are the caller's. Blocks of 128
@@ -116,9 +121,31 @@ class TurboQuantLayer(FullAttentionLayer):
     def _read(self, name: str) -> torch.Tensor | None:
         if self._assigned is not None and name in self._assigned:
             return self._assigned[name]
+        if self.store is None:
+            return None
+        states = self._held()[name == "values"]
+        return states if torch.compiler.is_compiling() else copy_of(self, name, states)
+
+    @outside_inference_mode
+    def _held(self) -> KeyValue:
+        """Copies of all keys and values held, those of a first prompt as it came while its hooks run."""
+        assert self.store is not None
         if self.prompt is not None:
-            return self.prompt[name == "values"][:, :, : int(self.get_seq_length())].clone()
-        return None if self.store is None else dispatch.dense(self.store.view())[name == "values"]
+            keys, values = (x[:, :, : int(self.get_seq_length())].clone() for x in self.prompt)
+            return keys, values
+        return dispatch.dense(self.store.view())
+
+    def stamp(self, name: str) -> Any:
+        return self.store, self._edits[name], self._edits["all"], int(self.get_seq_length())
+
+    def write(self, name: str, states: torch.Tensor) -> None:
+        self._edits[name] += 1
+        held = dict(zip(("keys", "values"), self._held(), strict=True)) | (self._assigned or {}) | {name: states}
+        self._assigned = None
+        assert self.store is not None
+        self.store.assign(**held)
+        if self.prompt is not None:
+            self.prompt = held["keys"], held["values"]
 
     def _assign(self, name: str, value: torch.Tensor | None) -> None:
         """Hold keys and values that were assigned, once both were."""
@@ -131,12 +158,24 @@ class TurboQuantLayer(FullAttentionLayer):
                 "Assign `keys` and `values`, tensors, to a layer that holds tokens; `cache.update` and `cache.reset` "
                 "fill and empty it."
             )
-        assigned, self._assigned = {**(self._assigned or {}), name: value}, None
+        self._edits["all"] += 1
+        assigned, self._assigned = {**(self._assigned or {}), name: plain(value)}, None
         if len(assigned) == 1:
             self._assigned = assigned
         else:
             self.prompt = None
             self.store.assign(**assigned)
+
+    def _assign_half(self, assigned: dict[str, torch.Tensor]) -> None:
+        """Hold assigned keys, or values, beside those of the same tokens that are held."""
+        self._assigned = None
+        (name, states), other = *assigned.items(), "keys" if "values" in assigned else "values"
+        if states.shape[2:3] != (int(self.get_seq_length()),):
+            raise ValueError(
+                f"`{name}` of a compressed layer were assigned, and `{other}` were not: it holds the tokens that it "
+                f"held. Assign both, also `{other}` that stay (`layer.{other} = layer.{other}`)."
+            )
+        self.write(name, states)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, prompt: bool = False) -> None:
         """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0), or for this `prompt`."""
@@ -165,12 +204,7 @@ class TurboQuantLayer(FullAttentionLayer):
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
         """
         if self._assigned is not None:
-            name, other = ("keys", "values") if "keys" in self._assigned else ("values", "keys")
-            self._assigned = None
-            raise ValueError(
-                f"`{name}` of a compressed layer were assigned, and `{other}` were not: it holds the tokens that it "
-                f"held. Assign both, also `{other}` that stay (`layer.{other} = layer.{other}`)."
-            )
+            self._assign_half(self._assigned)
         dtype = self.dtype if self.is_initialized else key_states.dtype
         if not key_states.dtype == value_states.dtype == dtype:
             key_states, value_states = widened(key_states, value_states, dtype)
@@ -338,6 +372,7 @@ class TurboQuantLayer(FullAttentionLayer):
         tokens_to_remove = check_crop(tokens_to_remove)
         if tokens_to_remove == 0 or self.store is None:
             return
+        self._edits["all"] += 1
         self.store.crop(-tokens_to_remove)
 
     def count_replayed(self, length: int) -> None:
@@ -352,16 +387,18 @@ class TurboQuantLayer(FullAttentionLayer):
         self.is_initialized = self.store is not None
         self.reader, self.is_untouched, self.needs_queries = None, False, True
         self._assigned, self._had_gradients = None, False
+        self._edits["all"] += 1
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:
-            self.store = self.store.map(function)
+            self.store = self.store.map(function)  # another one, so copies of its states are of the past
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take sequence `beam_idx[i]` to place i: in place, unless that makes more or fewer."""
         if self.batch_size != beam_idx.shape[0]:
             self.batch_select_indices(beam_idx)
         elif self.store is not None:
+            self._edits["all"] += 1
             self.store.reorder(beam_idx)
 
     def offload(self) -> None:

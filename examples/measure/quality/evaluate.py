@@ -1,7 +1,7 @@
 """What each preset costs in quality, against other ways to store the cache at known bytes.
 
     python -m examples.measure.quality.evaluate                           # the shipped model; minutes on a GPU
-    python -m examples.measure.quality.evaluate --model DIR --name qwen3  # a byte-level model
+    python -m examples.measure.quality.evaluate --model DIR --name needle-10m  # a byte-level model
     python -m examples.measure.quality.evaluate --ablate                  # each part of the recipe switched by itself
 
 Documents are read in chunks through the cache, so that what is measured was foretold from compressed blocks (one pass

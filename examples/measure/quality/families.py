@@ -18,7 +18,7 @@ import transformers
 
 from examples.measure.quality import published_sizes
 from examples.measure.quality.family_check import NOT_TESTABLE, Finding, Outcome, examine
-from examples.measure.quality.family_configs import model_types
+from examples.measure.quality.family_configs import WITH_IMAGES, model_types
 from examples.provenance import RESULTS
 
 VERDICTS = {
@@ -40,7 +40,9 @@ def main(only: list[str]) -> None:
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     if not only or "sizes" in only:
         published_sizes.measure()
-    for model_type in model_types() if not only else [name for name in only if name not in ("page", "sizes")]:
+    for model_type in (
+        model_types() | WITH_IMAGES if not only else [name for name in only if name not in ("page", "sizes")]
+    ):
         if model_type in NOT_TESTABLE:
             found.pop(model_type, None)
             continue
@@ -69,7 +71,9 @@ def table(findings: list[Finding]) -> str:
         "",
         'Each is run with its default attention and with "turboquant", growing and preallocated, with everything in '
         "the dense residual and with whole prompts packed: logits of teacher-forced steps (one token, three tokens) "
-        "and of a left-padded generation, against transformers' own cache; packed, against it read dequantized.",
+        "and of a left-padded generation, against transformers' own cache; packed, against it read dequantized. "
+        "Models with cross-attention are also run with default options and a compressed cache of 300 tokens of the "
+        "encoder, or of an image.",
         "",
         "| | families |",
         "| --- | ---: |",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
@@ -24,6 +24,8 @@ STEPS = (1, 1, 3, 1)
 """Tokens of the calls after it."""
 NEW_TOKENS = 4
 ROOM = PROMPT + 12
+ENCODER = 300
+"""Tokens of an encoder's input: by default one block of them is packed."""
 TOLERANCE = 2e-3
 """Of the largest logit. Two orders above float32 noise of these models, one below what a lost token makes."""
 CODES_TOLERANCE = 1e-1
@@ -32,6 +34,9 @@ that."""
 DENSE = dict(residual_length=10**6)
 PACKED = dict(residual_length=0, sink_tokens=0, balance=False)
 """Not balanced: only "turboquant" shows queries, so that channel scales, and codes, would differ with what reads."""
+
+DEFAULT: dict[str, Any] = {}
+"""Of models with cross-attention: default options, also of the cache of cross-attention."""
 
 Logits = list[torch.Tensor]
 
@@ -133,11 +138,11 @@ def worst(kinds: Iterable[str]) -> str:
 def teacher_forced(model: PreTrainedModel, cache: Cache, sizes: Sequence[int]) -> Logits:
     """Logits of an unpadded batch, in calls of so many tokens."""
     ids = token_ids(2, sum(sizes)).to(model.device)
-    logits = []
+    logits: Logits = []
     for chunk in ids.split(list(sizes), 1):
-        inputs = {"input_ids": chunk}
+        inputs = {"input_ids": chunk} | images(model, chunk, first=not logits)
         if model.config.is_encoder_decoder:
-            inputs = {"input_ids": token_ids(2, 12).to(model.device), "decoder_input_ids": chunk}
+            inputs = {"input_ids": encoder_ids(model).to(model.device), "decoder_input_ids": chunk}
         torch.manual_seed(0)
         with torch.no_grad():
             out = model(**inputs, **as_input(cache), use_cache=True)
@@ -160,9 +165,10 @@ def generated(model: PreTrainedModel, cache: Cache) -> Logits:
         inputs["decoder_attention_mask"] = inputs.pop("attention_mask")
         inputs |= {
             "decoder_start_token_id": 0,
-            "input_ids": token_ids(2, 12),
-            "attention_mask": torch.ones(2, 12, dtype=torch.long),
+            "input_ids": encoder_ids(model),
+            "attention_mask": torch.ones_like(encoder_ids(model)),
         }
+    inputs |= images(model, inputs["input_ids"])
     torch.manual_seed(0)
     out = model.generate(
         **inputs,
@@ -185,9 +191,39 @@ def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(3, 99, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
-def beside_cross_attention(model: PreTrainedModel, own: Cache) -> Cache:
-    """`own`, with a cross-attention cache of transformers beside it where the model wants one."""
-    return EncoderDecoderCache(own, DynamicCache(config=model.config)) if model.config.is_encoder_decoder else own
+def encoder_ids(model: PreTrainedModel) -> torch.Tensor:
+    """Inputs of an encoder, of 12 tokens where transformers' own cache takes no more than a window (T5Gemma 2)."""
+    return token_ids(2, 12 if model.config.model_type == "t5gemma2" else ENCODER)
+
+
+def images(model: PreTrainedModel, ids: torch.Tensor, first: bool = True) -> dict[str, torch.Tensor]:
+    """An image for each row of `ids`, of models whose layers attend to images by cross-attention (Mllama): in the
+    first call; each token sees the whole image."""
+    if model.config.model_type != "mllama":
+        return {}
+    vision, batch = model.config.vision_config, len(ids)
+    tiles, size = vision.max_num_tiles, vision.image_size
+    shape = (batch, 1, tiles, vision.num_channels, size, size)
+    seen = {"cross_attention_mask": torch.ones(batch, ids.shape[1], 1, tiles, dtype=torch.long)}
+    if not first:
+        return seen
+    return seen | {
+        "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0)),
+        "aspect_ratio_ids": torch.ones(batch, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(batch, 1, tiles, dtype=torch.long),
+    }
+
+
+def has_cross_attention(model: PreTrainedModel) -> bool:
+    """Whether layers attend to an encoder's tokens, or to images."""
+    return model.config.is_encoder_decoder or model.config.model_type == "mllama"
+
+
+def beside_cross_attention(model: PreTrainedModel, own: Cache, cross: Cache | None = None) -> Cache:
+    """`own`, with `cross` (by default a cache of transformers) beside it where the model has an encoder."""
+    if not model.config.is_encoder_decoder:
+        return own
+    return EncoderDecoderCache(own, DynamicCache(config=model.config) if cross is None else cross)
 
 
 def difference(actual: Logits, expected: Logits) -> float:
@@ -208,13 +244,15 @@ class Run(NamedTuple):
     cache: Cache | None = None
 
 
-def _run(model: PreTrainedModel, make: Callable[[], Cache]) -> Run:
-    """Every scenario on a new cache."""
+def _run(
+    model: PreTrainedModel, make: Callable[[], Cache], make_cross: Callable[[], Cache | None] = lambda: None
+) -> Run:
+    """Every scenario on a new cache, with another one for cross-attention."""
     logits = []
     try:
         for scenario in SCENARIOS:
             cache = make()
-            logits.append(scenario(model, beside_cross_attention(model, cache)))
+            logits.append(scenario(model, beside_cross_attention(model, cache, make_cross())))
     except Exception as error:
         return Run(error)
     return Run(logits, cache)
@@ -258,14 +296,18 @@ def _modes(
     its default attention, which reads caches dequantized."""
     outcomes, layers, read = {}, "", ""
     for growth, room in (("growing", None), ("preallocated", ROOM)):
-        for window, options in (("dense", DENSE), ("packed", PACKED)):
+        windows = [("dense", DENSE), ("packed", PACKED)] + [("default", DEFAULT)] * has_cross_attention(model)
+        for window, options in windows:
             make = partial(TurboQuantCache, max_cache_len=room, **options)
-            expected, tolerance = own, TOLERANCE
-            if options is PACKED:
+            expected, tolerance, make_cross = own, TOLERANCE, lambda: None
+            if options is DEFAULT:
+                cross_room = None if room is None else encoder_ids(model).shape[1]
+                make_cross = partial(TurboQuantCache, model.config, max_cache_len=cross_room)
+            if options is not DENSE:
                 beside, tolerance = (room if attention == "turboquant" else None), CODES_TOLERANCE
                 reading = partial(TurboQuantCache, reader.config, max_cache_len=beside, **options)
-                expected = _run(reader, reading).logits
-            got, cache = _run(model, partial(make, model.config))
+                expected = _run(reader, reading, make_cross).logits
+            got, cache = _run(model, partial(make, model.config), make_cross)
             if isinstance(got, Exception) or isinstance(expected, Exception):
                 outcome = _failed(got if isinstance(got, Exception) else expected)
             else:

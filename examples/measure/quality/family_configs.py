@@ -105,6 +105,35 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         index_topk_blocks=8,
     ),
     "ministral": dict(head_dim=16),
+    "mllama": dict(  # of the model as a whole: the second layer attends to an image of 104 tokens
+        text_config=dict(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            cross_attention_layers=[1],
+            max_position_embeddings=512,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4),
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        vision_config=dict(
+            hidden_size=64,
+            intermediate_size=64,
+            attention_heads=4,
+            num_hidden_layers=2,
+            num_global_layers=1,
+            intermediate_layers_indices=[0],
+            vision_output_dim=128,
+            image_size=70,
+            patch_size=14,
+            max_num_tiles=4,
+            supported_aspect_ratios=[[1, 1], [2, 2]],
+        ),
+    ),
     "mpt": dict(max_seq_len=1024),
     "musicgen_decoder": dict(num_codebooks=1),
     "musicgen_melody_decoder": dict(num_codebooks=1),
@@ -150,7 +179,11 @@ def model_types() -> dict[str, str]:
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
     """The class of a model type."""
-    return getattr(transformers, model_types()[model_type])
+    return getattr(transformers, (model_types() | WITH_IMAGES)[model_type])
+
+
+WITH_IMAGES = {"mllama/images": "MllamaForConditionalGeneration"}
+"""Models as a whole with the images that layers of their decoders attend to, beside the decoders of `model_types`."""
 
 
 Kept = Callable[[type[PreTrainedConfig], dict[str, Any]], dict[str, Any]]
@@ -251,4 +284,6 @@ def random_model(
             parameter.data.normal_(0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
         if "sinks" in name:
             parameter.data.normal_(0, 1, generator=generator)
+        if re.search(r"cross_attn_\w+_gate$", name):  # else images change nothing (Mllama)
+            parameter.data.fill_(1.0)
     return model

@@ -4,11 +4,11 @@ They exist to test KV-cache compression on a real attention pattern without a do
 greedy recall that fails visibly when the cache is damaged. One GPU and a few minutes suffice::
 
     python -m examples.measure.quality.train_needle --minutes 6              # the one in examples/needle
-    python -m examples.measure.quality.train_needle --model qwen3 --minutes 3.5 --output DIR \
+    python -m examples.measure.quality.train_needle --model needle-10m --minutes 3.5 --output DIR \
         --contexts 512 1024 4096 --enough 0.97
 
-``qwen3`` and ``qwen2`` have 10 million parameters and are what ``evaluate.py`` measures presets on: the one with
-normalised queries and keys, the other with biases on its projections, as in the model families of those names.
+``needle-10m`` and ``needle-10m-bias`` have 10 million parameters and are what ``evaluate.py`` measures presets
+on: the one with normalised queries and keys, as Qwen3 has them, the other with biases on its projections, as Qwen2.
 
 Training data: the Python sources of the standard library (PSF License Version 2), less the modules that
 ``needle/filler.txt`` was made from, and of accelerate and transformers (Apache License 2.0), numpy and torch (BSD
@@ -91,8 +91,8 @@ MODELS = {
         num_key_value_heads=2,
         head_dim=128,
     ),
-    "qwen3": Qwen3Config(**_QWEN_SIZES, num_attention_heads=6, num_key_value_heads=2, head_dim=128),
-    "qwen2": Qwen2Config(**_QWEN_SIZES, num_attention_heads=12, num_key_value_heads=4, head_dim=64),
+    "needle-10m": Qwen3Config(**_QWEN_SIZES, num_attention_heads=6, num_key_value_heads=2, head_dim=128),
+    "needle-10m-bias": Qwen2Config(**_QWEN_SIZES, num_attention_heads=12, num_key_value_heads=4, head_dim=64),
 }
 """Shapes: 3.9, 10.0 and 10.0 million parameters."""
 

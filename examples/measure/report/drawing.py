@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +29,7 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.constrained_layout.use": True,
+    "figure.dpi": 72,  # as in an SVG: labels are placed in pixels
     "figure.facecolor": CARD,
     "font.size": 10,
     "grid.alpha": 0.3,
@@ -94,30 +97,51 @@ def spread(middles: list[float], heights: list[float]) -> list[float]:
     return places
 
 
-AROUND = ((-9, -13, -1), (9, 13, 0), (10, 0, 0), (-10, 0, -1), (0, -16, -0.5), (0, 16, -0.5), (9, -13, 0), (-9, 13, -1))
-"""Where a label may stand: to the right and up in pixels, and the share of its width that lies left of that."""
-ALIGNED = {0: "left", -0.5: "center", -1: "right"}
+AROUND = ((-1, -1), (1, 1), (1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, 1))
+"""Sides of a point where its label may stand: right and up."""
+ALIGNED = {1: "left", 0: "center", -1: "right"}
+GAPS = (4, 8, 13)
+"""Pixels between a point and its label, the first that serves."""
 
 
 def label_points(axes: Any, points: list[tuple[tuple[float, float], str, str]], lines: list[Any]) -> None:
-    """Names of points `(place, name, colour)`, each where it covers the least of other names, points and lines."""
-    drawn = [axes.transData.transform(place) for place, _, _ in points for _ in range(10)]
+    """Names of points `(place, name, colour)`, each nearer to its own point than to others (corners of `lines` among
+    them) and where it covers the least of other names, points and lines."""
+    marks = [tuple(axes.transData.transform(place)) for place, _, _ in points]
+    drawn = [mark for mark in marks for _ in range(10)]
     for line in lines:
         corners = axes.transData.transform(line)
+        marks += [tuple(corner) for corner in corners]
         for start, end in zip(corners, corners[1:], strict=False):
             drawn += [start + (end - start) * step / 40 for step in range(41)]
     taken: list[tuple[float, float, float, float]] = []
     for place, name, colour in points:
-        x, y = axes.transData.transform(place)
-        width, height = 7.2 * len(name), 15.0
-        found: list[tuple[int, int, tuple[float, float, float, float], tuple[int, int], str]] = []
-        for right, up, share in AROUND:
-            left, low = x + right + share * width, y + up - height / 2
+        label = axes.annotate(name, place, (0, 0), textcoords="offset pixels", va="center", color=colour, fontsize=9)
+        x, y = own = tuple(axes.transData.transform(place))
+        extent = label.get_window_extent()
+        width, height = extent.width, extent.height
+        found = []
+        for gap, (right, up) in itertools.product(GAPS, AROUND):
+            left, low = x + right * gap + (right - 1) / 2 * width, y + up * gap + (up - 1) / 2 * height
             box = (left, low, left + width, low + height)
             covered = sum(box[0] - 2 < a < box[2] + 2 and box[1] < b < box[3] for a, b in drawn)
-            over = sum(o[0] < box[2] and box[0] < o[2] and o[1] < box[3] and box[1] < o[3] for o in taken)
-            found.append((20 * over + covered, len(found), box, (right, up), ALIGNED[share]))
-        _, _, box, offset, side = min(found)
+            over = sum(o[0] < box[2] + 2 and box[0] < o[2] + 2 and o[1] < box[3] and box[1] < o[3] for o in taken)
+            rivals = sum(gap_between(mark, box) < 1.3 * gap_between(own, box) for mark in set(marks))
+            found.append(
+                (
+                    1000 * over + 30 * rivals + 3 * covered,
+                    len(found),
+                    box,
+                    (right * gap, up * (gap + height / 2)),
+                    right,
+                )
+            )
+        _, _, box, offset, right = min(found)
         taken.append(box)
-        text = {"xytext": offset, "textcoords": "offset pixels", "ha": side, "va": "center", "fontsize": 9}
-        axes.annotate(name, place, color=colour, **text)
+        label.set_position(offset)
+        label.set_horizontalalignment(ALIGNED[right])
+
+
+def gap_between(point: tuple[float, float], box: tuple[float, float, float, float]) -> float:
+    """Pixels between a point `(x, y)` and a box `(x0, y0, x1, y1)`."""
+    return math.hypot(*(max(low - at, 0.0, at - high) for at, low, high in zip(point, box[:2], box[2:], strict=True)))

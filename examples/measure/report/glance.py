@@ -15,7 +15,7 @@ from tq_hf import PRESETS
 from tq_hf.tools.estimate import Estimator
 
 HEAD_DIM = 128
-GENERATE, QUALITY = "generate-nvidia-h200", "quality-qwen3"
+GENERATE, QUALITY = "generate-nvidia-h200", "quality-needle-10m"
 WHICH = {
     "k8v4": "when quality counts more than memory",
     "4bit_nc": "to start with; the default",

@@ -42,7 +42,7 @@ from tq_hf import PRESETS
 from tq_hf.tools.estimate import Estimator
 
 GIB = 2**30
-QUALITY_MODEL = "qwen3"
+QUALITY_MODEL = "needle-10m"
 
 
 def results(kind: str) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def draw_kernels(axes: Any, numbers: dict[str, Any]) -> None:
         places = [place + offset for place in range(len(numbers["shapes"]))]
         axes.bar(places, numbers["bars"][preset], width, color=COLOURS[preset], label=preset)
     axes.axhline(1, color=INK, linestyle="--", linewidth=1)
-    labels = [shape(*one) for one in numbers["shapes"]]
+    labels = [shape(*one).replace("× ", "×\n") for one in numbers["shapes"]]
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("batch × context")
@@ -184,7 +184,7 @@ def quality_numbers() -> list[dict[str, Any]]:
             for name, place in rows.items()
             if place[1] > 0 and name != "bf16" and name not in PRESETS and not re.match("vLLM |paper |.*,", name)
         }
-        model = {"model": record["model"], "tokens": record["document_tokens"]}
+        model = {name: record[name] for name in ("model", "parameters", "document_tokens")}
         panels.append(model | {"series": series, "others": others, "noise": noise and noise[1]})
     return panels
 
@@ -216,14 +216,16 @@ def draw_quality(axes: Any, numbers: dict[str, Any]) -> None:
         axes.axhline(numbers["noise"], color=GREY, linestyle="--", linewidth=1, label="the model itself in bf16")
     axes.set_xlabel("bytes per token and KV head, everything counted")
     axes.set_ylabel("KL from the full cache, nats")
-    axes.set_title(f"Quality by bytes: {numbers['model']}, {numbers['tokens']:,} tokens", fontsize=10)
+    about = f"{numbers['model']} ({numbers['parameters'] / 1e6:.0f}M parameters, trained for this)"
+    axes.set_title(f"Quality by bytes: {about}, {numbers['document_tokens']:,} tokens", fontsize=10)
     axes.legend(loc="upper right")  # the best place is searched for, with a warning if that takes a second
     axes.figure.draw_without_rendering()  # places are known in pixels only once the layout is
     label_points(axes, points, lines)
 
 
 def serve_numbers() -> list[dict[str, Any]]:
-    """What engines made of the newest trace: tokens a second, and requests in flight, in the mean and at most."""
+    """What engines made of the newest trace: tokens a second, and requests in flight, in the mean and at most, and a
+    note where a cell failed or was ended early."""
     panels = []
     for record in sorted(results("serve"), key=lambda record: record["date"])[-1:]:
         rows = [row for row in record["rows"] if row["kind"] == "trace"]
@@ -234,10 +236,17 @@ def serve_numbers() -> list[dict[str, Any]]:
         for measure, most in (("tokens_per_second", None), ("in_flight_mean", "in_flight_most")):
             bars: dict[str, dict[str, Any]] = {}
             for row in rows:
-                value = (row.get(measure), row.get(most), row.get("error"))
-                bars.setdefault(row["engine"], {})[row["arrivals"]] = value
+                note = row.get("error")
+                if left := row.get("unfinished"):
+                    total = record["trace"]["requests"]
+                    note = f"{total - left} of {total} finished in {row['seconds']:.0f} s"
+                bars.setdefault(row["engine"], {})[row["arrivals"]] = (row.get(measure), row.get(most), note)
             panels.append(about | {"measure": measure, "arrivals": arrivals, "bars": bars})
     return panels
+
+
+STOCK = "transformers' pages, sdpa with a, mask over all, requests"
+"""What is drawn for "stock, sdpa", a line after each comma."""
 
 
 def draw_serve(axes: Any, numbers: dict[str, Any]) -> None:
@@ -249,18 +258,20 @@ def draw_serve(axes: Any, numbers: dict[str, Any]) -> None:
         preset = engine.partition(",")[0]
         colour = COLOURS[preset] if preset in COLOURS else next(greys)
         for index, arrival in enumerate(arrivals):
-            value, most, error = found.get(arrival, (None, None, "not measured"))
+            value, most, note = found.get(arrival, (None, None, "not measured"))
             y = place + (index - (len(arrivals) - 1) / 2) * height
-            text = error or "none finished"
+            text = note
             if most is not None:
                 axes.barh(y, most, 0.9 * height, color=colour, alpha=0.25)
             if value is not None:
                 axes.barh(y, value, 0.9 * height, color=colour, alpha=1 if index == 0 else 0.55)
                 text = f"{value:,.0f}" if speed else f"{value:.0f} in the mean, at most {most}"
+                text += f": {note}" if note else ""
             text += f", {arrival}" if len(arrivals) > 1 else ""
             end = max(value or 0, most or 0)
             axes.annotate(text, (end, y), (6, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(engines)), [engine.replace(", ", "\n") for engine in engines])
+    names = [engine.replace("stock, sdpa", STOCK).replace(", ", "\n") for engine in engines]
+    axes.set_yticks(range(len(engines)), names)
     axes.set_ylim(len(engines) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, 1.6 * axes.get_xlim()[1])
