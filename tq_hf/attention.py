@@ -15,7 +15,7 @@ from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attentio
 from .layers.handle import LazyStates, resolve, without_backward
 from .ops import dispatch
 from .stores import graph_ops
-from .tensors.layer import StepView, StoreView, check_room
+from .tensors.layer import DeviceCounts, View, check_room
 
 NAME = "turboquant"
 
@@ -69,11 +69,11 @@ def turboquant_attention(
         attention_mask = _chosen_by_indexer(module, query, key.shape[2], attention_mask, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
-    if isinstance(view, StepView) or (view is not None and view.past_length > 0):
+    if view is not None and view.counts is not None:
         # In the dictionary: of what it does not have, a module takes as long to say so as a launch.
         if dropout or "masked_key_indices" in module.__dict__:
             _check_compressed(module, dropout)
-        attend: Any = graph_ops.attend_token if isinstance(view, StepView) else dispatch.attend
+        attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
         if (lower := autocast_dtype(query)) is not None:
             attend = partial(_attend_lower, attend, lower)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -103,9 +103,7 @@ def turboquant_attention(
         return dispatch.attend_dense(query, key, value, attention_mask, options), None
 
 
-def _attend_lower(
-    attend: Any, lower: torch.dtype, query: torch.Tensor, view: StoreView | StepView, *arguments: Any
-) -> torch.Tensor:
+def _attend_lower(attend: Any, lower: torch.dtype, query: torch.Tensor, view: View, *arguments: Any) -> torch.Tensor:
     """`attend` under `torch.autocast`: in the dtype of the cache, to `lower`."""
     with outside_autocast(query):
         return attend(query.to(view.tensors.row.dtype), view, *arguments).to(lower)
@@ -115,7 +113,7 @@ def _attend_with_gradients(
     attend: Any,
     query: torch.Tensor,
     key: torch.Tensor,
-    view: StoreView | StepView,
+    view: View,
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
@@ -123,7 +121,7 @@ def _attend_with_gradients(
     lost = key._handle.sources  # type: ignore[attr-defined]
     with torch.set_grad_enabled(not lost):
         out = attend(query, view, mask, options)
-    own = (query,) if isinstance(view, StepView) or view.new is None else (query, *view.new)
+    own = (query,) if view.new is None else (query, *view.new)
     sources = (*lost, *(part for part in own if part.requires_grad))
     return without_backward(out.clone(), sources) if sources and not out.requires_grad else out
 

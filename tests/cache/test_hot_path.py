@@ -173,7 +173,7 @@ def test_a_first_prompt_launches_at_most_three_kernels_a_layer(room, balance, to
         before = Silent.launches
         with torch.no_grad(), Launching() as mode:
             keys, values = layer.update(states, states)
-            resolve(keys, values, SimpleNamespace(config=None), query)
+            resolve(keys, values, SimpleNamespace(config=None, is_causal=True), query)
         assert not layer.store.is_deferred and Silent.launches - before == launches
         assert warm or mode.names == []
 
@@ -187,7 +187,7 @@ def test_a_first_prompt_makes_few_tensors(tokens, tensors, kernels, monkeypatch)
     layers = TurboQuantCache(config).layers
     for layer in layers:
         with torch.no_grad(), Launching() as mode:
-            resolve(*layer.update(states, states), SimpleNamespace(config=None), query)
+            resolve(*layer.update(states, states), SimpleNamespace(config=None, is_causal=True), query)
     assert {"empty", "empty_like", "new_empty"}.issuperset(mode.names) and len(mode.names) == tensors
 
 
@@ -215,7 +215,7 @@ def test_what_the_first_layer_of_a_prompt_worked_out_others_look_up(room, tokens
         for layer in range(2):
             functions.clear()
             sys.setprofile(note)
-            resolve(*cache.update(states, states, layer), SimpleNamespace(config=config), query)
+            resolve(*cache.update(states, states, layer), SimpleNamespace(config=config, is_causal=True), query)
             sys.setprofile(None)
     assert len(functions) <= most, functions
 

@@ -181,7 +181,7 @@ def test_steps_share_scratch_unless_a_graph_keeps_it(preallocated, log, monkeypa
         monkeypatch.setattr(triton_blocks, "is_capturing", lambda capturing=capturing: capturing)
         graph_ops.attend_token(query(), preallocated.append(*token(2)), None, AttentionOptions(0.3))
     # What a compiled step calls does not count tokens.
-    compiled = preallocated.append(*token(3))._replace(num_held=None)
+    compiled = preallocated.append(*token(3))._replace(past_length=None)
     graph_ops.attend_token(query(), compiled, None, AttentionOptions(0.3))
     assert [space is shared for space in asked] == [False, True, False] and asked[::2] == [None, None]
 
@@ -195,7 +195,7 @@ def test_a_step_of_a_graph_makes_no_table(preallocated, log, monkeypatch):
     preallocated.tensors.launches.clear()
     launch.held_counts.cache_clear()
     monkeypatch.setattr(launch, "_integers", makes_a_table)
-    view = preallocated.append(*token(2))._replace(num_held=None)
+    view = preallocated.append(*token(2))._replace(past_length=None)
     assert graph_ops.attend_token(query(), view, None, AttentionOptions(0.3)).shape == (1, 1, 4, 32)
 
 

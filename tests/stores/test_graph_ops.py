@@ -11,6 +11,7 @@ from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.layer import config_from, config_text
 
 HEADS, DIM = 2, 32
 
@@ -21,7 +22,7 @@ def test_operators_pass_opcheck(masked: bool) -> None:
     pair = states(0, 2, HEADS, 132, DIM)
     store = PreallocatedStore.allocate(config, *pair, 171)
     store.append(*rows(pair, 0, 131))
-    tensors, text = store.tensors.arguments(), graph_ops.config_text(config)
+    tensors, text = store.tensors.arguments(), config_text(config)
     torch.library.opcheck(
         graph_ops._append_token, (*rows(pair, 131), tensors, list(store.counts), text, store.max_cache_len)
     )
@@ -37,16 +38,16 @@ def test_operators_pass_opcheck(masked: bool) -> None:
 
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:
     for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1)), TurboQuantConfig(seed=3)):
-        text = graph_ops.config_text(config)
-        assert graph_ops.config_from(text) == config
-        assert graph_ops.config_text(graph_ops.config_from(text)) == text
+        text = config_text(config)
+        assert config_from(text) == config
+        assert config_text(config_from(text)) == text
 
 
 def test_a_layer_is_made_again_from_its_arguments() -> None:
     pair = states(0, 2, HEADS, 300, DIM, value_dim=16)
     store = PreallocatedStore.allocate(TurboQuantConfig(), *pair, 300)
     arguments = store.tensors.arguments()
-    again = type(store.tensors).from_arguments(store.config, arguments)
+    again = type(store.tensors).from_arguments(store.tensors.config_text, arguments)
     assert again.layout == store.layout and again.row == store.tensors.row
     assert all(a is b for a, b in zip(again.arguments(), arguments, strict=True))
 

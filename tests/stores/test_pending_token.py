@@ -13,7 +13,7 @@ from tests.support.helpers import all_packed, assert_same, concatenated, rows, s
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
-from tq_hf.tensors.layer import StepView
+from tq_hf.tensors.layer import DeviceCounts, View
 
 PAIR = states(0, tokens=30)
 ROOM = 300
@@ -28,14 +28,14 @@ def store_of(tokens: int) -> PreallocatedStore:
     return store
 
 
-def step(store: PreallocatedStore, seed: int = 1) -> StepView:
+def step(store: PreallocatedStore, seed: int = 1) -> View:
     view = store.append(*states(seed, tokens=1))
-    assert isinstance(view, StepView)
-    assert view.pending.states is not None and store.counts.length == view.num_held - 1
+    assert isinstance(view.counts, DeviceCounts)
+    assert view.pending.states is not None and store.counts.length == view.past_length
     return view
 
 
-def attend(view: StepView) -> torch.Tensor:
+def attend(view: View) -> torch.Tensor:
     return graph_ops.attend_token(torch.ones(1, 4, 1, 16), view, None, AttentionOptions(0.3))
 
 

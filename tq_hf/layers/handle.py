@@ -21,7 +21,7 @@ from tq_kernels.types import KeyValue
 
 from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, has_forward_hooks
 from ..stores.base import LayerStore
-from ..tensors.layer import StepView, StoreView
+from ..tensors.layer import View
 
 
 class Owner(Protocol):
@@ -32,10 +32,10 @@ class Owner(Protocol):
     is_untouched: bool
     prompt: KeyValue | None
 
-    def dense(self, view: StoreView | StepView) -> KeyValue:
+    def dense(self, view: View) -> KeyValue:
         """The states of a view."""
 
-    def shown_length(self, view: StoreView | StepView) -> int:
+    def shown_length(self, view: View) -> int:
         """Tokens of these states."""
 
 
@@ -78,7 +78,7 @@ class Handle:
     sources: tuple[torch.Tensor, ...] = ()
     """What the states would have gradients for, if those were not lost: see `without_backward`."""
 
-    def __init__(self, layer: Owner, view: StoreView | StepView, states: KeyValue | None = None) -> None:
+    def __init__(self, layer: Owner, view: View, states: KeyValue | None = None) -> None:
         self.layer = layer
         self.view = view
         self._states = states
@@ -216,7 +216,7 @@ def resolve(
     module: torch.nn.Module,
     query: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
-) -> tuple[StoreView | StepView | None, torch.Tensor, torch.Tensor]:
+) -> tuple[View | None, torch.Tensor, torch.Tensor]:
     """What the attention of `module` reads for these keys and values: the view behind them if both have one handle, and
     the tensors, which are the states where there is no view or the view is of a first call.
 
@@ -234,7 +234,7 @@ def resolve(
     if handle is None:
         return None, _real(keys), _real(values)
     view = handle.view
-    if query is not None and isinstance(view, StoreView) and view.new is not None:
+    if query is not None and view.new is not None:
         store = handle.layer.store
         if store is not None and store.is_deferred:
             tokens = view.new[0].shape[2]
@@ -249,7 +249,7 @@ def resolve(
         layer.reader = None if config is None else weakref.ref(config)
     if handle.is_lazy:  # so nothing is compiled: see `turboquant_attention`
         layer.is_untouched = not handle.touched
-    if isinstance(view, StoreView) and view.past_length == 0:
+    if view.counts is None:
         states = handle.layer.dense(view) if handle._states is None else handle._states
         if has_forward_hooks(module):
             _show_hooks(module, handle.layer, states)

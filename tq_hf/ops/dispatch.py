@@ -16,7 +16,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValu
 from ..codec import reference as codec_reference
 from ..compat import is_capturing, outside_autocast, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView, check_room
+from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.pages import LayerPages
 from . import reference
 from .backend import MAX_FLASH_DIM, say_torch_computes
@@ -102,7 +102,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         backend.dequantize(config, blocks, keys, values)
 
 
-def dense(view: StoreView) -> KeyValue:
+def dense(view: View) -> KeyValue:
     """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
     keys, values = (
         part.new_empty(shape)
@@ -112,7 +112,7 @@ def dense(view: StoreView) -> KeyValue:
     return keys, values
 
 
-def _write_dense(view: StoreView, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _write_dense(view: View, keys: torch.Tensor, values: torch.Tensor) -> None:
     tokens = view.num_blocks * view.tensors.blocks.layout.tokens
     for start, part in view.dense_parts:
         for out, states in zip((keys, values), part, strict=True):
@@ -135,13 +135,13 @@ def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> 
 
 
 def buffered_attend(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
     return cpu_attention.attend_buffer(query, *_buffered(view), mask, options)
 
 
-def _buffered(view: StoreView) -> KeyValue:
+def _buffered(view: View) -> KeyValue:
     """`dense(view)` in the workspace that all layers share."""
     shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
     requests = {name: Scratch(shape, view.tensors.sinks[0].dtype) for name, shape in shapes}
@@ -150,7 +150,7 @@ def _buffered(view: StoreView) -> KeyValue:
     return keys, values
 
 
-def _head(view: StoreView, head: int) -> StoreView:
+def _head(view: View, head: int) -> View:
     """One KV head of a view without a pending token."""
 
     def part(states: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _head(view: StoreView, head: int) -> StoreView:
 
 
 def dequantized_attend(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`attend` by the kernel of dense states, one KV head after the other: a head's states are dense in the workspace.
 
@@ -207,7 +207,7 @@ def check_mask(mask: torch.Tensor, length: int) -> None:
         )
 
 
-def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous.
 
     Arguments are those of `tq_hf.ops.cpu.attention.attend`.
@@ -285,25 +285,25 @@ def append_token(
     reference.write_counts(counts, (sinks, blocks, rows, due))
 
 
-def attend_token(
-    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
+def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Append the newest token, unless it is appended, and attend: `tq_hf.stores.graph_ops.attend_token` without what
     `torch.compile` needs."""
     if triton_blocks.supports_step(query, view.tensors):
         return triton_blocks.attend_token(query, view, mask, options)
-    if view.pending.states is not None:
-        keys, values = view.pending.states
-        append_token(view.tensors, view.counts, keys, values, view.length)
-    return attend(query, on_host(view.tensors, view.counts.step_counts), mask, options)
+    tensors, counts, max_cache_len, _, pending, _ = view
+    assert isinstance(counts, DeviceCounts)
+    if pending is not None and pending.states is not None:
+        keys, values = pending.states
+        append_token(tensors, counts, keys, values, max_cache_len)
+    return attend(query, on_host(tensors, counts.step_counts), mask, options)
 
 
-def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> StoreView:
+def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
     """The view of a decode step whose counts are read from the device."""
     check_host_reads(tensors)
     sinks, blocks, rows, *_ = step_counts[:, 0].tolist()
     past = sinks + blocks * tensors.layout.tokens + rows - 1
-    return StoreView(tensors.with_sinks(sinks), blocks, rows, past)
+    return View(tensors.with_sinks(sinks), Counts(sinks, blocks, rows), past + 1, past)
 
 
 def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:

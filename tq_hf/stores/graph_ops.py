@@ -11,30 +11,14 @@ replays them for every length. `torch.library.triton_op` would not do: in torch 
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from functools import lru_cache
 from typing import Any
 
 import torch
 from tq_kernels.types import AttentionOptions, KeyValue, PendingToken
 
 from ..compat import is_capturing
-from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..tensors.layer import DeviceCounts, LayerTensors, StepView, check_room
-
-
-@lru_cache
-def config_text(config: TurboQuantConfig) -> str:
-    """A configuration as text: what a graph can hold, in any process. Equal configurations have equal texts."""
-    return json.dumps(asdict(config), sort_keys=True)
-
-
-@lru_cache
-def config_from(text: str) -> TurboQuantConfig:
-    """The configuration of a text."""
-    return TurboQuantConfig(**json.loads(text))
+from ..tensors.layer import DeviceCounts, LayerTensors, View, check_room
 
 
 @torch.library.custom_op("tq_hf::tokens_held", mutates_args=())
@@ -68,17 +52,18 @@ def _append_token(
     device_counts = DeviceCounts(*counts)
     if keys.is_cpu:
         check_room(1, int(device_counts.length), max_cache_len)
-    layer = LayerTensors.from_arguments(config_from(config), tensors)
+    layer = LayerTensors.from_arguments(config, tensors)
     dispatch.append_token(layer, device_counts, keys, values, max_cache_len)
 
 
-def append_pending_token(view: StepView) -> None:
-    """Append the newest token of the store, unless it is appended."""
-    tensors, counts, config, max_cache_len, _, pending = view
+def append_pending_token(view: View) -> None:
+    """Append the newest token of a decode step's view, unless it is appended."""
+    tensors, counts, max_cache_len, _, pending, _ = view
+    assert isinstance(counts, DeviceCounts) and pending is not None
     if pending.states is None:
         return
     if torch.compiler.is_compiling():
-        _append_token(*pending.states, tensors.arguments(), list(counts), config, max_cache_len)
+        _append_token(*pending.states, tensors.arguments(), list(counts), tensors.config_text, max_cache_len)
     else:
         keys, values = pending.states
         dispatch.append_token(tensors, counts, keys, values, max_cache_len)
@@ -98,11 +83,11 @@ def _attend_token(
     config: str,
     max_cache_len: int,
 ) -> torch.Tensor:
-    device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config_from(config), tensors)
+    device_counts, layer = DeviceCounts(*counts), LayerTensors.from_arguments(config, tensors)
     if query.is_cpu and row:
         check_room(1, int(device_counts.length), max_cache_len)
     pending = PendingToken((row[0], row[1]) if row else None)
-    view = StepView(layer, device_counts, config, max_cache_len, None, pending)
+    view = View(layer, device_counts, max_cache_len, None, pending)
     return dispatch.attend_token(query, view, mask, AttentionOptions(scaling, softcap=softcap, s_aux=s_aux))
 
 
@@ -111,14 +96,12 @@ def _attend_token_shape(
     query: torch.Tensor, row: list[torch.Tensor], tensors: list[torch.Tensor], *rest: Any
 ) -> torch.Tensor:
     *_, config, _ = rest
-    layer = LayerTensors.from_arguments(config_from(config), tensors)
+    layer = LayerTensors.from_arguments(config, tensors)
     batch, heads, rows, _ = query.shape
     return query.new_empty(batch, rows, heads, layer.layout.value_dim)
 
 
-def attend_token(
-    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
+def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Attention of one query a sequence, `[B, Hq, 1, Dk]`, over all tokens of the store; `[B, 1, Hq, Dv]`. The newest
     token is appended first, unless it is.
 
@@ -127,24 +110,24 @@ def attend_token(
     Raises:
         ValueError: The mask has fewer columns than the tokens held or, in a compiled step, than `max_cache_len`.
     """
-    tensors, counts, config, max_cache_len, num_held, pending = view
+    tensors, counts, max_cache_len, past, pending, _ = view
+    assert isinstance(counts, DeviceCounts) and pending is not None
     if mask is not None:
-        dispatch.check_mask(mask, max_cache_len if num_held is None else num_held)
+        dispatch.check_mask(mask, max_cache_len if past is None else past + 1)
     if not dispatch.supports_mask(mask, options):
         return _attend_with_biases(query, view, mask, options)
     if torch.compiler.is_compiling():
         row = [] if pending.states is None else list(pending.states)
         scaling, _, softcap, s_aux, _ = options
-        out = _attend_token(
-            query, row, tensors.arguments(), list(counts), mask, s_aux, scaling, softcap, config, max_cache_len
-        )
+        written, text = (tensors.arguments(), list(counts)), tensors.config_text
+        out = _attend_token(query, row, *written, mask, s_aux, scaling, softcap, text, max_cache_len)
         pending.states = None
         return out
     try:
         out = dispatch.attend_token(query, view, mask, options)
     except BaseException:
         # The kernel that failed may have come after the append.
-        if pending.states is not None and not is_capturing() and int(counts.length) == num_held:
+        if pending.states is not None and not is_capturing() and past is not None and int(counts.length) == past + 1:
             pending.states = None
         raise
     pending.states = None
@@ -155,35 +138,37 @@ def attend_token(
 def _dense_tokens(
     tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return dispatch.dense_tokens(LayerTensors.from_arguments(config_from(config), tensors), step_counts, length)
+    return dispatch.dense_tokens(LayerTensors.from_arguments(config, tensors), step_counts, length)
 
 
 @_dense_tokens.register_fake
 def _dense_tokens_shape(
     tensors: list[torch.Tensor], step_counts: torch.Tensor, config: str, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer = LayerTensors.from_arguments(config_from(config), tensors)
+    layer = LayerTensors.from_arguments(config, tensors)
     keys, values = (ring.new_empty(shape) for ring, shape in zip(layer.ring, layer.dense_shapes(length), strict=True))
     return keys, values
 
 
-def dense_tokens(view: StepView) -> KeyValue:
+def dense_tokens(view: View) -> KeyValue:
     """All tokens of the store densely, `[B, Hkv, view.length, D]`, zeros after the last. The newest is appended first.
 
     Nothing is read on the host. The time follows `view.length`, the room, as for transformers' static cache."""
     append_pending_token(view)
-    tensors, counts, config, length, *_ = view
+    assert isinstance(view.counts, DeviceCounts)
+    tensors, step_counts, length = view.tensors, view.counts.step_counts, view.length
     if torch.compiler.is_compiling():
-        return _dense_tokens(tensors.arguments(), counts.step_counts, config, length)
-    return dispatch.dense_tokens(tensors, counts.step_counts, length)
+        return _dense_tokens(tensors.arguments(), step_counts, tensors.config_text, length)
+    return dispatch.dense_tokens(tensors, step_counts, length)
 
 
 def _attend_with_biases(
-    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Attention with biases by head (T5, ALiBi, masks the model learnt), over dequantized states. States after the last
     token are empty room."""
     keys, values = dense_tokens(view)
+    assert isinstance(view.counts, DeviceCounts)
     sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
     is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
     if mask is None:
