@@ -14,10 +14,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from .compat import autocast_dtype, is_tracing, outside_autocast, takes_attention_functions, takes_other_states
 from .layers.handle import LazyStates, resolve, without_backward
 from .ops import dispatch
-from .ops.triton import blocks as triton_blocks
 from .stores import graph_ops
-from .stores.base import check_room
-from .tensors.layer import StepView, StoreView
+from .tensors.layer import DeviceCounts, View, check_room
 
 NAME = "turboquant"
 
@@ -74,17 +72,16 @@ def turboquant_attention(
         attention_mask = _without_unselected(module, query, key.shape[2], attention_mask, causal, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions.of_call(scaling, causal, kwargs)
-    if isinstance(view, StepView) or (view is not None and view.past_length > 0):
+    if view is not None and view.counts is not None:
         # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
         if dropout or module.__dict__.get("masked_key_indices") is not None:
             _refuse_compressed(dropout)
-        attend: Any = _attend_step if isinstance(view, StepView) else dispatch.attend
+        attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
+        if (lower := autocast_dtype(query)) is not None:
+            attend = partial(_attend_lower, attend, lower)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             attend = partial(_attend_with_gradients, attend, key)
-        if (lower := autocast_dtype(query)) is None:
-            return attend(query, view, attention_mask, options), None
-        with outside_autocast(query):
-            return attend(query.to(view.tensors.row.dtype), view, attention_mask, options).to(lower), None
+        return attend(query, view, attention_mask, options), None
     if attention_mask is not None:
         key, value = _without_room(key, value, attention_mask)
         if view is None and kwargs.get("sliding_window") is not None and attention_mask.shape[-1] > key.shape[2]:
@@ -109,11 +106,17 @@ def turboquant_attention(
         return dispatch.attend_dense(query, key, value, attention_mask, options), None
 
 
+def _attend_lower(attend: Any, lower: torch.dtype, query: torch.Tensor, view: View, *arguments: Any) -> torch.Tensor:
+    """Run `attend` under `torch.autocast`: in the dtype of the cache, with the result in `lower`."""
+    with outside_autocast(query):
+        return attend(query.to(view.tensors.row.dtype), view, *arguments).to(lower)
+
+
 def _attend_with_gradients(
     attend: Any,
     key: torch.Tensor,
     query: torch.Tensor,
-    view: StoreView | StepView,
+    view: View,
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
@@ -121,7 +124,7 @@ def _attend_with_gradients(
     lost = key._handle.sources  # type: ignore[attr-defined]
     with torch.set_grad_enabled(not lost):
         out: torch.Tensor = attend(query, view, mask, options)
-    own = (query,) if isinstance(view, StepView) or view.new is None else (query, *view.new)
+    own = (query,) if view.new is None else (query, *view.new)
     sources = (*lost, *(part for part in own if part.requires_grad))
     return without_backward(out.clone(), sources) if sources and not out.requires_grad else out
 
@@ -202,26 +205,6 @@ def _without_room(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) ->
         return key, value
     dispatch.check_mask(mask, tokens)
     return key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
-
-
-def _attend_step(
-    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
-    if triton_blocks.supports_mask(mask, options):
-        return graph_ops.attend_token(view, query, mask, options)
-    # Biases by head (T5, ALiBi, masks the model learnt): over the dequantized states, of which those after the last are
-    # empty room.
-    if mask is not None:
-        dispatch.check_mask(mask, view.length if view.num_held is None else view.num_held)
-    keys, values = graph_ops.dense_tokens(view)
-    sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
-    is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows
-    if mask is None:
-        mask = is_token[None, None, None]
-    else:  # which may have columns for the tokens held only
-        mask = torch.nn.functional.pad(mask, (0, view.length - mask.shape[-1]))
-        mask = mask & is_token if mask.dtype == torch.bool else mask.masked_fill(~is_token, -torch.inf)
-    return dispatch.attend_dense(query, keys, values, mask, options)
 
 
 def turboquant_mask(

@@ -37,7 +37,7 @@ from .layers.dense import GrowingLayer, PreallocatedLayer, PreallocatedSlidingLa
 from .layers.handle import for_graphs
 from .layers.rollback import crop, held_lengths
 from .memory import MemoryFootprint, measure
-from .ops.backend import check_choice
+from .ops.dispatch import check_choice
 from .saving.cache_file import load_cache, save_cache
 
 logger = logging.get_logger(__name__)
@@ -58,7 +58,7 @@ class TurboQuantCache(DynamicCache):
     Use one cache per batch.
 
     Args:
-        model_config: The model's config (`model.config`). Of a multimodal model the text decoder is used.
+        model_config: The model's config (`model.config`). The text decoder of a multimodal model is used.
         preset: Name of a preset (see `tq_hf.PRESETS`), also as vLLM writes it, or a `TurboQuantConfig`.
         model: The model, for `save` only. Held weakly.
         max_cache_len: Fixed capacity in tokens. Exceeding it raises a `ValueError`. `None` grows.

@@ -16,8 +16,8 @@ from tests.support.tiny_models import VOCAB, build
 from tq_hf import PRESETS, TurboQuantCache, graph_decoding
 from tq_hf.codec import codebook, rotation
 from tq_hf.compat import as_input
+from tq_hf.ops import dispatch
 from tq_hf.ops.cpu import packed
-from tq_hf.stores import graph_ops
 
 OPTIONS = dict(residual_length=0, sink_tokens=2)
 MAX_LENGTH = 300
@@ -222,7 +222,7 @@ def test_compiled_steps_of_every_turn_read_packed_blocks(monkeypatch):
     model = build("llama")
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=256)
-    monkeypatch.setattr(graph_ops, "_dense", lambda *arguments: pytest.fail("a compiled step reads dense states"))
+    monkeypatch.setattr(dispatch, "dense_tokens", lambda *arguments: pytest.fail("a compiled step reads dense states"))
     ids = torch.randint(2, VOCAB, (1, 150), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         ids = model.generate(ids, **as_input(cache), max_new_tokens=4, do_sample=False, compile_config=compile_config())

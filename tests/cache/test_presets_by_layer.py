@@ -17,7 +17,7 @@ from tests.support.tiny_models import build
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, TurboQuantLayer, graph_decoding
 from tq_hf.compat import as_input
 from tq_hf.layers.dense import GrowingLayer, PreallocatedLayer
-from tq_hf.stores.graph_ops import config_from, config_text
+from tq_hf.tensors.layer import config_from, config_text
 
 MIXED: dict[int, str | None] = {0: "k8v4", 2: "2bit_nc", -1: None}
 NAMES = ["k8v4", "3bit_nc", "2bit_nc", None]

@@ -28,7 +28,7 @@ from tq_hf.codec.rotation import hadamard, signs
 from tq_hf.compat import as_input
 from tq_hf.ops import dispatch
 from tq_hf.ops.cpu.attention import attend_dense
-from tq_hf.tensors.layer import StoreView
+from tq_hf.tensors.layer import View
 
 DOCUMENTS = 2
 TOKENS = 1280
@@ -175,7 +175,7 @@ BREAKS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def attend_by_reference(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`dispatch.attend` over everything dequantized."""
     return attend_dense(query, *dispatch.dense(view), mask, options)

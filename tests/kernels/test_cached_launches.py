@@ -22,7 +22,7 @@ from tests.support.launch_recorder import Recorder, recorded
 from tests.support.paged_cases import Step, make
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.triton import pages as triton_pages
-from tq_hf.tensors.layer import LayerTensors, StoreView
+from tq_hf.tensors.layer import Counts, LayerTensors, View
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
@@ -126,7 +126,8 @@ def test_attention_of_many_queries_compiles_once_while_lengths_change(log) -> No
     kinds = []
     for num_blocks, num_residual, queries in ((3, 1, 64), (16, 100, 64), (17, 16, 64), (1, 256, 64)):
         query = torch.zeros(1, 4, queries, 64, dtype=torch.float16)
-        view = StoreView(tensors, num_blocks, num_residual, num_blocks * 128 + num_residual, None, half(queries))
+        past = num_blocks * 128 + num_residual
+        view = View(tensors, Counts(0, num_blocks, num_residual), past + queries, past, None, half(queries))
         out = triton_blocks.attend_many(query, view, None, AttentionOptions(0.3))
         assert out.shape == (1, queries, 4, 64)
         kinds.append(how(log))

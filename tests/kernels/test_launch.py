@@ -98,7 +98,7 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         new = token(seed)
         view = store.append(*new)
         assert not log
-        kept = graph_ops.attend_token(view, q, None, AttentionOptions(0.3))
+        kept = graph_ops.attend_token(q, view, None, AttentionOptions(0.3))
         assert [entry[:3] for entry in log] == [
             (name, "launched", True) for name in ("APPEND_AND_ROTATE", "SPLIT", "REDUCE")
         ] or seed == 2
@@ -107,7 +107,7 @@ def test_a_token_of_a_preallocated_store_is_appended_in_the_first_of_three_launc
         given = (*new, *store.counts, *store.tensors.sinks, *store.tensors.ring)
         assert first[: len(given)] == tuple(tensor.data_ptr() for tensor in given)
         log.clear()
-        graph_ops.attend_token(view, q, None, AttentionOptions(0.3))
+        graph_ops.attend_token(q, view, None, AttentionOptions(0.3))
         assert [entry[0] for entry in log] == ["ROTATE", "SPLIT", "REDUCE"]
         log.clear()
 
@@ -119,7 +119,7 @@ def test_a_split_reads_counts_when_they_are_written(preallocated, log, monkeypat
     for seed in (2, 3):
         view = preallocated.append(*token(seed))
         for _ in range(2):  # the second has nothing to append
-            graph_ops.attend_token(view, query(), None, AttentionOptions(0.3))
+            graph_ops.attend_token(query(), view, None, AttentionOptions(0.3))
     waits = [(how, values[1][-1]) for name, how, _, values in log if name == "SPLIT"]
     assert waits == [("compiled", 2), ("compiled", 1), ("launched", 2), ("launched", 1)]
     assert [values[1][-1] for name, *_, values in log if name == "APPEND_AND_ROTATE"] == [True, True]
@@ -179,10 +179,10 @@ def test_steps_share_scratch_unless_a_graph_keeps_it(preallocated, log, monkeypa
     shared = triton_blocks.current_workspace(torch.device("cpu"))
     for capturing in (True, False):
         monkeypatch.setattr(triton_blocks, "is_capturing", lambda capturing=capturing: capturing)
-        graph_ops.attend_token(preallocated.append(*token(2)), query(), None, AttentionOptions(0.3))
+        graph_ops.attend_token(query(), preallocated.append(*token(2)), None, AttentionOptions(0.3))
     # What a compiled step calls does not count tokens.
-    compiled = preallocated.append(*token(3))._replace(num_held=None)
-    graph_ops.attend_token(compiled, query(), None, AttentionOptions(0.3))
+    compiled = preallocated.append(*token(3))._replace(past_length=None)
+    graph_ops.attend_token(query(), compiled, None, AttentionOptions(0.3))
     assert [space is shared for space in asked] == [False, True, False] and asked[::2] == [None, None]
 
 
@@ -195,8 +195,8 @@ def test_a_step_of_a_graph_makes_no_table(preallocated, log, monkeypatch):
     preallocated.tensors.launches.clear()
     launch.held_counts.cache_clear()
     monkeypatch.setattr(launch, "_integers", makes_a_table)
-    view = preallocated.append(*token(2))._replace(num_held=None)
-    assert graph_ops.attend_token(view, query(), None, AttentionOptions(0.3)).shape == (1, 1, 4, 32)
+    view = preallocated.append(*token(2))._replace(past_length=None)
+    assert graph_ops.attend_token(query(), view, None, AttentionOptions(0.3)).shape == (1, 1, 4, 32)
 
 
 @pytest.mark.parametrize("residual", [128, 1024])

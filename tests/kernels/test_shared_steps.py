@@ -81,7 +81,7 @@ def test_a_layer_that_comes_back_from_elsewhere_is_launched_as_before(log, monke
         view = store.append(*token(seed))
         if room is None:
             return dispatch.attend(query(), view, None, AttentionOptions(0.3))
-        return graph_ops.attend_token(view, query(), None, AttentionOptions(0.3))
+        return graph_ops.attend_token(query(), view, None, AttentionOptions(0.3))
 
     step(store, 2), step(store, 3)
     made = worked_out(monkeypatch)

@@ -67,7 +67,7 @@ def test_a_preallocated_store_steps_on_the_device_as_the_growing_one_does(preset
         view = growing.append(*new)
         # Attention appends the token in passing, once, and anybody may be next to read it.
         for _ in range(2 if token in (prompt, total - 1) or growing.num_pending else 0):
-            actual = attend_token(step, query, None, AttentionOptions(dim**-0.5))
+            actual = attend_token(query, step, None, AttentionOptions(dim**-0.5))
             expected = reference.attend(query, view, None, AttentionOptions(dim**-0.5))
             assert relative_error(actual, expected) < 2e-3
         assert preallocated.length.item() == token + 1

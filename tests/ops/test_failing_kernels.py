@@ -178,7 +178,7 @@ def append_on_device() -> Launch:
 def attend_on_device() -> Launch:
     store = PreallocatedStore.allocate(CONFIG, *states(0, tokens=1), 300)
     view = store.append(*states(1, tokens=1))
-    return lambda: graph_ops.attend_token(view, torch.zeros(1, 4, 1, 16), None, AttentionOptions(1.0))
+    return lambda: graph_ops.attend_token(torch.zeros(1, 4, 1, 16), view, None, AttentionOptions(1.0))
 
 
 PATHS = (encode, dequantize, decode, prefix, buffered, append_on_device, attend_on_device)

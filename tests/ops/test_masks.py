@@ -37,10 +37,10 @@ def test_a_preallocated_step_refuses_a_short_mask(counted: bool, needed: int) ->
     store = PreallocatedStore.allocate(all_packed(), *pair, 300)
     store.append(*pair)
     view = store.append(*states(1, heads=1, tokens=1, dim=32))
-    assert view.num_held == 251
+    assert view.past_length == 250
     if not counted:
-        view = view._replace(num_held=None)
+        view = view._replace(past_length=None)
     query = states(2, heads=4, tokens=1, dim=32)[0]
     with pytest.raises(ValueError, match=REFUSED.format(needed)):
-        graph_ops.attend_token(view, query, mask(1, 200), AttentionOptions(0.1))
-    assert graph_ops.attend_token(view, query, mask(1, 300), AttentionOptions(0.1)).isfinite().all()
+        graph_ops.attend_token(query, view, mask(1, 200), AttentionOptions(0.1))
+    assert graph_ops.attend_token(query, view, mask(1, 300), AttentionOptions(0.1)).isfinite().all()

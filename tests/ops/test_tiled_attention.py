@@ -14,7 +14,7 @@ from tq_hf.ops import dispatch, reference, workspace
 from tq_hf.ops.cpu import attention as cpu_attention
 from tq_hf.ops.cpu.attention import attend_dense
 from tq_hf.stores.growing import GrowingStore
-from tq_hf.tensors.layer import StoreView
+from tq_hf.tensors.layer import View
 
 CONFIG = TurboQuantConfig(residual_length=60, sink_tokens=4)
 HEADS = {"MHA": (2, 2), "GQA": (6, 2), "MQA": (4, 1)}
@@ -27,7 +27,7 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 
 def viewed(
     queries: int, heads: int = 2, batch: int = 2, dim: int = 16, value_dim: int = 16, config=CONFIG, past: int = PAST
-) -> StoreView:
+) -> View:
     """A view of `past` cached tokens and `queries` new ones."""
     pair = states(queries, batch, heads, past + queries, dim, value_dim)
     store = GrowingStore.allocate(config, *pair)

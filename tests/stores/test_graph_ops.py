@@ -11,6 +11,7 @@ from tq_hf import TurboQuantConfig
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
+from tq_hf.tensors.layer import config_from, config_text
 
 HEADS, DIM = 2, 32
 
@@ -21,7 +22,7 @@ def test_operators_pass_opcheck(masked: bool) -> None:
     pair = states(0, 2, HEADS, 132, DIM)
     store = PreallocatedStore.allocate(config, *pair, 171)
     store.append(*rows(pair, 0, 131))
-    tensors, text = store.tensors.arguments(), graph_ops.config_text(config)
+    tensors, text = store.tensors.arguments(), config_text(config)
     torch.library.opcheck(
         graph_ops._append_token, (*rows(pair, 131), tensors, list(store.counts), text, store.max_cache_len)
     )
@@ -37,16 +38,16 @@ def test_operators_pass_opcheck(masked: bool) -> None:
 
 def test_a_configuration_travels_as_text_that_means_the_same_everywhere() -> None:
     for config in (TurboQuantConfig(), TurboQuantConfig(key_bits=8, skip_layers=(0, -1)), TurboQuantConfig(seed=3)):
-        text = graph_ops.config_text(config)
-        assert graph_ops.config_from(text) == config
-        assert graph_ops.config_text(graph_ops.config_from(text)) == text
+        text = config_text(config)
+        assert config_from(text) == config
+        assert config_text(config_from(text)) == text
 
 
 def test_a_layer_is_made_again_from_its_arguments() -> None:
     pair = states(0, 2, HEADS, 300, DIM, value_dim=16)
     store = PreallocatedStore.allocate(TurboQuantConfig(), *pair, 300)
     arguments = store.tensors.arguments()
-    again = type(store.tensors).from_arguments(store.config, arguments)
+    again = type(store.tensors).from_arguments(store.tensors.config_text, arguments)
     assert again.layout == store.layout and again.row == store.tensors.row
     assert all(a is b for a, b in zip(again.arguments(), arguments, strict=True))
 
@@ -83,7 +84,7 @@ def test_a_step_is_dense_without_a_read_of_the_host(config, room, before, monkey
             store.append(*rows(pair, start, stop))
     view = store.append(*rows(pair, before))
     graph_ops.append_pending_token(view)  # without a GPU it reads the counts
-    expected = dispatch.dense(graph_ops._on_host(view.tensors, view.counts.step_counts))
+    expected = dispatch.dense(dispatch.on_host(view.tensors, view.counts.step_counts))
 
     def read(*_: object) -> None:
         raise AssertionError("A captured graph cannot read a tensor on the host.")
@@ -123,9 +124,9 @@ def test_a_capture_without_a_kernel_is_refused_in_a_sentence(appends, monkeypatc
         captured.setattr(torch.cuda, "is_initialized", lambda: True)
         captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="keys of 32 channels.*CUDA graph.*`disable_compile=True`"):
-            graph_ops.attend_token(view, query, None, AttentionOptions(1.0))
+            graph_ops.attend_token(query, view, None, AttentionOptions(1.0))
     assert all(torch.equal(*counts) for counts in zip(store.counts, before, strict=True))
-    assert graph_ops.attend_token(view, query, None, AttentionOptions(1.0)).isfinite().all()
+    assert graph_ops.attend_token(query, view, None, AttentionOptions(1.0)).isfinite().all()
     assert int(store.counts.length) == 20
 
 

@@ -13,7 +13,7 @@ from tests.support.helpers import all_packed, assert_same, concatenated, rows, s
 from tq_hf.ops import dispatch
 from tq_hf.stores import graph_ops
 from tq_hf.stores.preallocated import PreallocatedStore
-from tq_hf.tensors.layer import StepView
+from tq_hf.tensors.layer import DeviceCounts, View
 
 PAIR = states(0, tokens=30)
 ROOM = 300
@@ -28,15 +28,15 @@ def store_of(tokens: int) -> PreallocatedStore:
     return store
 
 
-def step(store: PreallocatedStore, seed: int = 1) -> StepView:
+def step(store: PreallocatedStore, seed: int = 1) -> View:
     view = store.append(*states(seed, tokens=1))
-    assert isinstance(view, StepView)
-    assert view.pending.states is not None and store.counts.length == view.num_held - 1
+    assert isinstance(view.counts, DeviceCounts)
+    assert view.pending.states is not None and store.counts.length == view.past_length
     return view
 
 
-def attend(view: StepView) -> torch.Tensor:
-    return graph_ops.attend_token(view, torch.ones(1, 4, 1, 16), None, AttentionOptions(0.3))
+def attend(view: View) -> torch.Tensor:
+    return graph_ops.attend_token(torch.ones(1, 4, 1, 16), view, None, AttentionOptions(0.3))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_crop_removes_it() -> None:
     assert_same(dispatch.dense(store.view()), PAIR)
 
 
-@pytest.mark.parametrize("failing", ["append_row", "_on_host"], ids=["before the append", "after it"])
+@pytest.mark.parametrize("failing", ["append_token", "on_host"], ids=["before the append", "after it"])
 def test_attention_that_fails_neither_loses_nor_repeats_it(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(30)
     view = step(store)
@@ -120,7 +120,7 @@ def test_attention_that_fails_neither_loses_nor_repeats_it(failing: str, monkeyp
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(graph_ops, failing, fail)
+        patch.setattr(dispatch, failing, fail)
         with pytest.raises(RuntimeError, match="no memory"):
             attend(view)
     assert store.length == 31

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.support.kernel_cases import Case, Inputs, kernel_rotations, make_inputs, oracle, residual_start
-from tq_hf.tensors.layer import LayerTensors, StoreView
+from tq_hf.tensors.layer import Counts, LayerTensors, View
 
 
 @dataclass
@@ -64,12 +64,13 @@ def run_prefix(prefix: PrefixInputs, **options: object) -> torch.Tensor:
     )
 
 
-def view_of(prefix: PrefixInputs) -> StoreView:
+def view_of(prefix: PrefixInputs) -> View:
     """The same as attention is given it."""
     inputs = prefix.inputs
     tensors = LayerTensors(inputs.config, inputs.packed, inputs.sinks, prefix.residual)
-    past = inputs.case.length - inputs.case.S
-    return StoreView(tensors, inputs.case.blocks, prefix.num_residual, past, None, prefix.new)
+    counts = Counts(inputs.sinks[0].shape[2], inputs.case.blocks, prefix.num_residual)
+    length = inputs.case.length
+    return View(tensors, counts, length, length - inputs.case.S, None, prefix.new)
 
 
 __all__ = ["PrefixInputs", "make_prefix_inputs", "oracle", "run_prefix", "view_of"]

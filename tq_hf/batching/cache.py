@@ -26,9 +26,8 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, fin
 
 from ..compat import layer_config
 from ..config import TurboQuantConfig
-from ..ops.dispatch import paged_step
+from ..ops.dispatch import SCRATCH, decode_scratch_bytes, paged_step, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
-from ..ops.triton.pages import SCRATCH, decode_scratch_bytes, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.workspace import Scratch, Workspace
 from .allocators import TurboQuantAllocator, WindowAllocator, page_owners
 from .checks import check_positions

@@ -23,7 +23,7 @@ from ..compat import layer_configs, takes_attention_functions
 from ..config import TurboQuantConfig, config_of
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import GrowingLayer, SlidingLayer
-from ..ops.triton.pages import widest_paged_head
+from ..ops.dispatch import widest_paged_head
 from .allocators import page_owners
 
 logger = logging.get_logger(__name__)

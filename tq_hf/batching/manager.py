@@ -36,8 +36,7 @@ from ..compat import (
     restore_attention,
 )
 from ..config import TurboQuantConfig
-from ..ops.backend import check_choice
-from ..ops.triton.pages import supports_paged_decode, supports_paged_prompts
+from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
 from .attention import NAME, PAGES
 from .cache import TurboQuantPagedCache

@@ -13,7 +13,7 @@ import torch
 from tq_kernels.layout import BlockLayout
 from transformers.utils import logging
 
-from ..ops.triton import blocks as triton_blocks
+from ..ops import dispatch
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +48,7 @@ def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str
             f"{card.name} has no bfloat16 units: the cache's kernels convert, but the model's own matrix products are "
             f"slow. Load it with {way}."
         )
-    if triton_blocks.supports_blocks(states, layout) and not triton_blocks.supports_inline_ptx(states.device):
+    if dispatch.plain_kernels(states, layout):
         logger.warning_once(
             f"On {card.name} kernels are compiled without inline PTX; their speed was never measured. From their code "
             "decode attention is predicted to take about as long as without compression, or longer. It saves memory."

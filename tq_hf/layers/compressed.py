@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 from ..compat import attention_implementation, cached_table, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..stores.base import Counts, LayerStore, widened
+from ..stores.base import LayerStore, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
-from ..tensors.layer import StepView, StoreView
+from ..tensors.layer import Counts, View
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
 from .copies import copy_of, plain
@@ -218,8 +218,7 @@ class TurboQuantLayer(FullAttentionLayer):
             view = self._begin(key_states, value_states)
         else:
             view = self.store.append(key_states, value_states, defer=self.needs_queries)
-        # A `StepView` is excluded: a preallocated store returns one even for a prompt of one token.
-        if isinstance(view, StoreView) and view.past_length == 0:
+        if view.counts is None:
             return self._first_states(view, self._with_empty_rows((key_states, value_states)))
         if torch.compiler.is_compiling():
             return self._compiled_states(view)
@@ -232,16 +231,16 @@ class TurboQuantLayer(FullAttentionLayer):
             advice.warn_about_dequantized_steps(view.tensors.layout, self._may_read_packed())
         return handle.attached(handle.dense())
 
-    def _lost(self, view: StoreView | StepView, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _lost(self, view: View, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Tensors without their gradients in a later call: its `states`, which the store has copied, and one tensor
         that represents the states of earlier calls. A long call reads its own states, with their gradients."""
         sources = tuple(part for part in states if part.requires_grad)
         earlier, self._had_gradients = self._had_gradients, self._had_gradients or bool(sources)
         if earlier:
             return *sources, torch.zeros((), requires_grad=True)
-        return () if isinstance(view, StoreView) and view.new is not None else sources
+        return sources if view.new is None else ()
 
-    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView | StepView:
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """Make a store and append the first tokens. If that fails, the layer has no store."""
         several = keys.shape[2:3] > (1,)  # a slice: the number of dimensions is not checked yet
         self.lazy_initialization(keys, values, prompt=several)
@@ -253,7 +252,7 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store, self.is_initialized = None, False
             raise
 
-    def _first_states(self, view: StoreView | StepView, states: KeyValue) -> KeyValue:
+    def _first_states(self, view: View, states: KeyValue) -> KeyValue:
         """States that a first call returns: its own, exact."""
         keys, values = states
         handle = Handle(self, view, states)
@@ -263,7 +262,7 @@ class TurboQuantLayer(FullAttentionLayer):
             return handle.lazy(states)
         return handle.attached((keys.view_as(keys), values.view_as(values)))
 
-    def _compiled_states(self, view: StoreView | StepView) -> KeyValue:
+    def _compiled_states(self, view: View) -> KeyValue:
         """States that a compiled step returns."""
         if self.reads_packed and self.is_untouched:
             return placeholders(Handle(self, view), self._nan)
@@ -282,11 +281,11 @@ class TurboQuantLayer(FullAttentionLayer):
         reader = None if self.reader is None else self.reader()
         return reader is not None and attention_implementation(reader) == "turboquant"
 
-    def shown_length(self, view: StoreView | StepView) -> int:
+    def shown_length(self, view: View) -> int:
         """Number of rows that states for `view` must have, empty rows counted."""
         return max(view.length, self.get_max_length()) if self.returns_empty_rows else view.length
 
-    def dense(self, view: StoreView | StepView) -> KeyValue:
+    def dense(self, view: View) -> KeyValue:
         """Dequantize the states of `view`."""
         assert self.store is not None
         return self._with_empty_rows(self.store.dense(view))

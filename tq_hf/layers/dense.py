@@ -14,7 +14,7 @@ from tq_kernels.types import KeyValue
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ..compat import outside_inference_mode
-from ..stores.base import check_room
+from ..tensors.layer import check_room
 from .base import BatchedLayer, FullAttentionLayer, Probe, State, check_crop, rows_like
 
 

@@ -27,7 +27,7 @@ from tq_kernels.types import KeyValue
 
 from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, has_forward_hooks
 from ..stores.base import LayerStore
-from ..tensors.layer import StepView, StoreView
+from ..tensors.layer import View
 
 
 class Owner(Protocol):
@@ -38,10 +38,10 @@ class Owner(Protocol):
     is_untouched: bool
     prompt: KeyValue | None
 
-    def dense(self, view: StoreView | StepView) -> KeyValue:
+    def dense(self, view: View) -> KeyValue:
         """Dequantized states of a view."""
 
-    def shown_length(self, view: StoreView | StepView) -> int:
+    def shown_length(self, view: View) -> int:
         """Number of rows of these states."""
 
 
@@ -84,7 +84,7 @@ class Handle:
     sources: tuple[torch.Tensor, ...] = ()
     """Tensors that the states depend on and that get no gradients: see `without_backward`."""
 
-    def __init__(self, layer: Owner, view: StoreView | StepView, states: KeyValue | None = None) -> None:
+    def __init__(self, layer: Owner, view: View, states: KeyValue | None = None) -> None:
         self.layer = layer
         self.view = view
         self._states = states
@@ -222,7 +222,7 @@ def resolve(
     module: torch.nn.Module,
     query: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
-) -> tuple[StoreView | StepView | None, torch.Tensor, torch.Tensor]:
+) -> tuple[View | None, torch.Tensor, torch.Tensor]:
     """Find the view behind keys and values, for the attention of `module`.
 
     There is no view without a handle, for keys and values with different handles (DiffLlama pairs keys with other
@@ -243,7 +243,7 @@ def resolve(
     if handle is None:
         return None, _real(keys), _real(values)
     view = handle.view
-    if query is not None and isinstance(view, StoreView) and view.new is not None:
+    if query is not None and view.new is not None:
         store = handle.layer.store
         if store is not None and store.is_deferred:
             tokens = view.new[0].shape[2]
@@ -258,7 +258,7 @@ def resolve(
         layer.reader = None if config is None else weakref.ref(config)
     if handle.is_lazy:  # so nothing is compiled: see `turboquant_attention`
         layer.is_untouched = not handle.touched
-    if isinstance(view, StoreView) and view.past_length == 0:
+    if view.counts is None:
         states = handle.layer.dense(view) if handle._states is None else handle._states
         if has_forward_hooks(module):
             _keep_for_hooks(module, handle.layer, states)

@@ -1,4 +1,7 @@
-"""The operations on packed blocks; every backend is chosen here."""
+"""The operations on packed blocks. This room alone chooses backends: other rooms ask this module.
+
+Sizes that batching reserves are those of the kernels over pages, under the names of `tq_hf.ops.triton.pages`.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,29 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.format import BLOCK_TOKENS, due_blocks
+from tq_kernels.layout import BlockLayout
 from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValue, PackedBlocks, Sequences
 
 from ..codec import reference as codec_reference
-from ..compat import outside_autocast
+from ..compat import is_capturing, outside_autocast, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..tensors.layer import LayerTensors, StoreView
+from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.pages import LayerPages
 from . import reference
 from .backend import MAX_FLASH_DIM, say_torch_computes
+from .backend import check_choice as check_choice
 from .cpu import attention as cpu_attention
 from .triton import blocks as triton_blocks
 from .triton import pages as triton_pages
+from .triton.blocks import prepare as prepare
+from .triton.blocks import supports_mask as supports_mask
+from .triton.pages import SCRATCH as SCRATCH
+from .triton.pages import decode_scratch_bytes as decode_scratch_bytes
+from .triton.pages import prompt_buffer_bytes as prompt_buffer_bytes
+from .triton.pages import step_scratch_bytes as step_scratch_bytes
+from .triton.pages import supports_paged_decode as supports_paged_decode
+from .triton.pages import supports_paged_prompts as supports_paged_prompts
+from .triton.pages import widest_paged_head as widest_paged_head
 from .workspace import Scratch, Workspace, current_workspace
 
 
@@ -88,7 +102,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         backend.dequantize(config, blocks, keys, values)
 
 
-def dense(view: StoreView) -> KeyValue:
+def dense(view: View) -> KeyValue:
     """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
     keys, values = (
         part.new_empty(shape)
@@ -98,7 +112,7 @@ def dense(view: StoreView) -> KeyValue:
     return keys, values
 
 
-def _write_dense(view: StoreView, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _write_dense(view: View, keys: torch.Tensor, values: torch.Tensor) -> None:
     tokens = view.num_blocks * view.tensors.blocks.layout.tokens
     for start, part in view.dense_parts:
         for out, states in zip((keys, values), part, strict=True):
@@ -110,19 +124,24 @@ def _write_dense(view: StoreView, keys: torch.Tensor, values: torch.Tensor) -> N
         )
 
 
+def plain_kernels(states: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels compute with such states and blocks, but are compiled without inline PTX."""
+    return triton_blocks.supports_blocks(states, layout) and not triton_blocks.supports_inline_ptx(states.device)
+
+
 def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> bool:
     """Whether `buffered_attend` computes this call: on a GPU, where sdpa is fast, and with what sdpa has."""
     return query.is_cuda and cpu_attention.supports_sdpa(options)
 
 
 def buffered_attend(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
     return cpu_attention.attend_buffer(query, *_buffered(view), mask, options)
 
 
-def _buffered(view: StoreView) -> KeyValue:
+def _buffered(view: View) -> KeyValue:
     """`dense(view)` in the workspace that all layers share."""
     shapes = zip(("continuation keys", "continuation values"), view.tensors.dense_shapes(view.length), strict=True)
     requests = {name: Scratch(shape, view.tensors.sinks[0].dtype) for name, shape in shapes}
@@ -131,7 +150,7 @@ def _buffered(view: StoreView) -> KeyValue:
     return keys, values
 
 
-def _head(view: StoreView, head: int) -> StoreView:
+def _head(view: View, head: int) -> View:
     """One KV head of a view without a pending token."""
 
     def part(states: torch.Tensor) -> torch.Tensor:
@@ -143,7 +162,7 @@ def _head(view: StoreView, head: int) -> StoreView:
 
 
 def dequantized_attend(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`attend` by the kernel of dense states, one KV head after the other: a head's states are dense in the workspace.
 
@@ -188,7 +207,7 @@ def check_mask(mask: torch.Tensor, length: int) -> None:
         )
 
 
-def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Attention of queries `[B, Hq, S, Dk]` over `view`, `[B, S, Hq, Dv]` contiguous.
 
     Arguments are those of `tq_hf.ops.cpu.attention.attend`.
@@ -212,6 +231,103 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
     if supports_buffered_attend(query, options):
         return buffered_attend(query, view, mask, options).contiguous()
     return cpu_attention.attend(query, view, mask, options).contiguous()
+
+
+def check_host_reads(tensors: LayerTensors) -> None:
+    """Raise a `RuntimeError` where the host would have to read counts and cannot."""
+    if is_capturing():
+        key_dim, value_dim = (ring.shape[3] for ring in tensors.ring)
+        raise RuntimeError(
+            f"No kernel attends to these heads (keys of {key_dim} channels, values of {value_dim}) on this device, or "
+            "TQ_HF_BACKEND is torch. What does so in torch reads counts on the host, which a CUDA graph cannot do. "
+            "Generate with `disable_compile=True`, or make the cache without `max_cache_len`."
+        )
+
+
+@outside_inference_mode
+def append_token(
+    tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
+) -> None:
+    """Append one token a sequence to a preallocated store, and encode the block that becomes due.
+
+    Args:
+        tensors: The store's tensors, written in place.
+        counts: The store's counts, written in place.
+        keys: `[B, Hkv, 1, Dk]`.
+        values: `[B, Hkv, 1, Dv]`.
+        max_cache_len: Number of tokens there is room for.
+
+    Raises:
+        ValueError: There is no room, without kernels. In a kernel a device-side assertion fails.
+        RuntimeError: No kernel supports the heads, and a CUDA graph is captured.
+    """
+    if triton_blocks.supports_blocks(tensors.ring[0], tensors.layout):
+        triton_blocks.append_token(tensors, counts, keys, values, max_cache_len)
+        return
+    say_torch_computes("Appending to a preallocated cache", keys, keys.shape[-1], values.shape[-1])
+    check_host_reads(tensors)
+    config, capacity = tensors.config, tensors.ring[0].shape[2]
+    sinks, blocks, rows, encoded = counts.state.tolist()
+    blocks, rows = blocks + encoded, rows - encoded * BLOCK_TOKENS  # rows of encoded blocks are only packed from now on
+    length = sinks + blocks * BLOCK_TOKENS + rows
+    check_room(1, length, max_cache_len)
+    is_sink = sinks < config.sink_tokens
+    to, slot = (tensors.sinks, sinks) if is_sink else (tensors.ring, (blocks * BLOCK_TOKENS + rows) % capacity)
+    for buffer, states in zip(to, (keys, values), strict=True):
+        buffer[:, :, slot : slot + 1] = states
+    sinks, rows, first = sinks + is_sink, rows + (not is_sink), blocks * BLOCK_TOKENS % capacity
+    due = max(0, config.num_blocks(length + 1) - blocks)
+    for block in range(due):
+        start = (first + block * BLOCK_TOKENS) % capacity
+        key_rows, value_rows = (ring[:, :, start : start + BLOCK_TOKENS] for ring in tensors.ring)
+        encode(config, key_rows, value_rows, tensors.blocks, blocks + block)
+    counts.step_counts[:, 0] = torch.tensor((sinks, blocks, rows, first, due, 0), dtype=torch.int32)
+    reference.write_counts(counts, (sinks, blocks, rows, due))
+
+
+def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+    """Append the newest token, unless it is appended, and attend: `tq_hf.stores.graph_ops.attend_token` without what
+    `torch.compile` needs."""
+    if triton_blocks.supports_step(query, view.tensors):
+        return triton_blocks.attend_token(query, view, mask, options)
+    tensors, counts, max_cache_len, _, pending, _ = view
+    assert isinstance(counts, DeviceCounts)
+    if pending is not None and pending.states is not None:
+        keys, values = pending.states
+        append_token(tensors, counts, keys, values, max_cache_len)
+    return attend(query, on_host(tensors, counts.step_counts), mask, options)
+
+
+def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
+    """The view of a decode step whose counts are read from the device."""
+    check_host_reads(tensors)
+    sinks, blocks, rows, *_ = step_counts[:, 0].tolist()
+    past = sinks + blocks * tensors.layout.tokens + rows - 1
+    return View(tensors.with_sinks(sinks), Counts(sinks, blocks, rows), past + 1, past)
+
+
+def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:
+    """All tokens as dense keys and values `[B, Hkv, length, D]`, zeros after the last. Counts stay on the device: a
+    captured graph replays this."""
+    tokens, num_sinks = tensors.layout.tokens, tensors.sinks[0].shape[2]
+    capacity, room = tensors.ring[0].shape[2], max(0, length - num_sinks)
+    keys, values = (
+        ring.new_empty(shape) for ring, shape in zip(tensors.ring, tensors.dense_shapes(length), strict=True)
+    )
+    if tensors.blocks.capacity:
+        packed = slice(num_sinks, num_sinks + tensors.blocks.capacity * tokens)
+        dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
+    sinks, blocks, rows = step_counts[:3, 0].unbind()
+    first, device = blocks * tokens, tensors.row.device
+    # As many neighbouring rows of the result as the ring has: those of the residual, and some before it at the end.
+    row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
+    in_residual, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
+    empty = (torch.arange(length, device=device) >= sinks + first + rows)[:, None]
+    for out, ring, sink in zip((keys, values), tensors.ring, tensors.sinks, strict=True):
+        out[:, :, :num_sinks] = sink[:, :, :length]
+        near = torch.where(in_residual, ring.index_select(2, slot), out.index_select(2, target))
+        out.index_copy_(2, target, near).masked_fill_(empty, 0)
+    return keys, values
 
 
 def attend_dense(

@@ -1,5 +1,5 @@
 """Attention by its definition, the oracle of every backend; what is stored of a prompt beside its blocks; and what a
-request reads of its pages, as a `StoreView`."""
+request reads of its pages, as a `View`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, KeyValu
 from ..codec.balance import channel_scales
 from ..codec.reference import dequantize
 from ..compat import outside_autocast
-from ..tensors.layer import DeviceCounts, LayerTensors, StoreView
+from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View
 from ..tensors.pages import LayerPages
 from ..tensors.residual import Residual
 
@@ -50,7 +50,7 @@ def write_counts(counts: DeviceCounts, held: tuple[int, int, int, int]) -> None:
     counts.step_counts[5, 0] = 0  # programs of the append kernel that are done
 
 
-def dense_states(view: StoreView) -> KeyValue:
+def dense_states(view: View) -> KeyValue:
     """Everything in `view` as float64 keys and values, `[B, Hkv, view.length, D]`."""
     shapes = view.tensors.dense_shapes(view.length)
     keys, values = (view.tensors.sinks[0].new_zeros(shape, dtype=torch.float64) for shape in shapes)
@@ -66,7 +66,7 @@ def dense_states(view: StoreView) -> KeyValue:
 
 
 def attend(
-    query: torch.Tensor, view: StoreView | KeyValue, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: View | KeyValue, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """Softmax over all that is stored, in float64; arguments as for `tq_hf.ops.cpu.attention.attend_dense`.
 
@@ -77,7 +77,7 @@ def attend(
         `[B, S, Hq, Dv]` float64. Rows that may attend to nothing are 0.
     """
     scaling, causal, softcap, s_aux, position_bias = options
-    keys, values = dense_states(view) if isinstance(view, StoreView) else (part.double() for part in view)
+    keys, values = dense_states(view) if isinstance(view, View) else (part.double() for part in view)
     queries, length, groups = query.shape[2], keys.shape[2], query.shape[1] // keys.shape[1]
     logits = query.double() @ keys.repeat_interleave(groups, 1).transpose(-1, -2) * scaling
     if softcap is not None:
@@ -127,7 +127,7 @@ def requests(sequences: Sequences, pages: Pages) -> Iterator[Request]:
             yield Request(slice(starts[i], starts[i + 1]), past, packed[i], rows, row[first_block:])
 
 
-def view_of(pages: LayerPages, request: Request, new: KeyValue) -> StoreView:
+def view_of(pages: LayerPages, request: Request, new: KeyValue) -> View:
     """What a request's queries attend to, in a copy: sinks, packed blocks, the rows after them, and `new` keys and
     values `[1, Hkv, n, D]`."""
     ring = pages.tensors.ring_pages
@@ -137,7 +137,8 @@ def view_of(pages: LayerPages, request: Request, new: KeyValue) -> StoreView:
     blocks = pages.packed(request.blocks[: request.packed])
     tensors = LayerTensors(pages.config, blocks, sinks, pages.ring(request.rows[:ring]))
     held = request.past - sinks[0].shape[2] - request.packed * BLOCK_TOKENS
-    return StoreView(tensors, request.packed, held, request.past, None, new)
+    counts = Counts(sinks[0].shape[2], request.packed, held)
+    return View(tensors, counts, request.past + new[0].shape[2], request.past, None, new)
 
 
 def rows_of(pages: LayerPages, request: Request, new: KeyValue) -> KeyValue:

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 
 from ..compat import autocast_dtype
 from ..ops import dispatch
-from ..tensors.layer import LayerTensors, RowKind, StepView, StoreView
-
-
-class Counts(NamedTuple):
-    """What a store holds: sink tokens, packed blocks, residual rows, and packed blocks whose rows are still there."""
-
-    sinks: int
-    blocks: int
-    residual: int
-    pending: int
-
-
-NOTHING = Counts(0, 0, 0, 0)
+from ..tensors.layer import Counts, LayerTensors, RowKind, View
 
 
 class LayerStore(ABC):
@@ -51,7 +38,7 @@ class LayerStore(ABC):
         """Tokens held; of a preallocated store a tensor on its device."""
 
     @abstractmethod
-    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
         """Store new tokens and return what their queries attend to.
 
         A single token may be copied by that attention only, so its tensors must not change before.
@@ -66,7 +53,7 @@ class LayerStore(ABC):
         """
 
     @abstractmethod
-    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
+    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
         """`append` of several tokens whose states are known to fit the store."""
 
     @property
@@ -94,13 +81,12 @@ class LayerStore(ABC):
             own.copy_(scales)
         self.scales_are_fixed = True
 
-    def dense(self, view: StoreView | StepView) -> KeyValue:
+    def dense(self, view: View) -> KeyValue:
         """The keys and values `[B, Hkv, view.length, D]` of a view that `append` returned, dequantized."""
-        assert isinstance(view, StoreView)
         return dispatch.dense(view)
 
     @abstractmethod
-    def view(self) -> StoreView:
+    def view(self) -> View:
         """All tokens held, as a query that adds none would read them. Changes nothing; good until the next change."""
 
     @abstractmethod
@@ -214,14 +200,3 @@ def check_fits(keys: torch.Tensor, values: torch.Tensor, held: RowKind) -> None:
     }
     for what, (has, came) in expected.items():
         check_same(what, has, came)
-
-
-def check_room(tokens: int, held: int, max_cache_len: int) -> None:
-    """Raise a `ValueError` unless so many more tokens fit a preallocated cache."""
-    if held + tokens > max_cache_len:
-        what = (
-            f"Appending {tokens} tokens to the {held} in this cache exceeds its `max_cache_len` of {max_cache_len}."
-            if held
-            else f"The prompt has {tokens} tokens and `max_cache_len` is {max_cache_len}."
-        )
-        raise ValueError(f"{what} Make the cache with a larger `max_cache_len`.")

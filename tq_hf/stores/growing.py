@@ -27,9 +27,9 @@ from tq_kernels.types import DenseRows, KeyValue, PackedBlocks, PendingToken
 from ..compat import outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
-from ..tensors.layer import DeviceCounts, LayerTensors, StoreView
+from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.residual import Residual, ring_capacity, write
-from .base import NOTHING, Counts, Kind, LayerStore, check_fits, check_room, check_states, kind_of
+from .base import Kind, LayerStore, check_fits, check_states, kind_of
 
 GROWTH = 1.125
 """Buffers grow by an eighth: appends stay amortised O(new tokens), and at most an eighth is held in reserve."""
@@ -179,7 +179,7 @@ class GrowingStore(LayerStore):
         deferred = 0 if self._prompt is None else self._prompt[0].shape[2]
         return self.num_sinks + self.num_blocks * BLOCK_TOKENS + self.residual.count + deferred
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
         row, residual = self.tensors.row, self.residual
         if (
             keys.shape == row.keys
@@ -196,7 +196,7 @@ class GrowingStore(LayerStore):
         check_fits(keys, values, row)
         return self.append_checked(keys, values, defer)
 
-    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
+    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
         if self.max_cache_len is not None:
             check_room(keys.shape[2], self.length, self.max_cache_len)
         self.encode_deferred()
@@ -211,7 +211,7 @@ class GrowingStore(LayerStore):
             vars(self).update(before)
             raise
 
-    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """Nearly every decode step: one token for the residual, in which there is room. Attention writes it there."""
         if self.num_pending:
             self.drop_encoded_rows()
@@ -221,7 +221,8 @@ class GrowingStore(LayerStore):
         past = self.num_sinks + self.num_blocks * BLOCK_TOKENS + residual.count
         residual.pending = PendingToken((keys, values), (residual.first + residual.count) % residual.capacity)
         residual.count += 1
-        view = StoreView(self.tensors, self.num_blocks, residual.count, past, residual.pending)
+        counts = Counts(self.num_sinks, self.num_blocks, residual.count)
+        view = View(self.tensors, counts, past + 1, past, residual.pending)
         if residual.count >= self._rows_of_due:
             try:
                 self._encode_due()
@@ -232,7 +233,7 @@ class GrowingStore(LayerStore):
         return view
 
     @outside_inference_mode
-    def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> StoreView:
+    def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """Several tokens after others, or a first one: they are copied to the sinks and to the residual."""
         past, first = self.length, self.num_sinks
         to_sinks = _to_sinks(self.config, keys.shape[2], first, past)
@@ -243,16 +244,19 @@ class GrowingStore(LayerStore):
         if rows > self.residual.capacity:
             self._replace_residual(self.residual.copied(residual_capacity(self.config, rows, self.max_cache_len)))
         self.residual.append(keys[:, :, to_sinks:], values[:, :, to_sinks:])
-        view = self._view(past)
+        view = self._view(past) if past else View(self.tensors, None, keys.shape[2], 0, None, (keys, values))
         if rows >= self._rows_of_due:
             self._encode_due()
         return view
 
-    def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> StoreView:
+    def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> View:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
         past = self.length
-        tensors = self.tensors.with_sinks(self.num_sinks) if past else self.tensors
-        view = StoreView(tensors, self.num_blocks, self.residual.count, past, self.residual.pending, (keys, values))
+        length = past + keys.shape[2]
+        if past:
+            view = self._view(past)._replace(length=length, new=(keys, values))
+        else:
+            view = View(self.tensors, None, length, 0, None, (keys, values))
         if defer and self.config.balance and not self.scales_are_fixed and not self.num_blocks:
             self._prompt = keys, values
         else:
@@ -347,11 +351,11 @@ class GrowingStore(LayerStore):
             self.num_blocks += self.num_pending
             self.num_pending = 0
 
-    def _view(self, past: int) -> StoreView:
+    def _view(self, past: int) -> View:
         tensors, residual = self.tensors.with_sinks(self.num_sinks), self.residual
-        return StoreView(tensors, self.num_blocks, residual.count, past, residual.pending)
+        return View(tensors, self.counts, self.length, past, residual.pending)
 
-    def view(self) -> StoreView:
+    def view(self) -> View:
         """The rows of pending blocks stay for a crop."""
         self.encode_deferred()
         reader = copy(self)

@@ -30,12 +30,11 @@ from tq_kernels.types import KeyValue, PendingToken
 
 from ..compat import mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
-from ..ops import reference
-from ..ops.triton import blocks as triton_blocks
-from ..tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
+from ..ops import dispatch, reference
+from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.residual import Residual
 from . import graph_ops
-from .base import NOTHING, Counts, LayerStore, check_fits, check_room
+from .base import LayerStore, check_fits
 from .growing import GrowingStore
 
 
@@ -60,7 +59,6 @@ class PreallocatedStore(LayerStore):
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
         """Tokens held, if the host knows: a compiled step does not count."""
-        self._config_text = graph_ops.config_text(tensors.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_deferred()
@@ -87,7 +85,7 @@ class PreallocatedStore(LayerStore):
             step_counts=make(6, 4, dtype=torch.int32, device=device),
             length=make((), dtype=torch.int64, device=device),
         )
-        triton_blocks.prepare(config, tensors.layout, keys.dtype, keys.device)
+        dispatch.prepare(config, tensors.layout, keys.dtype, keys.device)
         mark_static_addresses((*tensors.arguments(), *counts))
         store = cls(tensors, counts, max_cache_len)
         store.num_held = 0
@@ -107,7 +105,7 @@ class PreallocatedStore(LayerStore):
             return int(self.counts.length)
         return graph_ops.tokens_held(self.counts)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView | StepView:
+    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
         if self._pending.states is not None or self._appending is not None:
             self.encode_deferred()
         row = self.tensors.row
@@ -121,7 +119,7 @@ class PreallocatedStore(LayerStore):
         check_fits(keys, values, row)
         return self.append_checked(keys, values, defer)
 
-    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> StepView:
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step. Attention appends the token, without lengths on the host, so that the step compiles."""
         if torch.compiler.is_compiling():
             self.num_held = None
@@ -132,12 +130,12 @@ class PreallocatedStore(LayerStore):
         self._pending.states = keys, values
         return self._step_view()
 
-    def _step_view(self) -> StepView:
-        held, pending = self.num_held, self._pending
-        return StepView(self.tensors, self.counts, self._config_text, self.max_cache_len, held, pending)
+    def _step_view(self) -> View:
+        past = None if self.num_held is None else self.num_held - 1
+        return View(self.tensors, self.counts, self.max_cache_len, past, self._pending)
 
     @outside_inference_mode
-    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> StoreView:
+    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
         """A prompt or several tokens, with counts on the host: by the methods of a `GrowingStore`."""
         store = self.as_growing()
         if store.residual.count:
@@ -199,13 +197,11 @@ class PreallocatedStore(LayerStore):
             reference.write_counts(self.counts, store.counts)
         self.num_held = store.length
 
-    def dense(self, view: StoreView | StepView) -> KeyValue:
+    def dense(self, view: View) -> KeyValue:
         """After one token, zeros follow the last."""
-        if isinstance(view, StepView):
-            return graph_ops.dense_tokens(view)
-        return super().dense(view)
+        return graph_ops.dense_tokens(view) if isinstance(view.counts, DeviceCounts) else super().dense(view)
 
-    def view(self) -> StoreView:
+    def view(self) -> View:
         """Waits for the device."""
         return self.as_growing().view()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,18 @@ from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks, PendingToken
 
 from ..config import TurboQuantConfig
 from .residual import Residual
+
+
+@lru_cache
+def config_text(config: TurboQuantConfig) -> str:
+    """A configuration as text: what a graph can hold, in any process. Equal configurations have equal texts."""
+    return json.dumps(asdict(config), sort_keys=True)
+
+
+@lru_cache
+def config_from(text: str) -> TurboQuantConfig:
+    """The configuration of a text."""
+    return TurboQuantConfig(**json.loads(text))
 
 
 class RowKind(NamedTuple):
@@ -45,6 +59,8 @@ class LayerTensors:
     """Shapes, dtype and device of one token."""
     layout: BlockLayout = field(init=False, repr=False)
     """Sizes of a block."""
+    config_text: str = field(init=False, repr=False)
+    """The configuration as an operator of a graph takes it."""
     launches: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     """A backend's launches for these tensors. They hold addresses, so they die with this object and no copy has them.
     (A weak dictionary in the backend would do, but Dynamo compiles anew whenever its length changes.)"""
@@ -54,6 +70,7 @@ class LayerTensors:
         (batch, heads, _, key_dim), value_dim = keys.shape, values.shape[3]
         self.row = RowKind((batch, heads, 1, key_dim), (batch, heads, 1, value_dim), keys.dtype, keys.device)
         self.layout = self.blocks.layout
+        self.config_text = config_text(self.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without launches, which hold the addresses of these tensors.
@@ -104,8 +121,9 @@ class LayerTensors:
         return [*self.sinks, *self.ring, *self.blocks.channel_scales, *self.blocks.tensors().values()]
 
     @classmethod
-    def from_arguments(cls, config: TurboQuantConfig, tensors: Sequence[torch.Tensor]) -> LayerTensors:
-        """The layer whose `arguments()` these are."""
+    def from_arguments(cls, text: str, tensors: Sequence[torch.Tensor]) -> LayerTensors:
+        """The layer that has this `config_text` and these `arguments()`."""
+        config = config_from(text)
         sink_keys, sink_values, ring_keys, ring_values, *channel_scales = tensors[:6]
         key_words, value_words, scales, key_means = tensors[6:]
         layout = config.layout(ring_keys.shape[3], ring_values.shape[3])
@@ -113,56 +131,16 @@ class LayerTensors:
         return cls(config, blocks, (sink_keys, sink_values), (ring_keys, ring_values))
 
 
-class StoreView(NamedTuple):
-    """The tokens a query attends to, oldest first: sinks, packed blocks, residual, and the new tokens of a long call.
+class Counts(NamedTuple):
+    """Numbers of sink tokens, packed blocks, residual rows, and packed blocks that still have rows in the residual."""
 
-    Args:
-        tensors: The tensors read.
-        num_blocks: Number of packed blocks read, the first ones.
-        num_residual: Number of residual rows read, those that follow the blocks; they end with the new tokens unless
-            `new` holds those.
-        past_length: Tokens cached before this call. Of a first call, 0, its own states are all there is to read, and
-            `tensors` hold nothing yet.
-        pending: The newest token, if it may not be in the residual's ring yet.
-        new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
-            made them.
-    """
+    sinks: int
+    blocks: int
+    residual: int
+    pending: int = 0
 
-    tensors: LayerTensors
-    num_blocks: int
-    num_residual: int
-    past_length: int
-    pending: PendingToken | None = None
-    new: KeyValue | None = None
 
-    @property
-    def residual(self) -> Residual:
-        """The dense rows after the blocks."""
-        first = self.num_blocks * self.tensors.layout.tokens
-        return Residual(self.tensors.ring, first, self.num_residual, self.pending)
-
-    @property
-    def dense_parts(self) -> list[tuple[int, KeyValue]]:
-        """The dense parts that hold tokens, each with the position of its first token."""
-        if self.past_length == 0 and self.new is not None:
-            return [(0, self.new)]
-        sinks = self.tensors.sinks
-        num_sinks = sinks[0].shape[2]
-        parts = [(0, sinks)] if num_sinks else []
-        after = num_sinks + self.num_blocks * self.tensors.layout.tokens
-        parts += [(after + skipped, part) for skipped, part in self.residual.parts()]
-        if self.new is not None:
-            parts.append((after + self.num_residual, self.new))
-        return parts
-
-    @property
-    def length(self) -> int:
-        """All tokens attended to: past and new."""
-        tensors, num_blocks, num_residual, past_length, _, new = self
-        if past_length == 0 and new is not None:
-            return new[0].shape[2]
-        length = tensors.sinks[0].shape[2] + num_blocks * BLOCK_TOKENS + num_residual
-        return length if new is None else length + new[0].shape[2]
+NOTHING = Counts(0, 0, 0)
 
 
 class DeviceCounts(NamedTuple):
@@ -173,22 +151,74 @@ class DeviceCounts(NamedTuple):
     length: torch.Tensor
 
 
-class StepView(NamedTuple):
-    """The tokens a decode step of a preallocated store attends to: their counts are on the device.
+class View(NamedTuple):
+    """The tokens a query attends to, oldest first: sinks, packed blocks, residual, and the new tokens of a long call.
 
     Args:
-        tensors: The tensors read, which the store never replaces.
-        counts: The store's, which hold what the step attends to once the newest token is appended.
-        config_text: The configuration as an operator of a graph takes it.
-        length: Tokens there is room for: the length of the dense states that stand for this view.
-        num_held: Tokens it covers, if the host knows.
-        pending: The newest token, if it is not appended yet: the step that reads it appends it in passing, and whoever
-            else wants to know what the store holds appends it first (`tq_hf.stores.graph_ops.append_pending_token`).
+        tensors: The tensors read.
+        counts: Counts on the host; the residual rows end with the new tokens, unless `new` holds those. `None` for a
+            first call, which reads its own states, `new`. In a decode step of a preallocated store the counts are on
+            the device, and hold what the step attends to once the newest token is appended.
+        length: Number of tokens of the dense states that stand for this view: all that are attended to, past and new;
+            with counts on the device, all there is room for.
+        past_length: Number of tokens cached before this call; `None` if the device alone knows.
+        pending: The newest token, if it may not be in the residual's ring yet. The attention that reads it writes it;
+            all other readers write it first.
+        new: Keys and values `[B, Hkv, S, D]` of this call when they were not copied into the residual, as the model
+            made them.
     """
 
     tensors: LayerTensors
-    counts: DeviceCounts
-    config_text: str
+    counts: Counts | DeviceCounts | None
     length: int
-    num_held: int | None
-    pending: PendingToken
+    past_length: int | None
+    pending: PendingToken | None = None
+    new: KeyValue | None = None
+
+    @property
+    def host_counts(self) -> Counts:
+        """The counts of a view without counts on the device."""
+        assert not isinstance(self.counts, DeviceCounts)
+        return NOTHING if self.counts is None else self.counts
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of packed blocks read, the first ones."""
+        return self.host_counts.blocks
+
+    @property
+    def num_residual(self) -> int:
+        """Number of residual rows read, those that follow the blocks."""
+        return self.host_counts.residual
+
+    @property
+    def residual(self) -> Residual:
+        """The dense rows after the blocks."""
+        _, blocks, rows, _ = self.host_counts
+        return Residual(self.tensors.ring, blocks * BLOCK_TOKENS, rows, self.pending)
+
+    @property
+    def dense_parts(self) -> list[tuple[int, KeyValue]]:
+        """The dense parts that hold tokens, each with the position of its first token."""
+        if self.counts is None:
+            assert self.new is not None
+            return [(0, self.new)]
+        sinks = self.tensors.sinks
+        num_sinks = sinks[0].shape[2]
+        parts = [(0, sinks)] if num_sinks else []
+        after = num_sinks + self.num_blocks * BLOCK_TOKENS
+        parts += [(after + skipped, part) for skipped, part in self.residual.parts()]
+        if self.new is not None:
+            parts.append((after + self.num_residual, self.new))
+        return parts
+
+
+def check_room(tokens: int, held: int, max_cache_len: int) -> None:
+    """Raise a `ValueError` if a preallocated cache that holds `held` tokens has no room for `tokens` more."""
+    if held + tokens > max_cache_len:
+        what = (
+            f"Appending {tokens} tokens to the {held} in this cache exceeds its `max_cache_len` of {max_cache_len}."
+            if held
+            else f"The prompt has {tokens} tokens and `max_cache_len` is {max_cache_len}."
+        )
+        raise ValueError(f"{what} Make the cache with a larger `max_cache_len`.")

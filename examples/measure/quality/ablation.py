@@ -24,7 +24,7 @@ from tq_hf.codec.packing import pack
 from tq_hf.codec.rotation import rotate, rotate_back
 from tq_hf.ops import backend, dispatch
 from tq_hf.ops.cpu.attention import attend_dense
-from tq_hf.tensors.layer import StoreView
+from tq_hf.tensors.layer import View
 
 Correction = Literal["none", "norm", "inner", "projection"]
 """How a stored scale makes up for quantization, with z the rotated key and c its centroids: "none" stores
@@ -120,7 +120,7 @@ def dequantize(
         out.copy_(states.flatten(2, 3)[..., : out.shape[-1]] / factor.float()[:, :, None])
 
 
-def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.dispatch.attend`, over everything dequantized."""
     return attend_dense(query, *dispatch.dense(view), mask, options).contiguous()
 

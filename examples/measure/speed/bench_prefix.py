@@ -35,7 +35,7 @@ from tq_hf.ops import dispatch
 from tq_hf.ops.triton import blocks as triton_blocks
 from tq_hf.ops.workspace import release_workspaces
 from tq_hf.stores.growing import GrowingStore
-from tq_hf.tensors.layer import StoreView
+from tq_hf.tensors.layer import View
 
 HEADS = (32, 8, 128)
 CELLS = ((2048, 30 * 1024), (128, 128 * 1024))
@@ -55,7 +55,7 @@ def milliseconds(function: Callable[[], Any]) -> float:
     return do_bench(function, warmup=4, rep=16, return_mode="median")
 
 
-def filled(preset: str, new: int, history: int, device: torch.device) -> tuple[StoreView, torch.Tensor]:
+def filled(preset: str, new: int, history: int, device: torch.device) -> tuple[View, torch.Tensor]:
     """A view of `history` tokens in the cache and `new` more, and their queries; bf16."""
     query_heads, heads, dim = HEADS
     store = GrowingStore.allocate(TurboQuantConfig.from_preset(preset), *_states(1, heads, 1, dim, device))
@@ -89,7 +89,7 @@ def dense_attention(new: int, length: int, device: torch.device) -> dict[str, Ca
     }
 
 
-def fused(view: StoreView, query: torch.Tensor, **options: Any) -> torch.Tensor:
+def fused(view: View, query: torch.Tensor, **options: Any) -> torch.Tensor:
     """The fused way with other launch parameters than the table's."""
     original = triton_blocks.attend_prefix
     triton_blocks.attend_prefix = lambda *args, **kwargs: original(*args, **kwargs, **options)
@@ -99,7 +99,7 @@ def fused(view: StoreView, query: torch.Tensor, **options: Any) -> torch.Tensor:
         triton_blocks.attend_prefix = original
 
 
-def ways(view: StoreView, query: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+def ways(view: View, query: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """The ways this library has for a call."""
     scaling = HEADS[2] ** -0.5
     found = {
@@ -125,7 +125,7 @@ def extra_bytes(function: Callable[[], torch.Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
 
 
-def relative_error(view: StoreView, query: torch.Tensor, out: torch.Tensor) -> float:
+def relative_error(view: View, query: torch.Tensor, out: torch.Tensor) -> float:
     """Relative RMS of the first two heads against fp64 attention over the same dequantized history."""
     keys, values = (states[:, :1].double() for states in dispatch.dense(view))
     new, length = query.shape[2], keys.shape[2]

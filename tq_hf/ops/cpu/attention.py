@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tq_kernels.types import AttentionOptions, KeyValue, PackedBlocks
 
 from ...config import TurboQuantConfig
-from ...tensors.layer import StoreView
+from ...tensors.layer import View
 from ..backend import MAX_FLASH_DIM
 from ..workspace import Scratch, current_workspace
 from .packed import FEW_QUERIES, PackedTile, Take, rotated
@@ -121,7 +121,7 @@ def _dense_tiles(first: int, states: KeyValue, query: torch.Tensor) -> Iterator[
         yield DenseTile(first + start, query, (keys[:, :, part], values[:, :, part]))
 
 
-def _packed_tiles(view: StoreView, query: torch.Tensor) -> Iterator[PackedTile]:
+def _packed_tiles(view: View, query: torch.Tensor) -> Iterator[PackedTile]:
     """The packed blocks of a view in tiles, which share their scratch: one at a time."""
     layout, sinks = view.tensors.blocks.layout, view.tensors.sinks
     needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
@@ -153,7 +153,7 @@ def _fresh(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _view_tiles(view: StoreView, query: torch.Tensor) -> Iterator[Tile]:
+def _view_tiles(view: View, query: torch.Tensor) -> Iterator[Tile]:
     """Everything in a view in tiles, in the order of the tokens."""
     parts = view.dense_parts
     if parts and view.tensors.sinks[0].shape[2]:
@@ -196,7 +196,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 # Its loops and shapes follow the length: traced, every few steps would compile anew.
 @torch.compiler.disable
-def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; arguments as for `attend_dense`."""
     heads = view.tensors.sinks[0].shape[1]
     return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, options)

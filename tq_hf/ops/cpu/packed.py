@@ -38,7 +38,7 @@ from ...codec.packing import PLANES, QUARTERS, ROWS, rotated_words
 from ...codec.rotation import rotate_back, rotation_matrix
 from ...compat import cached_table
 from ...config import TurboQuantConfig
-from ...tensors.layer import StoreView
+from ...tensors.layer import View
 
 Take = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """Scratch of a name, shape and dtype, valid until the next of that name."""
@@ -187,7 +187,7 @@ FEW_QUERIES = 16
 """Up to so many rows a KV head, queries are arranged as key levels are (four times the products); beyond, keys are."""
 
 
-def rotated(query: torch.Tensor, view: StoreView) -> torch.Tensor:
+def rotated(query: torch.Tensor, view: View) -> torch.Tensor:
     """Queries `[N, G, S, Dk]` float32 as the keys of a view are stored: R (q / f), padded."""
     dim = view.tensors.blocks.layout.key_dim_padded
     query = query / _of_heads(view.tensors.blocks.channel_scales.keys)[:, None]

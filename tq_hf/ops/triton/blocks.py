@@ -1,4 +1,4 @@
-"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` and `stores` call it."""
+"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` calls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tq_kernels.types import AttentionOptions, ChannelScales, DenseRows, PackedB
 from ...codec.rotation import rotation_matrix
 from ...compat import is_capturing, outside_inference_mode
 from ...config import TurboQuantConfig
-from ...tensors.layer import DeviceCounts, LayerTensors, StepView, StoreView
+from ...tensors.layer import Counts, DeviceCounts, LayerTensors, View
 from .. import backend
 from ..backend import HAS_TRITON, explains_failures
 from ..workspace import allocator, current_workspace
@@ -104,7 +104,7 @@ def supports_mask(mask: torch.Tensor | None, options: AttentionOptions) -> bool:
     return options.position_bias is None and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
 
 
-def supports_attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
+def supports_attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
     """Whether the decode kernel computes this call: few queries, all tokens stored, a mask shared by all heads."""
     queries = query.shape[2]
     few = queries <= MAX_QUERIES or (queries <= MAX_SHORT_QUERIES and queries * view.length <= MAX_SHORT_SCORES)
@@ -117,9 +117,7 @@ def supports_prefix(tensor: torch.Tensor, layout: BlockLayout) -> bool:
     return supports_blocks(tensor, layout) and prefix_takes(layout.key_dim, layout.value_dim, tensor.device)
 
 
-def supports_attend_many(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
-) -> bool:
+def supports_attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> bool:
     """Whether the fused kernel of continuation prefill computes this call: any number of queries, a mask shared by
     all heads."""
     return supports_prefix(query, view.tensors.blocks.layout) and supports_mask(mask, options)
@@ -210,14 +208,15 @@ def decode_launch(tensors: LayerTensors) -> DecodeLaunch:
     return DecodeLaunch(tensors.blocks, tensors.sinks, tensors.ring, rotation)
 
 
-def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`cpu.attention.attend` on the GPU, for calls that `supports_attend`. Also writes the view's pending token."""
-    tensors, num_blocks, num_residual, _, pending, _ = view
+    tensors, counts, _, _, pending, _ = view
+    assert isinstance(counts, Counts)
     launch, device = decode_launch(tensors), query.device
     try:
         out = launch(
             query,
-            held_counts(num_blocks, num_residual, launch.sinks, device),
+            held_counts(counts[1], counts[2], launch.sinks, device),
             None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
             options,
             allocator(current_workspace(device), "decode attention", device),
@@ -234,9 +233,7 @@ def attend(query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, opti
 
 
 @explains_failures
-def attend_many(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
+def attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.cpu.attention.attend` on the GPU, for calls that `supports_attend_many`."""
     layout, blocks = view.tensors.blocks.layout, view.tensors.blocks
     return attend_prefix(
@@ -296,7 +293,7 @@ def supports_attend_dense(
 
 
 def supports_attend_dequantized(
-    query: torch.Tensor, view: StoreView, mask: torch.Tensor | None, options: AttentionOptions
+    query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
     """Whether the kernels that dequantize and that attend to dense states compute this call together, and sdpa has no
     flash attention for it: of heads wider than 256, capped logits or learned sinks."""
@@ -331,23 +328,22 @@ def attend_dense(
 def append_token(
     tensors: LayerTensors, counts: DeviceCounts, keys: torch.Tensor, values: torch.Tensor, max_cache_len: int
 ) -> None:
-    """`tq_hf.stores.graph_ops.append_row` on the GPU."""
+    """`tq_hf.ops.dispatch.append_token` on the GPU."""
     _append_launch(tensors, counts, max_cache_len)(_rows(keys), _rows(values))
 
 
 @explains_failures
-def attend_token(
-    query: torch.Tensor, view: StepView, mask: torch.Tensor | None, options: AttentionOptions
-) -> torch.Tensor:
-    """`tq_hf.stores.graph_ops.attend_token` on the GPU.
+def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
+    """`tq_hf.ops.dispatch.attend_token` on the GPU.
 
     Scratch of a captured or compiled step is of the call alone: in a captured graph it comes from the graph's own
     memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
-    tensors, counts, _, max_cache_len, num_held, pending = view
+    tensors, counts, max_cache_len, past, pending, _ = view
+    assert isinstance(counts, DeviceCounts)
     append, device = _append_launch(tensors, counts, max_cache_len), query.device
-    token = None if pending.states is None else pending
-    workspace = None if num_held is None or is_capturing() else current_workspace(device)
+    token = None if pending is None or pending.states is None else pending
+    workspace = None if past is None or is_capturing() else current_workspace(device)
     return decode_launch(tensors)(
         query,
         append.held,
