@@ -64,16 +64,16 @@ BUDGETS = {
         "__init__": 10,
     },
     "tq_hf": {
-        "tools": 2035,  # a sweep says how long it takes; a served request is checked before anything is read
-        "batching": 2115,  # which requests failed, and why; cancelled requests; what models of 5.24 call
-        "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops
-        "saving": 960,  # layers that are uneven on purpose
-        "layers": 1470,  # writes into what layers return; rollback of uneven layers; lost gradients; a table of states
+        "tools": 2035,  # a sweep says how long it takes; requests are checked first; docstrings of arguments
+        "batching": 2120,  # which requests failed, and why; cancelled requests; docstrings of arguments
+        "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops; docstrings of arguments
+        "saving": 965,  # layers that are uneven on purpose; docstrings, one idea a sentence
+        "layers": 1470,  # rollback of uneven layers; lost gradients; assigned and written keys; a table of states
         "stores": 1250,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
         "ops": 2180,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 620,  # blocks of pages that stay dense
-        "cache": 462,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
+        "cache": 465,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
         "attention": 310,  # lost gradients; masks of the user's own beside empty room and sliding windows
         "memory": 105,
         "balance": 116,
