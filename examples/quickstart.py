@@ -178,7 +178,7 @@ def main() -> None:
         console.print(
             "On a GPU, Triton kernels read the packed cache: the README says how fast. Here plain torch does."
         )
-    # Over the last minute, of which this process was busy for some seconds at most.
+    # Load of the last minute. This process caused some seconds of it at most.
     load, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
     if device.type == "cpu" and load > 0.5 * cores:
         console.print(

@@ -143,7 +143,7 @@ def build_decode(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16")
 
 
 def build_rotate(arch: Arch, bits: Bits, *, dim: int = 128, dtype: str = "fp16", rows: int = 1) -> Compiled:
-    """`rotate_query`, of so many rows and warps a program."""
+    """`rotate_query` with this number of rows and warps in a program."""
     types = [f"*{dtype}", "*fp16", "*fp16", "*fp32", *["i32"] * 8]
     *sizes, _, overlaps = plan(arch, *bits, dim=dim).rotate_constants
     return build(rotate_query, types, (*sizes, rows, overlaps), arch, num_warps=rows)

@@ -1,4 +1,4 @@
-"""What the kernels cost on cards that are not here: counted from compiled code, and predicted by what was measured.
+"""Predicted cost of kernels on other cards: counted from compiled code, and scaled by measurements.
 
     python -m examples.measure.compile.cards              # calibrate, write examples/results/cards.json; no GPU needed
 
@@ -68,7 +68,7 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """What data sheets do not say.
+    """Constants that data sheets do not have.
 
     Args:
         memory_share: Share of the memory's rate that is reached.
@@ -97,7 +97,7 @@ def dense_bytes(batch: int, length: int, heads: tuple[int, int, int]) -> float:
 
 
 def pipe_us(card: Card, counts: dict[str, float], elements: float) -> float:
-    """Microseconds of the busiest pipe, or of issuing, for so many key and value elements."""
+    """Microseconds of the busiest pipe, or of issuing, for this number of key and value elements."""
     amd = not card.target.startswith("sm_")
     clocks = AMD_CLOCKS if amd else WARP_CLOCKS | ({"FMA": 0.5} if card.target in ("sm_75", "sm_80") else {})
     clocks = clocks | {"tensor": card.product_clocks}

@@ -41,7 +41,7 @@ def name_of(arch: int | str) -> str:
 
 
 def used(kernel: str, arch: int | str, preset: str, dim: int) -> dict[str, Any]:
-    """What a kernel takes; of the decode kernel, by element too."""
+    """Resources of a kernel; for the decode kernel, also by element."""
     bits = PRESETS[preset].key_bits, PRESETS[preset].value_bits
     compiled = BUILDERS[kernel](arch, bits, dim=dim)
     found = {**sass.resources(compiled)._asdict(), "instructions": len(sass.code(compiled))}

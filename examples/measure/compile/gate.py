@@ -1,4 +1,4 @@
-"""What a change of structure must leave as it is: machine code, assertions, time of the host.
+"""Gate for changes of structure: machine code, assertions and time of the host must not change.
 
     python -m examples.measure.compile.gate build/before.json  # on the commit before
     python -m examples.measure.compile.gate build/after.json --against build/before.json  # exits 1 on a difference
@@ -140,7 +140,7 @@ def host() -> dict[str, float]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], kernels: str) -> list[str]:
-    """What differs, a line each, but for times, which are only printed."""
+    """Differences, one a line. Times are only printed."""
     wrong = []
     for part in after:
         old, new = before.get(part, {}), after[part]

@@ -37,7 +37,7 @@ PIPES = {
 }
 """Opcodes by the pipe of a multiprocessor they run on; IMAD on half of the FMA pipe since sm_80. Others are "other"."""
 Compiled = Any
-"""What `triton.compile` returns."""
+"""Result of `triton.compile`."""
 PIPE_OF = {opcode: pipe for pipe, names in PIPES.items() for opcode in names.split()}
 
 
@@ -127,7 +127,7 @@ def disassemble(compiled: Compiled, option: str) -> str:
 
 
 class Resources(NamedTuple):
-    """What a thread or a program takes; stack holds what was spilled. AMD: registers are vector registers."""
+    """Resources of a thread or a program. `stack` has spilled registers. AMD: registers are vector registers."""
 
     registers: int
     stack: int

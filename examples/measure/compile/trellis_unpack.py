@@ -76,7 +76,7 @@ XOR3, XOR_AND, SELECT = 0x96, (0xF0 ^ 0xCC) & 0xAA, (0xF0 & 0xAA) | (0xCC & ~0xA
 
 
 def two(*taps: int) -> Program:
-    """2 bits: the sign is the code's top bit and those so many bits below it."""
+    """2 bits: the sign is the parity of the code's top bit and of the bits at these distances below it."""
     p = Program()
     signs = "w0"
     turned = [p.turn("w0", tap) for tap in taps]

@@ -1,4 +1,4 @@
-"""What each preset costs in quality, against other ways to store the cache at known bytes.
+"""Quality of each preset, against other ways to store the cache at known bytes.
 
     python -m examples.measure.quality.evaluate                           # the shipped model; minutes on a GPU
     python -m examples.measure.quality.evaluate --model DIR --name needle-10m  # a byte-level model
@@ -180,7 +180,7 @@ def balances(config: Any, tokens: int, rotations: int) -> list[Method]:
 
 
 def peer_methods(config: Any) -> tuple[list[Method], dict[str, str]]:
-    """What presets are compared with, and what cannot run here with the reason."""
+    """Baselines of presets, and baselines that cannot run here with the reason."""
     _, dim = heads(config)
     made = []
     for name, codec in peers.CODECS.items():
@@ -348,7 +348,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=SHIPPED_MODEL, help="folder of a byte-level model of full-attention layers")
     parser.add_argument("--name", default="needle", help="what to call it in the results")
     parser.add_argument("--ablate", action="store_true", help="measure switched parts of the recipe instead of peers")
-    parser.add_argument("--balance", type=int, default=0, help="measure balance, under so many rotations")
+    parser.add_argument("--balance", type=int, default=0, help="measure balance, with this number of rotations")
     parser.add_argument("--only", nargs="+", help="measure only the caches of these names")
     stress.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=4096, help="length of a document")
@@ -358,7 +358,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--depths", type=int, default=9, help="documents with a pass key, for each seed")
     parser.add_argument("--recalls", type=int, default=3, help="documents with 16 facts, for each seed")
     parser.add_argument("--generate", type=int, default=512, help="tokens to generate freely; 0 leaves it out")
-    parser.add_argument("--generated", type=int, default=8, help="at most so many documents are continued")
+    parser.add_argument("--generated", type=int, default=8, help="maximum number of documents to continue")
     parser.add_argument("--torch", action="store_true", help="read blocks in torch even where kernels could")
     parser.add_argument("--minutes", type=float, default=60.0, help="measure no further row after this long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -27,7 +27,7 @@ ROOM = PROMPT + 12
 ENCODER = 300
 """Tokens of an encoder's input: by default one block of them is packed."""
 TOLERANCE = 2e-3
-"""Of the largest logit. Two orders above float32 noise of these models, one below what a lost token makes."""
+"""Tolerance as a share of the largest logit: 100 times the float32 noise of these models, a tenth of a lost token."""
 CODES_TOLERANCE = 1e-1
 """The same where float32 noise may push an entry over a boundary of its codebook; a wrong mask makes two to ten times
 that."""
@@ -36,7 +36,7 @@ PACKED = dict(residual_length=0, sink_tokens=0, balance=False)
 """Not balanced: only "turboquant" shows queries, so that channel scales, and codes, would differ with what reads."""
 
 DEFAULT: dict[str, Any] = {}
-"""Of models with cross-attention: default options, also of the cache of cross-attention."""
+"""Options for models with cross-attention: defaults, also for the cache of cross-attention."""
 
 Logits = list[torch.Tensor]
 
@@ -92,11 +92,11 @@ NOT_TESTABLE = {
 """Model types that are not examined, each with the reason."""
 
 KINDS = ("differs", "raises", "refused", "not loaded", "alike", "right")
-"""Of outcomes, the worst first."""
+"""Order of outcomes, the worst first."""
 
 
 class Outcome(NamedTuple):
-    """What came of one mode.
+    """Result of one mode.
 
     Args:
         kind: "right"; "refused" in a sentence of this package; "not loaded": transformers itself refuses the name of
@@ -110,7 +110,7 @@ class Outcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What was found out about a family.
+    """Results of a family.
 
     Args:
         model_type: The family.
@@ -136,7 +136,7 @@ def worst(kinds: Iterable[str]) -> str:
 
 
 def teacher_forced(model: PreTrainedModel, cache: Cache, sizes: Sequence[int]) -> Logits:
-    """Logits of an unpadded batch, in calls of so many tokens."""
+    """Logits of an unpadded batch, in calls with these numbers of tokens."""
     ids = token_ids(2, sum(sizes)).to(model.device)
     logits: Logits = []
     for chunk in ids.split(list(sizes), 1):

@@ -1,4 +1,4 @@
-"""What presets are compared with: other ways to store keys and values, as small transformers caches.
+"""Baselines of presets: other ways to store keys and values, as small transformers caches.
 
 Each is a `Codec` that says what attention would read back of keys and values, and how many bytes that takes. The
 caches hold the decoded states densely: they show what a format costs in quality, and their bytes are counted, not

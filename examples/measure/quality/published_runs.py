@@ -87,7 +87,8 @@ PROMPT, STEPS, ROOM, NEW_TOKENS = 150, (1, 1, 40, 1), 256, 6
 LARGEST = 1_500_000_000
 """Parameters of the largest model that is run."""
 TOLERANCE = {torch.float32: 1e-1, torch.bfloat16: 2e-1}
-"""Of the largest logit: rounding may push an entry over a boundary of its codebook; a wrong mask makes more."""
+"""Tolerance as a share of the largest logit. Rounding may move an entry over a codebook boundary; a wrong mask does
+more."""
 
 
 class Run(NamedTuple):
@@ -207,7 +208,7 @@ def generated(model: PreTrainedModel, own: Cache, **options: Any) -> torch.Tenso
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """What is said to be computed by torch."""
+    """Operations that the page says torch computes."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage().partition(" is computed by torch")[0])  # type: ignore[method-assign]
@@ -220,7 +221,7 @@ def listening() -> Iterator[list[str]]:
 
 
 def outcome(check: Callable[[], str]) -> str:
-    """What a check returns, "refused", or the first line of what it raises."""
+    """Result of a check, "refused", or the first line of its exception."""
     try:
         return check()
     except Exception as error:
@@ -335,7 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help="model types (default: all)")
     parser.add_argument("--distinct", action="store_true", help="of families with the same heads and layers only one")
     parser.add_argument("--float32", action="store_true")
-    parser.add_argument("--processes", type=int, help="run so many families at a time, each in a process")
+    parser.add_argument("--processes", type=int, help="number of families at a time, each in a process")
     parser.add_argument("--backend", default="inductor", help="of torch.compile, for captured steps; eager is quick")
     chosen = parser.parse_args(arguments)
     names = chosen.names or [name for name in model_types() if name not in NOT_TESTABLE]

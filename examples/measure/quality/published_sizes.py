@@ -1,4 +1,4 @@
-"""What kernels do not serve at the sizes that models are published in: a section of `families.md`.
+"""Operations without a kernel at the published sizes of models: a section of `families.md`.
 
 A family's published sizes are the defaults of its configuration class, in most families those of one checkpoint. Each
 model is built and run without memory, and the functions that choose between kernels and torch are asked about the
@@ -37,7 +37,7 @@ CARDS = {"": (9, 0), " (8.x)": (8, 0)}
 
 
 class Sizes(NamedTuple):
-    """What became of a family at its published sizes.
+    """Result of a family at its published sizes.
 
     Args:
         layers: Key and value widths of compressed layers, as "128" or "192/128", and how many layers have them.
@@ -70,14 +70,14 @@ def card(capability: tuple[int, int]) -> Iterator[torch.Tensor]:
 
 
 def in_torch(key_dim: int, value_dim: int, batches: bool) -> list[str]:
-    """What torch computes for heads of these widths: single steps, prompts after a history, and both in batches."""
+    """Operations in torch for heads of these widths: single steps, prompts after a history, and both in batches."""
     config, pages = TurboQuantConfig(), pages_config("4bit_nc")
     layout, paged = config.layout(key_dim, value_dim), pages.layout(key_dim, value_dim)
     falls: list[str] = []
     for suffix, capability in CARDS.items():
         with card(capability) as states:
             keys, values = (states.new_empty(1, 1, 1, dim) for dim in (key_dim, value_dim))
-            # Of wide heads by the kernel of dense states, where there is no flash attention in torch.
+            # Wide heads use the kernel of dense states where torch has no flash attention.
             wide = max(key_dim, value_dim) > MAX_FLASH_DIM
             wide = wide and supports_attend_dense(keys, keys, values, None, AttentionOptions(1.0))
             computed = {"steps": supports_blocks(states, layout), "prompts": supports_prefix(states, layout) or wide}
@@ -163,5 +163,5 @@ def measure() -> None:
 
 
 def read() -> dict[str, Sizes]:
-    """What the last run has found."""
+    """Results of the last run."""
     return {name: Sizes(**sizes) for name, sizes in json.loads(FILE.read_text())["families"].items()}

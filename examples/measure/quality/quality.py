@@ -1,4 +1,4 @@
-"""What compression does to a model's answers: documents to read, and measures of the difference.
+"""Effect of compression on a model's answers: documents to read, and measures of the difference.
 
 Everything is teacher-forced in chunks through the cache under test, so that each token is foretold from what that
 cache gives back of the tokens before its chunk. A document ends in questions about it with their right answers; greedy
@@ -92,7 +92,7 @@ def forced_logits(
 
 @dataclass(frozen=True)
 class Reference:
-    """What the uncompressed float32 model says.
+    """Answers of the uncompressed float32 model.
 
     Args:
         log_probs: `[N, T, V]`.
@@ -106,7 +106,7 @@ class Reference:
 
 
 PROBED = 4
-"""Documents of which attention logits are compared."""
+"""Number of documents for comparing attention logits."""
 
 
 def reference(model: Any, ids: torch.Tensor, chunk: int) -> Reference:
@@ -211,7 +211,7 @@ def read_documents(
 
 
 def worst_logit_correlation(known: Reference, cache: Cache) -> float:
-    """Of all layers the lowest mean correlation, over the history before the last chunk, of attention logits."""
+    """Lowest mean correlation of attention logits among layers, over the history before the last chunk."""
     correlations = []
     for query, exact, layer in zip(known.queries, known.keys, cache.layers, strict=True):
         history = exact.shape[2] - query.shape[2]

@@ -121,7 +121,7 @@ class KeyBias:
     sin: torch.Tensor
 
     def at(self, layer: int, positions: slice) -> torch.Tensor:
-        """What is added to the keys of a layer there, `[Hkv, S, D]`."""
+        """Vectors to add to the keys of a layer at these positions, `[Hkv, S, D]`."""
         vector = self.vectors[layer][:, None]
         half = vector.shape[-1] // 2
         turned = torch.cat([-vector[..., half:], vector[..., :half]], dim=-1)
@@ -188,7 +188,7 @@ def key_bias(model: Any, keys: Sequence[torch.Tensor], strength: float, spread: 
 
 @dataclass(frozen=True)
 class Stress:
-    """What is done to a model or to what its cache is given; one of these, or nothing.
+    """Change of a model or of its cache's inputs: one of these, or none.
 
     Args:
         injection: Length of a vector added to all keys of a head, times a key's (`quality.injection`).
@@ -230,7 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("PAIRS", "FACTOR [VALUES]"),
-        help="multiply the channels of so many rotary pairs of keys (and so many value channels) by a factor",
+        help="multiply the channels of this number of rotary pairs of keys (and of value channels) by a factor",
     )
     parser.add_argument(
         "--bias",

@@ -11,7 +11,7 @@ PEERS = " over peer memory"
 
 
 def named(name: str) -> str:
-    """What was measured, e.g. "graph_decoding, 8 × 32k"."""
+    """Name of a measurement, e.g. "graph_decoding, 8 × 32k"."""
     kind, _, size = name.rpartition(", ")
     batch, _, context = size.partition(" x ")
     way, _, cache = kind.rpartition(" ")
@@ -20,7 +20,7 @@ def named(name: str) -> str:
 
 
 def milliseconds(found: Any) -> float | None:
-    """Of a step; of processes that hold a model together, the slowest one's."""
+    """Time of a step. With tensor parallelism, that of the slowest process."""
     every = found if isinstance(found, list) else [found or {}]
     times: list[float] = [one["ms_per_step"] for one in every if "ms_per_step" in one]
     return max(times) if len(times) == len(every) else None
@@ -74,7 +74,7 @@ def kernels(record: dict[str, Any]) -> str:
 
 
 def sentences(record: dict[str, Any]) -> list[str]:
-    """What was compared, and all-reduces alone."""
+    """Tables of comparisons, and of all-reduces alone."""
     one, split = record.get("one_gpu", {}), record.get("tensor_parallel", {})
     compared = [found["against_eager"] for found in one.values() if "against_eager" in found]
     compared += [each["against_eager"] for found in split.values() for each in found if "against_eager" in each]

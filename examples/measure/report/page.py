@@ -43,5 +43,5 @@ def source(record: dict[str, Any]) -> str:
 
 
 def note(record: dict[str, Any]) -> str:
-    """What has to be known to read a table, where there is such a thing."""
+    """Note on how to read a table, or nothing."""
     return f"\n{record['note']}\n" if "note" in record else ""

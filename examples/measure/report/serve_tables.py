@@ -29,7 +29,7 @@ def milliseconds(row: dict[str, Any], key: str, factor: float, form: str) -> str
 
 
 def trace_row(row: dict[str, Any]) -> list[str]:
-    """What an engine made of a trace."""
+    """Result of an engine on a trace."""
     begin = [cache_name(row["engine"]), row["arrivals"]]
     if "error" in row:
         return [*begin, row["error"], *["–"] * 5]
@@ -73,7 +73,7 @@ def serve(record: dict[str, Any]) -> str:
 
 
 def offload(record: dict[str, Any]) -> str:
-    """What a preempted request waits for its next token, the copies of its pages, and their bytes against bf16's."""
+    """Wait of a preempted request for its next token, copies of its pages, and their bytes relative to bf16."""
     waits, held = record["next_token"], record["request"]
     fastest = min(row["ms"] for row in waits.values())
     rows = [

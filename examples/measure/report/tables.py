@@ -199,7 +199,7 @@ def against_vllm(pairs: list[dict[str, Any]]) -> str:
 
 
 def quality(record: dict[str, Any]) -> str:
-    """What each cache costs in quality; stress and comparisons folded away."""
+    """Quality of each cache, with stress and comparisons folded away."""
     rows = record["rows"]
     main = [row for row in rows if not row["injection"]]
     folded = [row for row in main if "," in row["cache"] and row["cache"].partition(",")[0] in PRESETS]
@@ -216,7 +216,7 @@ def quality(record: dict[str, Any]) -> str:
 
 
 def documents(record: dict[str, Any]) -> str:
-    """What read what."""
+    """Model and documents of an evaluation."""
     model = f"{record['model']}, {record['parameters'] / 1e6:.1f}M parameters"
     tokens = f"{record['document_tokens']:,} tokens, read {record['chunk']} at a time"
     return f"{model}; {record['documents']} documents of {tokens}"

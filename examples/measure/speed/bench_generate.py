@@ -54,7 +54,7 @@ def random_llama(device: torch.device, layers: int) -> PreTrainedModel:
 
 
 class Variant(NamedTuple):
-    """What is measured.
+    """Case to measure.
 
     Args:
         attention: The attention implementation.

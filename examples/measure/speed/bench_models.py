@@ -32,7 +32,7 @@ from tq_hf.compat import as_input
 
 PREFILL, DECODE, ROOM = 8192, (8, 32768), 256
 VOCABULARY = dict(vocab_size=32768, max_position_embeddings=131072)
-"""Of all: embeddings and logits are not what is compared."""
+"""Vocabulary of all models: embeddings and logits are not compared."""
 
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt-oss-20b": lambda: GptOssConfig(
@@ -60,7 +60,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
         **dict(num_attention_heads=32, num_key_value_heads=8),
     ),
 }
-"""Shapes of one period of layers, or of four layers (gpt-oss with four experts, of which a token takes four)."""
+"""Shapes of one period of layers, or of four layers (gpt-oss with four experts, all used by each token)."""
 
 
 def make(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:

@@ -66,7 +66,7 @@ CHECKED = 24
 """Steps of `graph_decoding` that are compared with eager ones."""
 REPLAYS = 8
 COLLECTIVES = 64
-"""Of one graph that times them."""
+"""Number of all-reduces in one timed graph."""
 NEAR_TIE = 0.05
 """Standard deviations of a token's logits: two that are closer may change places in bf16."""
 ENVIRONMENT = {
@@ -129,7 +129,7 @@ def by_hand(config: LlamaConfig) -> dict[str, int]:
 
 
 def without_module_guards() -> CompileConfig:
-    """What `generate()` compiles with by itself, less the guards on modules: for a model that stays as it is."""
+    """Compile options of `generate()` without guards on modules, for a model that does not change."""
     options = {"triton.cudagraphs": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     return CompileConfig(mode=None, options=options)
 
@@ -338,7 +338,7 @@ class PeerMemory:
 
 @torch.library.custom_op("bench_multi_gpu::one_shot_all_reduce", mutates_args=())
 def one_shot_all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes, each of which reads the others' buffers. Without GPUs: gloo's."""
+    """Sum over all processes: each reads the buffers of the others. Without GPUs, gloo computes the sum."""
     if x.is_cuda:
         buffer = PeerMemory.of(x.numel())
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -469,7 +469,7 @@ def label(kind: str, shape: Shape) -> str:
 
 
 def jobs_of(part: str, tiny: bool) -> dict[str, Job]:
-    """What a part measures, on one GPU and by tensor parallelism, or with `device_map`."""
+    """Measurements of one part, on one GPU and with tensor parallelism, or with `device_map`."""
     shapes, pages = (TINY_SHAPES, TINY_PAGES) if tiny else (SHAPES, PAGES)
     if part == "graph_decoding":
         jobs: dict[str, Job] = {label(part, shape): partial(graph_step, shape=shape) for shape in shapes}
@@ -530,13 +530,13 @@ class Process:
             print(f"{time.perf_counter() - self.start:.0f} s, {place}: {json.dumps(short)}", flush=True)
 
     def gather(self, found: Any) -> list[Any]:
-        """What each process has found."""
+        """Results of each process."""
         every: list[Any] = [None] * self.ranks
         dist.all_gather_object(every, found, group=self.objects)
         return every
 
     def attempt(self, job: Job, model: PreTrainedModel) -> Any:
-        """What a job finds, compiled anew, or its error."""
+        """Result of a job after a new compilation, or its error."""
         release()
         try:
             return job(model)
@@ -630,7 +630,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short contexts, to try the script")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time after which no measurement starts")
     parser.add_argument(
         "--output",
         type=Path,

@@ -1,4 +1,4 @@
-"""What it costs to keep a preempted request's packed pages on the CPU, against reading its prompt again.
+"""Cost of keeping a preempted request's packed pages on the CPU, against reading its prompt again.
 
     python -m examples.measure.speed.bench_offload           # 8B shape of 16 layers, one GPU, a minute
     python -m examples.measure.speed.bench_offload --tiny    # small, on a CPU, to try the script

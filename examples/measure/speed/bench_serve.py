@@ -43,12 +43,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "cuda": dict(requests=64, prompts=[200, 16384], answers=[32, 1024], shapes=["32x2048", "64x16384"]),
     "cpu": dict(requests=8, prompts=[50, 400], answers=[8, 32], shapes=["4x256"], cache_tokens=8192),
 }
-"""What is asked where nothing is said."""
+"""Default arguments."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What generates: transformers' pages with an attention implementation, or packed pages of a configuration."""
+    """Engine: transformers' pages with an attention implementation, or packed pages with a configuration."""
 
     name: str
     attention: str = "sdpa"
@@ -64,7 +64,7 @@ def engines(
     schedulers: Sequence[str] = ("fifo",),
     batch_tokens: Sequence[int | None] = (None,),
 ) -> list[Engine]:
-    """Those that are installed; packed pages with all combinations of options, named where they are not the default."""
+    """Installed engines; packed pages with all combinations of options, named where they are not the default."""
     found = [Engine("stock, sdpa")]
     for version, available in ((2, is_flash_attn_2_available), (3, is_flash_attn_3_available)):
         if available():
@@ -91,7 +91,7 @@ def random_prompt(generator: random.Random, length: int, vocabulary: int) -> lis
 
 
 def trace(arguments: argparse.Namespace, vocabulary: int, rate: float | None) -> list[Request]:
-    """Requests of log-uniform lengths; with a rate they come at so many a second, in a Poisson process."""
+    """Requests of log-uniform lengths. With `rate` they arrive in a Poisson process of this number a second."""
     generator, arrivals = random.Random(arguments.seed), random.Random(arguments.seed + 1)
 
     def length(least: int, most: int) -> int:
@@ -144,7 +144,7 @@ def session(model: PreTrainedModel, engine: Engine, requests: list[Request], cac
 
 @dataclass
 class Outcome:
-    """What became of requests.
+    """Results of requests.
 
     Attributes:
         seconds: From the first arrival to the last token.
@@ -248,7 +248,7 @@ def flash_room(model: PreTrainedModel, options: ContinuousBatchingConfig) -> int
 
 
 def peak(model: PreTrainedModel) -> dict[str, int]:
-    """Bytes allocated at most since they were last counted, beyond the weights. On a CPU nobody counts."""
+    """Peak of allocated bytes since the last call, without the weights. Not counted on a CPU."""
     if model.device.type != "cuda":
         return {}
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -256,7 +256,7 @@ def peak(model: PreTrainedModel) -> dict[str, int]:
 
 
 def warm_up(manager: Any, vocabulary: int) -> None:
-    """Prompts of some lengths and decode steps that nobody measures."""
+    """Warm up with prompts of some lengths and decode steps, not measured."""
     generator = random.Random(0)
     serve(manager, [Request(random_prompt(generator, n, vocabulary), 4) for n in (20, 150, 300)])
 
@@ -281,7 +281,7 @@ def decoded(
     """The row of an engine with `batch` requests of `context` tokens in flight."""
     vocabulary, generator = model.config.get_text_config().vocab_size, random.Random(arguments.seed)
     prompts = [random_prompt(generator, context, vocabulary) for _ in range(batch)]
-    # Those read first are answered while others are read, a step for each `max_batch_tokens` (8192, if nobody says).
+    # Early prompts are answered while later ones are read, a step for each `max_batch_tokens` (by default 8192).
     new = arguments.steps + math.ceil(batch * context / (engine.batch_tokens or 8192)) + batch // 8 + 8
     requests = [Request(prompt, new) for prompt in prompts]
     with session(model, engine, requests, arguments.cache_tokens) as manager:
@@ -338,7 +338,7 @@ def loaded(name: str | None, layers: int, device: torch.device) -> tuple[PreTrai
 def cells(
     model: PreTrainedModel, arguments: argparse.Namespace
 ) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
-    """What is measured: how a row begins, and what gives the rest of it."""
+    """Measurements: the first columns of each row, and the function that computes the others."""
     vocabulary = model.config.get_text_config().vocab_size
     dense = dict(sink_tokens=arguments.sink_tokens, residual_length=arguments.residual_length)
     configs = {preset: TurboQuantConfig.from_preset(preset, **dense) for preset in arguments.presets}
@@ -365,7 +365,7 @@ def cells(
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """What `--only` is compared with."""
+    """Baseline of `--only`."""
     what = f"{row['batch']}x{row['context']}" if row["kind"] == "decode" else row["arrivals"]
     return f"{row['kind']} {what} {row['engine']}"
 

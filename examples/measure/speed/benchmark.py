@@ -61,7 +61,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 SLOW = ("efficient", "math")
-"""What takes shapes that the others do not: heads of 512 channels."""
+"""Implementations that support heads of 512 channels."""
 
 
 def microseconds(function: Callable[[], Any], repeat: int) -> float:
@@ -231,7 +231,7 @@ def kernels(arguments: argparse.Namespace) -> dict[str, Any]:
             for preset in PRESETS:
                 config = TurboQuantConfig.from_preset(preset)
                 layout = config.layout(dim)
-                # What a cache of so many tokens holds.
+                # Blocks of a cache with this number of tokens.
                 blocks = config.num_blocks(length)
                 dense = length - blocks * layout.tokens
                 packed = random_blocks(layout, batch, kv_heads, blocks, device)
