@@ -141,11 +141,11 @@ def test_the_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert answered["usage"]["completion_tokens"] == 8
 
 
-@pytest.mark.parametrize("way", compat.GROUND)
+@pytest.mark.parametrize("way", compat.REQUIRED_NAMES)
 def test_names_of_transformers_are_there(way: str) -> None:
     if way in ("continuous batching", "tq-hf serve") and Version(transformers.__version__) < Version("5.19"):
         pytest.skip("another design")
-    assert compat.moved(way) == []
+    assert compat.missing_names(way) == []
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_names_of_transformers_are_there(way: str) -> None:
 def test_a_way_whose_ground_has_moved_says_so(
     name: str, missing: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(compat.GROUND, way, {name: "input_ids renamed"})
-    compat.check_ground.cache_clear()
+    monkeypatch.setitem(compat.REQUIRED_NAMES, way, {name: "input_ids renamed"})
+    compat.check_required_names.cache_clear()
     model = model_of("llama")
     with pytest.raises(ImportError) as caught:
         if way == "graph_decoding":
@@ -169,7 +169,7 @@ def test_a_way_whose_ground_has_moved_says_so(
             model.generate(**prompt(), **GREEDY, **as_input(cache), custom_generate=tq_hf.graph_decoding)
         else:
             tq_hf.TurboQuantBatching(model)
-    compat.check_ground.cache_clear()
+    compat.check_required_names.cache_clear()
     sentence = str(caught.value)
     assert f"Version {transformers.__version__} is installed and lacks {missing}" in sentence
     assert "`generate()`" in sentence and "pip install" in sentence

@@ -6,8 +6,8 @@ from tq_hf import TurboQuantCache
 model.generate(**inputs, past_key_values=TurboQuantCache(model.config))
 ```
 
-Importing registers the attention function "turboquant" and its mask with transformers, and changes nothing else. It
-logs a line if torch, transformers or Triton are older or newer than what this version was run with.
+Importing this package registers the attention function "turboquant" and its mask with transformers, and changes nothing
+else. A line is logged if torch, transformers or Triton are older or newer than the tested versions.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ report_untested()
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: it needs a newer transformers than everything else.
+    # Import lazily: batching needs a newer transformers than the rest of the package.
     if name in ("TurboQuantBatching", "continuous_batching"):
         from . import batching
 

@@ -74,11 +74,12 @@ def turboquant_attention(
         if dropout or "masked_key_indices" in module.__dict__:
             _check_compressed(module, dropout)
         attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
-        if (lower := autocast_dtype(query)) is not None:
-            attend = partial(_attend_lower, attend, lower)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            attend = partial(_attend_with_gradients, attend, key)
+        if (lower := autocast_dtype(query)) is None:
             return attend(query, view, attention_mask, options), None
-        return _attend_with_gradients(attend, query, key, view, attention_mask, options), None
+        with outside_autocast(query):
+            return attend(query.to(view.tensors.row.dtype), view, attention_mask, options).to(lower), None
     if attention_mask is not None:
         key, value = _without_room(key, value, attention_mask)
         if view is None and kwargs.get("sliding_window") is not None and attention_mask.shape[-1] > key.shape[2]:
@@ -103,16 +104,10 @@ def turboquant_attention(
         return dispatch.attend_dense(query, key, value, attention_mask, options), None
 
 
-def _attend_lower(attend: Any, lower: torch.dtype, query: torch.Tensor, view: View, *arguments: Any) -> torch.Tensor:
-    """`attend` under `torch.autocast`: in the dtype of the cache, to `lower`."""
-    with outside_autocast(query):
-        return attend(query.to(view.tensors.row.dtype), view, *arguments).to(lower)
-
-
 def _attend_with_gradients(
     attend: Any,
-    query: torch.Tensor,
     key: torch.Tensor,
+    query: torch.Tensor,
     view: View,
     mask: torch.Tensor | None,
     options: AttentionOptions,
@@ -120,7 +115,7 @@ def _attend_with_gradients(
     """`attend`, whose backward pass raises where gradients are lost: of keys and values, or all, in kernels."""
     lost = key._handle.sources  # type: ignore[attr-defined]
     with torch.set_grad_enabled(not lost):
-        out = attend(query, view, mask, options)
+        out: torch.Tensor = attend(query, view, mask, options)
     own = (query,) if view.new is None else (query, *view.new)
     sources = (*lost, *(part for part in own if part.requires_grad))
     return without_backward(out.clone(), sources) if sources and not out.requires_grad else out

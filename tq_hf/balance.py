@@ -1,8 +1,8 @@
-"""Channel scales of a model, handed on from one cache to another.
+"""Channel scales of a model, measured once and used by many caches.
 
-They belong to the model more than to a text: another document's serve as well as a prompt's own. So prompts too short
-for statistics (under 32 tokens: a chat that begins with a word stays unbalanced else), and caches that share pages, can
-use those of an earlier cache or of a probe.
+Channel scales depend on the model more than on the text: scales from another document serve as well as the prompt's
+own. Prompts under 32 tokens are too short to estimate scales, and caches that share pages need common scales. Both can
+use the scales of an earlier cache or of a probe.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from tq_kernels.types import ChannelScales
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .compat import as_input, attention_of_parts, device_of_inputs, give_attention_back
+from .compat import as_input, attention_of_parts, device_of_inputs, restore_attention
 from .config import TurboQuantConfig
 from .layers.compressed import TurboQuantLayer
 
 PROBE_TOKENS = 512
+"""Number of random tokens of a probe."""
 POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
-"""Names under which configs say how many positions a model has, at most one of them in each."""
+"""Names of the number of positions in configs. A config has at most one of them."""
 _CONFIG = TurboQuantConfig()
 
 
 class Balance:
-    """The channel scales of every compressed layer of a model (see `tq_hf.codec.balance`).
+    """Channel scales of all compressed layers of a model (see `tq_hf.codec.balance`).
 
     ```python
     balance = Balance.of(model)
@@ -35,36 +36,34 @@ class Balance:
     ```
 
     Args:
-        layers: Channel scales `[1, Hkv, D]` by the number of their layer.
+        layers: Channel scales `[1, Hkv, D]` of keys and values, by layer index.
     """
 
     def __init__(self, layers: dict[int, ChannelScales]) -> None:
         self.layers = layers
 
     @classmethod
-    def held_by(cls, layers: Iterable[Any]) -> Balance:
-        """Those in use in the layers of a cache; of several sequences the geometric mean.
+    def from_cache(cls, layers: Iterable[Any]) -> Balance:
+        """Copy the channel scales of the layers of a cache. Scales of several sequences are averaged (geometric mean).
 
         Raises:
-            ValueError: A layer holds no tokens yet.
+            ValueError: A compressed layer holds no tokens yet.
         """
-        found = {}
+        scales = {}
         for index, layer in enumerate(layers):
             if isinstance(layer, TurboQuantLayer):
                 if layer.store is None:
-                    raise ValueError(
-                        "The cache holds no tokens, so its channels have no channel scales. Run the model first."
-                    )
+                    raise ValueError("The cache holds no tokens, so it has no channel scales. Run the model first.")
                 layer.store.encode_deferred()
-                found[index] = layer.store.blocks.channel_scales.map(_mean)
-        return cls(found)
+                scales[index] = layer.store.blocks.channel_scales.map(_mean)
+        return cls(scales)
 
     @classmethod
     def of(cls, model: Any) -> Balance:
-        """From a short run of `model` on random tokens, the same ones every time.
+        """Measure channel scales in a short run of `model` on random tokens. The tokens are the same in every call.
 
         Raises:
-            ValueError: The model has too few positions for statistics.
+            ValueError: The model has too few positions to estimate scales.
         """
         config = model.config.get_text_config(decoder=True)
         generator = torch.Generator().manual_seed(0)
@@ -77,40 +76,40 @@ class Balance:
             with torch.no_grad():
                 model(ids.to(device_of_inputs(model)), **as_input(cache))
         finally:
-            give_attention_back(before)
-        return cls.held_by(cache.layers)
+            restore_attention(before)
+        return cls.from_cache(cache.layers)
 
-    def give(self, layers: Iterable[Any]) -> None:
-        """Let the layers of an empty cache use these channel scales.
+    def set_scales(self, layers: Iterable[Any]) -> None:
+        """Set the channel scales of the layers of an empty cache.
 
         Raises:
-            ValueError: They are not those of a cache of this model.
+            ValueError: A compressed layer has no scales here.
         """
         compressed = {index: layer for index, layer in enumerate(layers) if isinstance(layer, TurboQuantLayer)}
         if missing := sorted(compressed.keys() - self.layers.keys()):
             raise ValueError(
-                f"`balance` has no channel scales of layer {missing[0]}, which is compressed: it is of another model, "
-                "or of a cache that skipped the layer. Make it anew with `Balance.of(model)`."
+                f"`balance` has no channel scales of layer {missing[0]}, which is compressed. The scales belong to "
+                "another model, or to a cache that skipped this layer. Measure them again with `Balance.of(model)`."
             )
         for index, layer in compressed.items():
             layer.channel_scales = self.layers[index]
 
 
 def _probe_tokens(config: PreTrainedConfig) -> int:
-    """Tokens to run a decoder on: no more than it has positions for."""
+    """Number of tokens of a probe: at most the number of positions of the decoder."""
     limits = (getattr(config, name, None) for name in POSITIONS)
     tokens = min(limit for limit in (PROBE_TOKENS, *limits) if isinstance(limit, int) and limit > 0)
     if tokens < (least := _CONFIG.sink_tokens + LEAST_TOKENS):
         raise ValueError(
             f"This model has positions for {tokens} tokens ({type(config).__name__}), and channel scales "
-            f"need statistics of {least} or more. Use it without: `balance=False`."
+            f"need statistics of {least} or more. Use `balance=False`."
         )
     return tokens
 
 
-def _mean(factor: torch.Tensor) -> torch.Tensor:
+def _mean(scales: torch.Tensor) -> torch.Tensor:
     """Geometric mean over sequences, `[B, Hkv, D]` to `[1, Hkv, D]`."""
-    if len(factor) == 1:
-        return factor.clone()
-    mean = factor.float().log2().mean(0, keepdim=True).exp2().clamp(SMALLEST_SCALE, LARGEST_SCALE)
+    if len(scales) == 1:
+        return scales.clone()
+    mean = scales.float().log2().mean(0, keepdim=True).exp2().clamp(SMALLEST_SCALE, LARGEST_SCALE)
     return mean.bfloat16().half()

@@ -44,31 +44,31 @@ logger = logging.get_logger(__name__)
 
 
 class TurboQuantCache(DynamicCache):
-    """A key/value cache in about a quarter of the memory, for any decoder of transformers.
-
-    Every full-attention layer is compressed. Layers of another kind (sliding windows, linear attention, shared keys)
-    and those in `skip_layers` get the class `DynamicCache` or `StaticCache` would give them, but that sliding-window
-    layers do not hold on to the prompt, and preallocated full-attention layers go with compressed ones.
+    """KV cache that stores full-attention layers in 2 to 4 bits (keys also in FP8). A drop-in for `generate()`.
 
     ```python
-    cache = TurboQuantCache(model.config)
+    cache = TurboQuantCache(model.config)                       # grows
+    cache = TurboQuantCache(model.config, max_cache_len=32768)  # fixed size; decoding compiles
     model.generate(**inputs, past_key_values=cache)
     ```
 
+    The first `sink_tokens` tokens and the newest `residual_length` stay exact; older ones are packed in blocks of 128.
+    Sliding-window (only their window is held), linear and skipped layers are not compressed. Load the model with
+    `attn_implementation="turboquant"` to read packed blocks directly; other attention functions get dequantized states.
+    Use one cache per batch.
+
     Args:
-        model_config: The model's config (`model.config`); of a multimodal model, its text decoder is used.
+        model_config: The model's config (`model.config`). Of a multimodal model the text decoder is used.
         preset: Name of a preset (see `tq_hf.PRESETS`), also as vLLM writes it, or a `TurboQuantConfig`.
-        model: The model, for `save`. Held weakly.
-        max_cache_len: Tokens to preallocate for. The cache then never grows, and refuses to exceed it.
-        offloading: Keep layers on the CPU while they are not in use (as in `DynamicCache`).
-        balance: Whether channels that are much louder or quieter than others are given channel scales, from the first
-            prompt (see `tq_hf.codec.balance`; by default what the preset says); or the channel scales themselves: a
-            `Balance`, or a cache of the same model that holds tokens. A prompt of under 32 tokens has no statistics:
-            hand on `Balance.of(model)` where prompts are short.
-        **overrides: Options of `TurboQuantConfig` that replace the preset's, e.g. `layers={0: "k8v4", -1: None}`.
+        model: The model, for `save` only. Held weakly.
+        max_cache_len: Fixed capacity in tokens. Exceeding it raises a `ValueError`. `None` grows.
+        offloading: Keep layers on the CPU while they are not in use, as `DynamicCache` does.
+        balance: Per-channel scales: `True` (of a first prompt of 32 tokens or more), `False`, a `Balance`, or a filled
+            cache of the same model. `None` does as the preset says.
+        **overrides: Fields of `TurboQuantConfig` that replace the preset's, e.g. `layers={0: "k8v4", -1: None}`.
 
     Raises:
-        ValueError: An argument is of another kind, the preset or an option does not exist or is outside its range, or
+        ValueError: The preset or an option does not exist or is outside its range, an argument has the wrong type, or
             the config has no attention heads.
     """
 
@@ -91,7 +91,7 @@ class TurboQuantCache(DynamicCache):
             )
         _check_arguments(model_config, model, max_cache_len, offloading)
         if isinstance(balance, TurboQuantCache):
-            balance = Balance.held_by(balance.layers)
+            balance = Balance.from_cache(balance.layers)
         if not isinstance(balance, (bool, Balance, NoneType)):
             raise ValueError(
                 f"`balance` is {balance!r}; it must be True or False, a `Balance`, or a cache of this model."
@@ -117,7 +117,7 @@ class TurboQuantCache(DynamicCache):
         if isinstance(balance, Balance):
             if not self.config.balance:
                 raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
-            balance.give(layers)
+            balance.set_scales(layers)
         # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 

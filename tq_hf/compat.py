@@ -1,5 +1,5 @@
-"""The border to torch and transformers: their private names, each with the versions it was read in, the versions this
-package was run with, inference mode and autocast. `tq_kernels.common.device` has what the kernels' host side uses."""
+"""Compatibility with torch and transformers: their private names, each with the versions where the name was found, the
+tested versions, inference mode and autocast. `tq_kernels.common.device` does the same for the host side of kernels."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TESTED: dict[str, tuple[Number, Number]] = {
     "transformers": ((5, 17), (5, 24)),
     "triton": ((3, 5), (3, 9)),
 }
-"""The oldest and the newest of each that tests have run with. What `pyproject.toml` allows is wider: each torch asks
-for a Triton of its own, and a newer one may well work."""
+"""Oldest and newest version of each package that tests have run with. `pyproject.toml` allows a wider range: each torch
+requires its own Triton, and newer versions may work."""
 
 
 _GENERATION = "transformers:GenerationMixin."
@@ -46,7 +46,7 @@ _PROCESSOR = f"{_ENGINE}continuous_api:ContinuousBatchProcessor."
 _RUNNER = f"{_ENGINE}model_runner:ModelRunner."
 _SERVER = "transformers.cli."
 
-GROUND: dict[str, dict[str, str]] = {
+REQUIRED_NAMES: dict[str, dict[str, str]] = {
     "TurboQuantCache": {
         f"{_CACHE}DynamicLayer.lazy_initialization": "key_states value_states",
         f"{_CACHE}DynamicSlidingWindowLayer.update": "key_states value_states",
@@ -104,41 +104,45 @@ GROUND: dict[str, dict[str, str]] = {
         f"{_SERVER}serving.utils:Modality.LLM": "",
     },
 }
-"""Private or changing names of transformers, by the way that stands on them, with the parameters that are used."""
+"""Private or changing names of transformers that each feature needs, with the parameters that are used."""
 
 
-def moved(way: str) -> list[str]:
-    """The names of `GROUND[way]` that the installed transformers does not have, or that lack a parameter."""
-    gone = []
-    for name, parameters in GROUND[way].items():
+def missing_names(feature: str) -> list[str]:
+    """List the names of `REQUIRED_NAMES[feature]` that the installed transformers lacks, or that lack a parameter."""
+    missing = []
+    for name, parameters in REQUIRED_NAMES[feature].items():
         try:
-            found = signature(resolve_name(name)).parameters if parameters else resolve_name(name)
+            installed = signature(resolve_name(name)).parameters if parameters else resolve_name(name)
         except (ImportError, AttributeError):
-            gone.append(name)
+            missing.append(name)
         else:
-            gone += [f"{name}({parameter}=)" for parameter in parameters.split() if parameter not in found]
-    return gone
+            missing += [f"{name}({parameter}=)" for parameter in parameters.split() if parameter not in installed]
+    return missing
 
 
 @lru_cache
-def check_ground(way: str, instead: str) -> None:
-    """Raise an `ImportError` that names what `way` needs of transformers and the installed version does not have.
+def check_required_names(feature: str, instead: str) -> None:
+    """Raise `ImportError` if the installed transformers lacks names that `feature` needs. The message lists them.
 
     Args:
-        way: A key of `GROUND`.
-        instead: What to use in its place: a sentence.
+        feature: A key of `REQUIRED_NAMES`.
+        instead: A sentence about an alternative, for the message.
     """
-    if gone := moved(way):
+    if missing := missing_names(feature):
         oldest, newest = (".".join(map(str, bound)) for bound in TESTED["transformers"])
         raise ImportError(
-            f"{way} was tested with transformers {oldest} to {newest}. Version {transformers.__version__} is installed "
-            f"and lacks {', '.join(gone)}. {instead} Or install transformers {newest}: "
+            f"{feature} was tested with transformers {oldest} to {newest}. Version {transformers.__version__} is "
+            f"installed and lacks {', '.join(missing)}. {instead} Or install transformers {newest}: "
             f'`pip install "transformers=={newest}.*"`.'
         )
 
 
 def untested(installed: dict[str, str]) -> list[str]:
-    """A clause for each of these versions, by package, that lies outside of what was tested."""
+    """List the packages outside of the tested versions, one clause each.
+
+    Args:
+        installed: Versions by package.
+    """
     clauses = []
     for name, (oldest, newest) in TESTED.items():
         number = re.match(r"(\d+)\.(\d+)", installed.get(name, ""))
@@ -149,33 +153,34 @@ def untested(installed: dict[str, str]) -> list[str]:
 
 
 def report_untested() -> None:
-    """Log one sentence if a package is older or newer than what was tested."""
+    """Log one line if a package is older or newer than the tested versions."""
     installed = {}
     for name in TESTED:
         try:
-            # An imported module says its own version: several installations may be on the path.
+            # Prefer the version of the imported module: several installations may be on the path.
             installed[name] = getattr(sys.modules.get(name), "__version__", None) or version(name)
         except PackageNotFoundError:
             continue
     if clauses := untested(installed):
         logger.warning(
             f"tq_hf has not been run with {' and '.join(clauses)}. Compare an answer with that of transformers' own "
-            "cache before you rely on it."
+            "cache before you rely on the results."
         )
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` outside of inference mode and without gradients, whatever the caller is in.
+    """Run `function` outside of inference mode and without gradients, independent of the mode of the caller.
 
-    Under `torch.inference_mode` every new tensor is an inference tensor, which may never be written to in place outside
-    of it. A cache that was filled there must still serve a plain `generate()`, so what it keeps is made outside.
+    Under `torch.inference_mode` every new tensor is an inference tensor. Inference tensors cannot be written in place
+    outside of inference mode. A cache that was filled there must still serve a plain `generate()`, so its tensors are
+    allocated outside of inference mode.
     """
-    # In this order: leaving inference mode turns gradients on.
+    # The order matters: leaving inference mode turns gradients on.
     guarded = torch.inference_mode(False)(torch.no_grad()(function))
 
     @wraps(function)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Under `generate()` there is nothing to leave, and the two decorators take as long as two kernel launches.
+        # `generate()` needs neither, and the two decorators take as long as two kernel launches.
         if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
             return guarded(*args, **kwargs)
         return function(*args, **kwargs)
@@ -184,8 +189,10 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def cached_table(make: Callable[P, R]) -> Callable[P, R]:
-    """Make the table for these arguments, which must be hashable, once. To `torch.compile` it is a constant: Dynamo
-    warns of `lru_cache` itself, looks through it and makes the table anew in each graph."""
+    """Cache the results of `make`, one per set of hashable arguments. `torch.compile` takes them as constants.
+
+    Dynamo warns about a plain `lru_cache`, ignores it and computes the table again in each graph.
+    """
     cached = lru_cache(outside_inference_mode(make))
 
     @torch.compiler.assume_constant_result
@@ -197,14 +204,14 @@ def cached_table(make: Callable[P, R]) -> Callable[P, R]:
 
 
 def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
-    """The dtype that sdpa computes in and returns on the device of these states, or `None` outside of autocast.
+    """Return the dtype in which sdpa computes on the device of `states`, or `None` outside of autocast.
 
-    A float32 model computes its matrix products in 16 bits there. Keys leave the rotary embedding in float32 all the
-    same, and values do not. `DynamicCache` holds both in float32, and so does a cache of this package; sdpa then reads
-    them, and the queries, in 16 bits. What this package computes itself, it computes in the dtypes that it names.
+    Under autocast a float32 model computes its matrix products in 16 bits. The rotary embedding still returns keys in
+    float32; values are in 16 bits. `DynamicCache` and the caches of this package store both in float32. sdpa then casts
+    queries, keys and values to 16 bits. This package names the dtypes of its own computations.
     (`_is_any_autocast_enabled`: torch 2.9 to 2.15.)
     """
-    # Asked first: the kind of a device takes torch longer than the rest.
+    # Check this first: reading the type of a device takes torch longer than the rest.
     if not torch._C._is_any_autocast_enabled():
         return None
     device = states.device.type
@@ -213,28 +220,29 @@ def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
 
 
 def outside_autocast(states: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which operations on these states' device have the dtypes of their arguments."""
+    """Context without autocast on the device of `states`: operations keep the dtypes of their arguments."""
     return nullcontext() if autocast_dtype(states) is None else torch.autocast(states.device.type, enabled=False)
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: the host can read nothing then."""
+    """Whether a CUDA graph is being captured. The host cannot read tensors during a capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
-    """Around the capture of a CUDA graph on `device` with memory of `pool`: if it fails, leave torch as it was.
+    """Context around the capture of a CUDA graph on `device` with memory of `pool`. Cleans up after a failed capture.
 
-    After an operation that no graph holds, `CUDAGraph::capture_end` raises before it has done its work (torch 2.9 to
-    2.12; later ones do more of it). The current stream stays that of the capture, the allocator returns no cached
-    memory any more, and random numbers raise until another capture succeeds.
+    After an operation that no graph can hold, `CUDAGraph::capture_end` raises before its cleanup (torch 2.9 to 2.12;
+    later versions clean up more). Without this context the current stream would stay that of the capture, the allocator
+    would return no cached memory, and random numbers would raise until another capture succeeds.
     """
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         try:
             yield
         except BaseException:
-            # Raised where the capture had not begun, or torch has ended it (2.13 may then keep the pool's memory).
+            # Suppress errors if the capture had not begun, or if torch has ended it (2.13 may then keep the memory of
+            # the pool).
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(device.index, pool)
                 torch._C._cuda_releasePool(device.index, pool)
@@ -245,30 +253,32 @@ def ending_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
 
 
 def capture_failure(error: RuntimeError) -> str:
-    """The first line of what went wrong in a capture: not that it could not be ended, which torch raises after it."""
+    """Return the first line of the error that ended a capture. torch raises a second error when the capture cannot be
+    ended; that one is skipped."""
     before = error.__context__ if "previous error during capture" in str(error) else None
     return str(before or error).partition("\n")[0]
 
 
 def current_raw_stream(device: int) -> int:
-    """The current CUDA stream's handle, without a `torch.cuda.Stream` around it (torch 2.9 to 2.15)."""
+    """Handle of the current CUDA stream, without a `torch.cuda.Stream` around it (torch 2.9 to 2.15)."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
-    """Promise `torch.compile` that tensors stay where they are, so that graphs do not copy them (torch 2.9 to 2.15)."""
+    """Tell `torch.compile` that the addresses of tensors do not change, so that graphs need no copies (torch 2.9 to
+    2.15)."""
     mark = torch._dynamo.mark_static_address
     for tensor in tensors:
         mark(tensor)
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
-    """Let operations on tensors of a subclass be those of `torch.Tensor` (torch 2.9 to 2.15)."""
+    """Context in which operations on subclasses of tensors are those of `torch.Tensor` (torch 2.9 to 2.15)."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The same for tensors that share their memory, whatever part of it they see (torch 2.9 to 2.15)."""
+    """Id of the storage of a tensor, equal for all views of one storage (torch 2.9 to 2.15)."""
     return tensor.untyped_storage()._cdata
 
 
@@ -284,7 +294,7 @@ def has_forward_hooks(module: Any) -> bool:
 
 
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes of a tensor that are tensors of its elements."""
+"""Attributes of a tensor that are views of its elements."""
 METADATA: set[Any] = {
     getattr(torch.Tensor, name)
     for name in (
@@ -302,7 +312,7 @@ METADATA: set[Any] = {
     for name, attribute in vars(torch._C.TensorBase).items()
     if hasattr(attribute, "__set__") and name not in _VIEWS
 }
-"""Methods and attributes of a tensor that need no elements (torch 2.9 to 2.15)."""
+"""Methods and attributes of a tensor that do not read its elements (torch 2.9 to 2.15)."""
 
 
 CACHE_NAME = (
@@ -313,33 +323,33 @@ CACHE_NAME = (
 
 
 def as_input(cache: Cache) -> dict[str, Cache]:
-    """The keyword argument by which the installed transformers hands `cache` to a model and to `generate()`."""
+    """Return `cache` as a keyword argument, under the name that the installed transformers uses."""
     return {CACHE_NAME: cache}
 
 
 def device_of_inputs(model: Any) -> torch.device:
-    """Where a model takes token ids. Of weights that accelerate has offloaded only the shapes are left (on the meta
-    device), and its hooks move what a layer is given."""
+    """Device on which a model takes token ids. Weights that accelerate has offloaded are on the meta device, and the
+    hooks of accelerate move the inputs of each layer."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 @lru_cache
 def _states_taken(forward: Any) -> set[str]:
-    """Parameters of a module's `forward` that are states of tokens."""
+    """Names of the parameters of `forward` that are states of tokens."""
     return {name for name in signature(forward).parameters if name.endswith("_states")}
 
 
 def takes_other_states(module: Any) -> bool:
-    """Whether an attention module can be given states of other tokens than those whose queries it computes."""
+    """Whether an attention module can take states of other tokens than the tokens of its queries."""
     return bool(_states_taken(type(module).forward) - {"hidden_states"})
 
 
 def attends_to_own_tokens(module: Any) -> bool:
-    """Whether queries and keys of an attention module are of the same tokens: not in cross-attention (transformers 5.17
-    to 5.24).
+    """Whether queries and keys of an attention module belong to the same tokens, unlike in cross-attention
+    (transformers 5.17 to 5.24).
 
-    Cross-attention is not causal, or has `is_cross_attention` (GPTBigCode marks it causal, too). Other modules that are
-    not causal attend to their own tokens if these are all that their `forward` takes (PaliGemma).
+    Cross-attention is not causal, or has `is_cross_attention` (GPTBigCode marks cross-attention as causal, too). Other
+    modules that are not causal attend to their own tokens if `forward` takes no other states (PaliGemma).
     """
     if getattr(module, "is_causal", False):
         return not getattr(module, "is_cross_attention", False)
@@ -349,8 +359,8 @@ def attends_to_own_tokens(module: Any) -> bool:
 def attention_implementation(config: PreTrainedConfig | None) -> str | None:
     """`config._attn_implementation` (transformers 5.17 to 5.24).
 
-    Configurations look up attributes in Python, which takes as long as a kernel launch and comes with every update of
-    every layer. Outside of compilation this reads what is stored beneath the property.
+    Configs look up attributes in Python. That takes as long as a kernel launch, in every update of every layer. Outside
+    of compilation this function reads the attribute beneath the property.
     """
     if not torch.compiler.is_compiling() and config is not None:
         attributes: dict[str, Any] = object.__getattribute__(config, "__dict__")
@@ -360,18 +370,20 @@ def attention_implementation(config: PreTrainedConfig | None) -> str | None:
 
 
 def attention_of_parts(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:
-    """The config of every part of a model (text decoder, vision tower) and its attention, to give back after
-    `set_attn_implementation` (transformers 5.17 to 5.24)."""
+    """List the config of every part of a model (text decoder, vision tower) with its attention, for
+    `restore_attention` (transformers 5.17 to 5.24)."""
     configs = [model.config, *(part.config for part in model.modules() if isinstance(part, PreTrainedModel))]
-    for config in configs:  # which grows: parts of parts
+    for config in configs:  # the list grows by the parts of parts
         parts = (getattr(config, name, None) for name in config.sub_configs)
         configs += (part for part in parts if isinstance(part, PreTrainedConfig))
     return [(config, config._attn_implementation_internal) for config in configs]
 
 
-def give_attention_back(parts: list[tuple[PreTrainedConfig, str | None]]) -> None:
-    """Let every part attend as `attention_of_parts` found it. Given to `set_attn_implementation`, the attention of the
-    whole would be that of all parts, and a dict could not name parts of parts (transformers 5.17 to 5.24)."""
+def restore_attention(parts: list[tuple[PreTrainedConfig, str | None]]) -> None:
+    """Set the attention of every part to the value in `parts` (transformers 5.17 to 5.24).
+
+    `set_attn_implementation` cannot do this: one name applies to all parts, and a dict cannot name parts of parts.
+    """
     for config, attention in parts:
         config._attn_implementation_internal = attention
 
@@ -381,16 +393,16 @@ _known: WeakKeyDictionary[type[PreTrainedConfig], bool] = WeakKeyDictionary()
 
 @torch.compiler.assume_constant_result
 def takes_attention_functions(kind: type[PreTrainedConfig]) -> bool:
-    """Whether models with such a config leave attention to the function registered under a name, with sdpa's masks.
+    """Whether models with a config of class `kind` call registered attention functions, with the masks of sdpa.
 
-    transformers checks this for its own names only. Models that do not (Bloom, XGLM, TrOCR) accept any other name and
-    go on with attention of their own, or with masks that only "eager" makes (BigBird-Pegasus, GIT).
+    transformers checks this for its own names only. Models with attention of their own (Bloom, XGLM, TrOCR) accept any
+    other name and ignore it. Others need masks that only "eager" makes (BigBird-Pegasus, GIT).
     """
     known = _known.get(kind)
     if known is None:
         models = [model for model in _models() if model.config_class is kind]
         known = all(_takes(model) for model in models)
-        if models:  # else its module is still to be imported
+        if models:  # otherwise the module of the model is not imported yet
             _known[kind] = known
     return known
 
@@ -401,26 +413,28 @@ def has_attention_heads(config: PreTrainedConfig) -> bool:
 
 
 def layer_configs(config: PreTrainedConfig) -> Iterable[PreTrainedConfig]:
-    """The configs of a decoder's layers where they differ (Gemma 4, Dots 3), else its own. One whose layers differ
-    raises when it is asked for what they differ in."""
+    """Configs of the layers of a decoder, or only its own config if all layers are equal.
+
+    The config of a decoder with different layers (Gemma 4, Dots 3) raises for attributes that differ between layers.
+    """
     return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
-    """The config of a decoder's layer."""
+    """Config of one layer of a decoder."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def _takes(model: type[PreTrainedModel]) -> bool:
     if not model._can_set_attn_implementation():
         return False
-    # Those whose attention cannot be sdpa's for its mathematics alone (softcap, sinks) say that other functions can.
+    # Models that sdpa cannot compute (softcap, sinks) still declare flex or flash attention.
     others = model._supports_attention_backend and (model._supports_flex_attn or model._supports_flash_attn)
     return model._supports_sdpa or others
 
 
 def _models() -> Iterator[type[PreTrainedModel]]:
-    """All model classes imported so far."""
+    """Yield all model classes imported so far."""
     pending = [PreTrainedModel]
     while pending:
         for model in pending.pop().__subclasses__():
@@ -429,47 +443,53 @@ def _models() -> Iterator[type[PreTrainedModel]]:
 
 
 def asked_by_prefill() -> bool:
-    """Whether `generate()` asks if it should compile the chunks of a prompt, by the names of its functions.
+    """Whether the caller is `_prefill` of `generate()`, which asks if chunks of a prompt should be compiled.
 
-    `_prefill` asks `_valid_auto_compile_criteria`, as the loop over steps does (transformers 5.17 to 5.24).
+    The names of the calling functions decide. `_prefill` and the loop over steps both call
+    `_valid_auto_compile_criteria` (transformers 5.17 to 5.24).
     """
     if torch.compiler.is_compiling():
         return False
     names: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(names) < 2:
-        if frame.f_code.co_name != "is_compileable":  # of an encoder-decoder's cache
+        if frame.f_code.co_name != "is_compileable":  # the property of an encoder-decoder's cache
             names.append(frame.f_code.co_name)
         frame = frame.f_back
     return names == ["_valid_auto_compile_criteria", "_prefill"]
 
 
 def arguments_of_generate() -> dict[str, Any]:
-    """The local variables of `generate()`, for a loop that it calls: it does not pass on `streamer`, `assistant_model`
-    and `synced_gpus`, and drops `tokenizer`, which the frame of its `torch.no_grad` still has (transformers 5.17 to
-    5.24, torch 2.9 to 2.15)."""
+    """Return the local variables of `generate()`, for a `custom_generate` loop.
+
+    `generate()` does not pass on `streamer`, `assistant_model` and `synced_gpus`. It drops `tokenizer`, but the frame
+    of its `torch.no_grad` still has it (transformers 5.17 to 5.24, torch 2.9 to 2.15).
+    """
     frame = sys._getframe(2)
-    given = None if frame.f_back is None else frame.f_back.f_locals.get("kwargs")
-    return {"tokenizer": given.get("tokenizer") if isinstance(given, dict) else None, **frame.f_locals}
+    kwargs = None if frame.f_back is None else frame.f_back.f_locals.get("kwargs")
+    return {"tokenizer": kwargs.get("tokenizer") if isinstance(kwargs, dict) else None, **frame.f_locals}
 
 
 def prefill(model: Any, ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> tuple[Any, Any]:
-    """Run the prompt as `generate()` does, in chunks if asked. Returns the model's outputs and the inputs of the first
-    step (transformers 5.17 to 5.24)."""
+    """Run the prompt as `generate()` does, in chunks if the config says so (transformers 5.17 to 5.24).
+
+    Returns:
+        Outputs of the model, and inputs of the first step.
+    """
     outputs = model._prefill(ids, config, inputs)
     return outputs, model._update_model_kwargs_for_generation(outputs, inputs)
 
 
 def compiles_steps(model: Any, cache: Cache, config: GenerationConfig) -> bool:
-    """Whether `generate()` would compile its steps over this cache (transformers 5.17 to 5.24)."""
+    """Whether `generate()` would compile its steps with this cache (transformers 5.17 to 5.24)."""
     return model._valid_auto_compile_criteria(as_input(cache), config)
 
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[None]:
-    """What `generate()` does to a model for the time of its steps (transformers 5.17 to 5.24)."""
+    """Context in which a model is prepared for steps, as by `generate()` (transformers 5.17 to 5.24)."""
     return model._optimize_model_for_decode()
 
 
 def pad_token(config: Any) -> torch.Tensor:
-    """The padding token as `generate()` has prepared it (transformers 5.17 to 5.24)."""
+    """Padding token as prepared by `generate()` (transformers 5.17 to 5.24)."""
     return config._pad_token_tensor

@@ -1,8 +1,8 @@
-"""What to keep of a KV cache: presets, and the options behind them.
+"""Configuration of a compressed KV cache: presets, and their options.
 
-A `TurboQuantConfig` is frozen and says everything that decides the bits of a compressed cache. Sizes are derived from
-it, once, by `tq_kernels.layout.BlockLayout` (`config.layout(head_dim)`). What the recipe has settled is not an option;
-`examples/measure/quality/ablation.py` shows what each part of it is worth.
+A frozen `TurboQuantConfig` determines every bit of a compressed cache. `tq_kernels.layout.BlockLayout` derives sizes
+from a config (`config.layout(head_dim)`). Settled parts of the method are not options;
+`examples/measure/quality/ablation.py` measures the effect of each part.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ from tq_kernels.layout import SUPPORTED_BITS, BlockLayout
 
 @dataclass(frozen=True)
 class TurboQuantConfig:
-    """Options of a compressed KV cache.
+    """What is packed, and how. Frozen; equal configurations give equal bits on every device.
 
     Args:
-        preset: The name this configuration was made from, or `None` for one assembled by hand.
+        preset: Name of the preset that this was made from, or `None` if it was assembled by hand.
         key_bits: Bits per key channel: 2 or 3 (trellis codes), 4 (Lloyd-Max codes) or 8 (FP8 e4m3 with a scale per
             token and head).
         value_bits: The same for values.
-        residual_length: Tokens that always stay dense at the end of the sequence (transformers' `residual_length`). A
-            block of 128 tokens is encoded once it is complete *and* wholly older than this. 0 leaves only the
-            incomplete block dense.
-        sink_tokens: Tokens at the start of the sequence that stay dense. Attention sinks carry a large part of the
-            attention mass, and their error is amplified by it.
-        skip_layers: Layers that are not compressed, as indices into the model's layers; negative ones count from the
-            end.
-        seed: Seed of the random signs of the rotation. Equal seeds give equal bits on every device and rank.
-        balance: Give channels that are much louder or quieter than others channel scales, so that the error does not
-            depend on how a model scales its channels (see `tq_hf.codec.balance`).
-        layers: Presets of single layers by their indices, e.g. `{0: "k8v4", -1: None}`: this layer has the bits of that
-            preset, and all other options as here. `None` is dense, the same as in `skip_layers`, where it is kept;
-            presets are kept as sorted pairs.
+        residual_length: Number of newest tokens kept exact (transformers' `residual_length`). A block of 128 tokens is
+            encoded once it is complete *and* wholly older than this. 0 leaves only the incomplete block dense.
+        sink_tokens: Number of first tokens kept exact. Attention sinks carry a large part of the attention mass, which
+            amplifies their error.
+        skip_layers: Indices of layers left dense. Negative ones count from the end.
+        seed: Seed of the rotation's random signs. Equal seeds give equal bits on every device and rank.
+        balance: Scale channels that are much louder or quieter than others, so that the error does not depend on how a
+            model scales its channels (see `tq_hf.codec.balance`).
+        layers: Preset per layer by index, e.g. `{0: "k8v4", -1: None}`: the layer has the bits of that preset, and all
+            other options as here. `None` is dense, as in `skip_layers`, where it is kept; presets are kept as sorted
+            pairs.
 
     Raises:
         ValueError: An option is outside its range. The message says what came and what is allowed.
@@ -78,14 +76,14 @@ class TurboQuantConfig:
                 f"`layers` is {self.layers!r}; it must be presets by layer indices, e.g. {{0: 'k8v4', -1: None}}."
             )
         presets = [(i, None if name is None else preset_name(name)) for i, name in pairs]
-        named = _agreed([*((i, None) for i in indices), *presets])
+        named = _unique_presets([*((i, None) for i in indices), *presets])
         dense = (i for i, name in named.items() if name is None and i not in indices)
         object.__setattr__(self, "skip_layers", (*indices, *dense))
         object.__setattr__(self, "layers", tuple(sorted((i, name) for i, name in named.items() if name is not None)))
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> TurboQuantConfig:
-        """The configuration of a preset, with some options replaced. With other bits it bears no name.
+        """Return the configuration of a preset with some options replaced. Other bits make `preset` `None`.
 
         Raises:
             ValueError: The preset or an option does not exist, or a value is outside its range.
@@ -98,12 +96,12 @@ class TurboQuantConfig:
             raise ValueError(f"Unknown option(s) {', '.join(unknown)}. Valid options: {', '.join(sorted(known))}.")
         config = cls(**{field.name: getattr(preset, field.name) for field in fields(preset)} | overrides)
         bits = (config.key_bits, config.value_bits)
-        # Of other bits it is not what the name says.
+        # Drop the name if the bits are not those of the preset.
         return config if bits == (preset.key_bits, preset.value_bits) else replace(config, preset=None)
 
     def layout(self, head_dim: int, value_head_dim: int | None = None) -> BlockLayout:
-        """Every byte size of this configuration for heads of `head_dim` channels (`value_head_dim` for values, if
-        they differ)."""
+        """Return all byte sizes for heads of `head_dim` channels, and values of `value_head_dim` channels if that is
+        another number."""
         return BlockLayout(
             key_dim=head_dim,
             value_dim=head_dim if value_head_dim is None else value_head_dim,
@@ -112,14 +110,14 @@ class TurboQuantConfig:
         )
 
     def num_blocks(self, length: int) -> int:
-        """Blocks a cache of `length` tokens holds packed: those complete and wholly older than `residual_length`."""
+        """Number of packed blocks in a cache of `length` tokens: complete and wholly older than `residual_length`."""
         return due_blocks(length, self.sink_tokens, self.residual_length)
 
     def by_layer(self, num_layers: int) -> list[TurboQuantConfig | None]:
-        """The configuration of each layer of a cache, `None` for a dense one.
+        """Return the configuration of each layer of a cache, `None` for a dense layer.
 
         Raises:
-            ValueError: An index is of no layer, or two are of the same and say different things.
+            ValueError: An index is outside the model, or two indices of one layer have different presets.
         """
         pairs = [*((i, None) for i in self.skip_layers), *dict(self.layers).items()]
         for index, name in pairs:
@@ -128,37 +126,39 @@ class TurboQuantConfig:
                     f"`{'skip_layers' if name is None else 'layers'}` names layer {index}, but the model has "
                     f"{num_layers} layers; use {-num_layers} to {num_layers - 1}."
                 )
-        named = _agreed([(index % num_layers, name) for index, name in pairs])
+        named = _unique_presets([(index % num_layers, name) for index, name in pairs])
         configs = {name: None if name is None else with_bits(self, name) for name in named.values()}
         return [configs[named[i]] if i in named else self for i in range(num_layers)]
 
 
 def _is_pair(pair: Any) -> bool:
-    """Whether this is an index and something else."""
+    """Whether `pair` is a sequence of two items, the first one an int."""
     return isinstance(pair, (list, tuple)) and len(pair) == 2 and type(pair[0]) is int
 
 
-def _agreed(pairs: Iterable[tuple[int, str | None]]) -> dict[int, str | None]:
-    """The preset of each layer that is named, `None` for dense; a `ValueError` if a layer is given two."""
+def _unique_presets(pairs: Iterable[tuple[int, str | None]]) -> dict[int, str | None]:
+    """Map layer indices to presets, `None` for dense. Raises `ValueError` if a layer has two presets."""
     named: dict[int, str | None] = {}
     for index, name in pairs:
         if named.setdefault(index, name) != name:
             first, second = named[index] or "dense", name or "dense"
-            raise ValueError(f"Layer {index} is {first} and {second} in `layers` and `skip_layers`. Name it once.")
+            raise ValueError(
+                f"Layer {index} is {first} and {second} in `layers` and `skip_layers`. Name this layer once."
+            )
     return named
 
 
 def with_bits(config: TurboQuantConfig, name: str) -> TurboQuantConfig:
-    """`config` with the name and the bits of a preset."""
+    """Replace the name and the bits of `config` with those of a preset."""
     preset = PRESETS[name]
     return replace(config, preset=name, key_bits=preset.key_bits, value_bits=preset.value_bits)
 
 
 def config_of(preset: str | TurboQuantConfig, overrides: Mapping[str, Any]) -> TurboQuantConfig:
-    """The configuration of a preset with some options replaced, or a configuration as it is.
+    """Return the configuration of a preset with some options replaced, or return a configuration unchanged.
 
     Raises:
-        ValueError: The preset or an option does not exist, or options come beside a configuration.
+        ValueError: The preset or an option does not exist, or options were passed in addition to a configuration.
     """
     if not isinstance(preset, TurboQuantConfig):
         return TurboQuantConfig.from_preset(preset, **overrides)
@@ -171,10 +171,10 @@ def config_of(preset: str | TurboQuantConfig, overrides: Mapping[str, Any]) -> T
 
 
 def preset_name(name: str) -> str:
-    """The preset meant by `name`: in any case, and also by the names vLLM gives them ("turboquant_4bit_nc").
+    """Normalize the name of a preset. Upper case and vLLM's names ("turboquant_4bit_nc") are allowed.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No preset has this name.
     """
     plain = name.lower().removeprefix("turboquant_") if isinstance(name, str) else None
     if plain not in PRESETS:
@@ -199,9 +199,9 @@ PRESETS: dict[str, TurboQuantConfig] = {
     )
     if config.preset is not None
 }
-"""The presets, best first; k8v4, 4bit_nc, k3v4_nc and 3bit_nc are named as in vLLM (`nc`: norm-corrected).
+"""Presets, best first. k8v4, 4bit_nc, k3v4_nc and 3bit_nc have the same names as in vLLM (`nc`: norm-corrected).
 
-The half-bit presets spend the extra bit of their average on the keys: 3.5 bits is 4-bit keys with 3-bit values, 2.5
-bits is 3-bit keys with 2-bit values. (The TurboQuant paper forms them by giving 32 outlier channels one bit more;
-after a random rotation no channel is an outlier, and an error in the keys costs more than one in the values.)
+Presets of half a bit spend the extra bit on the keys: 3.5 bits is 4-bit keys with 3-bit values, 2.5 bits is 3-bit keys
+with 2-bit values. (The TurboQuant paper gives 32 outlier channels one bit more. After a random rotation no channel is
+an outlier, and an error in keys costs more than an error in values.)
 """

@@ -1,4 +1,4 @@
-"""Counting the bytes a cache really holds."""
+"""Number of bytes that a cache holds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .compat import storage_id
 
 @dataclass
 class MemoryFootprint:
-    """Bytes held by a cache. Every tensor's whole storage is counted, once, room for growth included.
+    """Number of bytes that a cache holds. The whole storage of every tensor is counted once, room for growth included.
 
     Args:
         packed: Codes of packed blocks.
-        metadata: Scales and block means, and each layer's few bytes of bookkeeping.
-        residual: Newest tokens of compressed layers, dense.
+        metadata: Scales and block means, and a few bytes of bookkeeping per layer.
+        residual: Dense newest tokens of compressed layers.
         sinks: Dense sink tokens of compressed layers.
         uncompressed: Layers that are not compressed (sliding, linear, skipped).
-        bf16_equivalent: What a cache of the same tokens with 16-bit keys and values everywhere would hold.
-        by_device: Total bytes per device.
+        bf16_equivalent: Bytes of a cache of the same tokens with 16-bit keys and values in all layers.
+        by_device: Total bytes by device.
     """
 
     packed: int = 0
@@ -35,12 +35,12 @@ class MemoryFootprint:
 
     @property
     def total(self) -> int:
-        """All bytes held."""
+        """Sum of all bytes."""
         return self.packed + self.metadata + self.residual + self.sinks + self.uncompressed
 
     @property
     def ratio(self) -> float:
-        """Bytes held over `bf16_equivalent`; 0 for an empty cache."""
+        """Quotient of `total` and `bf16_equivalent`; 0 for an empty cache."""
         return self.total / self.bf16_equivalent if self.bf16_equivalent else 0.0
 
     def __str__(self) -> str:
@@ -56,15 +56,15 @@ class MemoryFootprint:
 
 
 def tensors_by_kind(layer: Any) -> dict[str, list[torch.Tensor]]:
-    """Every tensor of a layer, by the kind `memory_footprint` reports. Compressed layers have kinds of their own
-    (`by_kind`), all others one, "uncompressed"."""
+    """Group all tensors of a layer by the fields of `MemoryFootprint`. Compressed layers have a method for this
+    (`by_kind`). All tensors of other layers are "uncompressed"."""
     if hasattr(layer, "by_kind"):
         return layer.by_kind()
     return {"uncompressed": list(_tensors(list(vars(layer).values())))}
 
 
 def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
-    """Bytes that a layer would take with 16-bit keys and values; a compressed one, of `tokens` if given."""
+    """Number of bytes of a layer with 16-bit keys and values. `tokens` replaces the length of a compressed layer."""
     if hasattr(layer, "bytes_in_16_bits"):
         return layer.bytes_in_16_bits(tokens)
     tensors = tensors_by_kind(layer)["uncompressed"]
@@ -72,7 +72,7 @@ def bytes_in_16_bits(layer: Any, tokens: int | None = None) -> int:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in an attribute's value, in lists, tuples and dicts too."""
+    """Yield the tensors in the value of an attribute, also from lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -83,7 +83,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def measure(layers: Iterable[Any]) -> MemoryFootprint:
-    """The footprint of cache layers, compressed or not."""
+    """Measure the footprint of the layers of a cache."""
     footprint = MemoryFootprint()
     seen: set[tuple[str, int]] = set()
 

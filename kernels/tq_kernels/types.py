@@ -178,7 +178,7 @@ class Pages(NamedTuple):
         key_means: `[pages, Hkv, D padded]` fp16.
         rows: `[pages, Hkv, 2, rows of a page, D]`, keys and values, of the model's dtype.
         key_channel_scales: `[Hkv, D]` fp16 contiguous.
-        value_channel_scales: Likewise.
+        value_channel_scales: `[Hkv, D]` fp16 contiguous.
         key_bits, value_bits: 2, 3, 4 or 8.
         sinks: Number of first tokens of a sequence that stay rows, in a page of their own; 0 for no sinks and no page.
         ring_pages: Number of pages of a sequence's ring, the rows of its newest tokens: token t is in row

@@ -139,7 +139,7 @@ def pool_of(model: Any, **changes: Any) -> Any:
     manager = batching.init_continuous_batching(greedy(3), options(**changes))
     manager.warmup()
     cache = manager.batch_processor.cache
-    manager.give_attention_back()
+    manager.restore_attention()
     return cache
 
 

@@ -93,7 +93,7 @@ def test_batches_go_on_without_graphs(
         assert session.pages_in_use() == 0
     assert capture.begun == len(capture.failed) == 1
     reason = "operation not permitted when stream is capturing"
-    assert said == [f"{SENTENCE} ({reason}): steps are launched kernel by kernel, which takes longer."]
+    assert said == [f"{SENTENCE} ({reason}). Kernels of each step are launched one by one, which is slower."]
 
 
 def test_graphs_that_were_asked_for_fail_in_a_sentence(

@@ -127,7 +127,7 @@ def test_models_over_several_devices_are_refused() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="model of transformers, or around one, not Linear"):
+    with pytest.raises(ValueError, match="model of transformers or a wrapper of one, not Linear"):
         TurboQuantBatching(torch.nn.Linear(1, 1))
 
 
@@ -188,7 +188,7 @@ def test_an_ordinary_call_of_a_held_model_is_refused(batching: TurboQuantBatchin
     model, ids = batching.model, torch.tensor(prompts([5]))
     before = model(ids).logits
     with batching.continuous_batching_context_manager(greedy(2), continuous_batching_config=options()):
-        with pytest.raises(ValueError, match="held by a continuous batching manager.*Stop the manager"):
+        with pytest.raises(ValueError, match="serves a continuous batching manager.*Stop the manager"):
             model(ids)
     assert torch.equal(model(ids).logits, before)
 
@@ -300,7 +300,9 @@ def test_a_failed_request_is_one_line_and_the_batch_says_at_its_end_which_failed
     broken.after(2 * 2)  # the third step
     results = batching.generate_batch(prompts([20, 20, 900]), greedy(7), options(max_batch_tokens=64, num_blocks=200))
     first, last = said
-    assert first.startswith("A step of continuous batching failed, and with it request") and first.endswith("fell over")
+    assert first.startswith("A step of continuous batching failed, and with the step request") and first.endswith(
+        "fell over"
+    )
     failed = [name for name, result in results.items() if result.error]
     assert f"{len(failed)} of 3 requests failed" in last and "a bit fell over" in last
     assert all(name in first and name in last for name in failed) and 0 < len(failed) < 4
@@ -357,7 +359,7 @@ def test_nccl_within_graphs_is_asked_for_before_processes_meet(
     monkeypatch.delenv("NCCL_GRAPH_MIXING_SUPPORT", raising=False)
     if set_to is not None:
         monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", set_to)
-    checks.ask_for_plain_graphs(SimpleNamespace(device=torch.device(device), tp_size=size))
+    checks.warn_about_graph_mixing(SimpleNamespace(device=torch.device(device), tp_size=size))
     assert len(said) == lines and all("NCCL_GRAPH_MIXING_SUPPORT=0 torchrun" in line for line in said)
 
 

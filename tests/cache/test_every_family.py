@@ -65,8 +65,9 @@ def test_the_page_has_every_family_and_no_wrong_one():
     page = json.loads(RESULTS.read_text())
     assert not page.keys() & NOT_TESTABLE.keys()
     assert {model_type for model_type in page if recorded(model_type) not in ALLOWED} == set()
-    if transformers.__version__ == "5.23.0":
-        assert page.keys() | NOT_TESTABLE.keys() == (model_types() | WITH_IMAGES).keys()
+    named, there = page.keys() | NOT_TESTABLE.keys(), (model_types() | WITH_IMAGES).keys()
+    assert transformers.__version__ not in ("5.23.0", "5.24.0") or there <= named
+    assert transformers.__version__ != "5.24.0" or named == there
 
 
 def test_a_difference_is_noticed():

@@ -74,7 +74,7 @@ def test_a_layers_preset_must_be_one(preset):
     [
         ({"layers": {1: "k8v4"}, "skip_layers": (1,)}, "Layer 1 is dense and k8v4 in `layers` and `skip_layers`"),
         ({"layers": {3: "k8v4"}, "skip_layers": (-1,)}, "Layer 3 is dense and k8v4"),
-        ({"layers": {3: "k8v4", -1: "2bit_nc"}}, "Layer 3 is 2bit_nc and k8v4.*Name it once"),
+        ({"layers": {3: "k8v4", -1: "2bit_nc"}}, "Layer 3 is 2bit_nc and k8v4.*Name this layer once"),
         ({"layers": {4: "k8v4"}}, "`layers` names layer 4, but the model has 4 layers; use -4 to 3"),
         ({"layers": {-5: None}}, "`skip_layers` names layer -5, but"),
     ],
@@ -177,7 +177,7 @@ def test_a_file_of_other_presets_by_layer_is_refused_by_what_it_has(tmp_path):
     cache.save(tmp_path / "c.safetensors")
     for preset in ("3bit_nc", TurboQuantConfig.from_preset("3bit_nc", layers=MIXED | {0: "4bit_nc"})):
         with pytest.raises(
-            ValueError, match=r"saved with .*layers=\(\(0, 'k8v4'\), \(2, '2bit_nc'\)\), not as asked for"
+            ValueError, match=r"saved with .*layers=\(\(0, 'k8v4'\), \(2, '2bit_nc'\)\), which differs from `preset`"
         ):
             TurboQuantCache.load(tmp_path / "c.safetensors", model, preset)
 

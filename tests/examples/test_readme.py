@@ -10,10 +10,12 @@ import pytest
 
 from examples.measure.report import make_tables
 from tests.support.tiny_models import CONFIGS
+from tests.test_rooms import ROOMS
 
 ROOT = make_tables.ROOT
 TEXT = make_tables.README.read_text(encoding="utf-8")
 RESULTS = (make_tables.RESULTS / "README.md").read_text(encoding="utf-8")
+SOURCES = [p for folder in ("tq_hf", "kernels", "examples", "tests") for p in (ROOT / folder).rglob("*.py")]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").rglob("README.md"))]
 
 
@@ -31,7 +33,7 @@ def test_every_results_file_has_its_table() -> None:
 
 
 def test_the_front_page_is_short() -> None:
-    assert len(TEXT.splitlines()) <= 230
+    assert len(TEXT.splitlines()) <= 180
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -57,6 +59,23 @@ def test_commands_name_scripts_that_exist(page: Path) -> None:
     scripts = re.findall(r"(?<!/)examples/[\w/]+\.py", text)
     scripts += [f"{module.replace('.', '/')}.py" for module in re.findall(r"-m (examples[.\w]+\w)", text)]
     assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    """By a path's end: a page may leave out the folders that it is about."""
+    named = re.findall(r"`([\w/.]+\.py)`", page.read_text(encoding="utf-8"))
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for path in SOURCES]
+    assert [name for name in named if not any(file.endswith(f"/{name.removeprefix('../')}") for file in files)] == []
+
+
+def test_contributing_names_every_room() -> None:
+    """In the order in which imports go."""
+    rooms = [name for floor in ROOMS["tq_hf"] for name in sorted(floor)]
+    (table,) = re.findall(r"\| room \|.*?\n\n", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [line.split("|")[1] for line in table.strip().splitlines()[2:]]
+    named = [sorted(re.findall(r"(\w+)(?:/|\.py)`", line)) for line in lines]
+    assert [name for line in named for name in line] == rooms
 
 
 def test_python_examples_parse() -> None:

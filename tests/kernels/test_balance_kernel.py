@@ -185,7 +185,7 @@ def check_store(device: torch.device) -> None:
 
 def check_queries_of_other_tokens(device: torch.device) -> None:
     """They are refused: the kernel would read behind them. Nothing is written."""
-    from tq_kernels.codec.balance import Statistics, store
+    from tq_kernels.codec.balance import ScaleInputs, store
 
     queries, *pair = (x.to(device) for x in prompt(tokens=300))
     out = ChannelScales.allocate(2, HEADS, 64, 64, device).map(lambda x: x * NAN)
@@ -193,7 +193,7 @@ def check_queries_of_other_tokens(device: torch.device) -> None:
     wrong = [(queries[:, :, :n], None) for n in (1, 8, 299)] + [(torch.cat([queries, queries], 2), None)]
     wrong += [(queries[:1], None), (queries[:, :4], valid[:, :299]), (None, valid[:, :26])]
     for shown, attended in wrong:
-        statistics = Statistics(shown, attended, 4, partial(torch.empty, device=device), lambda size: zeros[:size])
+        statistics = ScaleInputs(shown, attended, 4, partial(torch.empty, device=device), lambda size: zeros[:size])
         with pytest.raises(ValueError, match=r"are not of the tokens of keys \[2, 2, 300, 64\]. Give those"):
             store((pair[0], pair[1]), dense_rows((pair[0], pair[1])), out, statistics)
         if shown is None or shown.shape[2] != 300:

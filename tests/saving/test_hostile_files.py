@@ -242,7 +242,7 @@ HOSTILE = {
         "not a number",
     ),
     "other format": (lambda content: edited(content, lambda h: h["__metadata__"].update(format="pt")), "not one of a"),
-    "no metadata": (lambda content: edited(content, lambda h: h.pop("__metadata__")), "not one of a cache"),
+    "no metadata": (lambda content: edited(content, lambda h: h.pop("__metadata__")), "but not of a cache"),
     "huge sinks": (lambda content: forged(content, lambda s: s["config"].update(sink_tokens=10**15)), "impossible"),
     "huge room": (lambda content: forged(content, lambda s: s.update(max_cache_len=10**12)), "layers are not those"),
     "huge skip": (lambda content: forged(content, lambda s: s["config"].update(skip_layers=[9])), "names layer 9"),
@@ -311,7 +311,7 @@ def test_room_that_no_memory_has_is_refused(tmp_path, skip_layers):
 
 def test_weights_of_a_model_are_no_cache(tmp_path):
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="not one of a cache"):
+    with pytest.raises(ValueError, match="but not of a cache"):
         TurboQuantCache.load(tmp_path / "model.safetensors", model_named("llama"))
 
 

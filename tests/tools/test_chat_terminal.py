@@ -109,7 +109,7 @@ def test_ctrl_c_takes_back_one_message_and_keeps_the_conversation(terminal, tmp_
     terminal.type("tell me more\n")
     terminal.until(r"more\s+\S+")  # the answer has begun
     terminal.type(CTRL_C)
-    assert "what it was before this message" in terminal.until(PROMPT)
+    assert "the same as before this message" in terminal.until(PROMPT)
     terminal.type(f"/mem\n/save {tmp_path / 'chat.safetensors'}\n")
     assert f"{held} tokens: " in terminal.until("bf16")
     terminal.until(f"Saved {held} tokens")

@@ -178,7 +178,7 @@ def test_a_model_larger_than_the_gpu_leaves_no_room(llama_folder):
 
 def test_estimate_says_what_the_model_is_made_for(llama_folder):
     assert "made for up to 2,048 tokens." in run("estimate", llama_folder)
-    assert "made for up to 2,048 tokens, fewer than asked for." in run("estimate", llama_folder, "--context", 3000)
+    assert "made for up to 2,048 tokens, fewer than `--context`." in run("estimate", llama_folder, "--context", 3000)
 
 
 def test_the_parts_of_a_row_make_its_total(llama_folder):
@@ -311,7 +311,7 @@ def test_chat_survives_mistakes(llama_folder, tmp_path):
     plain = tmp_path / "plain.safetensors"
     typed = f"/save\n/save {tmp_path / 'x'}\n/load {tmp_path / 'no'}\n/load {plain}\n/what\n/reset\n/quit\n"
     output = run("chat", llama_folder, typed=typed)
-    messages = ["Give a file: /save PATH.", "holds no tokens", "There is no file", "no conversation", "/load PATH "]
+    messages = ["Name a file: /save PATH.", "holds no tokens", "There is no file", "no conversation", "/load PATH "]
     messages += [f"`/save {tmp_path / 'no'}` writes one", "There is no command /what."]
     for message in messages:
         assert message in output, message

@@ -157,7 +157,7 @@ def test_what_is_not_in_the_table_is_said():
     assert Estimator(config_of("gpt-oss-20b")).quantization == "mxfp4"
     assert Estimator(config_of("deepseek-v3")).quantization == "fp8"
     (note,) = Estimator(config_of("llama-3.2-11b-vision")).notes
-    assert note.startswith("8 of 40 layers cache nothing in text alone")
+    assert note.startswith("8 of 40 layers cache nothing without images")
     # 6 layers of keys and values of 8 heads of 64 channels in float32
     (note,) = Estimator(config_of("t5-small")).notes
     assert f"{6 * 2 * 8 * 64 * 4:,} bytes for each token of the encoder's input" in note
@@ -200,7 +200,7 @@ def test_an_unknown_way_of_quantizing_is_said_and_can_be_told_better():
     config.quantization_config = {"quant_method": "novel"}
     estimator = Estimator(config)
     assert estimator.weight_bytes == WEIGHTS["llama-3.1-8b"]()
-    assert "quantized with novel, which is not known here" in estimator.notes[0]
+    assert "quantized with novel, an unknown method" in estimator.notes[0]
     told = Estimator(config, weight_bytes=5 * 10**9)
     assert told.weight_bytes == 5 * 10**9 and not told.notes
 
@@ -209,7 +209,7 @@ def test_an_unknown_way_of_quantizing_is_said_and_can_be_told_better():
     ("model_type", "says"),
     [
         ("dbrx", "DbrxConfig cannot be estimated.*AttributeError.*Load it, and ask"),
-        ("bert", "BertConfig is that of an encoder"),
+        ("bert", "BertConfig is the config of an encoder"),
         ("clip", "no keys and values|no attention heads|keeps no"),
         ("mamba", "no attention heads"),
     ],

@@ -130,7 +130,7 @@ def test_all_families_hold_what_is_estimated(model_type: str) -> None:
 
 
 def test_layers_that_a_model_fills_in_an_unknown_way_are_refused() -> None:
-    with pytest.raises(ValueError, match="fills a DeepseekV4HCACache in a way that is not known here. Load it, and"):
+    with pytest.raises(ValueError, match="fills a DeepseekV4HCACache in an unknown way. Load the model, and"):
         Estimator(published_config("deepseek_v4"), torch.bfloat16)
 
 

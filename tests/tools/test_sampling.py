@@ -277,7 +277,7 @@ def test_what_the_client_waits_for_is_not_cancelled() -> None:
             if message["type"] == "http.response.body":
                 answered.set()
 
-        await serve.CancelsWhenGone(app)({"type": "http"}, receive, send)
+        await serve.CancelOnDisconnect(app)({"type": "http"}, receive, send)
 
     asyncio.run(run())
     assert done == ["done"]

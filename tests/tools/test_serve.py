@@ -187,7 +187,7 @@ def test_an_id_that_is_being_answered_is_refused() -> None:
             await door(scope, receive, send)  # while this one is open
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    door = serve.OneAnswerAnId(app)
+    door = serve.UniqueRequestIds(app)
 
     async def both() -> None:
         await door(scope, receive, send)
@@ -299,7 +299,7 @@ def test_openais_client_shows_the_sentence(served: Callable[..., str], folder: P
         assert [model.id for model in user.models.list()] == [str(folder)]
 
     served(ask, folder)
-    assert "another" in said[0] and "`max_tokens` is 0; it must be a whole number of 1 or more" in said[1]
+    assert "another" in said[0] and "`max_tokens` is 0; it must be a whole number, 1 or more" in said[1]
 
 
 def test_an_answer_ends_with_the_models_positions_and_says_so(served: Callable[..., str], folder: Path) -> None:

@@ -209,4 +209,4 @@ def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, monkeypatch
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     assert "needs matplotlib" in run("--plot", tmp_path / "s.png", status=1)
     monkeypatch.setattr(cli, "EXAMPLES", Path(tmp_path))
-    assert "Give a text: `--text FILE`" in run("some/model", status=1)
+    assert "Pass a text: `--text FILE`" in run("some/model", status=1)

@@ -1,18 +1,18 @@
 """Continuous batching of transformers on packed, shareable pages.
 
-transformers schedules requests: prompts in chunks, prefix sharing, forks, preemption, streaming. This package gives its
-engine a KV cache of packed pages (`cache`, `allocators`), the attention over them (`attention`), and a manager of both
-(`manager`). Nothing of transformers is patched.
+transformers schedules requests: prompts in chunks, prefix sharing, forks, preemption, streaming. This package adds a
+KV cache of packed pages (`cache`, `allocators`), attention over the pages (`attention`), and a manager of both
+(`manager`). Nothing in transformers is patched.
 
 Raises:
-    ImportError: transformers is older than 5.19, whose continuous batching has another design.
+    ImportError: transformers is older than 5.19. Its continuous batching has another design.
 """
 
 import transformers
 from packaging.version import Version
 
 OLDEST = "5.19.0"
-"""The first transformers whose cache can hold packed pages."""
+"""First version of transformers with a cache that can hold packed pages."""
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(

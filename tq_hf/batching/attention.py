@@ -1,10 +1,11 @@
-"""The attention function that transformers knows as "turboquant_paged".
+"""Attention function that transformers registers as "turboquant_paged".
 
-Its name has no mask function: with one, transformers would build a mask of all tokens by all tokens at every step.
+No mask function is registered under this name. Otherwise transformers would build a mask of all tokens by all tokens at
+every step.
 
-A compiled step holds the operator `tq_hf::attend_pages` for each layer, so that the whole forward is one graph. It
-finds the cache by a number, and writes to pages that the graph does not know: layers follow one another by what they
-return.
+A compiled step calls the operator `tq_hf::attend_pages` in each layer, so that the whole forward pass is one graph. The
+operator finds the cache by a number and writes to pages that are not inputs of the graph. The order of layers follows
+from their outputs alone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from .cache import CACHES, TurboQuantPagedCache
 NAME = "turboquant_paged"
 
 PAGES = "turboquant_pages"
-"""Keyword argument by which a step hands its `TurboQuantPagedCache` to attention. The engine's own `cache` reaches
-attention up to transformers 5.23; from 5.24 on, models take it and call `update`."""
+"""Keyword argument with the step's `TurboQuantPagedCache`.
+
+The engine's own argument `cache` reaches attention up to transformers 5.23. From 5.24 on, models take `cache` and call
+its `update`.
+"""
 
 
 def turboquant_paged_attention(
@@ -34,29 +38,30 @@ def turboquant_paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the new tokens of many requests over their pages and themselves.
+    """Compute attention of the new tokens of many requests over their pages and over themselves.
 
     Args:
-        module: The attention module.
-        query: `[1, Hq, T, D]`: the new tokens of all requests, one after the other.
+        module: Attention module.
+        query: `[1, Hq, T, D]`, the new tokens of all requests in sequence.
         key, value: `[1, Hkv, T, D]`.
-        attention_mask, dropout: Not supported; the lengths of requests are the mask.
+        attention_mask, dropout: Not supported. The lengths of requests are the mask.
         scaling: Factor of the logits, by default `D ** -0.5`.
-        **kwargs: The engine's, with the `TurboQuantPagedCache` under `PAGES`, and the model's fields of
-            `AttentionOptions` (but no `position_bias`).
+        **kwargs: Arguments of the engine, with the `TurboQuantPagedCache` under `PAGES`, and the model's fields of
+            `AttentionOptions` (without `position_bias`).
 
     Returns:
-        `[1, T, Hq, D]` and `None`.
+        Attention output `[1, T, Hq, D]`, and `None`.
 
     Raises:
-        ValueError: This is not a step of continuous batching, or the model needs an option that pages do not support.
+        ValueError: The call is not a step of continuous batching, or the model needs an option that pages do not
+            support.
     """
     cache = kwargs.get(PAGES)
     if not isinstance(cache, TurboQuantPagedCache):
         raise ValueError(
-            "This model is held by a continuous batching manager of tq_hf, so it takes no other calls. Stop the "
-            "manager first (`manager.stop()`, or leave the `with`), and the model has its own attention again. If the "
-            "manager itself called it, its layers do not hand pages on to attention: use `generate()`."
+            "This model serves a continuous batching manager of tq_hf, so it takes no other calls. Stop the manager "
+            "first (`manager.stop()`, or leave the `with`): the model then has its own attention again. If the manager "
+            "itself made this call, the model's layers do not pass pages on to attention: use `generate()`."
         )
     unknown = ("position_bias", "indices", "block_indices", "sinks")
     names = [name for name in unknown if kwargs.get(name) is not None]
@@ -89,10 +94,13 @@ def attend_pages(
     cache: int,
     layer: int,
 ) -> torch.Tensor:
-    """`TurboQuantPagedCache.attend` of requests with one new token each; `cache` is its number.
+    """Call `TurboQuantPagedCache.attend` for requests with one new token each.
 
     Args:
         tensors: Queries, keys, values, block table, cumulative lengths of queries and of keys.
+        s_aux, scaling, softcap: Fields of `AttentionOptions`.
+        cache: Number of the cache in `CACHES`.
+        layer: Index of the layer.
     """
     query, key, value, block_table, cu_seqlens_q, cu_seqlens_k = tensors
     kwargs = dict(block_table=block_table, cu_seq_lens_q=cu_seqlens_q, cu_seq_lens_k={"full_attention": cu_seqlens_k})

@@ -1,4 +1,4 @@
-"""The paged KV cache: a pool of packed pages, how many of them fit into memory, and attention over them."""
+"""Paged KV cache: a pool of packed pages, the number of pages that fit into memory, and attention over the pages."""
 
 from __future__ import annotations
 
@@ -34,18 +34,21 @@ from .checks import check_positions
 from .geometry import sequences_of, windows_of
 
 KNOWS_TENSOR_PARALLELISM = "kv_tp_size" in signature(PagedAttentionMemoryHandler.__init__).parameters
-"""Whether transformers counts a step's activations by GPU (from 5.24 on). Before, fewer pages fit than could."""
+"""Whether transformers counts the activations of a step per GPU (from 5.24 on). Older versions count those of all GPUs,
+so the pool gets fewer pages than would fit."""
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
-"""Caches by their numbers, which compiled steps hold."""
+"""Caches by number. Compiled steps refer to a cache by its number."""
 
 
 class TurboQuantMemory(PagedAttentionMemoryHandler):
-    """transformers' count of the pages that fit, without masks and gathered keys: attention reads pages in place.
+    """transformers' calculation of the number of pages that fit into memory.
+
+    Masks and gathered keys are not counted: attention reads pages in place.
 
     Args:
-        tp_size: Number of GPUs among which heads are divided.
-        *args, **kwargs: As in transformers' class.
+        tp_size: Number of GPUs that heads are divided among.
+        *args, **kwargs: Arguments of transformers' class.
     """
 
     def __init__(self, *args: Any, tp_size: int, **kwargs: Any) -> None:
@@ -53,36 +56,40 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
             kwargs["kv_tp_size"] = tp_size
         super().__init__(*args, **kwargs)
         self.num_attention_masks = 0
-        self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # what attention returns
+        self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # heads of the attention output
         self.scratch_bytes = 0
-        """Bytes that every step needs beside, whatever its tokens."""
+        """Bytes of scratch, independent of the number of tokens of a step."""
 
     @property
     def fixed_overhead_bytes(self) -> int:
-        """Bytes that depend on neither pages nor tokens, with scratch."""
+        """Bytes that depend on neither pages nor tokens, scratch included."""
         return super().fixed_overhead_bytes + self.scratch_bytes
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """Bytes that a cached token costs beside its page: those of the engine's `read_index`."""
+        """Bytes of a cached token outside of its page: its entries in the engine's `read_index`."""
         return self.io_multiplier * self.num_groups * 8
 
 
 class TurboQuantPagedCache(PagedAttentionCache):
-    """A pool of pages, an allocator for full-attention layers, and another for sliding ones if there are any. Heads of
-    the two may be of other widths and numbers.
+    """Pool of pages with one allocator for full-attention layers, and a second for sliding layers if there are any.
+
+    Full-attention and sliding layers may differ in the width and the number of their heads.
 
     Args:
-        tq_config: How blocks are encoded.
-        channel_scales: Channel scales by layer.
-        config: The text decoder's config.
-        continuous_batching_config: The engine's options, with a `page_size` of 128.
-        requests: How long and how many all requests are, if that is known: there are no more pages than they can fill.
-        device, distributed_helper, dtype, model_supports_logits_to_keep: As in transformers' cache.
+        tq_config: Encoding of blocks.
+        channel_scales: Channel scales `[1, Hkv, D]` by layer.
+        config: Config of the text decoder.
+        continuous_batching_config: Options of the engine, with a `page_size` of 128.
+        requests: Lengths and number of all requests, if known. They limit the number of pages.
+        device, distributed_helper, dtype, model_supports_logits_to_keep: Arguments of transformers' cache.
+
+    Raises:
+        ValueError: The KV heads cannot be divided among the GPUs.
     """
 
-    # A copy of transformers' with another allocator, block size and memory handler, whose classes it names, and without
-    # layers of other kinds (tests/batching/test_upstream.py fails when the original changes).
+    # Copied from transformers, because the original names its classes. Differs in allocator, block size and memory
+    # handler, and has no other kinds of layers (tests/batching/test_upstream.py fails when the original changes).
     def __init__(
         self,
         tq_config: TurboQuantConfig,
@@ -96,14 +103,14 @@ class TurboQuantPagedCache(PagedAttentionCache):
         requests: WorkloadHints | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        # The first free one: a step that was compiled for a cache of before serves the next.
+        # Take the first free number: a step that was compiled for an earlier cache is used again.
         self.number = next(number for number in count() if number not in CACHES)
         CACHES[self.number] = self
         self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
         self.owners = page_owners(config)
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
-        """By layer with pages, the last layer that reads them: it stores a step's tokens."""
+        """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
         divided = distributed_helper.tp_size if distributed_helper.are_kv_heads_tp_ed() else 1
         kinds: dict[str, dict[str, Any]] = {}
         for kind, layers in group_layers_by_attn_type(config).items():
@@ -129,11 +136,11 @@ class TurboQuantPagedCache(PagedAttentionCache):
             block_bytes += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
             if self.max_blocks_per_request:
                 self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
-        held_by = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
-        self.layer_to_allocator = {layer: held_by[owner] for layer, owner in self.owners.items()}
+        by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
+        self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
         self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK_TOKENS
         self.memory = TurboQuantMemory(
-            # Of the wider heads, whose activations take more.
+            # Take the config of the widest heads: their activations are the largest.
             config=max((kind["config"] for kind in kinds.values()), key=find_head_dim),
             cb_config=continuous_batching_config,
             dtype=dtype,
@@ -144,7 +151,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
             model_supports_logits_to_keep=model_supports_logits_to_keep,
             tp_size=divided,
         )
-        # transformers captures steps of 1, 2, 4, ... requests, up to so many.
+        # transformers captures steps of 1, 2, 4, ... requests, up to this number.
         most = continuous_batching_config.max_requests_per_batch or 1024
         heads, of_full = allocator.num_key_value_heads, full["config"]
         groups = of_full.num_attention_heads // find_num_key_value_heads(of_full)
@@ -168,21 +175,21 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.max_batch_tokens, self.num_sectors = sizes
         if requests is not None:
             needed = self._sectors_of(requests.max_prompt_length + requests.max_generated_length)
-            # No request waits for the share that the scheduler keeps free, 0.15 by default.
+            # Add the share that the scheduler keeps free (0.15 by default), so that no request waits for it.
             margin = continuous_batching_config.safety_margin
             free = 0.15 if margin is None else min(margin, 0.99)
             self.num_sectors = min(self.num_sectors, ceil(requests.num_requests * needed / (1 - free)))
         self.scratch = Workspace(device)
-        """Of steps that are not captured, all of which the engine runs on one stream."""
+        """Scratch of steps that are not captured. The engine runs all of them on one stream."""
         self.scratch.reserve({SCRATCH: Scratch((reserved,), torch.uint8)})
         self.scratch.lock()
         data_bytes = self.num_sectors * self.bytes_per_sector
-        # Two leading sectors are never allocated: tokens that pad a batch point there.
+        # The first two sectors are never allocated: padding tokens of a batch point there.
         self.cache_tensor = torch.zeros(data_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
         for each in self.cache_allocators.values():
             each.register_cache_tensor(self.bytes_per_sector, data_bytes, self.cache_tensor, self.pool)
-        # Windows are not shared, as in transformers, and a shared prefix needs the windows at its end.
+        # A shared prefix would need the windows at its end, and windows are not shared (as in transformers).
         self.use_prefix_sharing = allocator.use_block_sharing and self.windows is None
         self.num_blocks = data_bytes // block_bytes
         self.read_cache_limit = None
@@ -191,25 +198,25 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self._window_step: WindowStep | None = None
         self._latest_layer = 0
         self.before_layer: Callable[[], None] = lambda: None
-        """Called before each layer of a step, which fails if this raises."""
+        """Function called before each layer of a step. An exception of it fails the step."""
 
     def _sectors_of(self, length: int) -> int:
-        """Sectors of `length` tokens of a single request."""
+        """Number of sectors of a single request of `length` tokens."""
         packed = ceil(self.allocator.pages_of(length) * self.allocator.bytes_per_block / self.bytes_per_sector)
         return packed + (0 if self.windows is None else self.windows.pages_of(length))
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens of a request that has the whole pool."""
+        """Maximum number of tokens of a request that uses the whole pool."""
         return bisect_right(range(self.max_tokens_read + BLOCK_TOKENS), self.num_sectors, key=self._sectors_of) - 1
 
     def check_room(self, state: RequestState) -> None:
-        """Raise a `ValueError` if a request has no tokens, or is longer than the model's positions or the pool."""
+        """Raise `ValueError` if a request has no tokens, or is longer than the model's positions or the pool."""
         if not state.initial_tokens:
-            raise ValueError("A request of no tokens has no answer. Give it one at least (`bos_token_id`).")
+            raise ValueError("A request of no tokens has no answer. Pass at least one token (`bos_token_id`).")
         check_positions(len(state.initial_tokens), self.config)
         new = state.max_new_tokens or 0
-        # The last token is returned and not stored.
+        # The last token is returned but not stored.
         if len(state.initial_tokens) + max(0, new - 1) > self.max_request_tokens:
             raise ValueError(
                 f"A request of {len(state.initial_tokens):,} tokens and up to {new:,} new ones is longer than the "
@@ -218,8 +225,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
             )
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Share blocks of other requests that match the prompt; returns their tokens."""
-        # Every table begins with a ring: without pages for one, nothing is shared.
+        """Share the blocks of other requests that match the prompt. Returns the number of their tokens."""
+        # Every table begins with a ring: without free pages for a ring, nothing is shared.
         while self.pool.count_free_blocks(0) < self.allocator.shape.ring_pages:
             if not self.pool.num_free_sectors:
                 return 0
@@ -228,11 +235,11 @@ class TurboQuantPagedCache(PagedAttentionCache):
         return tokens + self.allocator.shape.sinks if tokens else 0
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
-        """Blocks that a step of `request_len` new tokens will complete."""
+        """Number of blocks that a step of `request_len` new tokens completes, by kind of layer."""
         if not self.use_prefix_sharing:
             return {}
         past, sinks = state.current_len(), self.allocator.shape.sinks
-        # A request that was offloaded has pages without hashes; transformers adds the number of their tokens over 128.
+        # Pages of an offloaded request have no hashes. transformers adds the number of their tokens over 128.
         before = past // BLOCK_TOKENS if state.is_cpu_offloaded else due_blocks(past, sinks, 0)
         new = due_blocks(past + request_len, sinks, 0) - before
         return {FULL_ATTENTION: new} if new else {}
@@ -240,8 +247,10 @@ class TurboQuantPagedCache(PagedAttentionCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's new keys and values as they came: `attend` stores them. Models call this from transformers
-        5.24 on."""
+        """Return the new keys and values of a layer unchanged: `attend` stores them.
+
+        Models call this method from transformers 5.24 on.
+        """
         return key_states, value_states
 
     def attend(
@@ -253,7 +262,17 @@ class TurboQuantPagedCache(PagedAttentionCache):
         kwargs: dict[str, Any],
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Store a layer's new tokens and attend, with the shapes of `turboquant_paged_attention`.
+        """Store the new tokens of a layer and compute their attention.
+
+        Args:
+            layer_idx: Index of the layer.
+            query: `[1, Hq, T, D]`.
+            key, value: `[1, Hkv, T, D]`.
+            kwargs: Arguments that the engine passes to attention functions.
+            options: Options of attention.
+
+        Returns:
+            `[1, T, Hq, D]`.
 
         Raises:
             ValueError: The states do not have the heads, channels or dtype of the pages, or a layer attends twice.
@@ -261,7 +280,7 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.before_layer()
         if layer_idx == self._latest_layer != 0:
             raise ValueError(
-                f"Layer {layer_idx} attends twice in a step, and pages hold one kind of values of a layer. Use "
+                f"Layer {layer_idx} attends twice in a step, and pages hold one set of values per layer. Use "
                 "`generate()` with a `TurboQuantCache`."
             )
         self._latest_layer = layer_idx

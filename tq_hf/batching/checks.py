@@ -1,4 +1,4 @@
-"""Checks of the options and models that packed pages do not support; each refusal is a sentence."""
+"""Checks that refuse options and models that packed pages do not support."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from .allocators import page_owners
 logger = logging.get_logger(__name__)
 
 GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
-STOCK_PAGE_SIZE = ContinuousBatchingConfig.page_size
+DEFAULT_PAGE_SIZE = ContinuousBatchingConfig.page_size
 INSTEAD = "Use `generate()` with a `TurboQuantCache`."
 
 
 def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
-    """The configuration of pages: as of a `TurboQuantCache`.
+    """Return the configuration of pages, with the arguments of a `TurboQuantCache`.
 
     Raises:
-        ValueError: The preset does not exist, or pages do not have an option.
+        ValueError: The preset does not exist, or pages do not support an option.
     """
     config = config_of(preset, overrides)
     if config.sink_tokens > MOST_SINKS:
         raise ValueError(
-            f"`sink_tokens` is {config.sink_tokens}: a page of sinks has up to {MOST_SINKS}. Leave it out for 4."
+            f"`sink_tokens` is {config.sink_tokens}: a page of sinks has up to {MOST_SINKS} tokens. Leave "
+            "`sink_tokens` out for 4."
         )
     if config.layers:
         raise ValueError(
@@ -53,8 +54,11 @@ def pages_config(preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuant
 
 
 def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
-    """Raise a `ValueError` if pages cannot hold a model's layers, or if none of them can be packed. Returns the
-    full-attention layers that the configuration keeps dense."""
+    """Raise `ValueError` if pages cannot hold the layers of a model, or if no layer can be packed.
+
+    Returns:
+        Indices of the full-attention layers that the configuration keeps dense.
+    """
     name, decoder = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, and continuous batching serves decoders. {INSTEAD}")
@@ -81,12 +85,12 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
         raise ValueError(
             f"`skip_layers` leaves no layer to pack: `model.generate_batch` serves {name} in as much memory."
         )
-    taken = (TurboQuantLayer, SlidingLayer)
-    other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in taken]
+    supported = (TurboQuantLayer, SlidingLayer)
+    other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in supported]
     if other or len(layers) != decoder.num_hidden_layers:
         what = other[0] if other else f"{len(layers)} of {decoder.num_hidden_layers} cache"
         raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
-    if len(own) < len(layers) and not _hand_states_on(model):
+    if len(own) < len(layers) and not _passes_shared_states(model):
         raise ValueError(
             f"{name} has layers that read the keys and values of others from the cache, which pages are not. {INSTEAD}"
         )
@@ -95,7 +99,7 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
             f"{name} takes no positions (`position_ids`), so it reads the requests of a batch as one text. {INSTEAD}"
         )
     _check_heads(model, name)
-    if place := _where_arguments_end(model):
+    if place := _class_without_kwargs(model):
         raise ValueError(
             f"{name} does not hand the arguments of a call on to attention ({place} drops them), so its layers would "
             f"not find their pages. {INSTEAD}"
@@ -109,25 +113,25 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     return dense
 
 
-def ask_for_plain_graphs(model: Any) -> None:
-    """Warn if a model over several GPUs has a process group that was made before NCCL was told how it is used.
+def warn_about_graph_mixing(model: Any) -> None:
+    """Warn if the process group of a tensor-parallel model was created before `NCCL_GRAPH_MIXING_SUPPORT` was set to 0.
 
-    transformers sets the variable in a `ContinuousBatchingConfig`, and warns only if there has been none: by then one
-    that was made too late has set it.
+    transformers sets the variable when a `ContinuousBatchingConfig` is created, and warns only if the variable is not
+    set. A config that is created after the process group sets the variable too late and hides that warning.
     """
     if model.device.type != "cuda" or os.environ.get(GRAPH_MIXING) == "0":
         return
     if (model.tp_size or 1) > 1:
         logger.warning(
-            f"{GRAPH_MIXING} was not 0 when the processes of this model met, so NCCL guards against other uses at "
-            f"each step that is captured, and steps are slower. Start with `{GRAPH_MIXING}=0 torchrun ...`, or make a "
+            f"{GRAPH_MIXING} was not 0 when the process group of this model was created, so NCCL synchronizes captured "
+            f"steps with its other uses, and steps are slower. Start with `{GRAPH_MIXING}=0 torchrun ...`, or create a "
             "`ContinuousBatchingConfig` before the model."
         )
 
 
 def _check_heads(model: Any, name: str) -> None:
-    """Raise a `ValueError` if heads differ in width or number between layers of a kind, or are wider than the kernels'
-    pages."""
+    """Raise `ValueError` if heads differ in width or number between layers of one kind, or are wider than the pages
+    that kernels read."""
     attention = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "head_dim")]
     count, layers = model.config.get_text_config().num_hidden_layers, {module.layer_idx for module in attention}
     if attention and layers != set(range(count)):
@@ -139,7 +143,7 @@ def _check_heads(model: Any, name: str) -> None:
     for kind, members in group_layers_by_attn_type(model.config.get_text_config()).items():
         alike = [module for module in attention if module.layer_idx in members]
         widths = sorted({module.head_dim for module in alike})
-        # Adapters around a projection need not say its width.
+        # An adapter around a projection may have no `out_features`.
         rows = {getattr(m.k_proj, "out_features", None) for m in alike if hasattr(m, "k_proj")} - {None}
         if len(widths) > 1 or len(rows) > 1:
             differ = " and ".join(map(str, widths)) + " channels" if len(widths) > 1 else "another number of KV heads"
@@ -160,9 +164,12 @@ def _check_heads(model: Any, name: str) -> None:
             )
 
 
-def _where_arguments_end(model: Any) -> str | None:
-    """The class whose `forward` calls a module on the way to attention, as `self.<name>`, without the `**kwargs` that
-    the engine's arguments come in (StableLM's layers), read in its source; `None` if there is none, or no source."""
+def _class_without_kwargs(model: Any) -> str | None:
+    """Name a class whose `forward` drops `**kwargs` on the way to attention (as StableLM's layers do).
+
+    The engine's arguments arrive in `**kwargs`. The source of `forward` is searched for calls of `self.<name>` without
+    them. Returns `None` if no class drops them, or if there is no source.
+    """
     modules, decoder = dict(model.named_modules()), set(model.get_decoder().modules())
     paths = [path for path, module in modules.items() if module in decoder and _attends(module)]
     ways = {(type(modules[above]), name) for path in paths for above, name in _steps_to(path)}
@@ -170,7 +177,7 @@ def _where_arguments_end(model: Any) -> str | None:
 
 
 def _steps_to(path: str) -> Iterator[tuple[str, str]]:
-    """Each module above `path`, and the name of the next in it."""
+    """Yield the path of each module above `path`, and the name of its child on the way to `path`."""
     while path:
         above, _, name = path.rpartition(".")
         yield above, name
@@ -178,20 +185,20 @@ def _steps_to(path: str) -> Iterator[tuple[str, str]]:
 
 
 def _attends(module: Any) -> bool:
-    """Whether a module calls the attention function of a layer of the cache."""
+    """Whether a module calls an attention function for a layer of the cache."""
     kind: Any = type(module)
     return hasattr(module, "layer_idx") and "ALL_ATTENTION_FUNCTIONS" in _source(kind)
 
 
-def _hand_states_on(model: Any) -> bool:
-    """Whether layers that share keys and values have them from an argument, in which they are a step's."""
+def _passes_shared_states(model: Any) -> bool:
+    """Whether layers with shared keys and values get those of the step from the argument `shared_kv_states`."""
     attention = [type(module) for module in model.get_decoder().modules() if _attends(module)]
     return all("shared_kv_states" in signature(kind.forward).parameters for kind in attention)
 
 
 @cache
 def _source(kind: Any) -> str:
-    """The source of `forward`, empty if there is none."""
+    """Source of `forward`, or an empty string."""
     try:
         return dedent(getsource(kind.forward))
     except (AttributeError, OSError, TypeError):
@@ -199,21 +206,21 @@ def _source(kind: Any) -> str:
 
 
 def _drops_arguments(kind: type, name: str) -> bool:
-    """Whether `forward` calls `self.<name>`, and never with a `**` argument, as far as its source can be read."""
+    """Whether `forward` calls `self.<name>`, and never with a `**` argument. False if the source cannot be parsed."""
     try:
         tree = ast.parse(_source(kind))
-    except SyntaxError:  # a line of a comment or of a text in it begins at the margin
+    except SyntaxError:  # a comment or a string in the source begins at the margin, so `dedent` removed nothing
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"]
     return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
 
 
 EXTENDED = ("linear", "dynamic", "yarn")
-"""Kinds of rotary embeddings that read `factor` times the positions of before, which configs may still name."""
+"""Kinds of rotary embeddings that multiply the number of positions by `factor`. Configs may name the smaller number."""
 
 
 def number_of_positions(config: Any) -> int | None:
-    """The number of positions that a decoder has by its config; `None` if the config does not say."""
+    """Number of positions that the config of a decoder allows, or `None` if the config has no limit."""
     named = [number for name in POSITIONS if isinstance(number := getattr(config, name, None), int) and number > 0]
     if not named:
         return None
@@ -226,7 +233,7 @@ def number_of_positions(config: Any) -> int | None:
 
 
 def check_positions(prompt: int, config: Any) -> None:
-    """Raise a `ValueError` if a prompt of `prompt` tokens is longer than the model's positions."""
+    """Raise `ValueError` if a prompt of `prompt` tokens is longer than the model's positions."""
     positions = number_of_positions(config)
     if positions is not None and prompt > positions:
         raise ValueError(
@@ -236,16 +243,16 @@ def check_positions(prompt: int, config: Any) -> None:
 
 
 def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
-    """Number of tokens of an answer to a prompt of `prompt` tokens: `most`, or fewer where positions end."""
+    """Maximum number of new tokens after a prompt of `prompt` tokens: `most`, or fewer if positions end before."""
     positions = number_of_positions(config)
     if positions is None:
         return most
-    left = max(1, positions + 1 - prompt)  # the last token is not read
+    left = max(1, positions + 1 - prompt)  # the last token of an answer needs no position
     return left if most is None else min(most, left)
 
 
 def check_generation(config: GenerationConfig) -> None:
-    """Raise a `ValueError` if answers need beams."""
+    """Raise `ValueError` if the config asks for beam search."""
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"`num_beams` is {config.num_beams}: continuous batching samples or decodes greedily, without beams. "
@@ -254,16 +261,17 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]) -> ContinuousBatchingConfig:
-    """A copy with `page_size` and `num_blocks` of packed pages, which have 128 tokens.
+    """Copy a config, with `page_size` and `num_blocks` for packed pages of 128 tokens.
 
     Args:
-        model: The model that is served.
-        config: The options that were asked for.
-        dense: Its full-attention layers that are not packed.
+        model: The model to serve.
+        config: The options of the user.
+        dense: Full-attention layers that are not packed.
 
     Raises:
-        ValueError: Another page size is set, or graphs of steps that read lengths on the host: all of a model with
-            layers that are not packed, those with prompts of a model with sliding windows.
+        ValueError: The config has another page size, or asks for CUDA graphs of steps that read lengths on the host.
+            Models with dense full-attention layers have no other steps. Models with sliding windows read lengths on the
+            host in steps with prompts.
     """
     if dense and any(config.cuda_graph_booleans):
         raise ValueError(
@@ -275,9 +283,9 @@ def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]
             f"`use_cuda_graph` is {config.use_cuda_graph!r}, and steps with prompts of a model with sliding windows "
             "cannot be captured: lengths are read on the host. Leave it out, or say `(False, True)`."
         )
-    if config.page_size not in (BLOCK_TOKENS, STOCK_PAGE_SIZE):
+    if config.page_size not in (BLOCK_TOKENS, DEFAULT_PAGE_SIZE):
         raise ValueError(f"`page_size` is {config.page_size}; packed pages have {BLOCK_TOKENS} tokens. Leave it out.")
-    options = copy(config)  # a new one would apply deprecated options twice
+    options = copy(config)  # a new config would apply deprecated options twice
     options.page_size = BLOCK_TOKENS
     if config.num_blocks is not None:
         options.num_blocks = config.num_blocks * config.page_size // BLOCK_TOKENS

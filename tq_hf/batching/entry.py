@@ -1,4 +1,4 @@
-"""Public ways to batch on packed pages: `TurboQuantBatching` around a model, `continuous_batching` as a context."""
+"""Public API of batching on packed pages: the wrapper `TurboQuantBatching`, the context `continuous_batching`."""
 
 from __future__ import annotations
 
@@ -14,51 +14,42 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ..balance import Balance
-from ..compat import check_ground
+from ..compat import check_required_names
 from ..config import TurboQuantConfig
-from .checks import ask_for_plain_graphs, check_generation, check_model, pages_config
+from .checks import check_generation, check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
 
 CACHED_MANAGER = "_cached_continuous_batching_manager"
-"""The attribute of a model in which transformers keeps a manager for the next session."""
+"""Attribute of a model under which transformers keeps a manager for the next session."""
 
 
 class TurboQuantBatching(ContinuousMixin):
-    """Continuous batching of a model on packed pages, with transformers' own methods: `generate_batch`,
-    `continuous_batching_context_manager`, `init_continuous_batching`.
+    """transformers' continuous batching on packed pages.
 
     ```python
     batching = TurboQuantBatching(model, "4bit_nc")
     answers = batching.generate_batch([tokenizer(text).input_ids for text in texts], max_new_tokens=256)
     ```
 
-    With `ContinuousBatchingConfig(default_compile_level=1)` steps of one token a request are compiled before they are
-    captured: the first session of a process begins one to two minutes later, and on an H200 in an 8B shape a step of
-    32 x 2k takes 7.1 ms instead of 9.4. That is worth it from some 40,000 steps on, and so not the default.
+    Methods are those of transformers, such as `generate_batch` and `continuous_batching_context_manager`. Answers equal
+    those of `generate()` on a `TurboQuantCache` with the same channel scales, except that a shared prefix is read
+    packed. Pages hold full attention (packed) and sliding windows (dense). "Many requests at once" in
+    `examples/README.md` has compile levels, schedulers, the size of the pool, and `sleep`.
 
-    With `ContinuousBatchingConfig(scheduler_type="shortest_first")` shorter prompts are read before longer ones that
-    wait, which lets each pass for a millisecond a token of its own at most. In a burst of 64 requests the median first
-    token comes after 0.84 s instead of 5.12, at the same rate (H100, 8B shape). `tq-hf serve` does so.
-
-    On a CPU the pool has by default room for 16 requests of 8,192 tokens, or of the model's positions if those are
-    fewer: memory is shared with all programs there. `ContinuousBatchingConfig(num_blocks=, max_memory_percent=)` says
-    otherwise. A prompt longer than the model's positions fails, with a sentence as its `error`; an answer ends with the
-    last position.
+    Not supported: beams, latent attention (MLA), linear layers, presets per layer, encoder-decoders. A model with
+    sliding layers shares no prefixes. A prompt longer than the model's positions fails with a sentence as its `error`;
+    an answer ends with the last position.
 
     Args:
-        model: A decoder, or a wrapper of one (PEFT). Full-attention layers are packed. Sliding layers have their
-            windows, dense, in the same pool; a model with some of them shares no prefixes.
-        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. As in a `TurboQuantCache`, sinks and
-            the last `residual_length` tokens of each request are dense: its answer is that of `generate()` with the
-            same channel scales. (A request that begins with blocks of others reads all of those packed.) Dense layers
-            (`skip_layers`) are computed in torch, request by request, without CUDA graphs: no kernel reads their pages
-            yet. All packed layers have one preset.
-        balance: Whether a short run of the model finds channel scales before the first request (by default as the
-            preset says); or the channel scales themselves.
-        **overrides: Options of `TurboQuantConfig` that replace the preset's.
+        model: A decoder, or a wrapper of one (PEFT).
+        preset: Name of a preset (see `tq_hf.PRESETS`), or a `TurboQuantConfig`. Layers in `skip_layers` are computed in
+            torch, request by request, without CUDA graphs: no kernel reads their pages yet.
+        balance: Per-channel scales: `True` finds them by a short run of the model before the first request; `False`
+            uses none; a `Balance` brings its own; `None` does as the preset says.
+        **overrides: Fields of `TurboQuantConfig` that replace the preset's.
 
     Raises:
         ValueError: The model has layers that pages cannot hold, or an option does not exist or is outside its range.
@@ -72,7 +63,7 @@ class TurboQuantBatching(ContinuousMixin):
         balance: bool | Balance | None = None,
         **overrides: Any,
     ) -> None:
-        check_ground("continuous batching", "Use `generate()` with a `TurboQuantCache`.")
+        check_required_names("continuous batching", "Use `generate()` with a `TurboQuantCache`.")
         if isinstance(balance, bool):
             overrides["balance"] = balance
         elif not (balance is None or isinstance(balance, Balance)):
@@ -81,36 +72,37 @@ class TurboQuantBatching(ContinuousMixin):
         self.config = pages_config(preset, **overrides)
         self._balance = balance if isinstance(balance, Balance) else None
         if self._balance and not self.config.balance:
-            raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
+            raise ValueError("`balance` has channel scales, and the preset has `balance=False`: leave out either.")
         check_model(self.model, self.config)
-        ask_for_plain_graphs(self.model)
+        warn_about_graph_mixing(self.model)
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
-        """The model's."""
+        """Generation config of the model."""
         return self.model.generation_config
 
     @property
     def balance(self) -> Balance | None:
-        """Channel scales, found once; `None` if channels are not balanced."""
+        """Channel scales, measured at the first access; `None` if channels are not balanced."""
         if self._balance is None and self.config.balance:
-            self.model.eval()  # as the manager will
+            self.model.eval()  # the manager does the same
             self._balance = Balance.of(self.model)
         return self._balance
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Answers to prompts; arguments are those of transformers' method.
+        """Generate answers to prompts.
 
         Args:
             inputs: Prompts, each a list of token ids.
+            *args, **kwargs: Arguments of transformers' method.
 
         Returns:
-            By request id, in the order of prompts, an output with `generated_tokens` and `error`. The error is `None`,
-            or says why a request failed; its tokens are then those before, often none. The log has a line of all
-            requests that failed.
+            Outputs by request id, in the order of prompts. `error` is `None`, or the reason why the request failed.
+            `generated_tokens` of a failed request are the tokens before the failure, often none. One line in the log
+            lists all failed requests.
 
         Raises:
-            ValueError: transformers does not know an option, and would ignore it.
+            ValueError: An option is unknown to transformers, which would ignore it.
         """
         known = signature(super().generate_batch).parameters.keys() | {"max_new_tokens"}
         if unknown := sorted(kwargs.keys() - known):
@@ -136,9 +128,15 @@ class TurboQuantBatching(ContinuousMixin):
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
     ) -> TurboQuantBatchingManager:
-        """A manager, or the one of the last session (`persistent_manager=True`) if generation config, weights and
-        adapters are the same and its pages suffice for `workload_hints`. Configs are by default the model's and
-        transformers'.
+        """Create a manager.
+
+        The manager of the last session (`persistent_manager=True`) is returned instead if generation config, weights
+        and adapters are the same and its pages suffice for `workload_hints`.
+
+        Args:
+            generation_config: By default the model's.
+            continuous_batching_config: Options of the engine, by default transformers'.
+            workload_hints: Lengths and number of requests, if known.
 
         Raises:
             ValueError: Packed pages do not support the model, an option or the generation config.
@@ -146,7 +144,7 @@ class TurboQuantBatching(ContinuousMixin):
         generation_config = deepcopy(self.generation_config if generation_config is None else generation_config)
         check_generation(generation_config)
         if generation_config.eos_token_id is None:
-            generation_config.eos_token_id = -1  # the engine's way to say that no token ends an answer
+            generation_config.eos_token_id = -1  # the engine reads -1 as "no token ends an answer"
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
             same = manager.config == self.config and manager.generates_as(generation_config)
@@ -165,11 +163,14 @@ class TurboQuantBatching(ContinuousMixin):
         )
 
     def sleep(self) -> int:
-        """Give back what a kept manager (`persistent_manager=True`) holds between its sessions: pages, shared prefixes
-        among them, and captured graphs. The next session takes them again, or `wake()` before it.
+        """Free the memory of a persistent manager (`persistent_manager=True`) between sessions.
+
+        This drops pages, shared prefixes among them, and captured graphs. `wake()` or the next session allocates pages
+        and captures graphs again.
 
         Returns:
-            Bytes given back: on a GPU by its allocator, elsewhere those of the pool. 0 if nothing is held.
+            Number of bytes freed: on a GPU as counted by the allocator, elsewhere the bytes of the pool. 0 without a
+            manager or if the manager sleeps already.
 
         Raises:
             ValueError: A session is running.
@@ -178,17 +179,17 @@ class TurboQuantBatching(ContinuousMixin):
         return manager.sleep() if isinstance(manager, TurboQuantBatchingManager) else 0
 
     def wake(self) -> None:
-        """Take the pages and capture the graphs of a manager that sleeps, which its next session would else do."""
+        """Allocate the pages and capture the graphs of a sleeping manager before its next session."""
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager) and manager.batch_processor is None:
             manager.switch_to_cb_friendly_attn(self.model)
             try:
                 manager.warmup()
             finally:
-                manager.give_attention_back()
+                manager.restore_attention()
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        """Destroy the manager of the last session, and free its memory."""
+        """Destroy the manager of the last session and free its memory."""
         manager = getattr(self.model, CACHED_MANAGER, None)
         if manager is not None:
             manager.destroy()
@@ -203,25 +204,30 @@ def continuous_batching(
     balance: bool | Balance | None = None,
     **overrides: Any,
 ) -> Iterator[TurboQuantBatching]:
-    """Let `model.generate_batch` use packed pages within a `with`, for code that calls it itself (TRL).
+    """Context in which `model.generate_batch` uses packed pages, for code that calls `generate_batch` itself (TRL).
 
     ```python
     with continuous_batching(trainer.model, "4bit_nc"):
         trainer.train()
     ```
 
-    Within the `with`, one method of this model object is replaced. Arguments are those of `TurboQuantBatching`, which
-    is yielded.
+    Within the context, one method of this model object is replaced.
+
+    Args:
+        model, preset, balance, **overrides: Arguments of `TurboQuantBatching`.
+
+    Yields:
+        The `TurboQuantBatching` of the model.
 
     Raises:
-        ValueError: As `TurboQuantBatching`, or the model is within such a `with` already.
+        ValueError: As for `TurboQuantBatching`. The model is in this context already, or has a persistent manager.
     """
     batching = TurboQuantBatching(model, preset, balance=balance, **overrides)
     attributes, name = vars(batching.model), "init_continuous_batching"
     if name in attributes:
         raise ValueError(
             f"This {type(batching.model).__name__} is within a `with continuous_batching(...)` already. Leave that "
-            "first."
+            "`with` first."
         )
     if hasattr(batching.model, CACHED_MANAGER):
         raise ValueError(
@@ -237,11 +243,17 @@ def continuous_batching(
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism; a `ValueError` if none."""
+    """Return the transformers model inside of wrappers: PEFT, `torch.compile`, data parallelism.
+
+    Raises:
+        ValueError: There is no transformers model inside.
+    """
     inner = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()
         elif (inner := getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)) is None:
-            raise ValueError(f"`model` must be a model of transformers, or around one, not {type(model).__name__}.")
+            raise ValueError(
+                f"`model` must be a model of transformers or a wrapper of one, not {type(model).__name__}."
+            )
     return inner

@@ -1,11 +1,11 @@
-"""Builds the block table of a step, on the device, from the arguments that the engine passes to attention.
+"""Block table of a step, built on the device from the arguments that the engine passes to attention.
 
-The engine passes lists: `read_index`, the cached tokens of all requests one after the other, and `write_index`, a place
-for each new token; or a block table, if every request has one new token. Our allocators fill a request's part of both
-lists with numbers of its table, as many as `listed` says (never more than the request has tokens, for which the engine
-allocates). `read_index` is empty in a step where no request has a history.
+If every request has one new token, the engine passes a block table. Otherwise it passes two lists: `read_index` has one
+number per cached token of all requests in sequence, `write_index` one per new token. Our allocators fill the part of a
+request in both lists with the entries of its block table that `listed` counts. There are never more of these entries
+than tokens, so the lists have room for them. `read_index` is empty in a step where no request has cached tokens.
 
-Sliding-window layers have lists and tables of their own, of the ceil(min(n, window) / rows_per_page) pages of a window.
+Sliding-window layers have their own lists and tables, with the ceil(min(n, window) / rows_per_page) pages of a window.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Length = TypeVar("Length", int, torch.Tensor)
 
 
 class TableShape(NamedTuple):
-    """What the table of a request consists of (see `tq_hf.tensors.pages`).
+    """Columns of a block table (see `tq_hf.tensors.pages`).
 
     Args:
-        sinks, residual: Tokens at the start and at the end that are read as rows.
-        ring_pages: Pages of a ring.
-        page_rows: Rows of a page.
+        sinks, residual: Number of tokens at the start and at the end that are read as rows.
+        ring_pages: Number of pages of a ring.
+        page_rows: Number of rows of a page.
     """
 
     sinks: int
@@ -38,34 +38,38 @@ class TableShape(NamedTuple):
 
     @classmethod
     def of(cls, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype) -> TableShape:
-        """That of a model with such heads."""
+        """Shape for heads of `head_dim` channels and states of `dtype`."""
         layout = config.layout(head_dim)
         rings, rows = ring_pages(config, layout, dtype), rows_per_page(layout, dtype)
         return cls(config.sink_tokens, config.residual_length, rings, rows)
 
     @property
     def sink_pages(self) -> int:
-        """Pages between a ring and the count, 0 or 1."""
+        """Number of sink pages, 0 or 1. They follow the ring; the number of shared blocks comes next."""
         return min(1, self.sinks)
 
     @property
     def first_block(self) -> int:
-        """Column of block 0."""
+        """Column index of block 0."""
         return self.ring_pages + self.sink_pages + 1
 
     def width(self, length: int) -> int:
-        """Columns for a request of `length` tokens."""
+        """Number of columns for a request of `length` tokens."""
         return self.first_block + due_blocks(length, self.sinks, 0)
 
     def longest(self, width: int) -> int:
-        """Tokens of the longest request that so many columns are enough for."""
+        """Number of tokens of the longest request that fits into `width` columns."""
         blocks = width - self.first_block
         return self.sinks + BLOCK_TOKENS * (blocks + 1) - 1 if blocks >= 0 else 0
 
 
 def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
-    """Numbers that are listed of the table of a request of `length` tokens: ring pages that tokens have reached; and
-    what comes after the ring. Of fewer than 128 tokens that is the sink page only: they had no blocks to begin with."""
+    """Count the table entries of a request of `length` tokens that the engine's lists carry.
+
+    Returns:
+        Number of ring pages with tokens, and number of entries after the ring. A request of fewer than 128 tokens has
+        only the sink page after the ring, because it can share no blocks.
+    """
     rows = (length - shape.sinks) * (length > shape.sinks)
     reached = (rows + shape.page_rows - 1) // shape.page_rows
     ring = reached + (shape.ring_pages - reached) * (reached > shape.ring_pages)
@@ -73,11 +77,11 @@ def listed(length: Length, shape: TableShape) -> tuple[Length, Length]:
 
 
 def sequences_of(kwargs: dict[str, Any], shape: TableShape) -> Sequences:
-    """The sequences of a step in full-attention layers. No value is read from the device, so graphs can replay it.
+    """Build the sequences of a step for full-attention layers. No value is read on the host, so graphs can replay this.
 
     Args:
-        kwargs: The engine's arguments of attention functions.
-        shape: What tables consist of.
+        kwargs: Arguments that the engine passes to attention functions.
+        shape: Columns of a block table.
     """
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
@@ -88,7 +92,7 @@ def sequences_of(kwargs: dict[str, Any], shape: TableShape) -> Sequences:
         column = torch.arange(shape.width(longest), device=write.device)
         in_ring, index = column < shape.ring_pages, column - shape.ring_pages
         if read.numel():
-            ring, after = listed(cu_seqlens_k.diff()[:, None], shape)  # [B, 1], as all below but columns
+            ring, after = listed(cu_seqlens_k.diff()[:, None], shape)  # [B, 1]; column indices are [width]
             start = (ring + after).cumsum(0) - (ring + after)
         else:
             ring, after = listed(cu_seqlens_q.diff()[:, None], shape)
@@ -97,13 +101,18 @@ def sequences_of(kwargs: dict[str, Any], shape: TableShape) -> Sequences:
         table = _picked(read, place, torch.where(in_ring, column < ring, index < after))
     past = cu_seqlens_k.diff() - cu_seqlens_q.diff()
     packed = (past - shape.sinks - shape.residual).clamp(min=0) // BLOCK_TOKENS
-    # Of a table without a count the column has no page.
+    # The number of shared blocks is in the column before block 0. It is -1 in a table that does not list it.
     return Sequences(cu_seqlens_q, cu_seqlens_k, table, torch.maximum(packed, table[:, shape.first_block - 1]), max_q)
 
 
 def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Sequences:
-    """As `sequences_of`, in the sliding-window layers: `index` is their place among the kinds of layers, `windows` are
-    those of any of them."""
+    """Build the sequences of a step for sliding-window layers.
+
+    Args:
+        kwargs: Arguments that the engine passes to attention functions.
+        index: Index of the sliding-window layers among the kinds of layers.
+        windows: Windows of any sliding-window layer.
+    """
     cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
     if kwargs["block_table"] is not None:
         return Sequences(cu_seqlens_q, cu_seqlens_k, kwargs["block_table"][index][:, : windows.pages], None, 1)
@@ -119,5 +128,5 @@ def windows_of(kwargs: dict[str, Any], index: int, windows: LayerWindows) -> Seq
 
 
 def _picked(numbers: torch.Tensor, place: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
-    """`numbers[place]` where `listed`, else -1."""
+    """Return `numbers[place]` where `listed`, else -1."""
     return torch.where(listed, numbers[place.clamp(0, len(numbers) - 1)], -1).int()

@@ -1,4 +1,4 @@
-"""transformers' continuous batching manager and processor, on packed pages: threads, schedulers, errors of steps."""
+"""transformers' continuous batching manager and processor on packed pages: threads, schedulers, failed steps."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from ..compat import (
     attention_of_parts,
     capture_failure,
     ending_failed_capture,
-    give_attention_back,
     layer_config,
     outside_inference_mode,
+    restore_attention,
 )
 from ..config import TurboQuantConfig
 from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_prompts
@@ -47,25 +47,26 @@ from .requests import AnswerRouter, named, one_line, scheduler_class
 logger = logging.get_logger(__name__)
 
 UNKNOWN_LENGTH = 32_768
-"""Tokens in a block table, if neither hints nor the model have a limit. Steps with longer requests use lists."""
+"""Number of tokens that a block table covers if neither hints nor the model set a limit. Steps with longer requests use
+lists instead of a block table."""
 CPU_REQUESTS, CPU_TOKENS = 16, 8192
-"""Number of requests, and of tokens of each, that the pool on a CPU has room for by default. A CPU's memory is that of
-all programs, and a CPU computes request by request: with more of them under way every answer is slow."""
+"""Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
+share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
 
 
 class TurboQuantModelRunner(ModelRunner):
-    """transformers' runner, which launches kernel by kernel where a decode step cannot be captured in a CUDA graph."""
+    """transformers' model runner. Kernels are launched one by one if a decode step cannot be captured in a graph."""
 
     graphs_are_requested = False
-    """Whether the user asked for graphs: a step that cannot be captured then fails."""
+    """Whether the user asked for graphs. If so, a step that cannot be captured fails."""
     _positions: int | None = None
-    """Of a warm-up, the positions that the model has, if its config says."""
+    """Number of positions of the model during a warm-up; `None` outside of a warm-up or without a limit."""
 
     def run_one_warmup(self, model: Any, *args: Any, **kwargs: Any) -> float:
-        """Run a warm-up, and wait for it.
+        """Run a warm-up and wait until it ends.
 
-        transformers overwrites the inputs of a warm-up that may still be running. Our kernels would then read pages
-        outside of the pool.
+        transformers overwrites the inputs of a warm-up that may still run. Our kernels would then read pages outside of
+        the pool.
         """
         found = (getattr(model.config.get_text_config(), name, None) for name in POSITIONS)
         self._positions = min((number for number in found if isinstance(number, int)), default=None)
@@ -78,8 +79,11 @@ class TurboQuantModelRunner(ModelRunner):
         return seconds
 
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
-        """Compute a step. A warm-up's one request has as many tokens as a batch may have: where these are more than a
-        learned embedding has positions, a GPU would fail for good."""
+        """Compute a step.
+
+        The request of a warm-up has the maximum number of tokens of a batch. If a learned embedding has fewer
+        positions, positions are clamped: an index outside of the embedding leaves a GPU unusable.
+        """
         batch_data[PAGES] = self.cache
         if self._positions is not None:
             with torch.cuda.stream(self.inputs_and_outputs.compute_stream):
@@ -87,7 +91,7 @@ class TurboQuantModelRunner(ModelRunner):
         super().compute_batch(model, batch_data)
 
     def _capture_graph(self, forward_fn: Callable, compute_stream: torch.cuda.Stream, *args: Any) -> None:
-        """Compute a step, and then capture it."""
+        """Compute a step, then capture it."""
         model, computed = args[0], False
 
         def compute(*args: Any) -> None:
@@ -105,21 +109,21 @@ class TurboQuantModelRunner(ModelRunner):
             reason = capture_failure(error)
             if self.graphs_are_requested:
                 raise RuntimeError(f"{failed} ({reason}). Leave out `use_cuda_graph`.") from error
-            logger.warning_once(f"{failed} ({reason}): steps are launched kernel by kernel, which takes longer.")
+            logger.warning_once(f"{failed} ({reason}). Kernels of each step are launched one by one, which is slower.")
             self.use_cuda_graph_decode = False
 
 
 class StepAbandoned(Exception):
-    """A step is computed for cancelled requests only, or the engine is to stop at once."""
+    """All requests of the running step are cancelled, or the engine stops at once."""
 
 
 class TurboQuantBatchProcessor(ContinuousBatchProcessor):
-    """transformers' processor, which goes on after a step that failed."""
+    """transformers' batch processor, able to continue after a failed step."""
 
     def __init__(self, *args: Any, graphs_are_requested: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         runner: Any = self.model_runner
-        runner.__class__ = TurboQuantModelRunner  # transformers names the class that it makes
+        runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
         runner.graphs_are_requested = graphs_are_requested
         self._wait_for_device()
 
@@ -128,19 +132,21 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         self._wait_for_device()
 
     def _wait_for_device(self) -> None:
-        """Wait for the current stream, which resets inputs and fills the pool: the engine's streams do not wait for it,
-        and a step that came first would compute with zeros."""
+        """Wait for the current stream, which resets inputs and zeroes the pool.
+
+        The streams of the engine do not wait for it: a step could start before the reset and lose its inputs.
+        """
         if self.cache.cache_tensor.is_cuda:
             torch.cuda.synchronize(self.cache.cache_tensor.device)
 
     @property
     def _inputs(self) -> ContinuousBatchingIOs:
-        """The buffers of the next step's inputs."""
+        """Input buffers of the next step."""
         io = self.inputs_and_outputs
         return io if isinstance(io, ContinuousBatchingIOs) else io.io_pairs[io.current_pair].host_io
 
-    # A request with only its last token left is in a step without tokens before it is forked. There transformers keeps
-    # indices of the step before, and calls the model with no tokens.
+    # A request to be forked with one token left is first scheduled in a step without tokens. transformers would keep
+    # the indices of the previous step there, and call the model with no tokens.
 
     def prepare_next_batch(self) -> bool:
         """Choose the requests of the next step and write its inputs."""
@@ -158,21 +164,27 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         if isinstance(error, ValueError):
             logger.error(f"Request {state.request_id} is refused: {error}")
         super()._handle_request_error(error, state)
-        # Callers wait for its forks, too, which do not exist yet.
+        # Callers also wait for the forks of the request, which do not exist yet.
         for i in range(state.num_children):
             child = RequestState(f"{state.request_id}__child#{i}", initial_tokens=state.initial_tokens)
             self.output_router.fail_and_deliver(child, error)
 
     def fail_step(self, error: Exception, in_step: bool) -> None:
-        """Fail the requests of a step that raised `error`, and reset its inputs. If the model was not computing (not
-        `in_step`), or another step is under way, all active requests fail."""
+        """Fail the requests of a step that raised `error`, and reset its inputs.
+
+        All active requests fail if the error came from outside of the step, or if another step is running.
+
+        Args:
+            error: The exception.
+            in_step: Whether the step was running when `error` was raised.
+        """
         scheduler, io = self.scheduler, self.inputs_and_outputs
         failed: dict[str, RequestState] = dict(scheduler.active_requests)
         if in_step and isinstance(io, ContinuousBatchingIOs):
             failed = {name: state for name, state in failed.items() if name in self.computed}
-        # The traceback is long, and a later step may fail alike.
+        # Log the long traceback at debug level only: each later step may fail in the same way.
         logger.debug("Where a step of continuous batching failed:", exc_info=error)
-        logger.error(f"A step of continuous batching failed, and with it {named(failed)}: {one_line(error)}")
+        logger.error(f"A step of continuous batching failed, and with the step {named(failed)}: {one_line(error)}")
         for name, state in failed.items():
             self._handle_request_error(error, state)
             self.offloading_manager.free_request_cpu_cache(state)
@@ -181,11 +193,11 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
 
     @property
     def computed(self) -> set[str]:
-        """The requests of the step under way, where steps are computed one after the other."""
+        """Ids of the requests of the running step. Valid only if steps are computed one after the other."""
         return {future.state.request_id for future in self._inputs.requests_in_batch}
 
     def forget_step(self, names: Collection[str]) -> None:
-        """Reset the inputs of a step that has no result, and do not fork these requests of it."""
+        """Reset the inputs of a step without a result, and do not fork the requests `names` of that step."""
         scheduler = self.scheduler
         scheduler._requests_to_fork = [s for s in scheduler._requests_to_fork if s.request_id not in names]
         scheduler.block_new_requests = False
@@ -194,7 +206,8 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
 
 
 class WakeUp(threading.Event):
-    """Wakes the loop for a request, a cancellation, a pause or a stop; transformers' own wakes ten times a second."""
+    """Event that wakes the loop for a request, a cancellation, a pause or a stop. transformers' own loop polls ten
+    times a second."""
 
     idle = False
     """Whether the loop has no requests."""
@@ -205,12 +218,12 @@ class WakeUp(threading.Event):
 
 
 def _packed_width(decoder: PreTrainedConfig) -> int:
-    """Channels of the heads of full-attention layers, which are alike."""
+    """Number of channels per head in full-attention layers, equal in all of them."""
     return find_head_dim(layer_config(decoder, group_layers_by_attn_type(decoder)[FULL_ATTENTION][0]))
 
 
 def _compile_config(level: int) -> CompileConfig | None:
-    """How steps of one token a request are compiled, as transformers has it for a `default_compile_level`."""
+    """Compile options of steps with one token per request, equal to transformers' for a `default_compile_level`."""
     if level == 0:
         return None
     mode = "max-autotune-no-cudagraphs" if level >= 2 else "default"
@@ -218,19 +231,19 @@ def _compile_config(level: int) -> CompileConfig | None:
 
 
 class TurboQuantBatchingManager(ContinuousBatchingManager):
-    """Generates for many requests, with their tokens in packed pages.
+    """Manager that generates answers to many requests, with cached tokens in packed pages.
 
-    `TurboQuantBatching` and `continuous_batching` create it; its methods are those of transformers' manager (`start`,
-    `add_request`, `get_result`, `stop`, ...). From its start to its stop, the model takes no other calls.
+    `TurboQuantBatching` and `continuous_batching` create managers. The methods are those of transformers' manager
+    (`start`, `add_request`, `get_result`, `stop`, ...). Between `start` and `stop` the model takes no other calls.
 
     Args:
-        model: A decoder of full-attention layers, or of both full and sliding ones.
-        generation_config: Of all answers.
-        continuous_batching_config: The engine's options. CUDA graphs of decode steps, asynchronous batching and the
-            decode path by block tables are on by default, where the device has them.
-        workload_hints: The lengths of requests, if known.
-        config: How pages are encoded (see `tq_hf.batching.checks.pages_config`).
-        balance: Channel scales; without, channels are not balanced.
+        model: A decoder of full-attention layers, or of full-attention and sliding layers.
+        generation_config: Generation config of all answers.
+        continuous_batching_config: Options of the engine. CUDA graphs of decode steps, asynchronous batching and block
+            tables for decode steps are on by default, if the device supports them.
+        workload_hints: Lengths and number of requests, if known.
+        config: Encoding of pages (see `tq_hf.batching.checks.pages_config`).
+        balance: Channel scales. Without them, channels are not balanced.
 
     Raises:
         ValueError: Packed pages do not support the model, an option or the generation config.
@@ -256,19 +269,19 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         options = paged_options(model, requested, dense)
         self.config, self.balance = config, balance
         self._cancelled: set[str] = set()
-        """Requests that were cancelled since the engine was idle, or longer ago."""
+        """Ids of cancelled requests, cleared when the engine is idle."""
         self._computing, self._graphs_are_requested = False, requested.use_cuda_graph is not None
         hints = workload_hints or WorkloadHints()
         known = requested.num_blocks is None and 0 not in (hints.max_generated_length, hints.num_requests)
         self.requests = hints if known else None
-        """The requests that the pool is made for; `None` if it takes the memory there is, or as asked for."""
+        """Requests that limit the size of the pool; `None` if memory or the user's options set the size."""
         self._default_requests = None
         if model.device.type == "cpu" and requested.num_blocks is requested.max_memory_percent is None:
             length = min(CPU_TOKENS, number_of_positions(model.config.get_text_config()) or CPU_TOKENS)
             self._default_requests = WorkloadHints(length, 0, CPU_REQUESTS)
         self._last_model: tuple[torch.device, dict[str, Any]] | None = None
-        """Device and fingerprint of the model at the end of the last session, whose pages are kept."""
-        # transformers' `_original_attn_impl` is one name, that of the whole model, and stays `None`.
+        """Device and fingerprint of the model at the end of the last session. Pages kept from it depend on them."""
+        # transformers' `_original_attn_impl` has room for one name only, and stays `None`.
         self._own_attention: list[tuple[PreTrainedConfig, str | None]] = []
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -286,16 +299,16 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 "the host. Leave it out, or say `(False, True)`."
             )
         if on_cuda and requested.use_cuda_graph is None:
-            # Steps with prompts have all sizes, each of which would need a graph. Without kernels, lengths are read on
-            # the host, which no graph can capture.
+            # Steps with prompts come in all sizes, and each size would need a graph. Without kernels, lengths are read
+            # on the host, which no graph can capture.
             options.use_cuda_graph = (False, kernels)
         if on_cuda and requested.use_async_batching is None:
             options.use_async_batching = True
-        # transformers grants block tables to attention with "flash" in its name only: it would set 0, or warn.
+        # transformers uses block tables only for attention with "flash" in its name. Otherwise it sets 0 or warns.
         options.max_blocks_per_request = options.decode_compile_config = None
-        # Steps with prompts are not compiled, as with flash attention: their graph would break at every layer.
+        # Do not compile steps with prompts (as with flash attention): their graph would break at every layer.
         options.default_compile_level = 0
-        with self._giving_back_on_failure():
+        with self._restoring_on_failure():
             super().__init__(model, generation_config, options, workload_hints)
         self.output_router = AnswerRouter()
         self._wake_up_loop = WakeUp()
@@ -308,28 +321,28 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             resolved.max_blocks_per_request = self._table_width(workload_hints)
 
     def generates_as(self, generation_config: GenerationConfig) -> bool:
-        """Whether this manager has that config. `max_new_tokens`, which each request has for itself, may differ."""
+        """Whether this manager has the same generation config. `max_new_tokens` is set per request and may differ."""
         own, other = self.generation_config.to_dict(), generation_config.to_dict()
         return own | {"max_new_tokens": None} == other | {"max_new_tokens": None}
 
     def holds(self, hints: WorkloadHints | None) -> bool:
-        """Whether the pool is large enough for requests of these lengths and number."""
+        """Whether the pool is large enough for the lengths and the number of requests in `hints`."""
         if self.requests is None:
             return True
         own, other = vars(self.requests), vars(hints or WorkloadHints())
         return all(0 < number <= own[name] for name, number in other.items())
 
     def model_is_unchanged(self) -> bool:
-        """Whether the model is as it was at the end of the last session: pages and graphs depend on its weights."""
+        """Whether the model is unchanged since the end of the last session. Pages and graphs depend on its weights."""
         if self._last_model is not None:
             device, identity = self._last_model
             if self.model.device != device or fingerprint.identify(self.model) != identity:
                 return False
-            self._last_model = None  # read once a session
+            self._last_model = None  # check once per session
         return True
 
     def _table_width(self, hints: WorkloadHints | None) -> int:
-        """Pages of the longest request, by the hints and the model's limit."""
+        """Number of columns of a block table for the longest request, by the hints and the model's limit."""
         decoder = self.model.config.get_text_config()
         longest = getattr(decoder, "max_position_embeddings", None) or UNKNOWN_LENGTH
         hinted = hints.max_prompt_length + hints.max_generated_length if hints is not None else 0
@@ -343,28 +356,36 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self._own_attention = attention_of_parts(model)
             model.set_attn_implementation(NAME)
 
-    def give_attention_back(self) -> None:
-        """Set every part of the model to its attention before `switch_to_cb_friendly_attn`."""
-        give_attention_back(self._own_attention)
+    def restore_attention(self) -> None:
+        """Set every part of the model to the attention it had before `switch_to_cb_friendly_attn`."""
+        restore_attention(self._own_attention)
         self._own_attention = []
 
     @contextmanager
-    def _giving_back_on_failure(self) -> Iterator[None]:
-        """Give the model its own attention back on an exception: the caller then has no manager to stop."""
+    def _restoring_on_failure(self) -> Iterator[None]:
+        """Restore the attention of the model on an exception: the caller then has no manager to stop."""
         try:
             yield
         except BaseException:
-            self.give_attention_back()
+            self.restore_attention()
             raise
 
     def add_request(
         self, input_ids: list[int], request_id: str | None = None, *args: Any, **options: Any
     ) -> str | None:
-        """Add a request, as transformers' method. Returns the id of its answer: `request_id`, with a number behind it
-        while another request has it; `None` if the request was dropped.
+        """Add a request.
 
-        An answer ends with the model's last position. A prompt that is longer than the model's positions or the pool
-        fails, with a sentence in `error`.
+        An answer ends at the model's last position. A prompt that is longer than the model's positions or the pool
+        fails, and `error` of its output says why.
+
+        Args:
+            input_ids: Token ids of the prompt.
+            request_id: Id of the request, by default a new one.
+            *args, **options: Arguments of transformers' method.
+
+        Returns:
+            Id of the answer: `request_id`, with a number appended while another request has that id. `None` if the
+            request was dropped.
         """
         if request_id is None:
             with self._request_lock:
@@ -378,13 +399,15 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         return added
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request, as transformers' method. On a CPU a step that no other request is in ends at once."""
+        """Cancel a request. On a CPU, a step without other requests ends at once."""
         super().cancel_request(request_id)
         self._cancelled.add(request_id)
 
     def _stop_abandoned_step(self) -> None:
-        """Raise `StepAbandoned` before a layer if no request of the step is wanted. On a CPU a step of a long prompt
-        takes many seconds, and all other requests would wait for its end."""
+        """Raise `StepAbandoned` before a layer if all requests of the step are cancelled.
+
+        On a CPU a step with a long prompt takes many seconds, and all other requests would wait for its end.
+        """
         if self.background_thread_status.local_status == BackgroundThreadStatus.HARD_STOP:
             raise StepAbandoned
         if self._cancelled and isinstance(self.batch_processor, TurboQuantBatchProcessor):
@@ -393,17 +416,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
                 raise StepAbandoned
 
     def sleep(self) -> int:
-        """Give pages and graphs back; see `TurboQuantBatching.sleep`."""
+        """Free pages and graphs; see `TurboQuantBatching.sleep`."""
         if self.is_running():
             raise ValueError(
-                "A session of continuous batching is running: its requests need their pages. Stop it first."
+                "A session of continuous batching is running, and its requests need their pages. Stop the session "
+                "first."
             )
         if self.batch_processor is None:
             return 0
         pool = self.batch_processor.cache.cache_tensor
         freed, on_cuda, device = pool.nbytes, pool.is_cuda, pool.device
         before = torch.cuda.memory_allocated(device) if on_cuda else 0
-        # What was captured and shared is gone, so a changed model may take it up again.
+        # No graph or shared prefix is left, so the model may change before the next session.
         self.batch_processor, self.warmed_up, self._last_model = None, False, None
         del pool
         gc.collect()
@@ -417,35 +441,36 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         super().join(*args, **options)
 
     def warmup(self) -> None:
-        """Allocate the pool, and on a GPU capture the graphs of decode steps."""
-        with self._giving_back_on_failure():
+        """Allocate the pool. On a GPU, also capture the graphs of decode steps."""
+        with self._restoring_on_failure():
             super().warmup()
 
     def start(self) -> None:
         """Start the background thread.
 
         Raises:
-            ValueError: The model has changed since the last session, whose pages are kept.
+            ValueError: The model has changed since the last session, and the manager still has pages of it.
         """
         if not self.model_is_unchanged():
-            self.give_attention_back()  # transformers' own `init_continuous_batching` has switched it
+            self.restore_attention()  # transformers' own `init_continuous_batching` has switched the attention
             raise ValueError(
-                "The model's weights, adapters, dtype or device have changed since this manager's last session, whose "
-                "pages and graphs it keeps. Make a new one: `destroy_cached_continuous_batching_manager()`, then "
-                "`init_continuous_batching()`."
+                "The model's weights, adapters, dtype or device have changed since the last session of this manager, "
+                "and the manager keeps the pages and graphs of that session. Create a new manager: "
+                "`destroy_cached_continuous_batching_manager()`, then `init_continuous_batching()`."
             )
         self.switch_to_cb_friendly_attn(self.model)
         super().start()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the background thread, as transformers' `stop`, and give the model its own attention back."""
+        """Stop the background thread and restore the attention of the model. Arguments are those of transformers'
+        `stop`."""
         super().stop(*args, **kwargs)
         self._wake_up_loop.set()
-        self.give_attention_back()
+        self.restore_attention()
         if self.batch_processor is not None:
             self._last_model = self.model.device, fingerprint.identify(self.model)
 
-    # A copy of transformers' with other classes of cache, scheduler and processor, which it names
+    # Copied from transformers, because the original names its classes of cache, scheduler and processor
     # (tests/batching/test_upstream.py fails when the original changes).
     @outside_inference_mode
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
@@ -497,8 +522,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         self._computing = False
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
-        """Run a step. If it fails, its requests fail, and the loop goes on with the others."""
-        alone = self.distributed_helper.tp_size == 1  # ranks of a group poll one another
+        """Run a step. If the step fails, its requests fail, and the loop continues with the others."""
+        alone = self.distributed_helper.tp_size == 1  # ranks of a group poll each other
         self._wake_up_loop.idle = alone and not batch_processor.has_pending_requests()
         if self._wake_up_loop.idle:
             self._cancelled.clear()
@@ -510,12 +535,12 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self._computing = False
             return True
         except Exception as error:
-            # The loop must end if other ranks wait for this one, or if the device is broken.
+            # The loop must end if other ranks wait for this rank, or if the device is broken.
             if not alone:
                 raise RuntimeError(
-                    f"Rank {self.distributed_helper.tp_local_rank} of the {self.distributed_helper.tp_size} that hold "
-                    f"this model together cannot go on, and the others end with it: {error}\nIf it lost a connection, "
-                    "another rank has died: see the output of that one, and start all of them again."
+                    f"Rank {self.distributed_helper.tp_local_rank} of the {self.distributed_helper.tp_size} that share "
+                    f"this model cannot continue, and all other ranks end too: {error}\nIf a connection was lost, "
+                    "another rank has died: see the output of that rank, and start all ranks again."
                 ) from error
             if isinstance(error, torch.AcceleratorError):
                 raise
@@ -525,8 +550,8 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             return True
 
     def _handle_critical_error(self, error: Exception, batch_processor: ContinuousBatchProcessor | None) -> None:
-        """Fail all requests and tell the other ranks, if they are there."""
+        """Fail all requests and tell the other ranks, if they can be reached."""
         try:
             super()._handle_critical_error(error, batch_processor)
         except RuntimeError as unreachable:
-            logger.error(f"Not all ranks could be told to end: {unreachable}")
+            logger.error(f"Some ranks could not be told to end: {unreachable}")

@@ -1,4 +1,4 @@
-"""Requests outside of a step: the order in which they wait, the ids of their answers, their names in the log."""
+"""Requests outside of a step: order of the queue, ids of answers, names in the log."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from .checks import new_tokens
 
 PATIENCE = 1e-3
-"""Seconds for each token of a prompt in which shorter ones that come later may pass it, under "shortest_first"."""
+"""Seconds per prompt token: how long later and shorter prompts may overtake a prompt under "shortest_first"."""
 LISTED = 8
-"""Number of requests that a line of the log names at most."""
+"""Maximum number of requests that a line of the log names."""
 
 
 def one_line(error: BaseException | str) -> str:
-    """An error's text without line breaks."""
+    """Text of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def named(names: Collection[str]) -> str:
-    """The names of requests for a line of the log."""
+    """Names of requests, shortened for a line of the log."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return f"request{'s' * (len(names) != 1)} {', '.join(list(names)[:LISTED])}{more}"
 
 
 class ShortestFirst(FIFOScheduler):
-    """transformers' FIFO, but of the requests that wait shorter prompts go first.
+    """transformers' FIFO scheduler, except that shorter prompts go first.
 
-    The order is that of arrival plus `PATIENCE` seconds for each token of the prompt: what comes later than that
-    passes no more, so none waits for ever. Where many come at once, most have their first token much earlier: in the
-    order of arrival half of them wait until half of all tokens are read.
+    Waiting requests are ordered by time of arrival plus `PATIENCE` seconds per prompt token. Requests that arrive after
+    that time do not overtake, so no request waits forever. In a burst most requests get their first token much earlier
+    than in the order of arrival, where half of them wait until half of all tokens are read.
     """
 
     def _get_waiting_candidates(self) -> list[RequestState]:
         waiting = super()._get_waiting_candidates()
         fresh = [state for state in waiting if not state.is_cpu_offloaded]
         fresh.sort(key=lambda state: state.created_time + PATIENCE * len(state.remaining_prefill_tokens))
-        following = iter(fresh)  # those on the CPU keep their turns
+        following = iter(fresh)  # offloaded requests keep their positions
         return [state if state.is_cpu_offloaded else next(following) for state in waiting]
 
 
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
-    """The scheduler of that name, which also refuses new requests that the cache has no room or positions for, and
-    ends answers with the model's last position."""
+    """Return a subclass of the scheduler `name` with two checks.
+
+    New requests that exceed the cache or the model's positions are refused. Answers end at the model's last position.
+    """
     base: Any = ShortestFirst if name == "shortest_first" else SCHEDULER_MAPPING.get(name, FIFOScheduler)
 
     class CheckedScheduler(base):
@@ -55,7 +57,7 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             limit = new_tokens(len(state.initial_tokens), state.max_new_tokens, self.cache.config)
             if limit is not None:
                 state._new_tokens_limit = limit
-            if state.max_new_tokens is not None:  # which forks take; without one a request may outgrow the pool
+            if state.max_new_tokens is not None:  # forks copy it; a request without a limit may outgrow the pool
                 state.max_new_tokens = limit
             super().add_waiting_request(state)
 
@@ -63,14 +65,14 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 
 
 class AnswerRouter(OutputRouter):
-    """transformers' router of answers, which keeps ids unique: two requests of one id would share pages and answer."""
+    """transformers' output router with unique ids: two requests of one id would share pages and an answer."""
 
     def __init__(self) -> None:
         super().__init__()
         self._open: set[str] = set()
 
     def claim(self, request_id: str) -> str:
-        """`request_id`, with a number behind it if a request of that id is being answered."""
+        """Return `request_id`, with a number appended if a request of that id is not answered yet."""
         with self._lock:
             unique, number = request_id, 1
             while unique in self._open:
@@ -80,7 +82,7 @@ class AnswerRouter(OutputRouter):
         return unique
 
     def release(self, request_id: str) -> None:
-        """Free the id of a request that is answered or dropped."""
+        """Free the id of a request that was answered or dropped."""
         with self._lock:
             self._open.discard(request_id)
 
@@ -90,7 +92,7 @@ class AnswerRouter(OutputRouter):
                 self.release(output.request_id)
 
     def _is_awaited(self, output: GenerationOutput) -> bool:
-        """Whether somebody can read an output: not if its event loop has ended (a server that shuts down)."""
+        """Whether an output can be delivered: not after its event loop has closed (a server that shuts down)."""
         handler = self.result_handlers.get(output.request_id)
         return handler is None or not handler[1].is_closed()
 

@@ -1,4 +1,4 @@
-"""A decoding loop whose step is one CUDA graph."""
+"""Decoding loop with one CUDA graph per step."""
 
 from .loop import graph_decoding
 

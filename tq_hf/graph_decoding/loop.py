@@ -1,14 +1,14 @@
-"""A decoding loop whose step is one CUDA graph, for `model.generate(..., custom_generate=tq_hf.graph_decoding)`.
+"""Decoding loop with one CUDA graph per step, for `model.generate(..., custom_generate=tq_hf.graph_decoding)`.
 
-A compiled step of `generate()` still takes the host 2 to 4 ms: guards on the model's modules, masks, processors, a read
-of the stop flag. Here the whole step (the compiled forward, processors, the choice of a token, the check for an end) is
-captured once and replayed; the host reads whether all sequences have ended one step late, so the GPU never waits for
-it. The one step too many is cropped from the cache.
+A compiled step of `generate()` still costs the host 2 to 4 ms: guards on the model's modules, masks, processors, a read
+of the stop flag. Here the whole step (compiled forward pass, processors, choice of a token, check for the end) is
+captured once and replayed. The host reads one step late whether all sequences have ended, so the GPU never waits for
+the host. The extra step is cropped from the cache.
 
-`generate()` prepares everything as for its own loop (prompt, masks, processors, stopping criteria, the cache), so
-left-padded batches, later turns, chunked prefill and `return_dict_in_generate` work as without it. Processors that read
-only scores run inside the graph; all others, and stopping criteria other than the end-of-sequence token and the length,
-run after each replay. Sliding windows fill and slide by counts on the device. Without a GPU, or with `disable_compile`,
+`generate()` prepares prompt, masks, processors, stopping criteria and cache as for its own loop. Left-padded batches,
+later turns, chunked prefill and `return_dict_in_generate` therefore work as usual. Processors that read only scores run
+inside the graph. All other processors run after each replay, and so do stopping criteria other than the end-of-sequence
+token and the length. Sliding windows fill and slide by counts on the device. Without a GPU, or with `disable_compile`,
 the same loop runs step by step.
 """
 
@@ -31,7 +31,7 @@ from ..compat import (
     as_input,
     attention_implementation,
     autocast_dtype,
-    check_ground,
+    check_required_names,
     compiles_steps,
     ending_failed_capture,
     optimized_for_decode,
@@ -43,7 +43,7 @@ from ..layers.base import FullAttentionLayer
 from ..layers.compressed import TurboQuantLayer
 from ..layers.dense import PreallocatedSlidingLayer
 from ..saving.fingerprint import adapters
-from .step import LateFlags, Masks, StepTensors, map_masks, mask_tensors, show_newest
+from .step import LateFlags, Masks, StepTensors, map_masks, mask_tensors, unmask_newest
 
 READ_SCORES_ONLY = (
     processors.EpsilonLogitsWarper,
@@ -56,13 +56,14 @@ READ_SCORES_ONLY = (
     processors.TopPLogitsWarper,
     processors.TypicalLogitsWarper,
 )
-"""Processors that look at scores alone: those that look at the tokens so far see another number of them each step."""
+"""Processors that read scores only. A processor that reads tokens gets one more token at each step, so no graph can
+hold it."""
 
 WITHOUT_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
-"""Modes of the compiler that capture graphs, and what they do besides."""
+"""Replacements for modes of the compiler that capture CUDA graphs of their own."""
 
 WARM_UP = 2
-"""Steps that run before one is captured: kernels are compiled in the first, and memory has settled after the second."""
+"""Number of steps before the capture. The first compiles kernels; after the second, memory no longer grows."""
 
 
 def graph_decoding(
@@ -74,7 +75,7 @@ def graph_decoding(
     stop_strings: str | list[str] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Greedy search or sampling on a preallocated cache; `generate()` calls it with what it has prepared.
+    """Decode greedily or by sampling on a preallocated cache. `generate()` calls this function.
 
     ```python
     cache = TurboQuantCache(model.config, max_cache_len=4096)
@@ -82,28 +83,30 @@ def graph_decoding(
     ```
 
     Args:
-        model: A decoder with `attn_implementation="turboquant"` (another works too, but reads dense states).
+        model: A decoder with `attn_implementation="turboquant"`. Other implementations work, but read dense states.
         input_ids: `[B, T]` int64.
-        logits_processor: As for any loop of transformers.
-        stopping_criteria: Likewise.
-        generation_config: Likewise; `disable_compile` and `compile_config` are heeded, but for the compiler's own CUDA
-            graphs, which cannot be captured again. Of one sequence
-            `CompileConfig(options={"coordinate_descent_tuning": True})` makes a step 11 to 15% shorter, and the first
-            call half a minute longer (8B, H200): the compiler then writes products with one row itself, and tunes them.
-        stop_strings: As of `generate()`, with its `tokenizer`. Those of a generation config transformers refuses: it
-            looks for the tokenizer that it has dropped.
+        logits_processor: Processors of logits, as for any loop of transformers.
+        stopping_criteria: Stopping criteria, as for any loop of transformers.
+        generation_config: Generation config. `disable_compile` and `compile_config` apply, except for CUDA graphs of
+            the compiler, which cannot be captured again. For one sequence
+            `CompileConfig(options={"coordinate_descent_tuning": True})` shortens a step by 11 to 15% and lengthens the
+            first call by half a minute (8B, H200): the compiler then writes products with one row itself and tunes
+            them.
+        stop_strings: `stop_strings` of `generate()`, with `tokenizer`. transformers refuses `stop_strings` in a
+            generation config, because it has dropped the tokenizer by then.
         **model_kwargs: Inputs of the model, `past_key_values` among them.
 
     Returns:
-        Tokens `[B, T + n]` int64, or what `return_dict_in_generate` asks for.
+        Tokens `[B, T + n]` int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
 
     Raises:
-        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers, or the call
-            asks for another way of decoding than greedy search and sampling (beams, an assistant, contrastive search),
-            for `synced_gpus`, attentions or hidden states; or a step would be captured over several devices; or
-            `stop_strings` come without a tokenizer.
+        ValueError: The cache is not a preallocated `TurboQuantCache` of full-attention and sliding layers. The call
+            asks for other decoding than greedy search and sampling (beams, an assistant, contrastive search), for
+            `synced_gpus`, attentions or hidden states. A step would be captured over several devices. `stop_strings`
+            come without a tokenizer.
+        ImportError: The installed transformers lacks a name that this loop needs.
     """
-    check_ground("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
+    check_required_names("graph_decoding", "Leave out `custom_generate`: `generate()` decodes with the same cache.")
     arguments = arguments_of_generate()
     cache = _check(model, generation_config, model_kwargs, arguments)
     if stop_strings is not None:
@@ -171,7 +174,7 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], argumen
 
 
 def _without_graphs(config: CompileConfig | None) -> CompileConfig:
-    """How a step is compiled: graphs of the compiler's own would be captured inside of ours."""
+    """Remove the compiler's own CUDA graphs from compile options: they would be captured inside of ours."""
     fields = (CompileConfig() if config is None else config).to_dict()
     (fields["options"] or {}).pop("triton.cudagraphs", None)
     return CompileConfig(**{**fields, "mode": WITHOUT_GRAPHS.get(fields["mode"], fields["mode"])})
@@ -232,7 +235,7 @@ class _Loop:
         return GenerateDecoderOnlyOutput(**fields, **as_input(self.cache), sequences=tokens)  # type: ignore[arg-type]
 
     def _advance(self, step: StepTensors) -> None:
-        """One token more a sequence."""
+        """Generate one more token per sequence."""
         if step.graph is None and self.captures and step.warm >= WARM_UP:
             self._capture(step)
         if step.graph is None:
@@ -260,7 +263,7 @@ class _Loop:
         step.graph = graph
 
     def _run(self, step: StepTensors) -> None:
-        """What the graph holds."""
+        """Run the operations of the graph."""
         inputs = {**step.constants, **as_input(self.cache), "input_ids": step.token}
         if step.positions is not None:
             inputs["position_ids"] = step.positions
@@ -271,7 +274,7 @@ class _Loop:
             step.positions.add_(1)
         step.column.add_(1)
         for mask in mask_tensors(step.masks):
-            show_newest(mask, step.column, self.windows)
+            unmask_newest(mask, step.column, self.windows)
         if self.selects_in_graph:
             self._choose(step, step.logits, step.history)
 
@@ -280,7 +283,13 @@ class _Loop:
         step.logits = logits
 
     def _choose(self, step: StepTensors, logits: torch.Tensor, history: torch.Tensor) -> None:
-        """Choose the next tokens from logits `[B, vocabulary]` after tokens `history` `[B, T]`, and write them."""
+        """Choose the next tokens and write them to the tensors of `step`.
+
+        Args:
+            step: Tensors of the step.
+            logits: `[B, vocabulary]` float32.
+            history: `[B, T]` int64, all tokens so far.
+        """
         step.scores = self.processors(history, logits)
         if self.sample:
             token = torch.multinomial(torch.softmax(step.scores, dim=-1), num_samples=1).squeeze(1)
@@ -295,7 +304,7 @@ class _Loop:
             step.unfinished.logical_and_(~torch.isin(token, end))
 
     def _ends(self, step: StepTensors) -> bool:
-        """Record the step that has run. Whether all sequences are known to have ended."""
+        """Record the step that has run. Returns whether all sequences are known to have ended."""
         self.length += 1
         for every, tensor in ((self.logits, step.logits), (self.scores, step.scores)):
             if every is not None and tensor is not None:
@@ -306,8 +315,8 @@ class _Loop:
         return self.flags.record(step.unfinished, step.token[:, 0])
 
     def _step(self, inputs: dict[str, Any]) -> StepTensors:
-        """The tensors of a step, set for the first one. Those of the last call are reused if they fit."""
-        # The token is not chosen yet; only its place counts.
+        """Return step tensors, set for the first step. Tensors of the last call are reused if they fit."""
+        # The next token is not chosen yet; only its position matters here.
         longer = torch.cat([self.prompt, self.prompt.new_zeros(self.prompt.shape[0], 1)], dim=1)
         first = self.model.prepare_inputs_for_generation(longer, next_sequence_length=1, **inputs)
         for name in ("input_ids", CACHE_NAME):
@@ -320,14 +329,15 @@ class _Loop:
             unknown.append("an attention mask of another shape than [batch, heads, queries, columns]")
         if unknown:
             raise ValueError(
-                f"{type(self.model).__name__} is given {', '.join(unknown)} at each step, which `graph_decoding` does "
-                "not know how to continue. Leave out `custom_generate`."
+                f"{type(self.model).__name__} takes {', '.join(unknown)} at each step, which `graph_decoding` cannot "
+                "continue. Leave out `custom_generate`."
             )
         assert self.cache.preallocated_for is not None
         width = max(self.cache.preallocated_for + 1, 0 if self.max_length is None else self.max_length)
         step = latest_steps.get(self.cache)
         key = self._key(first, positions, masks, width)
-        # Under autocast a graph has captured copies of weights, which are freed as autocast ends: it serves one call.
+        # Under autocast, a graph reads copies of weights that are freed when autocast ends. Use the graph for one call
+        # only.
         stale = self.captures and autocast_dtype(self.prompt) is not None
         if step is None or step.key != key or stale:
             latest_steps.pop(self.cache, None)
@@ -347,7 +357,7 @@ class _Loop:
     def _new_step(
         self, key: tuple[Any, ...], positions: torch.Tensor | None, masks: Masks, constants: dict[str, Any], width: int
     ) -> StepTensors:
-        """Tensors for steps of up to `width` tokens. Later calls may write to them outside of inference mode."""
+        """Allocate step tensors for up to `width` tokens, outside of inference mode, so that later calls may write."""
         batch, device = self.prompt.shape[0], self.prompt.device
         return StepTensors(
             key=key,
@@ -364,8 +374,8 @@ class _Loop:
     def _key(
         self, constants: dict[str, Any], positions: torch.Tensor | None, masks: Masks, width: int
     ) -> tuple[Any, ...]:
-        """Everything that a captured step depends on: another key needs another graph."""
-        # All others choose outside of the graph.
+        """Collect all values that a captured step depends on. Another key needs another graph."""
+        # Processors matter only if they are part of the graph.
         processors = self.processors if self.selects_in_graph else []
         chooses = [(type(p).__name__, *((name, _exact(value)) for name, value in vars(p).items())) for p in processors]
         pad = None if self.pad is None else _exact(self.pad)
@@ -387,16 +397,16 @@ class _Loop:
 
 
 def _exact(value: Any) -> Any:
-    """A value as part of a key. A tensor's `repr` is rounded, so its elements are taken."""
+    """Convert a value to a part of a key. The `repr` of a tensor is rounded, so its elements are used."""
     return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _tensors_of(layer: Any) -> list[torch.Tensor]:
-    """Every tensor a layer holds."""
+    """All tensors of a layer."""
     if isinstance(layer, TurboQuantLayer):
         return [tensor for kind in layer.by_kind().values() for tensor in kind]
     return [layer.keys, layer.values, layer.cumulative_length] if layer.is_initialized else []
 
 
 latest_steps: WeakKeyDictionary[TurboQuantCache, StepTensors] = WeakKeyDictionary()
-"""The step of each cache's last call. It holds tensors and a graph, not the cache, and is dropped with the cache."""
+"""Step tensors of the last call, by cache. They do not refer to the cache, so they are freed with the cache."""

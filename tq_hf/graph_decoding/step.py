@@ -1,4 +1,4 @@
-"""A decode step that is captured once: its tensors, which stay where they are, and what the host reads of it."""
+"""Tensors of a captured decode step, which keep their addresses, and the flags that the host reads."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 @dataclass
 class StepTensors:
-    """The tensors of a step, and the graph that works on them.
+    """Tensors of a step, and the graph that reads and writes them.
 
     Args:
-        key: What the graph depends on (model, batch, how tokens are chosen); another key needs another graph.
+        key: Values that the graph depends on (model, batch, processors, ...). Another key needs another graph.
         token: `[B, 1]` int64, the newest token of each sequence, not cached yet.
-        positions: Position ids `[..., B, 1]` of `token`, or `None` where the model counts itself.
-        masks: What the model is given, `[B, 1, 1, max_cache_len]` each, of sliding layers as wide as their window;
-            bool, or float and added to logits.
-        column: `[1]` int64, the place of `token` among the tokens cached: its column in the masks of full attention.
-        constants: Further inputs that are the same at every step.
+        positions: Position ids `[..., B, 1]` of `token`, or `None` if the model counts positions itself.
+        masks: Attention masks of the model, `[B, 1, 1, max_cache_len]`, or `[B, 1, 1, window]` for sliding layers.
+            Bool, or float and added to logits.
+        column: `[1]` int64, the index of `token` among the cached tokens: its column in masks of full attention.
+        constants: Further inputs, equal at every step.
         history: `[B, length]` int64, prompt and answer.
-        at: `[1]` int64, where the next token goes in `history`.
-        unfinished: `[B]` bool.
+        at: `[1]` int64, the column of `history` for the next token.
+        unfinished: `[B]` bool, whether a sequence has not ended.
         logits: `[B, vocabulary]` float32 of the last step.
-        scores: The same after the processors.
+        scores: `[B, vocabulary]` float32, `logits` after the processors.
+        graph: Captured CUDA graph, or `None` before the capture.
+        warm: Number of steps that ran before the capture.
     """
 
     key: tuple[Any, ...]
@@ -47,26 +49,26 @@ class StepTensors:
 
 
 def mask_tensors(masks: Masks) -> list[torch.Tensor]:
-    """The masks as a list."""
+    """List the masks."""
     every = masks.values() if isinstance(masks, dict) else [masks]
     return [mask for mask in every if mask is not None]
 
 
 def map_masks(function: Callable[[torch.Tensor], torch.Tensor], masks: Masks) -> Masks:
-    """The results of `function` on every mask."""
+    """Apply `function` to every mask."""
     if isinstance(masks, dict):
         return {name: None if mask is None else function(mask) for name, mask in masks.items()}
     return None if masks is None else function(masks)
 
 
-def show_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -> None:
-    """Let a step's mask show one token more.
+def unmask_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -> None:
+    """Extend the mask of a step by one token.
 
     Args:
         mask: `[B, 1, 1, columns]` bool, or float and added to logits; written in place.
-        column: `[1]` int64, the new token's place among the tokens cached.
-        windows: Widths of sliding layers' masks. As in the cache, the oldest token leaves a window that is full. (Of
-            full attention there is no room for another token then: the cache refuses it.)
+        column: `[1]` int64, the index of the new token among the cached tokens.
+        windows: Widths of the masks of sliding layers. As in the cache, the oldest token leaves a full window. (The
+            cache refuses a token beyond the width of full attention.)
     """
     last = mask.shape[3] - 1
     if mask.shape[3] in windows:
@@ -76,12 +78,13 @@ def show_newest(mask: torch.Tensor, column: torch.Tensor, windows: set[int]) -> 
 
 
 class LateFlags:
-    """Tokens and the flag "all have ended" of each step, read on the host: on a GPU a step late, so that nothing waits.
+    """Tokens and the flag "all sequences have ended" of each step, read on the host. On a GPU they are read one step
+    late, so that neither side waits.
 
     Args:
-        device: Where tokens are chosen.
-        batch: Sequences.
-        streamer: Gets the tokens, or `None`.
+        device: Device on which tokens are chosen.
+        batch: Number of sequences.
+        streamer: Streamer that gets the tokens, or `None`.
     """
 
     def __init__(self, device: torch.device, batch: int, streamer: BaseStreamer | None) -> None:
@@ -99,7 +102,8 @@ class LateFlags:
         self._steps = 0
 
     def record(self, unfinished: torch.Tensor, token: torch.Tensor) -> bool:
-        """Copy a step's `[B]` flags and tokens to the host. Whether all had ended `lag` steps ago."""
+        """Copy the flags and tokens `[B]` of a step to the host. Returns whether all sequences had ended `lag` steps
+        ago."""
         flag, tokens = self._slots[self._steps % 2]
         flag.copy_(~unfinished.any(), non_blocking=True)
         if self.streamer is not None:
@@ -118,7 +122,7 @@ class LateFlags:
         return bool(flag)
 
     def finish(self, ended: bool) -> None:
-        """Stream the last token, unless its step ran after the end."""
+        """Stream the last token, unless its step ran after the end of all sequences."""
         if self.lag and not ended:
             self._read(self._steps - 1)
         if self.streamer is not None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from ..compat import attention_implementation, cached_table, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
+from ..stores import graph_ops
 from ..stores.base import LayerStore, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
@@ -281,8 +282,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def dense(self, view: View) -> KeyValue:
         """The states `view` stands for, dequantized."""
-        assert self.store is not None
-        return self._shown(self.store.dense(view))
+        return self._shown(graph_ops.dense(view))
 
     def _shown(self, states: KeyValue) -> KeyValue:
         """`states`, with zeros for empty room if that is shown."""

@@ -1,1 +1,1 @@
-"""Caches in files."""
+"""Saving caches to files, and loading them."""

@@ -1,10 +1,10 @@
-"""Save a cache to a safetensors file, and load it back: a prompt processed once is reused after a restart.
+"""Save a cache to a safetensors file and load it back, so that a processed prompt can be reused after a restart.
 
-A file holds what each layer says of itself (`tq_hf.layers.base`): tensors, and one JSON text with the rest (lengths,
-the configuration, which model it belongs to). That text carries its own checksum and one of all tensors.
+A file holds the state of each layer (`tq_hf.layers.base`): tensors, and one JSON text with the rest (lengths,
+configuration, fingerprint of the model). The text has a checksum of its own, and contains a checksum of all tensors.
 
-Loading believes none of it: see `tq_hf.saving.safetensors_file` for the file, `tq_hf.saving.fingerprint` for the model
-and `tq_hf.saving.layers` for the layers.
+Loading checks everything: `tq_hf.saving.safetensors_file` the file, `tq_hf.saving.fingerprint` the model and
+`tq_hf.saving.layers` the layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .layers import Loader, describe
 
 FORMAT = "tq_hf.cache"
 VERSION = 7
-"""Raised whenever a reader of the old version would misread a new file."""
+"""Version of the format. Increase it when a reader of the old version would misread a new file."""
 
 STATE_FIELDS = {
     "config": dict,
@@ -43,7 +43,7 @@ STATE_FIELDS = {
 
 
 def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapping[str, str] | None = None) -> None:
-    """Write `cache` to `path`: see `TurboQuantCache.save`. `load_cache` returns `notes`, e.g. the prompt."""
+    """Write `cache` to `path` (see `TurboQuantCache.save`). `load_cache` returns `notes`, e.g. the prompt."""
     lengths = held_lengths(cache.layers)
     if not any(lengths.values()):
         raise ValueError("The cache holds no tokens, so there is nothing to save. Run the model with it first.")
@@ -51,16 +51,16 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapp
     if least and (ahead := tokens_ahead(cache.layers, lengths, cache.last_update)):
         raise ValueError(
             f"The layers hold different numbers of tokens, {least} to {most}: an exception (Ctrl-C, no memory left) "
-            f"ended a forward pass half way. `cache.crop({-max(ahead.values())})` makes them even again."
+            f"ended a forward pass half way. `cache.crop({-max(ahead.values())})` makes the lengths equal again."
         )
     _check_model(model, "cache.save(path, model)")
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: what its decoder caches depends on what its encoder read, "
-            "which this cache does not hold. Only caches of decoders can be saved."
+            f"{type(model).__name__} is an encoder-decoder: its decoder's keys and values depend on the input of its "
+            "encoder, which this cache does not hold. Only caches of decoders can be saved."
         )
     if cache.offloading:
-        # Layers move to the CPU on streams of their own, and may be of several GPUs.
+        # Layers are copied to the CPU on side streams, possibly of several GPUs.
         for device in {getattr(layer, "device", None) for layer in cache.layers}:
             if device is not None and device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -70,7 +70,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: Any, notes: Mapp
         description, parts = describe(layer, index)
         layers.append(description)
         for name, tensor in parts.items():
-            # A copy: parts of one storage may not be written under two names.
+            # Copy: safetensors refuses two tensors that share a storage.
             tensor = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             tensors[f"layers.{index}.{name}"] = tensor
     state = {
@@ -102,9 +102,9 @@ def load_cache(
     preset: str | TurboQuantConfig | None = None,
     max_cache_len: int | None | Literal["saved"] = "saved",
 ) -> tuple[Any, dict[str, str]]:
-    """The cache, of class `kind` (`TurboQuantCache`), and the notes saved at `path`: see `TurboQuantCache.load`."""
+    """Load the cache and the notes saved at `path` (see `TurboQuantCache.load`). `kind` is the class of the cache."""
     _check_model(model, "TurboQuantCache.load(path, model)")
-    with safetensors_file.held_open(path) as file:
+    with safetensors_file.opened(path) as file:
         try:
             header = safetensors_file.read_header(file)
             state = _read_state(header.metadata)
@@ -123,16 +123,18 @@ def load_cache(
 
 def _check_model(model: Any, call: str) -> None:
     if not isinstance(model, torch.nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        came = "none was given" if model is None else f"this is a {type(model).__name__}"
-        raise ValueError(f"The model is needed to tell whose keys and values these are, and {came}. Pass it: `{call}`.")
+        came = "None" if model is None else f"a {type(model).__name__}"
+        raise ValueError(
+            f"Got {came} in place of the model. The model is needed to check that the keys and values are its own: "
+            f"`{call}`."
+        )
 
 
 def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
-    """The JSON text of a file, checked against its checksum and for the types of its fields."""
+    """Parse the JSON text of a file. Checks its checksum and the types of its fields."""
     if metadata.get("format") != FORMAT or "version" not in metadata:
         raise ValueError(
-            "It is a safetensors file, but not one of a cache (model weights, perhaps). Give a file that `cache.save` "
-            "wrote."
+            "It is a safetensors file, but not of a cache (model weights, perhaps). Pass a file of `cache.save`."
         )
     version = metadata["version"]
     if not version.isascii() or not version.isdigit() or len(version) > 9:
@@ -157,7 +159,7 @@ def _read_state(metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> TurboQuantConfig:
-    """The configuration a file was saved with, if it is that of `preset` (or none is asked for)."""
+    """Return the configuration of a file. Raises `ValueError` if `preset` is another configuration."""
     defaults = dataclasses.asdict(TurboQuantConfig())
     types = {name: (str, type(None)) if name == "preset" else type(value) for name, value in defaults.items()}
     safetensors_file.check_fields(saved, types | {"skip_layers": list, "layers": list}, "The configuration")
@@ -171,5 +173,8 @@ def _config(saved: dict[str, Any], preset: str | TurboQuantConfig | None) -> Tur
         if asked != config:
             differing = [name for name in defaults if getattr(asked, name) != getattr(config, name)]
             options = ", ".join(f"{name}={getattr(config, name)!r}" for name in differing)
-            raise ValueError(f"It was saved with {options}, not as asked for. Leave out `preset`, or save it anew.")
+            raise ValueError(
+                f"It was saved with {options}, which differs from `preset`. Leave out `preset`, or save the cache "
+                "again."
+            )
     return config

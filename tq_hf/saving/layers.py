@@ -1,7 +1,7 @@
-"""The layers of a cache in a file: checked against a model, and made again.
+"""Layers of a saved cache: check them against a model, and restore them.
 
-A tiny run of the model, on a cache of its own, shows what it caches: heads, dims, dtypes and devices of each layer.
-Each layer then says which tensors a file must have for it. All are checked before anything is allocated.
+A run of the model on a few tokens, with a new cache, shows the heads, dims, dtypes and devices of each layer. Each
+layer then lists the tensors that a file must have for it. All tensors are checked before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record, shapes
 from .safetensors_file import Header, check_fields
 
 
-def _answers(layer: Any) -> bool:
-    """Whether a layer answers for itself."""
+def _has_state(layer: Any) -> bool:
+    """Whether a layer has the methods for saving and loading."""
     return hasattr(layer, "load_state")
 
 
 def describe(layer: Any, index: int) -> State:
-    """A layer as JSON and tensors by name."""
+    """Describe a layer by JSON and by tensors with names."""
     with _named(index):
-        if _answers(layer) and not layer.is_initialized:
-            raise ValueError("holds no tokens although others do; save a cache the whole model has filled.")
-        description, tensors = (layer if _answers(layer) else RecordedLayer(layer)).state()
+        if _has_state(layer) and not layer.is_initialized:
+            raise ValueError("holds no tokens although others do; save a cache that the whole model has filled.")
+        description, tensors = (layer if _has_state(layer) else RecordedLayer(layer)).state()
     return {"class": type(layer).__name__} | description, tensors
 
 
 @contextmanager
 def _named(index: int) -> Iterator[None]:
-    """Begin the message of a layer's error, which has no subject, with the number of the layer."""
+    """Context that adds the subject, "Layer `index`", to the message of a `ValueError`."""
     try:
         yield
     except ValueError as error:
@@ -49,14 +49,17 @@ def _named(index: int) -> Iterator[None]:
 
 
 class Loader:
-    """Checks a file's description against a model, and makes the cache it describes.
+    """Checks of the description of a file against a model, and the restored cache.
 
     Args:
-        kind: `TurboQuantCache`, of which this module knows nothing else.
-        model: The model, which is run on a few tokens.
-        config: What the file was compressed with.
-        state: The file's description, its fields typed.
-        room: Tokens to preallocate for, or `None`: of the cache that is made, not of the one that was saved.
+        kind: Class of the cache (`TurboQuantCache`, which this module cannot import).
+        model: The model. It runs on a few tokens.
+        config: Configuration of the saved cache.
+        state: Description in the file, with checked types of fields.
+        room: `max_cache_len` of the restored cache, or `None`. The saved cache may have had another one.
+
+    Raises:
+        ValueError: The description does not match a cache of this model.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Loader:
         if saved_room is not None and saved_room < tokens:
             raise ValueError(f"It holds {tokens} tokens in room for {saved_room}: the file is damaged.")
         if room is not None and room < tokens:
-            raise ValueError(f"It holds {tokens} tokens, and `max_cache_len` is {room}. Give room for them.")
+            raise ValueError(f"It holds {tokens} tokens, and `max_cache_len` is {room}. Pass {tokens} or more.")
         self.cache = kind(model.config, config, max_cache_len=room)
         names = [layer.get("class") if type(layer) is dict else None for layer in state["layers"]]
         saved_layers = kind(model.config, config, max_cache_len=saved_room).layers
@@ -76,19 +79,20 @@ class Loader:
                 f"{state['transformers'][:16]}, running {transformers.__version__}). Save it again with this version."
             )
         counted = zip(self.cache.layers, state["tokens"], strict=True)
-        if len({seen for layer, seen in counted if getattr(layer, "is_sliding", False)}) > 1:  # no press evicts there
+        # Sliding layers agree in their lengths: no press evicts tokens there.
+        if len({tokens for layer, tokens in counted if getattr(layer, "is_sliding", False)}) > 1:
             raise ValueError("Its sliding windows saw different numbers of tokens: the file is damaged.")
         for index, (layer, name) in enumerate(zip(self.cache.layers, names, strict=True)):
             same = type(layer).__name__ == name and (room == saved_room or not hasattr(layer, "max_cache_len"))
-            if not same and not _answers(layer):
+            if not same and not _has_state(layer):
                 raise ValueError(
-                    f"Layer {index} is a {name} of transformers, which cannot get another `max_cache_len`: load the "
+                    f"Layer {index} is a {name} of transformers, which cannot change its `max_cache_len`: load the "
                     "cache without `max_cache_len`."
                 )
         self.layers: list[tuple[Any, Probe]] = self._probed(kind, model, config.skip_layers)
 
     def _probed(self, kind: Callable[..., Cache], model: Any, skip_layers: tuple[int, ...]) -> list[tuple[Any, Probe]]:
-        """Each layer of the cache, and what a run of the model shows of it."""
+        """Pair each layer of the cache with the results of a run of the model."""
         batch, room = self.state["batch"], self.state["max_cache_len"]
         config = TurboQuantConfig(skip_layers=skip_layers)
         rooms = ROOM if room is not None else (None, None)
@@ -99,7 +103,7 @@ class Loader:
         probed = []
         layers: Any = zip(self.cache.layers, first.layers, second.layers, calls, self.state["tokens"], strict=True)
         for index, (layer, probe, other, own, tokens) in enumerate(layers):
-            if _answers(layer):
+            if _has_state(layer):
                 if not own:
                     raise ValueError(f"This model did not fill layer {index} of its cache; call `model.eval()` first.")
                 probed.append((layer, Probe(probe, like_held(layer, *own[0].tensors(batch, 0)), tokens)))
@@ -118,7 +122,7 @@ class Loader:
         return probed
 
     def check(self, header: Header) -> None:
-        """Raise a `ValueError` unless the file has just the tensors such a cache has, and there is memory for them."""
+        """Raise `ValueError` unless the file has exactly the tensors of this cache, and memory for them is free."""
         expected: dict[str, torch.Tensor] = {}
         need: dict[torch.device, int] = {torch.device("cpu"): sum(tensor.nbytes for tensor in header.entries.values())}
         for index, (layer, probe) in enumerate(self.layers):
@@ -130,7 +134,7 @@ class Loader:
                 if probe.states is not None:
                     device, size = probe.states[0].device, sum(tensor.nbytes for tensor in tensors.values())
                     need[device] = need.get(device, 0) + size + _initial_bytes(layer, probe.states)
-            except RuntimeError as error:  # of tensors without memory
+            except RuntimeError as error:  # a meta tensor is too large
                 raise ValueError(
                     f"Layer {index} would be too large ({str(error)[:80]}): the file is damaged."
                 ) from None
@@ -143,7 +147,7 @@ class Loader:
             entry = header.entries[name]
             if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise ValueError(
-                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and would be {tensor.dtype} "
+                    f"{name!r} is {entry.dtype} {str(list(entry.shape))[:64]} in the file, and must be {tensor.dtype} "
                     f"{list(tensor.shape)} in a cache of this model: the file is damaged."
                 )
         for device, size in need.items():
@@ -155,7 +159,7 @@ class Loader:
                 )
 
     def fill(self, tensors: dict[str, torch.Tensor]) -> Any:
-        """The cache, with these tensors, which `check` has passed."""
+        """Fill the cache with tensors that `check` has accepted, and return it."""
         for index, (layer, probe) in enumerate(self.layers):
             prefix = f"layers.{index}."
             own = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -165,14 +169,14 @@ class Loader:
 
 
 def _initial_bytes(layer: Any, states: KeyValue) -> int:
-    """Bytes that an empty layer allocates for states like these. Allocates none."""
+    """Number of bytes that an empty layer allocates for states of these shapes. Nothing is allocated here."""
     sized = copy(layer)
     sized.lazy_initialization(*(part.to("meta") for part in states))
     return sum(tensor.nbytes for tensors in tensors_by_kind(sized).values() for tensor in tensors)
 
 
 def _free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device, if that can be told."""
+    """Number of free bytes on a device; `None` if unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

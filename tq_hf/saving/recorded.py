@@ -1,8 +1,8 @@
-"""transformers' own layers, which do not answer for themselves: what a model hands each is recorded, and replayed.
+"""Saving and loading of transformers' own layers, which have no methods for it.
 
-One run of the model is recorded. Replayed at another batch and length, it fills a second layer. Sizes and numbers that
-differ between the two layers are those that may differ in a file. So a file can be checked against layers of classes
-that this package knows nothing of.
+One run of the model is recorded: all calls that each layer gets. The calls are replayed on a second layer with another
+batch and length. Sizes and numbers that differ between the two layers may differ in a file, all others may not. A file
+can thus be checked against layers of unknown classes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from ..compat import mark_static_addresses
 from ..layers.base import Probe, State, like_held
 
 TOKEN_AXES = {"update": -2, "update_indexer": 1}
-"""Methods of a cache whose tensors have an axis of tokens, and which; the batch is axis 0 of all."""
+"""Axis of tokens in the tensors of a method of the cache. The batch is axis 0 in all methods."""
 METHODS = (*TOKEN_AXES, "update_conv_state", "update_recurrent_state")
+"""All recorded methods of the cache."""
 TOKEN_AXES_OF_LAYERS = {"update_index": -2}
-"""The same of methods that a model calls on the layer itself: MiniMax M3 (transformers 5.23)."""
+"""Axis of tokens in the tensors of methods that a model calls on a layer (MiniMax M3, transformers 5.23)."""
 BATCH, TOKENS, ROOM = (1, 2), (2, 3), (11, 13)
-"""Batch, length and `max_cache_len` of the two layers, all pairs different."""
+"""Batch, length and `max_cache_len` of the first and the second layer. All pairs are different."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a cache's method for one layer, with shapes in place of tensors.
+    """A call of a method of the cache for one layer, with shapes in place of tensors.
 
     Args:
-        method: Its name; some models call it on the layer itself.
+        method: Name of the method, of the cache or of the layer.
         likes: Shape, dtype and device of each tensor.
-        options: The other arguments, but for the number of the layer.
+        options: All other arguments except the layer index.
     """
 
     method: str
@@ -43,7 +44,7 @@ class Call:
     options: tuple[tuple[str, Any], ...]
 
     def tensors(self, batch: int, tokens: int) -> list[torch.Tensor]:
-        """Zeros in place of the call's tensors, for `batch` sequences of `tokens` tokens."""
+        """Zeros in the shapes of the call, for `batch` sequences of `tokens` tokens."""
         zeros = []
         for shape, dtype, device in self.likes:
             sizes = [batch, *shape[1:]]
@@ -53,7 +54,7 @@ class Call:
         return zeros
 
     def replay(self, layer: Any, batch: int, tokens: int) -> None:
-        """Make the call on `layer`, one of transformers' classes."""
+        """Repeat the call on `layer`, a layer of a transformers class."""
         tensors = self.tensors(batch, tokens)
         if self.method == "update":
             tensors = list(like_held(layer, *tensors))
@@ -62,7 +63,7 @@ class Call:
 
 @contextmanager
 def record(cache: Cache) -> Iterator[list[list[Call]]]:
-    """Record within the context what each layer of `cache` is given: in lists, one a layer."""
+    """Context that records the calls each layer of `cache` gets. Yields one list of calls per layer."""
     calls: list[list[Call]] = [[] for _ in cache.layers]
 
     def recording(method: str, real: Callable[..., Any], layer: int | None = None) -> Callable[..., Any]:
@@ -75,7 +76,7 @@ def record(cache: Cache) -> Iterator[list[list[Call]]]:
             arguments.pop("args", None)
             more, index = arguments.pop("kwargs", {}), arguments.pop("layer_idx", layer)
             tensors = [arguments.pop(name) for name in list(arguments) if isinstance(arguments[name], torch.Tensor)]
-            # What models pass on to `update` is for attention, not for the layer.
+            # Drop other arguments of `update`: they are for attention, not for the layer.
             options = {} if method == "update" else arguments | more
             likes = tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
             calls[index].append(Call(method, likes, tuple(sorted(options.items()))))
@@ -96,18 +97,20 @@ def record(cache: Cache) -> Iterator[list[list[Call]]]:
 
 
 def shapes(layer: Any) -> dict[str, torch.Size]:
-    """The shapes of a layer's tensors by their path in it. Another layer that was given recorded calls has the same
-    paths, unless the model fills its layers in a way that is not recorded."""
+    """Shapes of the tensors of a layer by path.
+
+    A second layer with the replayed calls has the same paths, unless the model also fills layers by other methods.
+    """
     return {path: value.shape for path, (_, _, value) in _leaves(layer).items() if isinstance(value, torch.Tensor)}
 
 
 class RecordedLayer:
-    """A layer of transformers' own class, for the questions that layers of this package answer themselves.
+    """Adapter that gives a transformers layer the methods for saving and loading.
 
     Args:
         layer: The layer.
-        second: The layer of a second cache, to which what a run handed the probe's layer was replayed at another size.
-        sizes: Numbers in the file by the pair of numbers that the two have in their place.
+        second: Layer of a second cache, filled by the replayed calls of the probe at other sizes.
+        sizes: Expected number in the file, by the pair of numbers that the probe's layer and `second` have.
     """
 
     state_fields: ClassVar[dict[str, Any]] = {"values": dict, "rows": (int, type(None))}
@@ -116,7 +119,7 @@ class RecordedLayer:
         self.layer, self.second, self.sizes = layer, second, sizes or {}
 
     def state(self) -> State:
-        """See `tq_hf.layers.base`: numbers under `values` and tensors, both by their path in the layer."""
+        """Describe the layer (see `tq_hf.layers.base`): numbers under `values`, and tensors, both by path."""
         values: dict[str, bool | int | None] = {}
         tensors: dict[str, torch.Tensor] = {}
         for path, (_, _, value) in _leaves(self.layer).items():
@@ -153,7 +156,7 @@ class RecordedLayer:
             wanted = self.sizes.get((value, second), value) if type(value) is int else value
             if type(number) is not type(wanted) or number != wanted:
                 raise ValueError(
-                    f"has {str(number)[:32]} for `{path}` in the file, and would have {wanted} in a cache of this "
+                    f"has {str(number)[:32]} for `{path}` in the file, and must have {wanted} in a cache of this "
                     "model: the file is damaged."
                 )
         if numbers != values.keys():
@@ -163,7 +166,7 @@ class RecordedLayer:
         return tensors
 
     def load_state(self, description: dict[str, Any], tensors: dict[str, torch.Tensor], probe: Probe) -> None:
-        """See `tq_hf.layers.base`: the layer takes over what the probe's layer has, everything in it replaced."""
+        """Load the layer (see `tq_hf.layers.base`). All values of the probe's layer are replaced, then taken over."""
         seconds = _leaves(self.second)
         for path, (container, key, value) in _leaves(probe.layer).items():
             if not isinstance(value, torch.Tensor):
@@ -171,7 +174,7 @@ class RecordedLayer:
                 continue
             tensor = tensors[path].to(value.device)
             if not tensor.is_floating_point():
-                # Lengths kept as tensors: constants of the layer, or up to the number of tokens.
+                # Check lengths that are stored as tensors: constants of the layer, or at most the number of tokens.
                 constant = torch.equal(value, seconds[path][2])
                 possible = tensor == value if constant else (0 <= tensor) & (tensor <= probe.tokens)
                 if not possible.all():
@@ -183,13 +186,15 @@ class RecordedLayer:
 
 
 def _rows(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int | None:
-    """Rows of a sliding window, which has more of them while its past is recorded; `None` of other layers."""
+    """Number of rows of a sliding window; `None` for other layers. A window that records its past has more rows."""
     return tensors["keys"].shape[-2] if "sliding_window" in values and "keys" in tensors else None
 
 
 def _leaves(layer: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """Everything in a layer of transformers by its path ("keys", "conv_states.0"): container, key and value. Its dtype
-    and device are left out, they are the model's."""
+    """Map paths ("keys", "conv_states.0") to container, key and value, for all attributes of a transformers layer.
+
+    Dtype and device are left out because the model determines them.
+    """
 
     def walk(container: Any, prefix: str) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
         for key, value in container.items() if isinstance(container, dict) else enumerate(container):

@@ -1,9 +1,9 @@
-"""A safetensors file, written so that a kill leaves the old one, and read as if its author meant harm.
+"""Safetensors files: written atomically, and read without trust in their contents.
 
-The `safetensors` package writes and reads the format. It refuses a file whose header is no JSON of tensors, whose
-tensors overlap or leave gaps, or which is shorter or longer than its header says, and allocates nothing before. This
-module adds what it leaves open: only regular files are opened, JSON within JSON is read strictly, and a new file takes
-the old one's place in one step.
+The `safetensors` package writes and reads the format. Before it allocates memory, it refuses a file with a header that
+is not JSON of tensors, with overlapping tensors or gaps, or with another length than the header says. This module adds
+three guarantees: only regular files are opened, JSON within JSON is parsed strictly, and a new file replaces the old
+file in one step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 MAX_DIMENSION = 2**48
+"""Largest number of tokens or sequences that a file may name."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,52 +37,52 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Those a cache holds; the format has more."""
+"""Dtypes of tensors in caches, by their names in the format."""
 
 
 class Header(NamedTuple):
-    """What a file says of itself: the strings under `__metadata__`, and its tensors by name, on the meta device."""
+    """Header of a file: the strings under `__metadata__`, and the tensors by name, on the meta device."""
 
     metadata: dict[str, str]
     entries: dict[str, torch.Tensor]
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write contiguous CPU tensors to `path`, whole or not at all.
+    """Write contiguous CPU tensors to `path`, completely or not at all.
 
-    The file is written beside `path` under a temporary name, forced to the disk and put in place of the old one in
-    one step. A symbolic link at `path` is replaced; what it points to stays as it is.
+    The file is written next to `path` under a temporary name, flushed to disk, and then replaces the old file in one
+    step. A symbolic link at `path` is replaced. Its target does not change.
 
     Raises:
         FileNotFoundError: The folder does not exist.
-        PermissionError: No file may be made in the folder.
-        ValueError: `path` is a folder, a device, or anything else that is not a regular file.
-        OSError: The disk is full, or fails.
+        PermissionError: The folder is not writable.
+        ValueError: `path` is a folder, a device, or anything else but a regular file.
+        OSError: The disk is full or fails.
     """
     target = Path(path)
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"The folder {target.parent} does not exist; make it, or save somewhere else.")
+        raise FileNotFoundError(f"The folder {target.parent} does not exist. Create it, or save somewhere else.")
     if target.exists() and not target.is_file():
-        raise ValueError(f"{target} is a folder or a device, not a file that can be replaced; give a file name in it.")
-    # Beside the target: a rename across file systems is not one step.
+        raise ValueError(f"{target} is a folder or a device, and only a file can be replaced. Pass the path of a file.")
+    # Write into the same folder: a rename across file systems is not one step.
     temporary = target.with_name(f".{target.name[:64]}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     except PermissionError:
         raise PermissionError(
-            f"{target} cannot be saved: no file may be written in {target.parent}. Give a folder of your own."
+            f"{target} cannot be saved: the folder {target.parent} is not writable. Save in another folder."
         ) from None
     try:
         try:
             save_file(dict(tensors), temporary, metadata=dict(metadata))
         except SafetensorError as error:
             raise OSError(
-                f"{target} cannot be saved ({str(error)[:200]}). What was there before is still there."
+                f"{target} cannot be saved ({str(error)[:200]}). A file that was there before is unchanged."
             ) from None
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.chmod(temporary, mode)  # safetensors makes files that nobody else may read
+        os.chmod(temporary, mode)  # safetensors creates files that only their owner can read
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -94,12 +95,13 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
 
 
 @contextmanager
-def held_open(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
-    """A path of the regular file that is at `path` now, whatever takes its place there meanwhile.
+def opened(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
+    """Context that opens the regular file at `path`. Yields a path of this file that stays valid if the file is
+    replaced.
 
     Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: It is a folder, a pipe or a device (whose reading could take forever), or may not be read.
+        FileNotFoundError: There is no file at `path`.
+        ValueError: `path` is a folder, a pipe or a device (a read could take forever), or is not readable.
     """
     try:
         # O_NONBLOCK: opening a pipe would otherwise wait for a writer.
@@ -107,13 +109,13 @@ def held_open(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
     except FileNotFoundError:
         raise FileNotFoundError(f"There is no file {path}; save a cache there first (`cache.save`).") from None
     except IsADirectoryError:
-        raise ValueError(f"{path} is a folder; give the file that `cache.save` wrote.") from None
+        raise ValueError(f"{path} is a folder. Pass the file that `cache.save` wrote.") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be opened ({error}); give a file that may be read.") from None
+        raise ValueError(f"{path} cannot be opened ({error}). Pass a readable file.") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path} is a folder or a device, not a file; give the file that `cache.save` wrote.")
-        # safetensors opens paths only, and torch opens them again. (Windows replaces no file that is open.)
+            raise ValueError(f"{path} is a folder or a device, not a file. Pass the file that `cache.save` wrote.")
+        # Yield a path, because safetensors takes no descriptors. (Windows does not replace a file that is open.)
         descriptor_path = f"/dev/fd/{descriptor}"
         yield descriptor_path if os.path.exists(descriptor_path) else path
     finally:
@@ -121,10 +123,10 @@ def held_open(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The header of a file that is `held_open`.
+    """Read the header of an `opened` file. Tensors are not allocated.
 
     Raises:
-        ValueError: It is not a complete safetensors file of dtypes that caches have. Nothing was allocated.
+        ValueError: The file is not a complete safetensors file, or has a dtype that caches do not have.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -146,24 +148,24 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """All tensors of a file whose header has been checked, on the CPU.
+    """Read all tensors of a file with a checked header, to the CPU.
 
     Raises:
-        ValueError: The file was changed in the meantime.
+        ValueError: The file has changed since its header was read.
     """
     try:
         with safe_open(path, "pt") as file:
-            # Copies: what is handed out lies in the file, and would keep all of it.
+            # Copy: each tensor is a view of the mapped file and would keep the whole mapping alive.
             return {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"It was changed while it was read ({str(error)[:200]}). Load it again.") from None
 
 
 def parse_json(text: str, what: str) -> Any:
-    """JSON without what Python's parser adds or forgives: duplicate keys, NaN, endless nesting.
+    """Parse strict JSON: no duplicate keys, no NaN, no deep nesting.
 
     Raises:
-        ValueError: `text` is not such JSON; the message begins with `what`.
+        ValueError: `text` is not strict JSON. The message begins with `what`.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def check_fields(table: Any, fields: Mapping[str, Any], what: str) -> None:
-    """Raise a `ValueError` unless a JSON table has exactly these fields, of these types."""
+    """Raise `ValueError` unless a JSON table has exactly these fields with these types."""
     if type(table) is not dict or table.keys() != fields.keys():
         raise ValueError(f"{what} does not have exactly the fields {', '.join(fields)}: the file is damaged.")
     for name, types in fields.items():
@@ -190,7 +192,7 @@ def check_fields(table: Any, fields: Mapping[str, Any], what: str) -> None:
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A checksum of contiguous CPU tensors: names, dtypes, shapes and every byte."""
+    """Checksum of contiguous CPU tensors: names, dtypes, shapes and all bytes."""
     state = hashlib.blake2b(digest_size=32)
     for name, tensor in sorted(tensors.items()):
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -201,5 +203,5 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def text_digest(text: str) -> str:
-    """A checksum of a string."""
+    """Checksum of a string."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()

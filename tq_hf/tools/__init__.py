@@ -1,1 +1,1 @@
-"""The command line `tq-hf`: estimate, chat, serve."""
+"""Command line `tq-hf`: estimate, sweep, chat, serve."""

@@ -1,4 +1,4 @@
-"""`tq-hf chat`: a conversation on one compressed cache, and the terminal in which it takes place."""
+"""`tq-hf chat`: a conversation on one compressed cache, in a terminal."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ..config import TurboQuantConfig
 from ..saving.cache_file import load_cache, save_cache
 
 COMMANDS = {
-    "/mem": "shows the memory the cache holds",
-    "/save PATH": "writes the conversation and its cache to a file",
-    "/load PATH": "takes up a saved conversation",
-    "/reset": "starts over",
-    "/help": "shows this list",
-    "/quit": "ends (as does Ctrl-D)",
+    "/mem": "show the memory that the cache holds",
+    "/save PATH": "write the conversation and its cache to a file",
+    "/load PATH": "resume a saved conversation",
+    "/reset": "start over",
+    "/help": "show this list",
+    "/quit": "end (also Ctrl-D)",
 }
 
 
 class Chat:
-    """A conversation on one cache: each turn runs only its new tokens through the model.
+    """A conversation on one cache. Each turn runs only new tokens through the model.
 
     A template may change earlier tokens (some drop earlier thoughts). The cache is then cropped to the common prefix.
 
     Args:
         model: A causal language model.
-        tokenizer: Its tokenizer. Without a chat template, text is continued as it is.
-        preset: A preset or a configuration; after `load`, the configuration of the file.
-        max_new_tokens: The longest answer.
+        tokenizer: Tokenizer of the model. Without a chat template, the model continues plain text.
+        preset: A preset or a configuration. After `load`, the configuration of the file.
+        max_new_tokens: Maximum number of tokens of an answer.
     """
 
     def __init__(self, model: Any, tokenizer: Any, preset: str | TurboQuantConfig, max_new_tokens: int) -> None:
@@ -50,7 +50,7 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def _prompt(self, text: str) -> list[int]:
-        """All tokens of the conversation, with `text` as its newest message."""
+        """Tokens of the whole conversation, with `text` as the newest message."""
         if not self.tokenizer.chat_template:
             return self.ids + self.tokenizer(text, add_special_tokens=not self.ids)["input_ids"]
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -58,14 +58,15 @@ class Chat:
         return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     def holds_conversation(self) -> bool:
-        """Whether the cache holds every token of the conversation but the last, which no step has read yet."""
+        """Whether the cache holds all tokens of the conversation except the last, which no step has read yet."""
         return int(self.cache.get_seq_length()) >= len(self.ids) - 1
 
     def _empty(self) -> TurboQuantCache:
         return TurboQuantCache(self.model.config, self.preset, model=self.model)
 
     def _crop(self, length: int) -> None:
-        """Crop every layer to `length` tokens, or take an empty cache: windows and linear attention cannot go back."""
+        """Crop every layer to `length` tokens. Replace the cache by an empty one if it cannot be cropped, as with
+        sliding windows and linear attention."""
         surplus = int(self.cache.get_seq_length()) - length
         try:
             if length == 0:
@@ -76,11 +77,11 @@ class Chat:
             self.cache = self._empty()
 
     def say(self, text: str, streamer: Any = None) -> str:
-        """The answer to `text`. An exception, Ctrl-C too, leaves the conversation as it was before."""
+        """Generate the answer to `text`. After an exception (also Ctrl-C), the conversation is the same as before."""
         prompt = self._prompt(text)
         if not prompt:
             return ""
-        shared, longest = 0, min(int(self.cache.get_seq_length()), len(prompt) - 1)  # the last token must be new
+        shared, longest = 0, min(int(self.cache.get_seq_length()), len(prompt) - 1)  # a step needs one new token
         while shared < longest and self.ids[shared] == prompt[shared]:
             shared += 1
         self._crop(shared)
@@ -96,7 +97,7 @@ class Chat:
                 **as_input(self.cache),
             )
         except BaseException:
-            self._crop(before)  # layers may differ in length: a step may have stopped between two of them
+            self._crop(before)  # a step may have stopped between two layers, which then differ in length
             raise
         self.ids = output[0].tolist()
         answer = self.tokenizer.decode(self.ids[len(prompt) :], skip_special_tokens=True)
@@ -112,8 +113,8 @@ class Chat:
         """Resume a conversation that `save` wrote.
 
         Raises:
-            ValueError: The file is damaged, from another model, or a cache without a conversation.
-            FileNotFoundError: There is no such file.
+            ValueError: The file is damaged, belongs to another model, or has no conversation.
+            FileNotFoundError: The file does not exist.
         """
         if not os.path.exists(path):
             raise FileNotFoundError(f"There is no file {path}; `/save {path}` writes one.")
@@ -125,13 +126,13 @@ class Chat:
         except (KeyError, TypeError, ValueError):
             valid = False
         if not valid:
-            raise ValueError(f"{path} holds a cache but no conversation; only files made by `/save` can be taken up.")
+            raise ValueError(f"{path} holds a cache but no conversation. Load a file that `/save` wrote.")
         self.cache, self.ids, self.messages = cache, ids, messages
         self.preset = cache.config
 
 
 class Printer(TextStreamer):
-    """Prints words as they are generated."""
+    """Streamer that prints words as they are generated."""
 
     def __init__(self, tokenizer: Any, console: Console) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -144,17 +145,17 @@ class Printer(TextStreamer):
 
 
 def print_error(error: Exception, console: Console) -> None:
-    """An error as a sentence."""
+    """Print an error without its traceback."""
     console.print(f"[red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
 def converse(chat: Chat, console: Console) -> None:
-    """Read lines until the user quits: commands, and messages to the model."""
+    """Read commands and messages until the user quits."""
     while True:
         try:
             line = console.input("[bold]> [/]")
         except (EOFError, KeyboardInterrupt):
-            console.print()  # the shell's prompt begins a line of its own
+            console.print()  # start a new line for the prompt of the shell
             return
         command = line.strip()
         if command == "/quit":
@@ -172,9 +173,9 @@ def _say(chat: Chat, line: str, console: Console) -> None:
     try:
         chat.say(line, Printer(chat.tokenizer, console))
     except KeyboardInterrupt:
-        console.print("\nStopped. The conversation is what it was before this message.", highlight=False)
+        console.print("\nStopped. The conversation is the same as before this message.", highlight=False)
         if not chat.holds_conversation():
-            console.print("This model's cache cannot go back: the next message reads the conversation again.")
+            console.print("The cache of this model cannot be cropped: the next message reads the conversation again.")
 
 
 def _execute(chat: Chat, line: str, console: Console) -> None:
@@ -182,7 +183,7 @@ def _execute(chat: Chat, line: str, console: Console) -> None:
     name, _, argument = line.partition(" ")
     if name in ("/save", "/load"):
         if not argument:
-            console.print(f"Give a file: {name} PATH.", highlight=False)
+            console.print(f"Name a file: {name} PATH.", highlight=False)
             return
         (chat.save if name == "/save" else chat.load)(argument.strip())
         done = "Saved" if name == "/save" else "Loaded"

@@ -1,4 +1,4 @@
-"""The command `tq-hf`: its options, and errors as sentences."""
+"""Command line `tq-hf`: options, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .estimate import Estimator, estimate, parse_memory
 from .estimate_table import Report, as_json, print_table
 from .sweep import DENSE, Reader, draw, fit, print_sweep, spelled, sweep
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # with the shipped model, in a checkout only
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # exists in a checkout only; contains a small model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_CONTEXT = 32768
-GREETING = """It was made to recall what it read. Try, one line after the other:
+GREETING = """This model is trained to recall text that it read. Try these lines, one after the other:
   Some words about the weather. <<green lamp = 493817>> And some about the sea.
   What was it? <<green lamp =
 """
@@ -55,15 +55,15 @@ def main(
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="A folder or a model of the Hugging Face hub. By default the small model of the checkout."),
+    typer.Argument(help="A folder or a model of the Hugging Face hub. Default: the small model of the checkout."),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="The dtype the model is loaded in: bfloat16, float16 or float32. By default its own.")
+    str | None, typer.Option(help="Dtype of the model: bfloat16, float16 or float32. Default: that of the checkpoint.")
 ]
 
 
 def _flowing(command: Callable[..., None]) -> Callable[..., None]:
-    """Join the lines of a command's docstring: its help wraps at the width of the terminal."""
+    """Join the lines of a command's docstring, so that help wraps at the width of the terminal."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return command
@@ -75,7 +75,7 @@ def _shortened(error: Exception) -> str:
 
 @contextmanager
 def _errors_as_sentences() -> Iterator[None]:
-    """Print an error that the user can correct, and end the command with status 1."""
+    """Context that prints errors the user can correct and ends the command with status 1."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -84,13 +84,13 @@ def _errors_as_sentences() -> Iterator[None]:
 
 
 def _model_name(model: str | None) -> str:
-    """`model`, or the folder of the shipped one."""
+    """Return `model`, by default the folder of the small model in a checkout."""
     path = EXAMPLES / "needle"
     if model is None and not path.exists():
         raise ValueError(
-            "The small model used by default is `examples/needle` of the tq_hf repository and not part of an installed "
-            f"package ({path} does not exist). Clone the repository and run `pip install -e .` there. Or name a model, "
-            "e.g. `Qwen/Qwen3-0.6B`."
+            "The default model is `examples/needle` of the tq_hf repository and not part of an installed package "
+            f"({path} does not exist). Clone the repository and run `pip install -e .` there. Or name a model, e.g. "
+            "`Qwen/Qwen3-0.6B`."
         )
     return str(path) if model is None else model
 
@@ -102,7 +102,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _preset_by_layer(text: str) -> TurboQuantConfig:
-    """The configuration of "4bit_nc" or "4bit_nc,0=k8v4,-1=dense"."""
+    """Parse a preset with presets by layer: "4bit_nc" or "4bit_nc,0=k8v4,-1=dense"."""
     name, *others = text.split(",")
     layers = {}
     for other in others:
@@ -118,35 +118,36 @@ def estimate_command(
     model: Model = None,
     context: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Tokens of the prompt. By default {DEFAULT_CONTEXT}, or the most the model takes."),
+        typer.Option(min=1, help=f"Number of prompt tokens. Default: {DEFAULT_CONTEXT}, or the model's limit."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences generated at once.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 1,
     max_cache_len: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens to preallocate for, as for compiled decoding; more than the context."),
+        typer.Option(min=2, help="Number of tokens to preallocate, as for compiled decoding; more than the context."),
     ] = None,
     preset: Annotated[
         list[str] | None,
-        typer.Option(help="A preset to show, or as 4bit_nc,0=k8v4,-1=dense by layer; repeat it. By default all."),
+        typer.Option(
+            help="A preset, or presets by layer as 4bit_nc,0=k8v4,-1=dense. Repeatable. Default: all presets."
+        ),
     ] = None,
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="Memory of the GPU, as 24GB or 24GiB (24 alone is GiB): also finds what fits in it."),
+        typer.Option(
+            help="Memory of the GPU, as 24GB or 24GiB (24 alone is GiB). Adds the largest context and batch that fit."
+        ),
     ] = None,
-    reserve: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of the GPU's memory to leave for everything else.")
-    ] = 0.1,
+    reserve: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the GPU's memory to leave free.")] = 0.1,
     dtype: Dtype = None,
     weights: Annotated[
-        str | None,
-        typer.Option(help="What the weights take, as 13GB. By default counted, quantized as the config says."),
+        str | None, typer.Option(help="Memory of the weights, as 13GB. Default: counted, quantized as the config says.")
     ] = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
 ) -> None:
-    """Say how much memory the KV cache of a model takes, and how much context or how many sequences fit.
+    """Estimate the memory of a model's KV cache, and the largest context and batch that fit.
 
     Only the model's config is read: no weights are downloaded. Sliding windows, linear attention and latent attention
-    are counted as what they are. What fits is what is left beside the model's weights.
+    are counted correctly. The weights of the model are subtracted from the memory of the GPU.
     """
     with _errors_as_sentences():
         name = _model_name(model)
@@ -155,7 +156,7 @@ def estimate_command(
         logging.set_verbosity_error()
         try:
             config = AutoConfig.from_pretrained(name)
-        except Exception as error:  # remote code of a config may raise anything
+        except Exception as error:  # remote code of a config may raise any exception
             raise ValueError(f"Cannot read the config of the model {name!r}: {_shortened(error)}") from None
         estimator = Estimator(config, _dtype(dtype), None if weights is None else parse_memory(weights))
         if context is None:
@@ -170,21 +171,22 @@ def estimate_command(
         print_table(report)
 
 
-Device = Annotated[str | None, typer.Option(help="Where to run, as cpu or cuda:0. By default a GPU if there is one.")]
+Device = Annotated[str | None, typer.Option(help="Device, as cpu or cuda:0. Default: a GPU if there is one.")]
 
 
 def _device(name: str | None) -> str:
-    """The device `name`, or the default; a `ValueError` if torch cannot use it."""
+    """Return the device `name`, or the default. Raises `ValueError` if torch cannot use the device."""
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # a torch without CUDA raises the second
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises `AssertionError`
         raise ValueError(f"Cannot run on {device!r}: {_shortened(error)}") from None
     return device
 
 
 def _loaded(name: str, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
-    """A model in eval mode with the attention "turboquant", in its own dtype if `None`, and its tokenizer."""
+    """Load a model in eval mode with the attention "turboquant", and its tokenizer. `dtype` is by default that of the
+    checkpoint."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
@@ -204,31 +206,31 @@ def sweep_command(
     model: Model = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="A file of text like what the model will read. By default the checkout's filler."),
+        typer.Option(help="A file with text similar to the model's later input. Default: the filler of the checkout."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to read, at most.")] = 2048,
-    preset: Annotated[
-        list[str] | None, typer.Option(help="A preset to try; repeat it for several. By default all of them.")
-    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")] = 2048,
+    preset: Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")] = None,
     bytes_wanted: Annotated[
         str | None,
-        typer.Option("--bytes", help="Bytes for the cache, as 500000000, 500MB, or 25% of 16 bits: finds what fits."),
+        typer.Option(
+            "--bytes", help="Memory for the cache, as 500000000, 500MB, or 25% of 16 bits: find presets that fit."
+        ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the cache whose bytes are counted, as of `estimate`.")
+        int | None, typer.Option(min=1, help="Number of tokens for which bytes are counted, as in `estimate`.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="The dtype to run in. In bfloat16 small differences drown in the model's own rounding.")
+        str, typer.Option(help="Dtype of the run. In bfloat16 the model's own rounding hides small differences.")
     ] = "float32",
     device: Device = None,
-    output: Annotated[Path | None, typer.Option(help="A file for all numbers, as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A picture, as layers.png; needs matplotlib.")] = None,
+    output: Annotated[Path | None, typer.Option(help="A JSON file for all numbers.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="An image file, as layers.png; needs matplotlib.")] = None,
 ) -> None:
-    """Measure what each layer of a model loses at each preset, and find the presets by layer that fit.
+    """Measure the loss of each layer at each preset, and find the presets by layer that fit into a number of bytes.
 
-    The model reads a text with one layer packed and all others dense: KL divergence of its next tokens from those with
-    all layers dense is the layer's loss. With --bytes, layers begin with the smallest preset and are raised
-    (up to dense) where that takes most KL away for each byte; what comes out is measured as a whole.
+    The model reads a text with one layer packed and all others dense. The loss of a layer is the KL divergence of the
+    next tokens from those with all layers dense. With --bytes, all layers start at the smallest preset. The layer with
+    the largest gain in KL per byte is raised (up to dense) while bytes are left. The result is measured as a whole.
     """
     console = Console()
     with _errors_as_sentences():
@@ -244,7 +246,7 @@ def sweep_command(
         if plot is not None and find_spec("matplotlib") is None:
             raise ValueError("`--plot` needs matplotlib, which is not installed: `pip install matplotlib`.")
         if text is None and not (EXAMPLES / "needle" / "filler.txt").exists():
-            raise ValueError("Give a text: `--text FILE`. (Only a checkout of tq_hf has one of its own.)")
+            raise ValueError("Pass a text: `--text FILE`. (Only a checkout of tq_hf has a default text.)")
         words = (text or EXAMPLES / "needle" / "filler.txt").read_text(encoding="utf-8")
         loaded, tokenizer = _loaded(name, _dtype(dtype), device)
         estimator = Estimator(AutoConfig.from_pretrained(name))
@@ -273,15 +275,16 @@ def sweep_command(
 @_flowing
 def chat_command(
     model: Model = None,
-    preset: Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}.")] = "4bit_nc",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
+    preset: Annotated[str, typer.Option(help=f"Preset of the cache: {', '.join(PRESETS)}.")] = "4bit_nc",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 512,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Chat with a model; the whole conversation stays in one compressed cache.
+    """Chat with a model. The whole conversation stays in one compressed cache.
 
-    In the chat, /mem shows the memory held, /save PATH and /load PATH keep a conversation with its cache, /reset starts
-    over and /quit ends. A model without a chat template, as the small one of the checkout, continues your text.
+    In the chat, /mem shows the memory of the cache, /save PATH and /load PATH save and load a conversation with its
+    cache, /reset starts over and /quit ends. A model without a chat template, as the small model of the checkout,
+    continues your text.
     """
     console = Console()
     with _errors_as_sentences():
@@ -302,44 +305,44 @@ def chat_command(
 @_flowing
 def serve_command(
     model: Model = None,
-    preset: Annotated[str, typer.Option(help=f"What to compress to: {', '.join(PRESETS)}.")] = "4bit_nc",
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "localhost",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen at.")] = 8000,
+    preset: Annotated[str, typer.Option(help=f"Preset of the pages: {', '.join(PRESETS)}.")] = "4bit_nc",
+    host: Annotated[str, typer.Option(help="Address of the server.")] = "localhost",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
     dtype: Dtype = None,
     device: Device = None,
     cache_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of all requests together there is room for, if packed. By default what fits; on a CPU 16 "
+            help="Number of packed tokens of all requests together. Default: as many as fit into memory; on a CPU 16 "
             "requests of 8192 tokens, or of the model's positions if those are fewer.",
         ),
     ] = None,
     memory_share: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, max=1.0, help="Share of the free memory that is used. By default transformers' own on a GPU."
-        ),
+        typer.Option(min=0.0, max=1.0, help="Share of the free memory to use. Default: transformers' own on a GPU."),
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens of all prompts read in one step.")
+        int | None, typer.Option(min=1, help="Maximum number of prompt tokens read in one step.")
     ] = None,
     sink_tokens: Annotated[
-        int, typer.Option(min=0, help="First tokens of a request that stay dense.")
+        int, typer.Option(min=0, help="Number of first tokens of a request that stay dense.")
     ] = TurboQuantConfig.sink_tokens,
     residual_length: Annotated[
-        int, typer.Option(min=0, help="Newest tokens of a request that stay dense.")
+        int, typer.Option(min=0, help="Number of newest tokens of a request that stay dense.")
     ] = TurboQuantConfig.residual_length,
     compile_level: Annotated[
         int | None,
-        typer.Option(min=0, max=3, help="Compile decode steps: by default 1 on a GPU, a start of minutes. 0: do not."),
+        typer.Option(
+            min=0, max=3, help="Compile level of decode steps, 0 for none. Default: 1 on a GPU (start takes minutes)."
+        ),
     ] = None,
-    cors: Annotated[bool, typer.Option("--cors", help="Let web pages of other origins call.")] = False,
+    cors: Annotated[bool, typer.Option("--cors", help="Allow web pages of other origins.")] = False,
 ) -> None:
     """Serve a model with the API of OpenAI: transformers' own server, with the tokens of all requests in packed pages.
 
-    Needs the extra `serving` and transformers 5.19. Requests come and go at any time, and share pages where
-    their prompts begin alike. Each has its own temperature, top_p, seed and stop strings.
+    Needs the extra `serving` and transformers 5.19. Requests start and end at any time. Requests with a common prefix
+    share pages. Each request has its own temperature, top_p, seed and stop strings.
     """
     console = Console()
     with _errors_as_sentences():

@@ -1,9 +1,9 @@
-"""Estimates, from a model's config alone, how much memory a cache takes and how much context fits.
+"""Estimates of the memory of a cache, and of the context that fits, from a model's config alone.
 
-No formula holds a size. The model runs on a few tokens without memory (on torch's `meta` device), and the calls of its
-layers to their cache are recorded. A real cache then gets the same calls at the wanted batch and length, again without
-memory, and its tensors are counted. So hybrid models, sliding windows, MLA latents and linear attention are right, and
-an estimate equals `cache.memory_footprint()` after a prefill of that length.
+Sizes are not computed by formulas. The model runs on a few tokens on torch's `meta` device, without memory, and the
+calls of its layers to the cache are recorded. A cache of the real classes then gets the same calls with the requested
+batch and length, also on the `meta` device, and its tensors are counted. Hybrid models, sliding windows, MLA latents
+and linear attention are therefore exact. An estimate equals `cache.memory_footprint()` after a prefill of that length.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from . import weights
 from .traced import trace
 from .weights import method_of, quantization_of
 
-MOST = 2**40  # the end of a search: a cache that fits with more tokens or sequences does not grow
+MOST = 2**40
+"""Largest number of tokens or sequences to try. A cache that fits at this number does not grow."""
 
 
 class _Sizes(GrowingStore):
-    """A store that allocates blocks and encodes nothing."""
+    """A store that allocates blocks without encoding."""
 
     def _encode(self, states: KeyValue, start: int, tokens: tuple[int, int] | None = None) -> None:
         first, stop = tokens or (0, states[0].shape[2])
@@ -46,13 +47,14 @@ class Estimator:
     """Sizes of the caches of one model.
 
     Args:
-        model_config: The model's config. Of a multimodal model the decoder's cache is estimated, as it is without
-            images; of an encoder-decoder the cache of what the decoder wrote.
-        dtype: What the model is loaded in; by default what its config says, or bfloat16 if it says nothing.
-        weight_bytes: Bytes of the weights, by default counted.
+        model_config: Config of the model. For a multimodal model the cache of the decoder is estimated, without images.
+            For an encoder-decoder the self-attention cache of the decoder is estimated.
+        dtype: Dtype of the loaded model, by default that of the config, or bfloat16 if the config has none.
+        weight_bytes: Number of bytes of the weights, by default counted.
 
     Raises:
-        ValueError: It is not a config of a decoder, the model has no cache, or it does not run without memory.
+        ValueError: The config is not that of a decoder, the model has no cache, or the model does not run without
+            memory.
     """
 
     def __init__(
@@ -64,22 +66,25 @@ class Estimator:
         self.config, self.calls = run.config, run.calls
         options = quantization_of(model_config)
         self.quantization = method_of(options)
-        """The method by which the checkpoint's weights are quantized, or `None`."""
+        """Quantization method of the checkpoint's weights, or `None`."""
         counted, note = weights.weight_bytes(run.model, options)
         self.weight_bytes = counted if weight_bytes is None else weight_bytes
-        """Bytes of the weights of the whole model: quantized as its config says, else in `dtype`."""
+        """Number of bytes of the weights of the whole model: quantized as its config says, otherwise in `dtype`."""
         self.notes = [note] if note and weight_bytes is None else []
-        """Sentences for the user about what is not counted, or not exactly."""
+        """Sentences for the user about parts that are not counted, or not exactly."""
         if not run.whole:
-            self.notes.append("The weights are those of the decoder alone: the rest needs a package that is not here.")
+            self.notes.append(
+                "Only the weights of the decoder are counted: the rest of the model needs a package that is not "
+                "installed."
+            )
         if run.cross_bytes:
             self.notes.append(
-                f"Beside it the model caches {run.cross_bytes:,} bytes for each token of the encoder's input; "
-                "they are not compressed and not counted here."
+                f"The model also caches {run.cross_bytes:,} bytes for each token of the encoder's input. They are not "
+                "compressed and not counted here."
             )
         elif not all(self.calls):
             empty = sum(not calls for calls in self.calls)
-            self.notes.append(f"{empty} of {len(self.calls)} layers cache nothing in text alone, and are not counted.")
+            self.notes.append(f"{empty} of {len(self.calls)} layers cache nothing without images, and are not counted.")
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
 
     def footprint(
@@ -91,25 +96,28 @@ class Estimator:
         decoding: bool = False,
         max_cache_len: int | None = None,
     ) -> MemoryFootprint:
-        """Bytes of a cache after a prefill; equal to the `memory_footprint()` of a real one, without `by_device`.
+        """Estimate the bytes of a cache after a prefill. They equal `memory_footprint()` of a real cache, without
+        `by_device`.
 
         Args:
             preset: A preset or configuration, or `None` for transformers' `DynamicCache`.
-            context: Tokens of the prefill.
-            batch: Sequences.
-            decoding: Whether to also append one new token. The sliding-window layers of a `DynamicCache` hold the whole
-                prompt until then, and their window from then on.
-            max_cache_len: Tokens to preallocate for: of transformers' `StaticCache`, if `preset` is `None`.
+            context: Number of tokens of the prefill.
+            batch: Number of sequences.
+            decoding: Whether to append one new token. Sliding-window layers of a `DynamicCache` hold the whole prompt
+                before the first new token, and only their window after it.
+            max_cache_len: Number of tokens to preallocate. If `preset` is `None`, a `StaticCache` is estimated.
 
         Raises:
             ValueError: The preset does not exist, `context` or `batch` is less than 1, or `max_cache_len` is less than
-                the tokens held.
+                the number of tokens.
         """
         for name, value in (("context", context), ("batch", batch)):
             if value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be 1 or more.")
         if max_cache_len is not None and max_cache_len < context + decoding:
-            raise ValueError(f"`max_cache_len` is {max_cache_len}; it must be {context + decoding} or more for that.")
+            raise ValueError(
+                f"`max_cache_len` is {max_cache_len}; it must be {context + decoding} or more for this context."
+            )
         cache: Cache
         if preset is not None:
             cache = TurboQuantCache(self.config, preset, max_cache_len=max_cache_len)
@@ -118,7 +126,7 @@ class Estimator:
         else:
             cache = DynamicCache(config=self.config)
         total = MemoryFootprint()
-        # Layers of the same class, settings and calls have the same size: one of each kind is measured.
+        # Measure one layer of each kind: layers of the same class, settings and calls have the same size.
         kinds: dict[Any, list[Any]] = {}
         for layer, calls in zip(cache.layers, self.calls, strict=True):
             plain = (int, str, TurboQuantConfig)
@@ -136,8 +144,13 @@ class Estimator:
     def max_context(
         self, preset: str | TurboQuantConfig | None, memory: int, batch: int = 1, *, preallocated: bool = False
     ) -> int | None:
-        """The longest prefill whose cache fits into `memory` bytes, or if `preallocated` the largest `max_cache_len`; 0
-        if none fits, `None` if any does. The model's own limit (`max_positions`) does not count."""
+        """Find the longest prefill with a cache of at most `memory` bytes. With `preallocated`, find the largest
+        `max_cache_len`.
+
+        Returns:
+            Number of tokens: 0 if no prefill fits, `None` if all fit. The limit of the model (`max_positions`) is not
+            applied.
+        """
         return _largest(
             lambda n: self.footprint(preset, n, batch, max_cache_len=n if preallocated else None).total <= memory
         )
@@ -145,24 +158,25 @@ class Estimator:
     def max_batch(
         self, preset: str | TurboQuantConfig | None, memory: int, context: int, *, max_cache_len: int | None = None
     ) -> int | None:
-        """The most sequences of `context` tokens whose cache fits into `memory` bytes, 0 if not even one."""
+        """Find the largest number of sequences of `context` tokens with a cache of at most `memory` bytes. Returns 0 if
+        one sequence does not fit."""
         return _largest(lambda n: self.footprint(preset, context, n, max_cache_len=max_cache_len).total <= memory)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The sizes of one preset, or of transformers' own cache."""
+    """Sizes of a cache with one preset, or of transformers' own cache."""
 
     preset: str | None
-    """`None` for transformers' `DynamicCache` (if preallocated, its `StaticCache`)."""
+    """Name of the preset; `None` for transformers' `DynamicCache` (or `StaticCache` if preallocated)."""
     footprint: MemoryFootprint
-    """After a prefill."""
+    """Footprint after the prefill."""
     decoding: MemoryFootprint
-    """Once decoding has begun."""
+    """Footprint after the first new token."""
     max_context: int | None = None
-    """As `Estimator.max_context`; `None` also without `memory`."""
+    """Result of `Estimator.max_context`; `None` also without `memory`."""
     max_batch: int | None = None
-    """As `Estimator.max_batch`; `None` also without `memory`."""
+    """Result of `Estimator.max_batch`; `None` also without `memory`."""
 
 
 def estimate(
@@ -173,7 +187,15 @@ def estimate(
     memory: int | None = None,
     max_cache_len: int | None = None,
 ) -> Iterator[Estimate]:
-    """An `Estimate` of each preset. With `memory`, bytes for the cache, it also has what fits (see `Estimator`)."""
+    """Yield an `Estimate` of each preset.
+
+    Args:
+        estimator: Sizes of the caches of a model.
+        presets: Presets or configurations; `None` for transformers' own cache.
+        context, batch: Number of tokens of the prefill, and number of sequences.
+        memory: Number of bytes for the cache. If given, an estimate also has `max_context` and `max_batch`.
+        max_cache_len: Number of tokens to preallocate.
+    """
     for preset in presets:
         footprint = estimator.footprint(preset, context, batch, max_cache_len=max_cache_len)
         decoding = estimator.footprint(preset, context, batch, decoding=True, max_cache_len=max_cache_len)
@@ -185,7 +207,7 @@ def estimate(
 
 
 def _label(preset: str | TurboQuantConfig | None) -> str | None:
-    """The name of a preset, and the layers that have others, as "4bit_nc,0=k8v4,-1=dense"."""
+    """Name of a preset, with presets by layer as "4bit_nc,0=k8v4,-1=dense"."""
     if not isinstance(preset, TurboQuantConfig):
         return preset
     layers = [*dict(preset.layers).items(), *((index, "dense") for index in preset.skip_layers)]
@@ -193,10 +215,10 @@ def _label(preset: str | TurboQuantConfig | None) -> str | None:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of an amount of memory: "24GB" (10**9), "24GiB" (2**30), or "24", which is GiB as in the name of a GPU.
+    """Parse an amount of memory: "24GB" (10**9 bytes), "24GiB" (2**30 bytes), or "24" (GiB).
 
     Raises:
-        ValueError: It is not an amount.
+        ValueError: `text` is not an amount of memory.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B)?\s*", text, flags=re.IGNORECASE)
     if match is None:
@@ -209,7 +231,7 @@ _SIZES = [field.name for field in fields(MemoryFootprint) if field.name != "by_d
 
 
 def _measure(layer: Any, tokens: int) -> MemoryFootprint:
-    """`tq_hf.memory.measure` for one layer without memory, whose storages have no addresses to tell them apart."""
+    """Measure one layer on the meta device. `tq_hf.memory.measure` cannot: meta storages have no addresses."""
     footprint = MemoryFootprint(bf16_equivalent=bytes_in_16_bits(layer, tokens))
     for kind, tensors in tensors_by_kind(layer).items():
         storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -231,16 +253,16 @@ def _replay(call: Call, layer: Any, batch: int, tokens: int) -> None:
     if layer.store is None:
         layer.lazy_initialization(keys, values)
     if layer.max_cache_len is not None:
-        return  # it has allocated everything
+        return  # a preallocated layer allocates everything at once
     if not isinstance(layer.store, _Sizes):
         layer.store = _Sizes.allocate(layer.config, keys, values)
-        layer.store.scales_are_fixed = True  # a prompt without values has no statistics
+        layer.store.scales_are_fixed = True  # meta tensors have no values to estimate scales from
     layer.store.append(keys, values)
-    layer.store.residual.write_pending_token()  # as attention does
+    layer.store.residual.write_pending_token()  # in place of attention
 
 
 def _largest(fits: Callable[[int], bool]) -> int | None:
-    """The largest number that fits, if all smaller ones do; 0 if not even 1, `None` if it is above `MOST`."""
+    """Find the largest number that fits, if all smaller ones fit. Returns 0 if 1 does not fit, `None` above `MOST`."""
     most = 1
     while fits(most):
         most *= 2

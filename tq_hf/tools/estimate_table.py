@@ -15,7 +15,7 @@ from .estimate import Estimate, Estimator
 
 @dataclass(frozen=True)
 class Report:
-    """The options of `tq-hf estimate` and its results."""
+    """Options and results of `tq-hf estimate`."""
 
     name: str
     estimator: Estimator
@@ -23,9 +23,9 @@ class Report:
     batch: int
     max_cache_len: int | None
     memory: int | None
-    """Bytes of the GPU, or `None` without `--gpu-memory`."""
+    """Number of bytes of the GPU, or `None` without `--gpu-memory`."""
     free: int | None
-    """Bytes of it that are left for the cache, 0 if the weights alone do not fit."""
+    """Number of bytes of the GPU for the cache. 0 if the weights alone do not fit, `None` without `--gpu-memory`."""
     rows: list[Estimate]
 
 
@@ -36,7 +36,7 @@ def _by_kind(footprint: MemoryFootprint) -> dict[str, int]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The numbers, in bytes."""
+    """Convert a report to JSON. Sizes are in bytes."""
     presets: list[dict[str, Any]] = [
         {"preset": row.preset, "after_prefill": _by_kind(row.footprint), "decoding": _by_kind(row.decoding)}
         | ({} if report.free is None else {"max_context": row.max_context, "max_batch": row.max_batch})
@@ -59,7 +59,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def print_table(report: Report) -> None:
-    """Print a row for each preset, and remarks below."""
+    """Print a table with one row per preset, and remarks below."""
     console = Console()
     most = max(row.footprint.total for row in report.rows)
     unit, size_of = ("GiB", 2**30) if most >= 10 * 2**30 else ("MiB", 2**20)
@@ -67,11 +67,11 @@ def print_table(report: Report) -> None:
     room = "" if report.max_cache_len is None else f", preallocated for {report.max_cache_len:,}"
     title = f"KV cache of {report.name}, {sequences} of {report.context:,} tokens{room}, in {unit}"
     console.print(title, highlight=False, soft_wrap=True)
-    # Only a DynamicCache's sliding-window layers change: they hold the whole prompt until the first new token.
+    # Only sliding-window layers of a DynamicCache shrink: they hold the whole prompt until the first new token.
     shrinks = any(row.footprint.total > 1.01 * row.decoding.total for row in report.rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("preset", no_wrap=True)
-    # A table with the bytes of each kind and with what fits is too wide for a terminal.
+    # Show either bytes by kind or the context and batch that fit: both are too wide for a terminal.
     fits = report.free is not None
     headings = [] if fits else ["packed", "dense", "other\nlayers"]
     headings += ["after\nprefill", "decoding"] if shrinks else ["total"]
@@ -92,12 +92,12 @@ def print_table(report: Report) -> None:
 
 
 def _remarks(report: Report, shrinks: bool) -> list[str]:
-    """Sentences below the table."""
+    """Return the sentences below the table."""
     estimator, remarks = report.estimator, []
     if shrinks:
         remarks.append(
-            "A DynamicCache's sliding-window layers hold the whole prompt until the first new token, and their window "
-            "from then on. What fits is what fits after the prefill."
+            "Sliding-window layers of a DynamicCache hold the whole prompt until the first new token, and only their "
+            "window after it. The context and batch that fit are those after the prefill."
         )
     if report.free is not None and report.memory is not None:
         weights = f"{estimator.weight_bytes / 2**30:,.1f} GiB of weights"
@@ -111,10 +111,10 @@ def _remarks(report: Report, shrinks: bool) -> list[str]:
         else:
             remarks.append(
                 f"The weights alone do not fit: {weights}, and {report.memory / 2**30:,.1f} GiB less the reserve. If "
-                "they take less, say so with `--weights 13GB`."
+                "the weights are smaller, pass `--weights 13GB`."
             )
     remarks += estimator.notes
     if estimator.max_positions is not None:
-        beyond = ", fewer than asked for" if report.context > estimator.max_positions else ""
+        beyond = ", fewer than `--context`" if report.context > estimator.max_positions else ""
         remarks.append(f"The model is made for up to {estimator.max_positions:,} tokens{beyond}.")
     return remarks

@@ -1,7 +1,7 @@
-"""Sampling by request, for `tq-hf serve`: temperature, top_p, seed and stop are each request's own.
+"""Sampling by request for `tq-hf serve`: each request has its own temperature, top_p, seed and stop strings.
 
-transformers' server hands its engine the sampling of the first request, for all. Here every request carries its own,
-in the tensors that the engine's processors of logits have by request, so that captured graphs stay as they are.
+transformers' server applies the sampling options of the first request to all requests. Here each request passes its own
+options in the tensors of the engine's per-request processors of logits, so captured graphs remain valid.
 """
 
 from __future__ import annotations
@@ -19,39 +19,41 @@ from transformers.generation.continuous_batching.requests import RequestState
 from ..batching.checks import new_tokens
 
 SAMPLED, GREEDY = 0, -1
-"""How a request's token is chosen: by the engine, or the likeliest. Other numbers are keys of a seeded request's."""
+"""Ways to choose the token of a request: the engine samples, or the likeliest token is taken. Positive numbers are the
+keys of seeded requests."""
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
-"""Of a hash of 32 bits (Chris Wellons, "Prospecting for hash functions", `lowbias32`)."""
+"""Constants of a 32-bit hash (Chris Wellons, "Prospecting for hash functions", `lowbias32`)."""
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
-    """`lowbias32` of int64 numbers of 32 bits."""
+    """Hash 32-bit numbers (stored as int64) by `lowbias32`."""
     for shift, multiplier in zip((16, 15), MULTIPLIERS, strict=True):
         x = (x ^ (x >> shift)) * multiplier & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
 def key_of(seed: int, position: int) -> int:
-    """The key of a seeded request's token at a position: 1 to 2**31 - 1."""
+    """Key of the token at a position of a seeded request: 1 to 2**31 - 1."""
     return int(mixed(mixed(torch.tensor(seed & 0xFFFFFFFF)) ^ position)) % 0x7FFFFFFF + 1
 
 
 class Choice(ContinuousBatchingLogitsProcessor):
-    """Leaves one token to choose from, if a request is greedy or has a seed.
+    """Processor that leaves only one token to greedy and to seeded requests.
 
-    A seeded request's token is the one of the greatest logit plus Gumbel noise, which is a hash of seed, position and
-    token: it depends on nothing else in the batch. That is a sample of the softmax (Gumbel, 1954).
+    A seeded request takes the token with the largest sum of logit and Gumbel noise. The noise is a hash of seed,
+    position and token, independent of the rest of the batch. The result is a sample of the softmax (Gumbel, 1954).
     """
 
-    supported_kwargs = {"choice": str}  # noqa: RUF012 - as the class above it has it
+    supported_kwargs = {"choice": str}  # noqa: RUF012 - the base class has the same attribute
     ignored_kwargs = ()
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Without a word the engine samples."""
+        """Set the default: the engine samples."""
         int32_tensor.fill_(SAMPLED)
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """The numbers of a step's requests, `[N]` int32: `choice` is "sampled", "greedy" or a seed in digits."""
+        """Return the numbers of the requests of a step, `[N]` int32. `choice` of a request is "sampled", "greedy" or a
+        seed in digits."""
         numbers = []
         for state in (request.state for request in requests_with_new_token):
             choice = state.logit_processor_kwargs.get("choice", "sampled")
@@ -62,10 +64,15 @@ class Choice(ContinuousBatchingLogitsProcessor):
         return torch.tensor(numbers, dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """Scores `[N, vocabulary]`, where one token is chosen -inf but for it."""
+        """Set the scores of all other tokens to -inf where one token is chosen.
+
+        Args:
+            scores: `[N, vocabulary]`.
+            tensor_arg: Numbers of `prepare_tensor_args`, `[N]` or more.
+        """
         keys = tensor_arg[: len(scores), None].long()
         tokens = torch.arange(scores.shape[1], device=scores.device)
-        # Of 1 - u, which has all its bits where the noise is great.
+        # Take the logarithm of 1 - u: floats near 0 have more precision, and the noise is largest there.
         uniform = mixed(mixed(tokens) ^ keys).float().add(0.5).mul(2.0**-32).clamp(max=1 - 2.0**-24)
         noise = torch.where(keys > 0, -torch.log(-torch.log1p(-uniform)), 0.0)
         best = (scores + noise).argmax(-1, keepdim=True)
@@ -74,15 +81,15 @@ class Choice(ContinuousBatchingLogitsProcessor):
 
 
 def sampling_of(body: dict[str, Any], config: Any) -> dict[str, Any]:
-    """What a request's token is chosen by.
+    """Return the sampling options of a request.
 
     Args:
-        body: The request, as OpenAI's API has it. A temperature of 0 is greedy; one above it, top_p or a seed samples,
-            even if the model's own generation config does not.
-        config: The generation config that the server has made of it.
+        body: The request in OpenAI's format. A temperature of 0 is greedy. A temperature above 0, top_p or a seed turn
+            sampling on, even if the model's generation config is greedy.
+        config: Generation config that the server has made of the request.
 
     Raises:
-        ValueError: A number is not one, or outside its range.
+        ValueError: An option is not a number, or is outside its range.
     """
     temperature, top_p, seed = (body.get(name) for name in ("temperature", "top_p", "seed"))
     if temperature is not None and not 0 <= float(temperature) <= 100:
@@ -101,7 +108,7 @@ def sampling_of(body: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 class _WithSampling:
-    """A manager whose requests have this sampling."""
+    """A manager that adds sampling options to all requests."""
 
     def __init__(self, manager: Any, sampling: dict[str, Any]) -> None:
         self._manager, self._sampling = manager, sampling
@@ -114,17 +121,17 @@ class _WithSampling:
 
 
 class RequestManager(CBGenerateManager):
-    """transformers' link between its server and the engine, with the sampling of each request.
+    """transformers' link between server and engine, with sampling options per request.
 
-    A request's generation config has its `sampling_of` as `sampling`.
+    The generation config of a request has the result of `sampling_of` as its attribute `sampling`.
     """
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Start the engine, if it is not: compile its steps and capture their graphs, then wait for requests."""
+        """Start the engine, unless it runs: compile steps, capture their graphs, wait for requests."""
         if self._cb is not None:
             return
         shared = deepcopy(model.generation_config)
-        # Anything but 1, so that the engine has processors of both; every request brings its own numbers.
+        # Any value but 1 makes the engine create both processors. Each request brings its own values.
         shared.do_sample, shared.temperature, shared.top_p = True, 0.5, 0.5
         config: Any = copy(self._cb_config)
         config.per_request_processors = True
@@ -136,9 +143,14 @@ class RequestManager(CBGenerateManager):
         manager.warmup()
         manager.start()
 
-    def _of(self, gen_config: Any, inputs: Any) -> CBGenerateManager:
-        """transformers' methods on an engine that is given this request's sampling; a `ValueError` if the request is
-        longer than the pool or its prompt than the model's positions, with which its answer ends."""
+    def _with_sampling(self, gen_config: Any, inputs: Any) -> CBGenerateManager:
+        """Return transformers' link to an engine with the sampling options of this request.
+
+        `max_new_tokens` is limited to the model's positions.
+
+        Raises:
+            ValueError: The request is longer than the pool, or the prompt is longer than the model's positions.
+        """
         tokens, manager = list(inputs["input_ids"]), cast(Any, self._cb)
         cache = manager.batch_processor.cache
         cache.check_room(RequestState("", initial_tokens=tokens, max_new_tokens=gen_config.max_new_tokens))
@@ -150,8 +162,8 @@ class RequestManager(CBGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue, Any]:
-        """transformers' method; the text ends before a stop string."""
-        queue, streamer = self._of(gen_config, inputs).generate_streaming(
+        """Stream the answer to a request. The text ends before the first stop string."""
+        queue, streamer = self._with_sampling(gen_config, inputs).generate_streaming(
             model, processor, inputs, gen_config, request_id, response_parser
         )
         if gen_config.stop_strings:
@@ -161,13 +173,13 @@ class RequestManager(CBGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """transformers' method; with stop strings the answer ends before one. A request that nobody waits for any more
-        gives its pages back."""
+        """Return the answer to a request: text, number of prompt tokens, tokens. The text ends before the first stop
+        string. If the caller is cancelled, the request is cancelled and its pages are freed."""
         assert self._cb is not None
         cancel = partial(self._cb.cancel_request, request_id)
         try:
             if not gen_config.stop_strings:
-                return await self._of(gen_config, inputs).generate_non_streaming(
+                return await self._with_sampling(gen_config, inputs).generate_non_streaming(
                     model, processor, inputs, gen_config, request_id
                 )
             queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
@@ -191,34 +203,34 @@ class RequestManager(CBGenerateManager):
 
 
 def _until(queue: asyncio.Queue, stops: str | list[str], streamer: Any) -> asyncio.Queue:
-    """A queue of the same items, text only up to the first stop string; then the request is cancelled."""
+    """Return a queue of the same items that ends before the first stop string. The request is then cancelled."""
     stops = [stops] if isinstance(stops, str) else list(stops)
     out: asyncio.Queue = asyncio.Queue()
     cancel = streamer.cancel
 
     async def pump() -> None:
-        held = ""
+        pending = ""
         while True:
             item = await queue.get()
             if type(item) is not str:
-                # What is not text of the answer (an end, an error, a tool call) goes on as it is.
-                for rest in ([held] if held else []) + [item]:
+                # Pass on items that are not text (an end, an error, a tool call) unchanged.
+                for rest in ([pending] if pending else []) + [item]:
                     out.put_nowait(rest)
-                held = ""
+                pending = ""
                 if item is None or isinstance(item, _StreamError):
                     return
                 continue
-            held += item
-            found = [at for stop in stops if (at := held.find(stop)) >= 0]
-            if found:
-                out.put_nowait(held[: min(found)])
+            pending += item
+            matches = [at for stop in stops if (at := pending.find(stop)) >= 0]
+            if matches:
+                out.put_nowait(pending[: min(matches)])
                 out.put_nowait(None)
                 return cancel()
-            # What may be the beginning of a stop string waits.
-            keep = max(n for stop in stops for n in range(len(stop)) if held.endswith(stop[:n]))
-            if len(held) > keep:
-                out.put_nowait(held[: len(held) - keep])
-                held = held[len(held) - keep :]
+            # Keep text back that may be the beginning of a stop string.
+            keep = max(n for stop in stops for n in range(len(stop)) if pending.endswith(stop[:n]))
+            if len(pending) > keep:
+                out.put_nowait(pending[: len(pending) - keep])
+                pending = pending[len(pending) - keep :]
 
     task = asyncio.get_running_loop().create_task(pump())
 

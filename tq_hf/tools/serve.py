@@ -1,7 +1,7 @@
 """transformers' OpenAI-compatible server on packed pages, for `tq-hf serve`.
 
-transformers' server routes, renders templates, streams and loads the model. It asks the model for a continuous batching
-manager, and gets ours: before it listens, so that the first request does not wait for graphs.
+transformers' server loads the model, routes requests, renders templates and streams answers. Its continuous batching
+manager is replaced by ours before the server listens, so that the first request does not wait for graphs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 from transformers.utils.import_utils import is_serve_available
 
 from ..batching import TurboQuantBatchingManager, continuous_batching
-from ..batching.checks import STOCK_PAGE_SIZE
-from ..compat import check_ground
+from ..batching.checks import DEFAULT_PAGE_SIZE
+from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .sampling import RequestManager, sampling_of
 
 GRACE = 5
-"""Seconds until open connections are closed once the server stops."""
+"""Number of seconds until open connections are closed after the server stops."""
 
 
-class OneAnswerAnId:
-    """ASGI middleware: no two requests under way have the same `x-request-id`, by which the server finds answers."""
+class UniqueRequestIds:
+    """ASGI middleware that refuses a request if an unfinished request has the same `x-request-id`. The server finds
+    answers by this id."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -37,7 +38,7 @@ class OneAnswerAnId:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request_id = dict(scope.get("headers", ())).get(b"x-request-id")
         if request_id in self.open:
-            sentence = "A request of this `x-request-id` is being answered. Take another id, or leave the header out."
+            sentence = "A request of this `x-request-id` is being answered. Use another id, or leave the header out."
             return await refusal(sentence, 409)(scope, receive, send)
         if request_id is not None:
             self.open.add(request_id)
@@ -47,8 +48,8 @@ class OneAnswerAnId:
             self.open.discard(request_id)
 
 
-class CancelsWhenGone:
-    """ASGI middleware: what a client that has gone away asked for is cancelled, and its pages are free at once."""
+class CancelOnDisconnect:
+    """ASGI middleware that cancels the requests of a client that disconnects, so that their pages are freed at once."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -87,7 +88,7 @@ class CancelsWhenGone:
 
 
 def refusal(sentence: str, status: int = 400) -> Any:
-    """A response in the form of OpenAI's errors."""
+    """Create an error response in OpenAI's format."""
     from fastapi.responses import JSONResponse
 
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -108,21 +109,20 @@ NOT_APPLIED: dict[str, Any] = {
     "functions": [],
     "previous_response_id": None,
 }
-"""Options of OpenAI's API that change an answer and are not applied, and their values that change nothing."""
+"""Options of OpenAI's API that would change an answer and are not applied, with the value that has no effect."""
 
 
 def check_body(body: dict[str, Any], needed: str) -> None:
-    """Raise a `ValueError` if a request lacks the field `needed`, has no room for an answer, or asks for what would be
-    dropped."""
+    """Raise `ValueError` if a request lacks the field `needed`, allows no answer, or has options that do not apply."""
     if body.get(needed) is None:
         raise ValueError(
-            f"The request has no `{needed}`. Give {'text' if needed == 'prompt' else 'a list of messages'}."
+            f"The request has no `{needed}`. Send {'text' if needed == 'prompt' else 'a list of messages'}."
         )
     for name in LIMITS:
         number = body.get(name)
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(
-                f"`{name}` is {number!r}; it must be a whole number of 1 or more. Leave it out for a default."
+                f"`{name}` is {number!r}; it must be a whole number, 1 or more. Leave it out for a default."
             )
     for name, neutral in NOT_APPLIED.items():
         if body.get(name) not in (None, neutral):
@@ -143,15 +143,15 @@ def check_body(body: dict[str, Any], needed: str) -> None:
 
 
 def _check_messages(messages: Any, name: str) -> None:
-    """Raise a `ValueError` if messages of a chat are not a list of roles and texts."""
+    """Raise `ValueError` if the messages of a chat are not a list of roles and texts."""
     if name == "input" and isinstance(messages, str):
         return
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise ValueError(f"`{name}` must be a list of messages, each with a `role` and a `content`.")
     for message in messages:
         if name == "messages" and "role" not in message:
-            raise ValueError("A message has no `role`. Give each a `role` and a `content`.")
-        # Items of `input` are messages, parts of one, or calls of tools, which transformers' server checks.
+            raise ValueError("A message has no `role`. Each message needs a `role` and a `content`.")
+        # Items of `input` are messages, parts of a message, or calls of tools. transformers' server checks calls.
         is_message = "role" in message
         parts = message.get("content") if is_message else [message]
         if not isinstance(parts, (str, list, type(None))):
@@ -167,24 +167,24 @@ def _check_messages(messages: Any, name: str) -> None:
 
 
 class TurboQuantServer(Serve):
-    """A server of one model, whose requests share one pool of packed pages. Shorter prompts are read before longer ones
-    that wait, for a while (`ShortestFirst`).
+    """Server of one model. All requests share one pool of packed pages. Shorter prompts go before waiting longer
+    prompts (`ShortestFirst`).
 
     The constructor loads the model and serves until the server is stopped.
 
     Args:
         model: A folder or a model of the hub.
-        config: What pages are packed to.
-        started: Called with the model's tokenizer before the first request is accepted.
-        cache_tokens: Tokens the pool has room for; by default as many as fit in memory.
-        compile_level: transformers' `default_compile_level`, from 0 for not compiled to 3; by default 1 on a GPU, else
-            0.
-        **options: Those of transformers' `Serve`.
+        config: Encoding of pages.
+        started: Function that is called with the model's tokenizer before the first request is accepted.
+        cache_tokens: Number of tokens in the pool, by default as many as fit into memory.
+        compile_level: transformers' `default_compile_level`, 0 (not compiled) to 3. By default 1 on a GPU, otherwise 0.
+        **options: Arguments of transformers' `Serve`.
 
     Raises:
-        ValueError: A package of the extra `serving` is missing, packed pages cannot hold the model, or this is one of
-            several processes.
+        ValueError: A package of the extra `serving` is missing, packed pages cannot hold the model, or several
+            processes were started.
         OSError: The model cannot be loaded.
+        ImportError: The installed transformers lacks a name that this server needs.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class TurboQuantServer(Serve):
         compile_level: int | None,
         **options: Any,
     ) -> None:
-        check_ground("tq-hf serve", "Use `TurboQuantBatching` in Python.")
+        check_required_names("tq-hf serve", "Use `TurboQuantBatching` in Python.")
         if not is_serve_available():
             raise ValueError(
                 "transformers' server needs FastAPI, Uvicorn and openai, and not all of them are installed: "
@@ -205,32 +205,32 @@ class TurboQuantServer(Serve):
             )
         if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             raise ValueError(
-                f"torchrun started {processes} processes, and transformers' server is one, on one GPU. Start a server "
-                "a GPU, each with a `--port` of its own, or take `examples/ray_serve.py` for one address. A model that "
-                "needs several GPUs answers batches: `examples/serve_many.py --tp`."
+                f"torchrun started {processes} processes, and transformers' server is one process on one GPU. Start "
+                "one server per GPU, each with its own `--port`, or use `examples/ray_serve.py` for one address. A "
+                "model that needs several GPUs can answer batches: `examples/serve_many.py --tp`."
             )
         self.config, self.started, self.compile_level = config, started, compile_level
-        # The option counts pages of transformers' size; `paged_options` converts them.
-        blocks = None if cache_tokens is None else -(-cache_tokens // STOCK_PAGE_SIZE)
-        # `Serve` calls `start_server` with `non_blocking`; else it would run the server itself.
+        # The option counts pages of transformers' default size. `paged_options` converts them.
+        blocks = None if cache_tokens is None else -(-cache_tokens // DEFAULT_PAGE_SIZE)
+        # With `non_blocking`, `Serve` calls `start_server`. Otherwise it would run the server itself.
         super().__init__(model, continuous_batching=True, non_blocking=True, cb_num_blocks=blocks, **options)
 
     def start_server(self) -> None:
         """Serve the model within `continuous_batching`."""
         models: Any = self._model_manager
-        # transformers before 5.24 lists the hub's folder, which may not exist, and not what is served.
-        served = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": "tq-hf"}
-        models.get_gen_models = lambda *args: [served]
+        # List the served model. transformers before 5.24 lists the hub's folder instead, which may not exist.
+        listed = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": "tq-hf"}
+        models.get_gen_models = lambda *args: [listed]
         try:
             (loaded,) = models.loaded_models.values()
             model = loaded.model
             if models.get_model_modality(model, processor=loaded.processor) is not Modality.LLM:
                 raise ValueError(
-                    f"{type(model).__name__} reads more than text, and for such models transformers' server batches "
-                    "nothing. Use `generate()` with a `TurboQuantCache`."
+                    f"{type(model).__name__} reads more than text, and transformers' server does not batch requests of "
+                    "multimodal models. Use `generate()` with a `TurboQuantCache`."
                 )
             with continuous_batching(model, self.config) as batching:
-                _ = batching.balance  # runs the model: no request should wait for that
+                _ = batching.balance  # measures channel scales now, so that no request waits for that
                 self._refuse_in_sentences()
                 self._sample_by_request(model)
                 self.server.config.timeout_graceful_shutdown = GRACE
@@ -239,22 +239,24 @@ class TurboQuantServer(Serve):
                     self.server.run()
                 finally:
                     if (manager := self._manager()) is not None:
-                        # transformers would first answer all outstanding requests.
+                        # Stop at once: transformers' default answers all outstanding requests first.
                         manager.stop(block=True, hard_stop=True)
                     self._generation_state.shutdown()
         finally:
             models.shutdown()
 
     def _manager(self) -> TurboQuantBatchingManager | None:
-        """The manager that generates, once it runs."""
+        """Return the manager that generates answers, or `None` before the engine has started."""
         wrapper: Any = self._generation_state._cb_manager
         return None if wrapper is None else wrapper._cb
 
     def _sample_by_request(self, model: PreTrainedModel) -> None:
-        """Have each request's own sampling, in place of the first one's for all, and start the engine: transformers
-        starts it at the first request, which knows its sampling."""
+        """Apply sampling options per request, and start the engine.
+
+        transformers starts the engine at the first request, with the sampling options of that request for all others.
+        """
         state: Any = self._generation_state
-        # Where transformers makes its own at the first request.
+        # transformers creates its manager at the first request, if there is none.
         options = state._cb_config or ContinuousBatchingConfig()
         level = int(model.device.type == "cuda") if self.compile_level is None else self.compile_level
         options.default_compile_level = level
@@ -266,13 +268,13 @@ class TurboQuantServer(Serve):
             handler._build_generation_config = _with_sampling(handler._build_generation_config)  # type: ignore
 
     def _refuse_in_sentences(self) -> None:
-        """Answer a client's mistake with 400 and the error's sentence, in place of a bare 500."""
+        """Answer invalid requests with status 400 and the message of the error, in place of an empty 500."""
         from fastapi.exceptions import RequestValidationError
         from starlette.exceptions import HTTPException
 
         app: Any = self.server.config.app
-        app.add_middleware(OneAnswerAnId)
-        app.add_middleware(CancelsWhenGone)
+        app.add_middleware(UniqueRequestIds)
+        app.add_middleware(CancelOnDisconnect)
 
         @app.exception_handler(ValueError)
         @app.exception_handler(TypeError)
@@ -288,7 +290,7 @@ class TurboQuantServer(Serve):
         async def of_the_engine(request: Any, error: Exception) -> Any:
             return refusal(str(error), 503)
 
-        @app.exception_handler(Exception)  # which the log has, too
+        @app.exception_handler(Exception)  # the log also has these errors
         async def of_a_step(request: Any, error: Exception) -> Any:
             return refusal(str(error) or type(error).__name__, 500)
 
@@ -298,7 +300,7 @@ class TurboQuantServer(Serve):
 
 
 def _with_checks(validate: Callable[[dict[str, Any]], Any], needed: str) -> Callable[[dict[str, Any]], Any]:
-    """A server's check of a request, with ours before it."""
+    """Run our checks of a request before the server's own."""
 
     def validate_all(body: dict[str, Any]) -> Any:
         check_body(body, needed)
@@ -308,10 +310,10 @@ def _with_checks(validate: Callable[[dict[str, Any]], Any], needed: str) -> Call
 
 
 def _with_sampling(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A server's way from a request to a generation config, which then has the request's sampling."""
+    """Add the sampling options of a request to the generation config that the server builds."""
 
     def build_with_sampling(body: dict[str, Any], *args: Any, **options: Any) -> Any:
-        # A seed would be set for all requests.
+        # Remove the seed: transformers would set it for all requests.
         config = build(body | {"seed": None}, *args, **options)
         config.sampling = sampling_of(body, config)
         return config

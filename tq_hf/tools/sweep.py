@@ -1,8 +1,8 @@
-"""`tq-hf sweep`: what packing each layer costs by itself, and the presets by layer that fit a number of bytes.
+"""`tq-hf sweep`: the loss from packing each layer alone, and the presets by layer that fit into a number of bytes.
 
-Measured as in `examples/measure/quality`: a text is read in chunks through the cache, so that tokens are foretold from
-packed blocks, and KL divergence from dense layers is the mean over tokens, in nats. One layer is packed at a time. All
-others are dense and read by the same attention function, so nothing but this layer makes a difference.
+The measurement is that of `examples/measure/quality`. A text is read in chunks through the cache, so that tokens are
+predicted from packed blocks. The loss is the KL divergence from dense layers, the mean over tokens, in nats. One layer
+is packed at a time. All other layers are dense and use the same attention function.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ..layers.compressed import TurboQuantLayer
 from .estimate import Estimator
 
 CHUNK = 128
-"""Tokens read at a time."""
+"""Number of tokens per chunk."""
 FIRST = 512
-"""The first position that is scored: before it little is packed."""
+"""First scored position. Few tokens are packed before it."""
 REPORTS = 20
-"""Number of lines about progress where there is no terminal for a bar."""
+"""Number of lines about progress if there is no terminal for a bar."""
 DENSE = "dense"
-"""Beside the names of presets, a layer that is not packed."""
+"""Name of a dense layer in place of a preset."""
 
 Costs = Mapping[int, Mapping[str, float]]
-"""A number for each layer at each preset."""
+"""A number for each layer and preset."""
 Reading = TypeVar("Reading")
 
 
 class Reader:
-    """A text, what a model foretells of it with all layers dense, and how far packed layers are from that.
+    """A text, a model's predictions of it with dense layers, and the divergence of packed layers from these.
 
     Args:
         model: A decoder in eval mode, with the attention "turboquant".
@@ -57,52 +57,55 @@ class Reader:
     def __init__(self, model: Any, ids: torch.Tensor) -> None:
         if ids.shape[1] <= FIRST:
             raise ValueError(
-                f"{ids.shape[1]} tokens of the text are read, and the first {FIRST} are not scored. Give a longer "
+                f"{ids.shape[1]} tokens of the text are read, and the first {FIRST} are not scored. Pass a longer "
                 "text, more `--tokens`, or a model with more positions."
             )
         self.model, self.ids = model, ids
         layers = enumerate(TurboQuantCache(model.config).layers)
         self.layers = [index for index, layer in layers if isinstance(layer, TurboQuantLayer)]
-        """The layers that can be packed."""
+        """Indices of the layers that can be packed."""
         if not self.layers:
             raise ValueError(f"{type(model).__name__} has no layer that can be packed.")
 
     @cached_property
     def _exact(self) -> list[torch.Tensor]:
-        """Log-probabilities with all layers dense."""
+        """Log-probabilities with all layers dense, by chunk."""
         return list(self._log_probs(DynamicCache(config=self.model.config)))
 
     @torch.no_grad()
     def _log_probs(self, cache: Cache) -> Iterator[torch.Tensor]:
-        """Float32 log-probabilities `[<= CHUNK, V]` of the next tokens, chunk by chunk from `FIRST` on."""
+        """Yield log-probabilities `[<= CHUNK, V]` float32 of the next tokens, chunk by chunk from `FIRST` on."""
         for start in range(0, self.ids.shape[1], CHUNK):
             logits = self.model(self.ids[:, start : start + CHUNK], **as_input(cache)).logits[0]
             if start >= FIRST:
                 yield logits.float().log_softmax(-1)
 
     def kl(self, config: TurboQuantConfig) -> float:
-        """KL divergence (dense || packed) of the next token's distribution, in nats, the mean over tokens."""
+        """KL divergence (dense || packed) of next-token distributions: the mean over tokens, in nats."""
         packed = self._log_probs(TurboQuantCache(self.model.config, config))
         pairs = zip(self._exact, packed, strict=True)
         sums = [(exact.exp() * (exact - other)).sum(-1).clamp_min(0).sum().item() for exact, other in pairs]
         return sum(sums) / (self.ids.shape[1] - FIRST)
 
     def warm_up(self, config: TurboQuantConfig) -> None:
-        """Read the text with all layers dense, and its beginning packed, so that the next reading takes as long as
-        those after it: on a GPU the first one compiles kernels."""
+        """Read the text with dense layers, and its beginning with packed layers.
+
+        On a GPU this compiles kernels. All later readings then take the same time.
+        """
         next(zip(self._exact, self._log_probs(TurboQuantCache(self.model.config, config)), strict=True))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was measured: KL in nats, and bytes of the cache of one sequence of `context` tokens.
+    """Results of a sweep: KL in nats, and bytes of the cache of one sequence of `context` tokens.
 
     Args:
-        context: Tokens that bytes are counted for.
-        whole_kl: With all layers at a preset.
-        whole_bytes: With all layers at a preset.
-        kl: With one layer at a preset, all others dense.
-        more_bytes: With one layer at a preset, all others at the last one: what that is more than all at the last.
+        context: Number of tokens for which bytes are counted.
+        whole_kl: KL with all layers at a preset.
+        whole_bytes: Bytes with all layers at a preset.
+        kl: KL with one layer at a preset and all others dense.
+        more_bytes: Bytes with one layer at a preset and all others at the last preset, minus the bytes with all layers
+            at the last preset.
     """
 
     context: int
@@ -113,10 +116,17 @@ class Sweep:
 
 
 def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context: int, most: int | None = None) -> Sweep:
-    """Measure every layer at every preset. How far that is goes to the error stream (`with_progress`).
+    """Measure every layer at every preset. Progress is printed to the error stream (`with_progress`).
+
+    Args:
+        reader: Text and model.
+        estimator: Sizes of the caches of the model.
+        presets: Names of presets.
+        context: Number of tokens for which bytes are counted.
+        most: Number of bytes that the smallest presets must not exceed, if given.
 
     Raises:
-        ValueError: No choice of presets takes `most` bytes or less. Nothing was measured then.
+        ValueError: No choice of presets takes `most` bytes or less. This is checked before the first measurement.
     """
     sizes = {name: estimator.footprint(name, context).total for name in presets}
     more: dict[int, dict[str, float]] = {layer: {} for layer in reader.layers}
@@ -135,17 +145,20 @@ def sweep(reader: Reader, estimator: Estimator, presets: Sequence[str], context:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"{reader.ids.shape[1]:,} tokens are read {len(readings)} times, after once with all layers dense.")
     reader.warm_up(TurboQuantConfig.from_preset(presets[0]))
-    found: dict[tuple[int | None, str], float] = {}
+    losses: dict[tuple[int | None, str], float] = {}
     for alone, name in with_progress(readings, console):
         others = [] if alone is None else [layer for layer in reader.layers if layer != alone]
-        found[alone, name] = reader.kl(TurboQuantConfig.from_preset(name, skip_layers=others))
-    kl = {layer: {name: found[layer, name] for name in presets} | {DENSE: 0.0} for layer in reader.layers}
-    return Sweep(context, {name: found[None, name] for name in presets}, sizes, kl, more)
+        losses[alone, name] = reader.kl(TurboQuantConfig.from_preset(name, skip_layers=others))
+    kl = {layer: {name: losses[layer, name] for name in presets} | {DENSE: 0.0} for layer in reader.layers}
+    return Sweep(context, {name: losses[None, name] for name in presets}, sizes, kl, more)
 
 
 def with_progress(readings: Sequence[Reading], console: Console) -> Iterator[Reading]:
-    """Yield `readings`, and print on `console` how long all take, measured on the first, then how far they are: as a
-    bar on a terminal, elsewhere in about `REPORTS` lines."""
+    """Yield `readings` and print progress on `console`.
+
+    After the first reading, the estimated time of all readings is printed. A terminal then shows a bar, other consoles
+    about `REPORTS` lines.
+    """
     lines, every, start = not console.is_terminal, max(1, len(readings) // REPORTS), time.monotonic()
     for done, reading in enumerate(track(readings, "Reading", console=console, transient=True, disable=lines), 1):
         yield reading
@@ -159,15 +172,15 @@ def with_progress(readings: Sequence[Reading], console: Console) -> Iterator[Rea
 
 
 def duration(seconds: float) -> str:
-    """A time, in minutes if it is two or more."""
+    """Format a time, in minutes from two minutes on."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def fit(kl: Costs, sizes: Costs, most: float) -> dict[int, str]:
-    """The preset of each layer, so that all of them take `most` bytes at most; the smallest must fit.
+    """Choose the preset of each layer so that all layers take at most `most` bytes. The smallest presets must fit.
 
-    Greedy: every layer begins with what is smallest; of all changes of one layer that still fit, the one that takes
-    most KL away for each byte is made, until none does. So the KL of single layers counts as if it added up.
+    The search is greedy. Every layer starts at its smallest preset. The change of one layer that removes the most KL
+    per byte and still fits is made, until no change is left. This assumes that the KL of single layers adds up.
     """
     chosen = {layer: min(row, key=lambda name: (row[name], kl[layer][name])) for layer, row in sizes.items()}  # noqa: B023
     left = most - sum(sizes[layer][name] for layer, name in chosen.items())
@@ -185,8 +198,10 @@ def fit(kl: Costs, sizes: Costs, most: float) -> dict[int, str]:
 
 
 def spelled(chosen: Mapping[int, str], preset: str | None = None) -> tuple[TurboQuantConfig, str]:
-    """The configuration of these presets by layer, and the line that makes it: a preset, by default the commonest, and
-    the layers that differ."""
+    """Return the configuration of presets by layer, and the line of code that creates it.
+
+    The line names a preset, by default the most common one, and the layers that differ.
+    """
     packed = Counter(name for name in chosen.values() if name != DENSE)
     base = preset or (packed.most_common(1)[0][0] if packed else "4bit_nc")
     others = {layer: None if name == DENSE else name for layer, name in chosen.items() if name != base}
@@ -195,7 +210,7 @@ def spelled(chosen: Mapping[int, str], preset: str | None = None) -> tuple[Turbo
 
 
 def print_sweep(result: Sweep, console: Console) -> None:
-    """Print a row for each layer, and KL and bytes of all of them together."""
+    """Print a row for each layer, and KL and bytes of all layers together."""
     presets = list(result.whole_kl)
     title = "KL from dense layers, in nats, of each layer packed alone and of all; MiB of a cache of"
     console.print(f"{title} {result.context:,} tokens", highlight=False, soft_wrap=True)
@@ -209,7 +224,7 @@ def print_sweep(result: Sweep, console: Console) -> None:
 
 
 def draw(result: Sweep, path: Path) -> None:
-    """Draw KL over layers, a line for each preset. Needs matplotlib."""
+    """Plot KL over layers, a line for each preset. Needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""Builds and runs a model without memory, on torch's `meta` device: its config alone shows what its layers cache."""
+"""Run of a model on torch's `meta` device, without memory: it shows the tensors that the layers cache."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ from ..saving.recorded import Call, record, shapes
 META = torch.device("meta")
 TOKENS = 2
 WHOLE = (AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
-"""Classes that build a multimodal or encoder-decoder model with everything around its decoder."""
+"""Auto classes that build a whole multimodal or encoder-decoder model."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A model on the meta device, and the calls of its layers to their cache."""
+    """A model on the meta device, and the calls of its layers to the cache."""
 
     config: PreTrainedConfig
-    """The decoder's."""
+    """Config of the decoder."""
     model: PreTrainedModel
-    """The whole model; its decoder alone if the towers around it need a package that is not installed."""
+    """The whole model, or its decoder if another part needs a package that is not installed."""
     whole: bool
     """Whether `model` is the whole model."""
     cache: DynamicCache
-    """What the run filled."""
+    """Cache that the run filled."""
     calls: list[list[Call]]
     """Calls by layer of the cache."""
     cross_bytes: int
-    """Bytes of keys and values that an encoder-decoder caches for each token of its encoder."""
+    """Number of bytes of keys and values that an encoder-decoder caches per token of its encoder."""
 
 
 def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
     """Build the model and run its decoder on a few tokens.
 
     Raises:
-        ValueError: It has no cache of keys and values, or does not run without memory. The message says which.
+        ValueError: The model has no cache of keys and values, or does not run without memory.
     """
     name = type(model_config).__name__
     if not has_attention_heads(model_config.get_text_config(decoder=True)):
         TurboQuantCache(model_config)  # raises: the config has no keys and values
     if not model_config.is_encoder_decoder and getattr(model_config, "is_decoder", None) is False:
-        raise ValueError(f"{name} is that of an encoder (`is_decoder` is False), so there is no cache to estimate.")
+        raise ValueError(f"{name} is the config of an encoder (`is_decoder` is False): there is no cache to estimate.")
     try:
         result = _run_in_either_way(model_config, dtype)
-    except Exception as error:  # transformers raises all kinds for a config that it cannot build or run
+    except Exception as error:  # transformers raises any exception for a config that it cannot build or run
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
         raise ValueError(
             f"The cache of a {name} cannot be estimated from its config: the model does not run "
-            f"without its weights ({reason}). Load it, and ask `cache.memory_footprint()`."
+            f"without its weights ({reason}). Load the model, and call `cache.memory_footprint()`."
         ) from error
     if not any(result.calls):
         raise ValueError(
@@ -79,14 +79,17 @@ def trace(model_config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
         if shapes(layer) != shapes(other):
             raise ValueError(
                 f"The cache of a {name} cannot be estimated from its config: the model fills a {type(layer).__name__} "
-                "in a way that is not known here. Load it, and ask `cache.memory_footprint()`."
+                "in an unknown way. Load the model, and call `cache.memory_footprint()`."
             )
     return result
 
 
 def _run_in_either_way(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
-    """Without a padding token, which some models look for in their inputs. Others need it to count positions
-    (RoBERTa, NLLB), or make masks for sdpa from values (BioGPT): they attend by "eager"."""
+    """Run a model without a padding token, then with one if that fails.
+
+    Some models search their inputs for the padding token, which needs values. Other models need the token to count
+    positions (RoBERTa, NLLB), or build masks for sdpa from values (BioGPT). The second run uses "eager" attention.
+    """
     try:
         return _run(_traceable(config, pads=False), dtype, config.is_encoder_decoder)
     except Exception:
@@ -95,13 +98,13 @@ def _run_in_either_way(config: PreTrainedConfig, dtype: torch.dtype) -> Trace:
 
 def _run(config: PreTrainedConfig, dtype: torch.dtype, eager: bool) -> Trace:
     decoder_config = config.get_text_config(decoder=True)
-    # The masks that sdpa needs in an encoder-decoder depend on values, which a meta tensor does not have.
+    # The masks for sdpa in an encoder-decoder depend on values, and meta tensors have none.
     options = {"dtype": dtype} | ({"attn_implementation": "eager"} if eager else {})
     built = config
     with META:
         try:
             model = _kind(config).from_config(config, **options).eval()
-        except ImportError:  # a tower of another package
+        except ImportError:  # a part of the model needs another package
             built = decoder_config
             model = _kind(built).from_config(built, **options).eval()
     if hasattr(model, "set_experts_implementation"):
@@ -115,7 +118,7 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype, eager: bool) -> Trace:
             both = EncoderDecoderCache(cache, cross)
             model(encoder_outputs=(encoded,), decoder_input_ids=ids, use_cache=True, **as_input(both))
         else:
-            # The towers around the decoder read values of their inputs.
+            # Run the decoder alone: other parts read values of their inputs.
             decoder = model if decoder_config is built else model.get_decoder()
             decoder(input_ids=ids, use_cache=True, **as_input(cache))
     layers: list[Any] = list(cross.layers)
@@ -124,7 +127,7 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype, eager: bool) -> Trace:
 
 
 def _kind(config: PreTrainedConfig) -> Any:
-    """The auto class that builds the whole model of a config."""
+    """Return the auto class that builds the whole model of a config."""
     inner = config.is_encoder_decoder or config.get_text_config(decoder=True) is not config
     for kind in (*(WHOLE if inner else ()), AutoModelForCausalLM, AutoModel):
         if type(config) in kind._model_mapping:
@@ -133,8 +136,10 @@ def _kind(config: PreTrainedConfig) -> Any:
 
 
 def _traceable(config: PreTrainedConfig, pads: bool) -> PreTrainedConfig:
-    """A copy of a config, unquantized, whose model reads no values of its inputs, but for those that it `pads` with.
-    Its cache has the same sizes."""
+    """Copy a config without quantization and without options that make the model read values of its inputs.
+
+    Sizes of the cache do not change. With `pads` the padding token is kept.
+    """
     config = copy.deepcopy(config)
     for part in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values():
         if not pads:

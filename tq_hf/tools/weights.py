@@ -1,10 +1,10 @@
-"""Counts the bytes of a model's weights, quantized as the checkpoint's `quantization_config` says.
+"""Number of bytes of a model's weights, quantized as the checkpoint's `quantization_config` says.
 
-mxfp4           4 bits, and a byte for each 32 weights: the experts of gpt-oss
-fp8             a byte, and 4 for each block of 128 x 128
-awq, gptq       `bits`, and for each group of `group_size` weights a 16-bit scale and a zero point of `bits`
-bitsandbytes    4 bits and 4 bytes for each 64 weights (double quantization: 1 byte, and 4 for each 256 of these),
-                or a byte and 4 for each row
+mxfp4           4 bits per weight, 1 byte per 32 weights (experts of gpt-oss)
+fp8             1 byte per weight, 4 bytes per block of 128 x 128 weights
+awq, gptq       `bits` per weight, a 16-bit scale and a zero point of `bits` per group of `group_size` weights
+bitsandbytes    4 bits per weight, 4 bytes per 64 weights (double quantization: 1 byte, and 4 bytes per 256 groups);
+                or 1 byte per weight, 4 bytes per row
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 Size = Callable[[torch.Tensor], float]
-"""Bytes of one quantized weight, `[rows, columns]` or of all experts `[experts, ...]`."""
+"""Function from a weight, `[rows, columns]` or `[experts, ...]`, to its number of quantized bytes."""
 
 ALWAYS_PLAIN = r"(^|\.)(lm_head|embed_out|router|gate)(\.|$)"
-"""Modules that checkpoints do not quantize, even where `modules_to_not_convert` does not name them."""
+"""Names of modules that checkpoints do not quantize, even if `modules_to_not_convert` does not list them."""
 
 
 def _mxfp4(options: dict[str, Any]) -> Size:
@@ -59,7 +59,7 @@ METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "awq": _grouped, "gptq": _grouped, "bit
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """`quantization_config` of a model's config or of its decoder's, as a dictionary."""
+    """Return `quantization_config` of a model's config or of its decoder's config, as a dictionary."""
     for part in (config, config.get_text_config(decoder=True)):
         options = getattr(part, "quantization_config", None)
         if options is not None:
@@ -68,7 +68,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def method_of(options: dict[str, Any] | None) -> str | None:
-    """The method of a `quantization_config`, e.g. "fp8"."""
+    """Return the method of a `quantization_config`, e.g. "fp8"."""
     if options is None:
         return None
     method = options.get("quant_method") or ("bitsandbytes" if options.get("load_in_4bit") else "unknown")
@@ -76,13 +76,18 @@ def method_of(options: dict[str, Any] | None) -> str | None:
 
 
 def weight_bytes(model: torch.nn.Module, options: dict[str, Any] | None) -> tuple[int, str | None]:
-    """Bytes of all weights of a model on the meta device. Weights of an unknown method count as unquantized, and a
-    sentence says so."""
+    """Count the bytes of all weights of a model on the meta device.
+
+    Weights of an unknown quantization method count as unquantized.
+
+    Returns:
+        Number of bytes, and a sentence for the user if the method is unknown.
+    """
     method = method_of(options)
     if options is None or method not in METHODS:
         note = method and (
-            f"The checkpoint is quantized with {method}, which is not known here: its weights are counted "
-            "unquantized. Say what they take with `--weights 13GB`."
+            f"The checkpoint is quantized with {method}, an unknown method: its weights are counted as unquantized. "
+            "Pass their size with `--weights 13GB`."
         )
         return sum(parameter.nbytes for parameter in model.parameters()), note
     size = METHODS[method](options)
@@ -98,6 +103,7 @@ def weight_bytes(model: torch.nn.Module, options: dict[str, Any] | None) -> tupl
 
 
 def _matches(name: str, prefix: str) -> bool:
-    """Whether a name in `modules_to_not_convert`, perhaps with `*` for layers or without a prefix, is this module's."""
+    """Whether a name in `modules_to_not_convert` matches a module. The name may have `*` for layers, or lack a
+    prefix."""
     pattern = ".*".join(map(re.escape, name.split("*")))
     return re.search(rf"(^|\.){pattern}(\.|$)", prefix) is not None

@@ -50,24 +50,28 @@ def main(only: list[str]) -> None:
             finding = examine(model_type)
         except Exception as error:
             finding = Finding(model_type, "", "", {"all": Outcome("raises", f"{type(error).__name__}: {error}"[:300])})
-        found[model_type] = finding._asdict()
+        found[model_type] = finding._asdict() | {"transformers": transformers.__version__}
         print(finding.verdict, model_type, {k: v for k, v in finding.outcomes.items() if v.kind != "right"}, flush=True)
         kept.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
-    (RESULTS / "families.md").write_text(table([_finding(value) for _, value in sorted(found.items())]))
+    (RESULTS / "families.md").write_text(table([value for _, value in sorted(found.items())]))
 
 
 def _finding(value: dict[str, Any]) -> Finding:
-    return Finding(**{**value, "outcomes": {mode: Outcome(*outcome) for mode, outcome in value["outcomes"].items()}})
+    fields = {name: value[name] for name in Finding._fields}
+    return Finding(**fields | {"outcomes": {mode: Outcome(*outcome) for mode, outcome in value["outcomes"].items()}})
 
 
-def table(findings: list[Finding]) -> str:
-    """The page."""
+def table(found: list[dict[str, Any]]) -> str:
+    """The page, of findings as `families.json` has them."""
+    findings = [_finding(value) for value in found]
+    versions = sorted(Counter(value["transformers"] for value in found).items())
     counts = Counter(finding.verdict for finding in findings)
     lines = [
         "# Families",
         "",
-        f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]} on a CPU, float32, "
-        "tiny random models. Made by `python -m examples.measure.quality.families`; `test_every_family.py` holds it.",
+        f"transformers {', '.join(f'{version} ({count} families)' for version, count in versions)}, "
+        f"torch {torch.__version__.split('+')[0]} on a CPU, float32, tiny random models. "
+        "Made by `python -m examples.measure.quality.families`; `test_every_family.py` holds it.",
         "",
         'Each is run with its default attention and with "turboquant", growing and preallocated, with everything in '
         "the dense residual and with whole prompts packed: logits of teacher-forced steps (one token, three tokens) "

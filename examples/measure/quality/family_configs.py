@@ -55,6 +55,8 @@ def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
 
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5": dict(image_token_offset=32, audio_token_offset=96),
+    "apertus1p5_vision_tokenizer": dict(base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1),
     "bamba": dict(attn_layer_indices=[1]),
     "blenderbot": dict(max_position_embeddings=512),
     "blt": dict(encoder_hash_byte_group_vocab=512),
@@ -75,6 +77,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"], num_experts_per_tok=2),
     "deepseek_v2": dict(num_experts_per_tok=2),
     "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1),
+    "dory": dict(
+        num_hidden_layers=4,
+        n_input_layers=1,
+        n_output_layers=1,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        n_recurrent_loops=2,
+    ),
     "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[64, 64]) | _mrope(3, 3, 2),
     "gemma3n_text": dict(
         num_hidden_layers=4,
@@ -95,6 +104,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16),
     "hunyuan_vl_text": dict(head_dim=16) | _mrope(2, 2, 2, 2),
+    "hy_v4_vl_text": _mrope(4, 2, 2),
+    "inkling2_loop_text": dict(
+        num_hidden_layers=4,
+        unpadded_vocab_size=VOCAB,
+        n_layers_per_attn_res_block=1,
+        loop_layer_index_start=1,
+        loop_layer_index_end=3,
+        layer_types=["hybrid_sliding", "hybrid"] * 2,
+    ),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "mamba2": dict(hidden_size=64, num_heads=8, head_dim=16),
@@ -151,6 +169,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "switch_transformers": dict(
         num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1
     ),
+    "wavtokenizer_encoder": dict(codebook_dim=64),
     "xmod": dict(default_language="en_XX"),
     "zamba": dict(num_hidden_layers=5, layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid"]),
 }

@@ -2,6 +2,7 @@
 
     python -m examples.measure.speed.bench_cpu                          the shipped model at 4k, an 8-layer Llama at 32k
     python -m examples.measure.speed.bench_cpu --only "4k (Dyn|4bit)"   cells whose name matches
+    python -m examples.measure.speed.bench_cpu --model DIR --dtype float32 --json FILE   another model at 4k, only that
 
 At 4k every cache holds the same 4,000 tokens of the shipped model's text. A round measures one decode step of each
 cache, the next round the next step, so that whatever else the machine does falls on all of them; medians are over
@@ -147,11 +148,13 @@ def rows(cell: str, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     return result
 
 
-def shipped(presets: list[str], rounds: int, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The cells of the shipped model in bf16."""
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.bfloat16).eval()
+def short(
+    name: str, dtype: str, presets: list[str], rounds: int, wanted: Callable[[str], bool]
+) -> list[dict[str, Any]]:
+    """The cells of a model at 4k."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
     text = (Path(SHIPPED_MODEL) / "filler.txt").read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(SHIPPED_MODEL)(text[: 8 * SHORT], return_tensors="pt")["input_ids"]
+    ids = AutoTokenizer.from_pretrained(name)(text[: 8 * SHORT], return_tensors="pt")["input_ids"]
     makers = {name: made for name, made in caches(model.config, SHORT, presets).items() if wanted(f"4k {name}")}
     bench = Bench(model, makers)
     prefill = bench.prefill(ids[:, :SHORT], max(3, rounds // 10))
@@ -175,6 +178,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=40, help="decode steps measured with each cache")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
+    parser.add_argument("--model", default=str(SHIPPED_MODEL), help="a folder or a model of the hub")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--only", default=".", metavar="REGEX", help='such as "4k DynamicCache", "32k 4bit_nc"')
     parser.add_argument("--json", type=Path, default=RESULTS / "cpu.json", metavar="FILE", help="where results go")
     arguments = parser.parse_args()
@@ -185,10 +190,16 @@ def main() -> None:
     def wanted(name: str) -> bool:
         return "DynamicCache" in name or re.search(arguments.only, name) is not None
 
-    record = provenance(torch.device("cpu"), SHIPPED_MODEL)
+    if (arguments.model, arguments.dtype) != (
+        str(SHIPPED_MODEL),
+        "bfloat16",
+    ) and arguments.json == RESULTS / "cpu.json":
+        parser.error("`cpu.json` is of the shipped model in bfloat16: give another file as `--json`.")
+    record = provenance(torch.device("cpu"), arguments.model)
     with torch.inference_mode():
-        found = shipped(arguments.presets, arguments.rounds, wanted)
-        record["rows"] = found + long(max(3, arguments.rounds // 4), wanted)
+        record["rows"] = short(arguments.model, arguments.dtype, arguments.presets, arguments.rounds, wanted)
+        if arguments.model == str(SHIPPED_MODEL):
+            record["rows"] += long(max(3, arguments.rounds // 4), wanted)
     arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

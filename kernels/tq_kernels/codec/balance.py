@@ -302,7 +302,7 @@ class ScaleInputs(NamedTuple):
         valid: `[B, T]` bool, False for padding; `None` for no padding.
         first: Number of tokens at the start to leave out.
         allocate: Function of a number of elements that returns float32 scratch of that size or more.
-        counters: Likewise, for `2 * B * Hkv` zeros; the launch leaves them zero.
+        counters: Function that returns scratch for `2 * B * Hkv` zeros; the launch leaves them zero.
     """
 
     queries: torch.Tensor | None

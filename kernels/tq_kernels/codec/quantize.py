@@ -227,7 +227,7 @@ def store_scales(inner, sizes, scales, BITS: tl.constexpr, DIM: tl.constexpr):
 
     Args:
         inner: Results of `store_codes`, summed over parts.
-        sizes: Those given to `store_codes`.
+        sizes: Argument `sizes` of `store_codes`.
         scales: Pointer to the block's first scale of this kind, fp16 with stride 2.
     """
     scale = inner if sizes is None else _scales_of(inner, _joined(sizes), BITS, DIM)  # [32, 2, 2]

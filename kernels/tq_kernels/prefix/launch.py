@@ -146,7 +146,7 @@ def attend_prefix(
             last S tokens.
         packed: Packed blocks; the first `num_blocks` count.
         sinks: Keys `[B, Hkv, sinks, Dk]` and values `[B, Hkv, sinks, Dv]`, dense, the last two dimensions contiguous.
-        residual: Likewise, a ring: the `num_residual` rows that count start at row 128 * `num_blocks` modulo its size.
+        residual: Ring of dense rows, shaped as `sinks`: `num_residual` rows from 128 * `num_blocks` modulo its size on.
         new: Keys `[B, Hkv, n, Dk]` and values `[B, Hkv, n, Dv]` after the residual, last dimension contiguous, or
             `None`.
         rotations: sqrt(D) R of keys and of values as `[D, D]` fp16 with D the padded dimension.
