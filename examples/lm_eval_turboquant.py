@@ -44,7 +44,7 @@ PLAIN = "plain"
 CACHES = (PLAIN, *PRESETS)
 BOOTSTRAPS = 1000
 RULER_NEEDS = ("nltk", "scipy", "wonderwords")
-"""Packages that make the prompts of RULER: lm-eval's extra `ruler`."""
+"""Packages for the prompts of RULER: lm-eval's extra `ruler`."""
 
 
 class Task(NamedTuple):
@@ -64,12 +64,12 @@ class Task(NamedTuple):
 
     @property
     def is_ruler(self) -> bool:
-        """Whether it is one of RULER's, whose prompts are made of any length."""
+        """Whether the task is one of RULER, with prompts of any length."""
         return self.name.startswith(("niah_", "ruler_"))
 
     @property
     def title(self) -> str:
-        """Its name in results."""
+        """Name of the task in results."""
         return self.name if self.tokens is None else f"{self.name}, {self.tokens}"
 
 
@@ -84,7 +84,7 @@ EVIDENCE = (
 
 
 class CachedLM(HFLM):
-    """The harness's model of transformers, with a cache of ours for each batch.
+    """The harness's transformers model, with a compressed cache for each batch.
 
     Args:
         cache: One of `CACHES`.
@@ -111,7 +111,7 @@ class CachedLM(HFLM):
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Logits `[B, T, V]` of texts `[B, T]`, read in chunks through one cache."""
+        """Logits `[B, T, V]` of texts `[B, T]`, computed in chunks with one cache."""
         if self.chunk is None:
             raise ValueError(
                 "A task scores given text, which one pass computes without reading a cache: every preset would get "
@@ -123,8 +123,8 @@ class CachedLM(HFLM):
 
 
 def error_of(samples: list[dict[str, Any]], metric: str, value: float) -> float | None:
-    """The standard error of a metric for which the harness has none: of a share of right answers by its variance, of a
-    perplexity by drawing texts again, or `None`."""
+    """Standard error of a metric without one in the harness: by variance for a share of right answers, by bootstrap for
+    a perplexity, else `None`."""
     scores = [sample[metric] for sample in samples if metric in sample]
     if scores and all(isinstance(score, tuple | list) and len(score) == 2 for score in scores):
         draw, drawn = random.Random(0), []
@@ -137,7 +137,7 @@ def error_of(samples: list[dict[str, Any]], metric: str, value: float) -> float 
 
 
 def measure(model: CachedLM, task: Task, include_path: str | None, name: str) -> dict[str, dict[str, float | None]]:
-    """Value and standard error of each metric of a task; nothing in any but the first of several processes."""
+    """Value and standard error of each metric of a task. Empty in all but the first of several processes."""
     # Prompts are made of that length; texts are cut to it.
     model.chunk, model._max_length = task.chunk, task.tokens if task.name == "wikitext" else None
     length = {} if task.tokens is None else {"max_seq_lengths": [task.tokens]}
@@ -166,7 +166,7 @@ def measure(model: CachedLM, task: Task, include_path: str | None, name: str) ->
 
 
 def table(record: dict[str, Any]) -> str:
-    """The metrics as Markdown: a row a metric, a column a cache."""
+    """Markdown table with a row for each metric and a column for each cache."""
     caches = list(record["metrics"])
     lines = [f"| {record['model']} | {' | '.join(caches)} |", "| --- |" + " ---: |" * len(caches)]
     rows = {(task, metric) for found in record["metrics"].values() for task in found for metric in found[task]}
@@ -181,7 +181,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def with_lengths(tasks: list[Task], lengths: list[int]) -> list[Task]:
-    """The tasks, those of RULER once at each of the lengths.
+    """Tasks to run. RULER's tasks run once for each length.
 
     Raises:
         ValueError: None of them is RULER's.
@@ -194,7 +194,7 @@ def with_lengths(tasks: list[Task], lengths: list[int]) -> list[Task]:
 
 
 def check(tasks: list[Task], include_path: str | None, positions: int | None) -> None:
-    """See that every task can run, before the first of them does.
+    """Check that every task can run, before the first one starts.
 
     Raises:
         ValueError: A task is not known or is a group of tasks; packages that make its prompts are missing; its texts
@@ -217,7 +217,7 @@ def check(tasks: list[Task], include_path: str | None, positions: int | None) ->
 
 
 def resumed(path: Path | None, record: dict[str, Any]) -> dict[str, Any]:
-    """`record` with what a stopped run of the same kind has measured.
+    """Add measurements of a stopped run with the same settings to `record`.
 
     Raises:
         ValueError: The file is of another model or of other tasks.

@@ -26,7 +26,7 @@ SHIPPED_MODEL = str(Path(__file__).resolve().parent / "needle")
 
 
 def load(name: str, parallel: bool) -> Any:
-    """The model, its heads split over the processes of torchrun, or its layers over the devices of this one."""
+    """Load the model, with heads split over the processes of torchrun, or layers over the devices of one process."""
     placement: dict[str, Any] = {"device_map": "auto"}
     if parallel:
         placement = {"distributed_config": DistributedConfig(tp_plan="auto")}

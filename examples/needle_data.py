@@ -1,4 +1,4 @@
-"""Needle prompts: facts planted in text and asked for again, deterministic by seed.
+"""Needle prompts: facts planted in text, with questions about them. Deterministic by seed.
 
 A fact is the line ``<<key = 123456>>``. A question is the same line cut off before the digits, so a model
 that recalls the fact continues it greedily with the six digits and the closing ``>>``.
@@ -23,7 +23,7 @@ FILLER_PATH = Path(__file__).resolve().parent / "needle" / "filler.txt"
 
 HELD_OUT = ("argparse", "dataclasses", "difflib", "heapq", "inspect", "random", "statistics")
 TRAINING_PACKAGES = ("accelerate", "numpy", "torch", "transformers")
-"""Trained on besides the standard library, whose 10 to 30 MB alone the model learns by heart in a few minutes."""
+"""Packages to train on besides the standard library. A model memorizes its 10 to 30 MB in a few minutes."""
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 FILLER_BYTES = 160_000
 
@@ -31,7 +31,7 @@ PASSKEY = "pass key"
 TERMINATOR = ">>"
 ANSWER_DIGITS = 6
 ANSWER_TOKENS = ANSWER_DIGITS + len(TERMINATOR)
-"""How many tokens to generate: the digits and the terminator."""
+"""Number of tokens to generate: the digits and the terminator."""
 
 ADJECTIVES = tuple(
     "amber ancient bitter brave bright broken calm clever cold copper crimson curious deep distant dusty early "
@@ -49,40 +49,40 @@ NOUNS = tuple(
 
 
 def question(key: str) -> str:
-    """The prompt ending that asks for ``key``; the answer's digits and ``>>`` are expected next."""
+    """End of a prompt, a question for ``key``. The right continuation is the answer's digits and ``>>``."""
     return f"\n<<{key} = "
 
 
 def fact(key: str, answer: str) -> str:
-    """The line that plants ``answer`` under ``key``: the question, the digits and the terminator."""
+    """Line that plants ``answer`` under ``key``: the question, the digits and the terminator."""
     return f"{question(key)}{answer}{TERMINATOR}\n"
 
 
 def is_recalled(generated: str, answer: str) -> bool:
-    """Whether freely generated text is the answer, closed by the terminator."""
+    """Whether generated text is the answer with the terminator."""
     return generated.startswith(answer + TERMINATOR)
 
 
 def random_answer(rng: random.Random) -> str:
-    """Six decimal digits, the first one not zero."""
+    """Six random decimal digits. The first is not zero."""
     return str(rng.randrange(10 ** (ANSWER_DIGITS - 1), 10**ANSWER_DIGITS))
 
 
 @functools.cache
 def filler_text() -> str:
-    """The shipped, held-out filler text (ASCII)."""
+    """Filler text from held-out modules (ASCII)."""
     return FILLER_PATH.read_bytes().decode("ascii")
 
 
 def _filler(length: int, rng: random.Random) -> str:
-    """``length`` bytes of filler from a random line on, going round at the end of the file."""
+    """``length`` bytes of filler from a random line on. After the end of the file it starts again."""
     text = filler_text()
     start = text.index("\n", rng.randrange(len(text) - 1000)) + 1
     return (text * (length // len(text) + 2))[start : start + length]
 
 
 def _line_start(text: str, offset: int) -> int:
-    """The start of the line that ``offset`` lies in, so that facts do not split a line."""
+    """Start of the line with ``offset``, so that facts do not split a line."""
     return text.rfind("\n", 0, offset) + 1
 
 
@@ -149,7 +149,7 @@ def recall_prompt(tokens: int, n_facts: int, seed: int) -> tuple[str, list[tuple
 
 
 def answered(prompt: str, asked: Iterable[tuple[str, str]]) -> tuple[str, list[int]]:
-    """A prompt with its questions and their right answers appended, and the offset of each answer's first digit."""
+    """Append questions and right answers to a prompt. Also return the offset of each answer's first digit."""
     text, starts = prompt, []
     for ask, answer in asked:
         starts.append(len(text) + len(ask))
@@ -158,7 +158,7 @@ def answered(prompt: str, asked: Iterable[tuple[str, str]]) -> tuple[str, list[i
 
 
 def recalled_at(guesses, ids, starts: Iterable[int]) -> list[bool]:
-    """Whether greedy decoding would give the answers that stand at ``starts``.
+    """Whether greedy decoding would generate the answers at ``starts``.
 
     It does exactly if each of an answer's tokens is the likeliest after the tokens before it, so one pass over the
     text with the answers in it tells.
@@ -173,19 +173,19 @@ def recalled_at(guesses, ids, starts: Iterable[int]) -> list[bool]:
 
 
 def _sources(root: Path, relative_paths: Iterable[Path]) -> Iterator[str]:
-    """The texts of those files that are UTF-8 (some of the library's own tests deliberately are not)."""
+    """Texts of all UTF-8 files. (Some tests of the standard library are deliberately not UTF-8.)"""
     for path in sorted(relative_paths):
         with contextlib.suppress(UnicodeDecodeError):
             yield (root / path).read_text(encoding="utf-8")
 
 
 def held_out_sources() -> list[str]:
-    """The texts of the held-out modules, for the filler."""
+    """Texts of the held-out modules, for the filler."""
     return list(_sources(STDLIB, [Path(f"{name}.py") for name in HELD_OUT]))
 
 
 def training_sources() -> list[str]:
-    """The texts to train on: the standard library less the held-out modules and their tests, and the packages."""
+    """Training texts: the packages, and the standard library without the held-out modules and their tests."""
     texts = []
     for root in (STDLIB, *(Path(find_spec(name).submodule_search_locations[0]) for name in TRAINING_PACKAGES)):
         paths = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -202,7 +202,7 @@ def training_sources() -> list[str]:
 
 
 def write_filler() -> None:
-    """Write ``needle/filler.txt``: the beginnings of the held-out modules in equal shares, ASCII lines only."""
+    """Write ``needle/filler.txt``: the first lines of the held-out modules in equal shares, only ASCII."""
     texts = held_out_sources()
     share = FILLER_BYTES // len(texts)
     FILLER_PATH.parent.mkdir(parents=True, exist_ok=True)

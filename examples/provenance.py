@@ -1,4 +1,4 @@
-"""What the examples have in common: bytes held, where a result comes from, and the shape of an 8B model."""
+"""Common parts of the examples: bytes of a cache, origin of a result, and the shape of an 8B model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ LLAMA_8B: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=0,
 )
-"""The shape of Llama 3.1 8B, for `LlamaConfig`."""
+"""Shape of Llama 3.1 8B, for `LlamaConfig`."""
 
 
 def bytes_held(cache: Cache) -> int:
-    """Bytes of all tensors of a cache, whole storages counted."""
+    """Bytes of all tensors of a cache, counted by whole storages."""
     if isinstance(cache, TurboQuantCache):
         return cache.memory_footprint().total
     tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)]
@@ -48,7 +48,7 @@ def bytes_held(cache: Cache) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's with the number of threads torch uses."""
+    """Name of the GPU, or of the processor with the number of torch threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -60,14 +60,14 @@ def device_name(device: torch.device) -> str:
 
 
 def slug(device: torch.device) -> str:
-    """The device as part of a file name: "cpu", or e.g. "nvidia-h200"."""
+    """Device in a file name: "cpu", or e.g. "nvidia-h200"."""
     if device.type != "cuda":
         return device.type
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
 def provenance(device: torch.device, model: str) -> dict[str, Any]:
-    """Command, date, device, versions and model (or what else was measured) of this run."""
+    """Command, date, device, versions and model (or other subject) of this run."""
     script = Path(sys.argv[0]).resolve()
     place = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     is_module = "measure" in place.parts or place.stem == "lm_eval_turboquant"  # others are scripts that one copies

@@ -37,7 +37,7 @@ MIB = 2**20
 
 @dataclass
 class Row:
-    """What came of one cache: the answer, decoding speed, and bytes of KV cache held at the end."""
+    """Result of one cache: the answer, decoding speed, and bytes of KV cache at the end."""
 
     cache: str
     attention: str
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass
 class TokenClock(BaseStreamer):
-    """Notes the time of each new token; `generate` calls it with the prompt first."""
+    """Record the time of each new token. `generate` passes the prompt first."""
 
     progress: Progress
     times: list[float] = field(default_factory=list)
@@ -65,13 +65,13 @@ class TokenClock(BaseStreamer):
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of decoding: without the first token, which is the prefill's."""
+        """Decoding speed, without the first token, which is part of the prefill."""
         steps = len(self.times) - 2
         return steps / (self.times[-1] - self.times[1]) if steps > 0 else 0.0
 
 
 def make_prompt(tokenizer: Any, tokens: int, depth: float, seed: int) -> tuple[torch.Tensor, str]:
-    """A prompt of at least `tokens` tokens as ids `[1, T]`, and the pass key it asks for."""
+    """Make a prompt of at least `tokens` tokens as ids `[1, T]`, and its pass key."""
     characters = tokens
     while True:
         prompt, answer = needle.passkey_prompt(characters, depth, seed)
@@ -130,7 +130,7 @@ def run(
 
 
 def make_table(rows: list[Row], dtype: str) -> Table:
-    """The rows as a table; ratios are against the bytes of the first row."""
+    """Make a table of rows, with ratios to the bytes of the first row."""
     table = Table(title=f"Model and {BASELINE} in {dtype}; KV memory as held after the last token")
     for heading in ("cache", "answer", ""):
         table.add_column(heading, no_wrap=True)

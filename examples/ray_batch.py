@@ -24,7 +24,7 @@ from tq_hf import TurboQuantBatching
 
 
 class Worker:
-    """A model, and pages that its batches share."""
+    """A model, with one pool of pages for all batches."""
 
     def __init__(self, model: str, preset: str, new_tokens: int, answers: str) -> None:
         on_gpu = torch.cuda.is_available()
@@ -52,7 +52,7 @@ class Worker:
 
 
 def answer(prompts: Path, answers: Path, workers: int, kind: type = Worker, **options: Any) -> int:
-    """Answer all files of a folder that have no answers in another, and return how many prompts those had."""
+    """Answer all files of a folder without answers in the output folder; return the number of prompts."""
     answers.mkdir(parents=True, exist_ok=True)
     files = [str(path) for path in sorted(prompts.glob("*.parquet")) if not (answers / path.name).exists()]
     if not files:

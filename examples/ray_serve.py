@@ -26,7 +26,7 @@ api = FastAPI()
 
 
 class Request(BaseModel):
-    """What a client asks."""
+    """Request of a client."""
 
     prompt: str
     new_tokens: int = 64
@@ -35,7 +35,7 @@ class Request(BaseModel):
 @serve.deployment(max_ongoing_requests=256)
 @serve.ingress(api)
 class Replica:
-    """A model, and a loop that answers all requests in flight."""
+    """A model, with a loop that answers all requests in flight."""
 
     def __init__(self, model: str, preset: str) -> None:
         on_gpu = torch.cuda.is_available()
@@ -51,11 +51,11 @@ class Replica:
 
     @api.post("/generate")
     async def generate(self, request: Request) -> StreamingResponse:
-        """The answer as text, piece by piece."""
+        """Stream the answer as text."""
         return StreamingResponse(self.pieces(request), media_type="text/plain")
 
     async def pieces(self, request: Request) -> AsyncIterator[str]:
-        """What each step adds to the answer."""
+        """Stream the new tokens of each step."""
         name, results, sent = uuid4().hex, asyncio.Queue(), 0
         self.manager.register_result_handler(name, results.put_nowait)
         tokens = self.tokenizer(request.prompt).input_ids
@@ -77,7 +77,7 @@ class Replica:
 
 
 def application(arguments: dict[str, str]) -> serve.Application:
-    """What `serve run` starts: `model`, `preset` and `replicas`."""
+    """Build the application of `serve run`, with the arguments `model`, `preset` and `replicas`."""
     model = arguments.get("model", str(Path(__file__).resolve().parent / "needle"))
     resources = {"num_gpus": 1} if torch.cuda.is_available() else {"num_cpus": 1}
     replicas = Replica.options(num_replicas=int(arguments.get("replicas", 1)), ray_actor_options=resources)

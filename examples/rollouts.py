@@ -28,11 +28,11 @@ from tq_hf import continuous_batching
 
 SHIPPED_MODEL = str(Path(__file__).resolve().parent / "needle")
 CLOSED = 0.1
-"""What closing the answer earns, beside one for all digits."""
+"""Reward for closing the answer. All digits together earn 1."""
 
 
 def digits_right(completions: list[str], passkey: list[str], **_: Any) -> list[float]:
-    """The reward of each completion: the share of digits before the first wrong one, and a little for closing."""
+    """Reward of each completion: the share of digits before the first wrong one, and a small bonus for closing."""
     rewards = []
     for text, key in zip(completions, passkey, strict=True):
         right = next((i for i, digit in enumerate(key) if text[i : i + 1] != digit), len(key))
@@ -41,13 +41,13 @@ def digits_right(completions: list[str], passkey: list[str], **_: Any) -> list[f
 
 
 def needles(prompts: int, tokens: int, seed: int) -> Dataset:
-    """Prompts of so many bytes, and what they hide."""
+    """Make prompts of this number of bytes, with their hidden digits."""
     pairs = [passkey_prompt(tokens, depth=(i + 0.5) / prompts, seed=seed + i) for i in range(prompts)]
     return Dataset.from_list([{"prompt": prompt, "passkey": key} for prompt, key in pairs])
 
 
 def train(arguments: argparse.Namespace, folder: str) -> GRPOTrainer:
-    """The trainer after all steps."""
+    """Train; return the trainer after all steps."""
     on_gpu = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16 if on_gpu else torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)

@@ -1,4 +1,4 @@
-"""Answer many prompts on several GPUs: replicas of a model, each on as many GPUs as `--tp` says.
+"""Answer many prompts on several GPUs: replicas of a model, each on `--tp` GPUs.
 
     torchrun --nproc-per-node 8 examples/serve_many.py MODEL --prompts prompts.jsonl --tp 2   # four replicas
 
@@ -28,7 +28,7 @@ from tq_hf import TurboQuantBatching
 
 
 def load(name: str, store: dist.Store, rank: int, tp: int) -> Any:
-    """The model on this process's GPU, or its share of one that `tp` processes hold together."""
+    """Load the model on this process's GPU, or one of `tp` shards."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -43,7 +43,7 @@ def load(name: str, store: dist.Store, rank: int, tp: int) -> Any:
 
 
 def answer(batching: TurboQuantBatching, prompts: list[list[int]], new: int, options: Any) -> tuple[list[Any], int]:
-    """Results in the order of the prompts, and the tokens that the pool of pages has room for."""
+    """Answer prompts. Return results in the order of the prompts, and the capacity of the page pool in tokens."""
     eos = batching.generation_config.eos_token_id
     generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=eos)
     with batching.continuous_batching_context_manager(generation, continuous_batching_config=options) as manager:

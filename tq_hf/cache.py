@@ -1,4 +1,4 @@
-"""`TurboQuantCache`: a transformers cache whose full-attention layers are held compressed."""
+"""`TurboQuantCache`: a transformers cache that stores full-attention layers compressed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TurboQuantCache(DynamicCache):
     Use one cache per batch.
 
     Args:
-        model_config: The model's config (`model.config`). Of a multimodal model the text decoder is used.
+        model_config: The model's config (`model.config`). The text decoder of a multimodal model is used.
         preset: Name of a preset (see `tq_hf.PRESETS`), also as vLLM writes it, or a `TurboQuantConfig`.
         model: The model, for `save` only. Held weakly.
         max_cache_len: Fixed capacity in tokens. Exceeding it raises a `ValueError`. `None` grows.
@@ -85,8 +85,8 @@ class TurboQuantCache(DynamicCache):
     ) -> None:
         if model_config is None and "config" in overrides:
             raise ValueError(
-                "A TurboQuantCache was asked for by `config=`. `generate` of T5Gemma does so in place of the cache "
-                "that it got for cross-attention, and would lose its preset and options. Pass `EncoderDecoderCache("
+                "`TurboQuantCache(config=...)` was called. `generate` of T5Gemma makes this call to replace the cache "
+                "that was passed for cross-attention, and would lose its preset and options. Pass `EncoderDecoderCache("
                 "TurboQuantCache(model.config), DynamicCache(config=model.config))`."
             )
         _check_arguments(model_config, model, max_cache_len, offloading)
@@ -100,34 +100,34 @@ class TurboQuantCache(DynamicCache):
             overrides["balance"] = balance
         self.config = config_of(preset, overrides)
         self.last_update: tuple[int, int] | None = None
-        """Index of the layer that was updated last, and the number of tokens."""
+        """Index of the layer updated last, and its number of new tokens; `None` if no layer is ahead of the others."""
         self.model_config = weakref.ref(model_config)
         self._model = None if model is None else weakref.ref(model)
-        # Not named `max_cache_len`: PEFT takes a cache that has one for one it may replace.
+        # Not named `max_cache_len`: PEFT replaces a cache that has an attribute of this name.
         self.preallocated_for = max_cache_len
         self._deferred: TurboQuantLayer | None = None
         self._unchecked: set[int] | None = set()
-        """Compressed layers that hold the first prompt; `None` once they were checked for states beyond fp16."""
-        self._updated: tuple[int, int] | None = None
-        """The layer updated last in a call of an encoder-decoder, and its new tokens; `None` where no call is known."""
+        """Indices of layers that encoded the first prompt; `None` after the check for states beyond fp16."""
+        self._refuses_repeats = False
+        """Whether to refuse a repeated update of one layer without a new mask; set by masks of an encoder-decoder."""
         self._is_encoder_decoder = getattr(model_config, "is_encoder_decoder", False) or getattr(
             model_config.get_text_config(decoder=True), "add_cross_attention", False
         )
         layers = _layers(model_config, self.config, max_cache_len)
         if isinstance(balance, Balance):
             if not self.config.balance:
-                raise ValueError("Channel scales are given, and the preset has `balance=False`: leave out either.")
+                raise ValueError("`balance` has channel scales, and the preset `balance=False`: leave out either.")
             balance.set_scales(layers)
-        # A DynamicCache by class, because only such are cropped, selected and repeated in an EncoderDecoderCache.
+        # EncoderDecoderCache crops, selects and repeats a subclass of DynamicCache only.
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=False)
 
     def __repr__(self) -> str:
-        held = self.memory_footprint()
+        footprint = self.memory_footprint()
         bits = f"key_bits={self.config.key_bits}, value_bits={self.config.value_bits}"
         tokens = next(iter(held_lengths(self.layers).values()), 0)
         room = "" if self.preallocated_for is None else f" of {self.preallocated_for:,}"
         others = f"other presets in {len(self.config.layers)} of " if self.config.layers else ""
-        size = f"{held.total / 2**20:.2f} MiB, {held.ratio:.1%} of 16 bits" if tokens else "empty"
+        size = f"{footprint.total / 2**20:.2f} MiB, {footprint.ratio:.1%} of 16 bits" if tokens else "empty"
         return (
             f"TurboQuantCache({self.config.preset or bits}, {others}{len(self.layers)} layers, {tokens:,}{room} "
             f"tokens, {size})"
@@ -135,10 +135,10 @@ class TurboQuantCache(DynamicCache):
 
     @property
     def max_cache_len(self) -> int:
-        """Not an attribute of this class: see the message."""
+        """Always an `AttributeError`, so that PEFT does not replace this cache."""
         raise AttributeError(
-            "A TurboQuantCache has no `max_cache_len`; `get_max_length()` tells. (PEFT asks for it in prefix tuning to "
-            "put a cache of its own in this one's place: call such a model without `past_key_values`.)"
+            "A TurboQuantCache has no `max_cache_len`; call `get_max_length()`. (PEFT reads `max_cache_len` in prefix "
+            "tuning, to replace this cache with its own: call a model with prefix tuning without `past_key_values`.)"
         )
 
     def __copy__(self) -> TurboQuantCache:
@@ -156,15 +156,15 @@ class TurboQuantCache(DynamicCache):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if any(map(_is_filled, self.layers)):
             raise pickle.PicklingError(
-                "A TurboQuantCache that has been filled cannot be pickled, only an empty one. Write it to a file with "
+                "A TurboQuantCache that holds tokens cannot be pickled; an empty one can. Write it to a file with "
                 "`cache.save(path, model)`, and read it with `TurboQuantCache.load(path, model)`."
             )
         model_config = self.model_config()
         if model_config is None:
-            raise pickle.PicklingError("The config this cache was made from no longer exists; make a new cache.")
+            raise pickle.PicklingError("The model config of this cache no longer exists; make a new cache.")
         options: dict[str, Any] = {"preset": self.config}
         scales = {
-            index: layer.channel_scales.map(torch.Tensor.cpu)  # whoever reads it may have no GPU
+            index: layer.channel_scales.map(torch.Tensor.cpu)  # the reader may have no GPU
             for index, layer in enumerate(self.layers)
             if isinstance(layer, TurboQuantLayer) and layer.channel_scales is not None
         }
@@ -175,34 +175,34 @@ class TurboQuantCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate()` compiles its steps. Chunks of a prompt stay eager: no graph can hold them whole."""
+        """Whether `generate()` compiles decode steps. Chunks of a prompt stay eager: no graph can encode a prompt."""
         return all(layer.is_compileable for layer in self.layers) and not asked_by_prefill()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` of a layer; return what attention is given.
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` of a layer; return states for attention.
 
-        Keys and values have one dtype, which the layer then holds. Under `torch.autocast` they may have two, and the
-        layer holds the wider one.
+        Keys and values have the same dtype, and the layer keeps it. Under `torch.autocast` the two dtypes may differ;
+        the layer keeps the wider one.
 
         Raises:
-            ValueError: The states do not fit the cache. It is unchanged then.
+            ValueError: The states do not fit the cache. The cache is unchanged then.
         """
         if torch.compiler.is_compiling() and not (key_states.shape[2] == 1 and self._is_traceable(layer_idx)):
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"This cache was made for a model of {len(self.layers)} layers, and this model has a layer "
-                f"{layer_idx}; make it from this model's own config."
+                f"{layer_idx}; make the cache from this model's config."
             )
-        if self._updated is not None and not torch.compiler.is_compiling():
-            self._check_alone(layer_idx, key_states.shape[2])
+        if self._refuses_repeats and not torch.compiler.is_compiling():
+            self._check_repeat(layer_idx, key_states.shape[2])
         if self._deferred is not None:
             self._encode_deferred()
         layer: Any = self.layers[layer_idx]
         compressed = isinstance(layer, TurboQuantLayer)
-        if not compressed:  # else it sees to it itself
+        if not compressed:  # TurboQuantLayer casts its own inputs
             key_states, value_states = like_held(layer, key_states, value_states)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         tokens = key_states.shape[2]
@@ -214,43 +214,41 @@ class TurboQuantCache(DynamicCache):
                 self._unchecked.add(layer_idx)
         return states
 
-    def _check_alone(self, layer_idx: int, tokens: int) -> None:
-        """Refuse cross-attention that updates the layer of the self-attention before it.
+    def _check_repeat(self, layer_idx: int, tokens: int) -> None:
+        """Refuse cross-attention that updates the cache of self-attention.
 
         Raises:
-            ValueError: A call updates one layer twice in a row. The cache is what it was before the call then.
+            ValueError: A call updates one layer twice in a row. The cache returns to its state before the call.
         """
-        assert self._updated is not None
-        (last, new), self._updated = self._updated, (layer_idx, tokens)
-        if last != layer_idx:
+        if self.last_update is None or self.last_update[0] != layer_idx:
             return
-        self._updated = None
+        (_, new), self.last_update = self.last_update, None
         layer: Any = self.layers[layer_idx]
         if int(layer.get_seq_length()) == new:
             self.reset()
         else:
             layer.crop(-new)
         raise ValueError(
-            f"Layer {layer_idx} of this cache was given {new} tokens of the decoder, and then {tokens} of the encoder: "
-            "cross-attention needs a cache of its own. Pass `past_key_values=EncoderDecoderCache(TurboQuantCache("
-            "model.config), DynamicCache(config=model.config))` (or a second TurboQuantCache), from transformers."
+            f"Layer {layer_idx} of this cache was updated with {new} tokens of the decoder, and then with {tokens} of "
+            "the encoder: cross-attention needs a second cache. Pass `past_key_values=EncoderDecoderCache("
+            "TurboQuantCache(model.config), DynamicCache(config=model.config))` from transformers."
         )
 
     def _is_traceable(self, layer_idx: int) -> bool:
-        """Whether a graph may hold the update of a layer by one token."""
+        """Whether a compiled graph may include an update of this layer by one token."""
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer is not None and layer.is_compileable and layer.is_initialized
 
     @torch.compiler.disable
     def _update_outside_of_graphs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """An update that no graph can hold: of several tokens, of a layer that grows, or the first of a layer."""
+        """Update eagerly: several tokens, a growing layer or the first update of a layer cannot be compiled."""
         return for_graphs(self.update(*args, **kwargs))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask for `query_length` new tokens covers."""
-        # Masks are made before any layer is updated. A compiled step then never finds a deferred prompt.
+        # transformers makes masks before it updates any layer: a compiled step never finds a deferred prompt.
         if self._is_encoder_decoder:
-            self._updated = (-1, 0)
+            self.last_update, self._refuses_repeats = None, True
         if self._deferred is not None:
             self._encode_deferred()
         if self._unchecked and not (torch.compiler.is_compiling() or is_capturing()):
@@ -259,12 +257,12 @@ class TurboQuantCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _encode_deferred(self) -> None:
-        """Encode the prompt of the layer updated last, if its queries were not shown: one layer's is held at most."""
+        """Encode the deferred prompt of the layer updated last, if attention did not. At most one layer is deferred."""
         layer, self._deferred = self._deferred, None
         assert layer is not None
         if layer.store is not None and layer.store.is_deferred:
             layer.store.encode_deferred()
-            # Nobody shows queries, so no other layer need wait for them.
+            # This model's attention never calls `resolve`: stop deferring in the other layers.
             for other in self.layers:
                 if isinstance(other, TurboQuantLayer):
                     other.needs_queries = False
@@ -274,12 +272,12 @@ class TurboQuantCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of each layer.
 
-        If an exception in a forward pass (Ctrl-C, no memory left) left some layers a call ahead of the others, at least
-        the tokens of that call are removed, and from the others as many less: layers are as even as before the call.
+        An exception in a forward pass (Ctrl-C, no memory left) leaves the first layers a call ahead of the others. The
+        tokens of that call count as the newest: all of them are removed, and layers without them lose fewer tokens.
 
         Raises:
-            ValueError: A layer cannot be cropped, or `tokens_to_remove` is no number or positive. Nothing is changed
-                then.
+            ValueError: A layer cannot be cropped, or `tokens_to_remove` is not a number or is positive. The cache is
+                unchanged then.
         """
         self._require("crop")
         crop(self.layers, tokens_to_remove, self.last_update)
@@ -289,16 +287,16 @@ class TurboQuantCache(DynamicCache):
         """Repeat every sequence `repeats` times.
 
         Raises:
-            ValueError: A layer cannot do that. Nothing is changed then.
+            ValueError: A layer does not support this. The cache is unchanged then.
         """
         self._require("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices`, in that order.
+        """Keep the sequences `indices`, in this order.
 
         Raises:
-            ValueError: A layer cannot do that. Nothing is changed then.
+            ValueError: A layer does not support this. The cache is unchanged then.
         """
         if not isinstance(indices, torch.Tensor):
             raise ValueError(f"`indices` is {indices!r}; it must be a tensor of the sequences to keep.")
@@ -306,33 +304,33 @@ class TurboQuantCache(DynamicCache):
         super().batch_select_indices(indices)
 
     def _require(self, operation: str) -> None:
-        """Raise a `ValueError` unless every layer has this method: transformers' preallocated ones lack some."""
+        """Raise a `ValueError` unless every layer has this method: some layers of transformers do not."""
         for index, layer in enumerate(self.layers):
             if not hasattr(layer, operation):
                 raise ValueError(
-                    f"`{operation}` needs every layer to take part, but layer {index} is transformers' "
-                    f"{type(layer).__name__}, which has no such method. Make the cache without `max_cache_len`."
+                    f"`{operation}` needs this method in every layer, but layer {index} is transformers' "
+                    f"{type(layer).__name__}, which has none. Make the cache without `max_cache_len`."
                 )
 
     def memory_footprint(self) -> MemoryFootprint:
-        """Bytes this cache holds now, by kind and device, and what a 16-bit cache of the same tokens would hold."""
+        """Bytes of this cache now, by kind and device, and bytes of a 16-bit cache of the same tokens."""
         return measure(self.layers)
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
-        """Write this cache to a safetensors file, so that a prompt processed once can be reused after a restart.
+        """Write this cache to a safetensors file, to reuse a prompt after a restart.
 
-        The old file stays until the new one is complete. Token ids are not kept: `generate()` wants them again.
+        An existing file stays until the new one is complete. Token ids are not saved: pass them to `generate()` again.
 
         Args:
             path: The file, by convention `*.safetensors`.
-            model: The model that filled this cache, by default the one the cache was made with
+            model: The model that filled this cache. By default the `model` argument of this cache
                 (`TurboQuantCache(model.config, model=model)`).
 
         Raises:
-            ValueError: The cache is empty, an exception left some layers a call ahead of others, or its model is not
-                given, has gone or is an encoder-decoder; or `path` is not a place for a file.
+            ValueError: The cache is empty; an exception left some layers a call ahead of others; there is no model, or
+                the model is an encoder-decoder; or `path` cannot be a file.
             FileNotFoundError: The folder does not exist.
-            PermissionError: No file may be written there.
+            PermissionError: The process may not write there.
         """
         save_cache(self, path, model if model is not None or self._model is None else self._model())
 
@@ -345,20 +343,20 @@ class TurboQuantCache(DynamicCache):
         *,
         max_cache_len: int | None | Literal["saved"] = "saved",
     ) -> TurboQuantCache:
-        """A cache from a file that `save` wrote: the same bits, each layer on the device where `model` runs it.
+        """Load a cache from a file that `save` wrote: the same bits, each layer on the device that `model` runs it on.
 
         Args:
-            path: The file. It may come from anywhere: nothing in it is executed or believed unchecked.
-            model: The model the cache was made with, in the same dtype. It is run on a few tokens, to learn what it
-                caches.
-            preset: What the cache must have been compressed with, or `None` to take what the file says.
-            max_cache_len: Tokens to preallocate for, or `None` for a cache that grows, whichever it was when it was
-                saved; "saved" makes it what it was.
+            path: The file. An untrusted file is safe: nothing in it is executed, and everything is checked.
+            model: The model that filled the cache, in the same dtype. It runs on a few tokens, to show the shapes and
+                dtypes that it caches.
+            preset: Preset that the saved cache must have, or `None` for any.
+            max_cache_len: Tokens to preallocate for, `None` for a cache that grows, or "saved" for the value of the
+                saved cache.
 
         Raises:
-            ValueError: The file is damaged, is not one of a cache, belongs to another model or `preset`, or holds more
+            ValueError: The file is damaged or is not of a cache, belongs to another model or `preset`, or has more
                 than `max_cache_len` tokens.
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: The file does not exist.
         """
         if max_cache_len != "saved":
             check_max_cache_len(max_cache_len)
@@ -366,14 +364,14 @@ class TurboQuantCache(DynamicCache):
 
 
 def check_max_cache_len(max_cache_len: Any) -> None:
-    """Raise a `ValueError` unless this is a number of tokens or `None`."""
-    number = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
-    if max_cache_len is not None and not (number and max_cache_len >= 1):
+    """Raise a `ValueError` unless `max_cache_len` is a number of tokens or `None`."""
+    is_number = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool)
+    if max_cache_len is not None and not (is_number and max_cache_len >= 1):
         raise ValueError(f"`max_cache_len` is {max_cache_len!r}; it must be a number of tokens, 1 or more, or None.")
 
 
 def _check_arguments(model_config: Any, model: Any, max_cache_len: Any, offloading: Any) -> None:
-    """Raise a `ValueError` unless a cache can be made of these arguments."""
+    """Check the types and ranges of arguments; raise a `ValueError` for the first that is wrong."""
     if not isinstance(model_config, PreTrainedConfig):
         came = type(model_config).__name__
         raise ValueError(f"`model_config` must be a transformers config (pass `model.config`), not {came}.")
@@ -388,10 +386,10 @@ def _check_arguments(model_config: Any, model: Any, max_cache_len: Any, offloadi
 
 
 def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_len: int | None) -> list[Any]:
-    """The layers of a cache: those transformers would make, full-attention ones compressed where `config` has a preset.
+    """Layers of a cache: transformers' own, with full-attention layers replaced by compressed ones.
 
     Raises:
-        ValueError: The model has no attention heads, transformers has no preallocated layer of a kind, or `config`
+        ValueError: The model has no attention heads, transformers has no preallocated layer of some kind, or `config`
             names a layer that does not exist or is not compressed.
     """
     decoder_config = model_config.get_text_config(decoder=True)
@@ -409,21 +407,21 @@ def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_
             raise ValueError(
                 f"transformers has no preallocated layer for {error} layers. Leave out `max_cache_len`."
             ) from error
-    # Looked at later; an encoder-decoder's decoder config is made on the fly.
-    watched = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
-    for index, (layer, own) in enumerate(zip(layers, config.by_layer(len(layers)), strict=True)):
-        layers[index] = _layer_for(layer, own, max_cache_len, watched)
-        if own not in (config, None) and not isinstance(layers[index], TurboQuantLayer):
+    # Layers keep a weak reference, and `get_text_config` of an encoder-decoder returns a temporary config.
+    lasting = model_config if getattr(model_config, "is_encoder_decoder", False) else decoder_config
+    for index, (layer, layer_config) in enumerate(zip(layers, config.by_layer(len(layers)), strict=True)):
+        layers[index] = _layer_for(layer, layer_config, max_cache_len, lasting)
+        if layer_config not in (config, None) and not isinstance(layers[index], TurboQuantLayer):
             raise ValueError(
-                f"`layers` gives layer {index} the preset {own.preset}, but it is a {type(layers[index]).__name__}, "
-                "which is not compressed. Leave it out."
+                f"`layers` has the preset {layer_config.preset} for layer {index}, a {type(layers[index]).__name__}, "
+                "which is not compressed. Leave this layer out."
             )
     _agree_on_masks(layers, decoder_config)
     if not any(isinstance(layer, TurboQuantLayer) for layer in layers):
         logger.warning(
-            f"No layer of this {type(decoder_config).__name__} is compressed. Its layers are of the class "
-            f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; compressed are those of full "
-            "attention outside `skip_layers`."
+            f"No layer of this {type(decoder_config).__name__} is compressed. Its layers have the class "
+            f"{' and '.join(sorted({type(layer).__name__ for layer in layers}))}; only full-attention layers outside "
+            "`skip_layers` are compressed."
         )
     return layers
 
@@ -431,7 +429,7 @@ def _layers(model_config: PreTrainedConfig, config: TurboQuantConfig, max_cache_
 def _layer_for(
     layer: Any, config: TurboQuantConfig | None, max_cache_len: int | None, model_config: PreTrainedConfig
 ) -> Any:
-    """What takes the place of a layer of transformers, or the layer itself."""
+    """Replacement for a layer of transformers, or the layer itself."""
     if type(layer) in (DynamicLayer, StaticLayer) and config is not None:
         return TurboQuantLayer(config, max_cache_len, model_config)
     if type(layer) is DynamicLayer:
@@ -444,19 +442,19 @@ def _layer_for(
         return PreallocatedSlidingLayer.like(layer)
     if isinstance(layer, (DynamicLayer, StaticLayer)) and not layer.is_sliding and config is not None:
         logger.warning_once(
-            f"Layers of the class {type(layer).__name__} are left to transformers and not compressed, although they "
-            "hold all tokens: this version compresses layers that hold keys and values and nothing else."
+            f"Layers of the class {type(layer).__name__} are not compressed, although they cache all tokens: this "
+            "version compresses only layers that cache keys and values and nothing else."
         )
     return layer
 
 
 def _agree_on_masks(layers: list[Any], config: PreTrainedConfig) -> None:
-    """Let all full-attention layers show a call the same room: transformers makes one mask for them all."""
+    """Make all full-attention layers return the same number of rows: transformers makes one mask for all of them."""
     others = [layer for layer in layers if isinstance(layer, StaticLayer) and not isinstance(layer, PreallocatedLayer)]
     if not takes_attention_functions(type(config)) or any(not layer.is_sliding for layer in others):
         for layer in layers:
             if isinstance(layer, FullAttentionLayer):
-                layer.shows_room = True
+                layer.returns_empty_rows = True
 
 
 def _is_filled(layer: Any) -> bool:

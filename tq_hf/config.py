@@ -17,7 +17,7 @@ from tq_kernels.layout import SUPPORTED_BITS, BlockLayout
 
 @dataclass(frozen=True)
 class TurboQuantConfig:
-    """What is packed, and how. Frozen; equal configurations give equal bits on every device.
+    """Options of a compressed KV cache. Frozen; equal configurations give equal bits on every device.
 
     Args:
         preset: Name of the preset that this was made from, or `None` if it was assembled by hand.

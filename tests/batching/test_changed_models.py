@@ -65,7 +65,7 @@ def test_a_manager_is_not_started_again_over_a_changed_model() -> None:
         session.run(prompts([20]), greedy(2))
         set_adapters(model, active_adapters=["second"])
         for start in (session.manager.start, lambda: model.generate_batch(prompts([20]), greedy(2))):
-            with pytest.raises(ValueError, match="adapters, dtype or device have changed.*Make a new one"):
+            with pytest.raises(ValueError, match="adapters, dtype or device have changed.*Create a new manager"):
                 start()
             assert model.config._attn_implementation == "sdpa" and not session.manager.is_running()
         set_adapters(model, active_adapters=["first"])

@@ -43,7 +43,7 @@ def test_models_with_other_layers_are_refused(family: str, words: str) -> None:
     ("family", "words"),
     [
         ("bart", "takes no positions"),
-        ("hrm_text", "2 layers of attention for 16 layers of a cache"),
+        ("hrm_text", "2 attention layers for 16 cache layers"),
         ("dots3_note_text", "latent attention"),  # of other ranks in other layers
     ],
 )
@@ -74,7 +74,7 @@ def test_layers_that_find_the_states_of_others_in_the_cache_are_refused(monkeypa
     TurboQuantBatching(model, balance=False)
     forward = type(model.model.layers[0].self_attn).forward
     monkeypatch.setattr(forward, "__signature__", Signature(), raising=False)
-    with pytest.raises(ValueError, match="read the keys and values of others from the cache.*TurboQuantCache"):
+    with pytest.raises(ValueError, match="read the keys and values of other layers from the cache.*TurboQuantCache"):
         TurboQuantBatching(model, balance=False)
 
 
@@ -135,7 +135,7 @@ def test_what_is_no_model_is_refused() -> None:
     ("arguments", "words"),
     [
         (dict(preset="5bit"), "Unknown preset"),
-        (dict(skip_layers=(0, -1)), "`skip_layers` leaves no layer to pack"),
+        (dict(skip_layers=(0, -1)), "`skip_layers` leaves no layer of .* to pack"),
         (dict(skip_layers=(2,)), "names layer 2, but the model has 2"),
         (dict(layers={0: "k8v4"}), "`layers` is \\(\\(0, 'k8v4'\\),\\): pages of all packed layers have one preset"),
         (dict(preset=TurboQuantConfig(layers={0: "k8v4"})), "`layers` is \\(\\(0, 'k8v4'\\),\\)"),

@@ -53,7 +53,7 @@ def test_a_session_that_runs_keeps_its_pages() -> None:
     with Session(model_of()) as session:
         session.run(prompts([40]), greedy(2))
         session.manager.start()
-        with pytest.raises(ValueError, match="session of continuous batching is running.*Stop it first"):
+        with pytest.raises(ValueError, match="session of continuous batching is running.*Stop the session"):
             session.batching.sleep()
         session.manager.stop(keep_for_next_session=True)
         assert session.batching.sleep() > 0

@@ -279,7 +279,7 @@ def test_queries_of_a_decoder_decide_nothing_of_an_encoders_keys_on_a_gpu(
     check("bart", length, tokens, room, padding, "cuda")
 
 
-REFUSED = r"given 9 tokens of the decoder, and then 20 of the encoder.*EncoderDecoderCache\(TurboQuantCache\("
+REFUSED = r"with 9 tokens of the decoder, and then with 20 of the encoder.*EncoderDecoderCache\(TurboQuantCache\("
 
 
 @pytest.mark.parametrize("room", [None, 64])
@@ -293,7 +293,7 @@ def test_one_cache_for_both_attentions_is_refused(name: str, attention: str, roo
         with pytest.raises(ValueError, match=REFUSED):
             steps(model, cache, inputs, 9)
         assert [int(layer.get_seq_length()) for layer in cache.layers] == [0, 0]
-    with pytest.raises(ValueError, match="then 20 of the encoder"):
+    with pytest.raises(ValueError, match="then with 20 of the encoder"):
         model.generate(**inputs, **as_input(cache), max_new_tokens=2, decoder_start_token_id=0)
     beside = EncoderDecoderCache(cache, DynamicCache(config=model.config))
     own = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
@@ -313,6 +313,8 @@ def test_a_filled_cache_of_self_attention_alone_is_refused_and_stays(room: int |
     assert all(
         torch.equal(layer.keys, keys) for layer, keys in zip(pair.self_attention_cache.layers, held, strict=True)
     )
+    pair.self_attention_cache.crop(-1)  # the refused call left no layer ahead of the others
+    assert {int(layer.get_seq_length()) for layer in pair.self_attention_cache.layers} == {11}
 
 
 @pytest.mark.parametrize("room", [None, 64])
@@ -348,7 +350,7 @@ def test_a_compiled_decoder_of_one_layer_is_not_refused(monkeypatch):
 def test_a_model_that_makes_the_cache_of_cross_attention_itself_is_told():
     """T5Gemma's `generate` calls the class of the one it was given, with `config` and nothing else that was chosen."""
     model = tiny_model("t5gemma")
-    with pytest.raises(ValueError, match="by `config=`.*lose its preset and options. Pass `EncoderDecoderCache"):
+    with pytest.raises(ValueError, match="config=.*was called.*lose its preset and options. Pass `EncoderDecoderCache"):
         model.generate(**inputs_of("t5gemma", 20), **as_input(both(model, None)), max_new_tokens=2)
 
 

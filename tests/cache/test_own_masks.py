@@ -111,5 +111,5 @@ def test_a_mask_of_all_tokens_is_refused_by_sliding_layers(queries, limit):
     """Its first columns would be taken for those of the window."""
     model = model_of("gemma3", "turboquant")
     cache = TurboQuantCache(model.config, max_cache_len=limit, **DENSE)
-    with pytest.raises(ValueError, match=rf"{HELD + queries} columns.*sliding layer shows {95 + queries} tokens.*dict"):
+    with pytest.raises(ValueError, match=rf"{HELD + queries} columns.*sliding layer has {95 + queries} tokens.*dict"):
         step(model, cache, mask_of("bool", 1, queries, HELD + queries), queries)

@@ -94,7 +94,7 @@ def test_a_layer_named_twice_with_one_meaning_is_that():
 
 
 def test_a_layer_that_is_never_compressed_takes_no_preset():
-    with pytest.raises(ValueError, match="`layers` gives layer 0 the preset k8v4, but it is a SlidingLayer"):
+    with pytest.raises(ValueError, match="`layers` has the preset k8v4 for layer 0, a SlidingLayer, which"):
         TurboQuantCache(model_named("gemma3").config, layers={0: "k8v4"})
     assert TurboQuantCache(model_named("gemma3").config, layers={0: None}).config.skip_layers == (0,)
 

@@ -115,7 +115,7 @@ def test_a_rank_that_dies_ends_the_other_with_a_sentence_within_seconds(prompts:
     assert ranks[1].returncode == -9 and ranks[0].returncode == 1
     assert time.monotonic() - died < 20
     assert "Rank 0 of the 2 that share this model cannot continue" in output
-    assert "another rank has died: see the output of that one, and start all of them again." in output
+    assert "another rank has died: see the output of that rank, and start all ranks again." in output
 
 
 def test_what_cannot_be_replicas_is_said(

@@ -83,7 +83,7 @@ def check(bits: int, is_value: bool, device: torch.device, asm: int, run: Run = 
     sums = torch.empty(2 if is_value else 1, 4, ROWS, dtype=torch.int32, device=device)
     constants = dict(R=ROWS, C=COLUMNS, BITS=bits, LEVELS=LEVEL_TABLES[bits], IS_VALUE=is_value, ASM=asm)
     run(channels, words, sums, constants)
-    code = (reference.two if bits == 2 else reference.three)(x.short()).long()
+    code = (reference.encode_two if bits == 2 else reference.encode_three)(x.short()).long()
     # The code k of 2 bits is at bits 2 k + 1 and 2 k + 2, a crumb at 2 k and 2 k + 1.
     expected = ((code & 3) << 2 * torch.arange(16)[:, None]).sum(0)
     if bits == 2:

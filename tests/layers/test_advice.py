@@ -29,7 +29,7 @@ class Config:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
     type(advice.logger).warning_once.cache_clear()
-    advice.looked_at.clear()
+    advice.checked_states.clear()
     caplog.set_level(logging.WARNING, advice.__name__)
     return lambda: [record.getMessage() for record in caplog.records]
 
@@ -93,10 +93,10 @@ def test_a_layer_shows_its_first_states(said: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "way"),
-    [("sdpa", 'Load the model with `attn_implementation="turboquant"`'), ("turboquant", "no other")],
+    ("attention", "advised"),
+    [("sdpa", 'Load the model with `attn_implementation="turboquant"`'), ("turboquant", "cannot read packed keys")],
 )
-def test_steps_that_dequantize_are_predicted_to_be_slower(said: Any, attention: str, way: str) -> None:
+def test_steps_that_dequantize_are_predicted_to_be_slower(said: Any, attention: str, advised: str) -> None:
     config = Config("llama", attention)
     layer = TurboQuantLayer(TurboQuantConfig(), model_config=config)  # type: ignore[arg-type]
     layer.update(*states(0, tokens=5, dim=128))
@@ -106,4 +106,4 @@ def test_steps_that_dequantize_are_predicted_to_be_slower(said: Any, attention: 
     for _ in range(3):
         layer.update(*states(0, tokens=1, dim=128))
     (line,) = said()
-    assert "moves 2.3 times the bytes" in line and way in line
+    assert "moves 2.3 times the bytes" in line and advised in line

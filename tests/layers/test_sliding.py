@@ -88,7 +88,7 @@ def test_a_preallocated_one_says_what_a_crop_needs() -> None:
     layer = preallocated()
     layer.update(*states(40))
     before = layer.keys.clone()
-    with pytest.raises(ValueError, match="take 4 tokens off a sliding window of 16.*activate_past_recording"):
+    with pytest.raises(ValueError, match="remove 4 tokens from a sliding window of 16.*activate_past_recording"):
         layer.crop(-4)
     assert torch.equal(layer.keys, before) and layer.get_seq_length() == 40
 
@@ -118,7 +118,7 @@ def test_no_more_is_taken_back_than_was_kept(before: int, allowed: int) -> None:
     for _ in range(allowed):
         layer.crop(-1)
     if before > WINDOW:
-        with pytest.raises(ValueError, match="the 1 before it are gone"):
+        with pytest.raises(ValueError, match="would need 1 older tokens"):
             layer.crop(-1)
         assert layer.get_seq_length() == before - 1
         layer.update(*states(1))

@@ -278,7 +278,7 @@ def test_channel_scales_handed_on_in_a_cache_that_is_not_balanced_are_refused(tm
     cache.save(tmp_path / "c.safetensors")
     content = (tmp_path / "c.safetensors").read_bytes()
     hostile = forged(content, lambda state: state["layers"][1].update(scales_are_fixed=True))
-    refused(tmp_path, model, hostile, "Layer 1 has channel scales that are handed on")
+    refused(tmp_path, model, hostile, "Layer 1 has fixed channel scales, and is not balanced")
 
 
 @pytest.mark.parametrize("room", [None, 400], ids=["growing", "preallocated"])

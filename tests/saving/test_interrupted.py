@@ -89,7 +89,7 @@ def test_pruned_layers_of_an_interrupted_call_are_not_saved_until_they_are_cropp
     for layer, count in zip(cache.layers, (350, 300, 200, 290), strict=True):
         layer.keys, layer.values = layer.keys[:, :, -count:], layer.values[:, :, -count:]
     cache.update(*(layer[:, :, :ahead] for layer in (cache.layers[0].keys, cache.layers[0].values)), 0)
-    with pytest.raises(ValueError, match=rf"200 to {350 + ahead}: an exception.*`cache.crop\(-{ahead}\)` makes them"):
+    with pytest.raises(ValueError, match=rf"200 to {350 + ahead}: an exception.*`cache.crop\(-{ahead}\)` makes"):
         cache.save(tmp_path / "c.safetensors")
     cache.crop(-ahead)
     cache.save(tmp_path / "c.safetensors")

@@ -294,7 +294,7 @@ def _with_other_rope(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda model: build("llama", seed=2), "another model: of the same shape"),
+        (lambda model: build("llama", seed=2), "another model of the same shape"),
         (lambda model: build("qwen3"), "another model: its `model_type`"),
         (_shallower, "another model: its `num_hidden_layers` is 4, and this model's is 3"),
         (_with_other_rope, "another model: its `rope_parameters`"),

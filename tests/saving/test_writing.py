@@ -29,7 +29,7 @@ def test_a_link_to_a_file_is_followed_in_loading_and_replaced_in_saving(tmp_path
 
 def test_saving_where_no_file_can_be_is_refused(tmp_path):
     model, cache = filled("llama", length=20)
-    with pytest.raises(FileNotFoundError, match="does not exist; make it"):
+    with pytest.raises(FileNotFoundError, match="does not exist. Create it"):
         cache.save(tmp_path / "no" / "c.safetensors")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, "/dev/null", tmp_path / "pipe"):

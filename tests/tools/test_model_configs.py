@@ -208,7 +208,7 @@ def test_an_unknown_way_of_quantizing_is_said_and_can_be_told_better():
 @pytest.mark.parametrize(
     ("model_type", "says"),
     [
-        ("dbrx", "DbrxConfig cannot be estimated.*AttributeError.*Load it, and ask"),
+        ("dbrx", "DbrxConfig cannot be estimated.*AttributeError.*Load the model, and call"),
         ("bert", "BertConfig is the config of an encoder"),
         ("clip", "no keys and values|no attention heads|keeps no"),
         ("mamba", "no attention heads"),

@@ -77,13 +77,14 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
     own = {i: type(layer) for i, layer in enumerate(layers) if owners.get(i) == i}
     if own and set(own.values()) == {SlidingLayer}:
         raise ValueError(
-            f"{name} has sliding windows only, which are never packed: transformers' own `model.generate_batch` serves "
-            "it in as much memory."
+            f"{name} has sliding windows only, which are never packed. Use transformers' own `model.generate_batch`, "
+            "which needs the same memory."
         )
     dense = [i for i, kind in own.items() if presets[i] is None and kind is GrowingLayer]
     if own and len(dense) + sum(kind is SlidingLayer for kind in own.values()) == len(own):
         raise ValueError(
-            f"`skip_layers` leaves no layer to pack: `model.generate_batch` serves {name} in as much memory."
+            f"`skip_layers` leaves no layer of {name} to pack. Use transformers' own `model.generate_batch`, which "
+            "needs the same memory."
         )
     supported = (TurboQuantLayer, SlidingLayer)
     other = [kind.__name__ for i, kind in own.items() if i not in dense and kind not in supported]
@@ -92,7 +93,8 @@ def check_model(model: Any, config: TurboQuantConfig) -> list[int]:
         raise ValueError(f"{name} has layers of another kind ({what}), which pages cannot hold. {INSTEAD}")
     if len(own) < len(layers) and not _passes_shared_states(model):
         raise ValueError(
-            f"{name} has layers that read the keys and values of others from the cache, which pages are not. {INSTEAD}"
+            f"{name} has layers that read the keys and values of other layers from the cache, which pages cannot "
+            f"provide. {INSTEAD}"
         )
     if not any("position_ids" in signature(type(part).forward).parameters for part in (model, model.get_decoder())):
         raise ValueError(
@@ -136,8 +138,8 @@ def _check_heads(model: Any, name: str) -> None:
     count, layers = model.config.get_text_config().num_hidden_layers, {module.layer_idx for module in attention}
     if attention and layers != set(range(count)):
         raise ValueError(
-            f"{name} has {len(layers)} layers of attention for {count} layers of a cache, and pages hold one of each. "
-            f"{INSTEAD}"
+            f"{name} has {len(layers)} attention layers for {count} cache layers, and pages need one attention layer "
+            f"per cache layer. {INSTEAD}"
         )
     most = widest_paged_head(model.device)
     for kind, members in group_layers_by_attn_type(model.config.get_text_config()).items():

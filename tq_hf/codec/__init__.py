@@ -1,1 +1,1 @@
-"""The method in torch: codebook, rotation, packing, and the oracle."""
+"""The method in torch: codebook, rotation, channel scales, packing, and the reference of all kernels."""

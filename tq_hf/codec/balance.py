@@ -1,19 +1,20 @@
-"""Channel scales that make codes indifferent to how a model scales them.
+"""Channel scales: they make the error of codes independent of how a model scales its channels.
 
-Attention is the same if a key channel is multiplied by c and the query's divided by c, or a value channel multiplied
-and its column of the output projection divided. A rotated code is not: its error is the same in all channels and
-proportional to the whole vector, so a few loud channels drown the quiet ones. So keys are stored divided by s and the
-query is multiplied by s; values are stored divided by t and the output is multiplied by t. Held are 1 / s and 1 / t.
+Attention does not change if a key channel is multiplied by c and the query channel divided by c, or if a value channel
+is multiplied by c and its column of the output projection divided by c. The error of a rotated code does change: it is
+the same in all channels and proportional to the norm of the vector, so a few loud channels drown the quiet ones.
+Therefore keys are stored divided by s and the query is multiplied by s; values are stored divided by t and the output
+is multiplied by t. The stored scales are 1 / s and 1 / t.
 
-With sigma_k and sigma_q the RMS of a channel's keys about their block mean and of its queries, the error of q . k is
-in proportion to E = (sum sigma_q^2 s^2) (sum sigma_k^2 / s^2). Its minimum (sum sigma_q sigma_k)^2 is at
+Let sigma_k be the RMS of a channel's keys about their block mean, and sigma_q the RMS of its queries. The error of
+q . k is proportional to E = (sum sigma_q^2 s^2) (sum sigma_k^2 / s^2). Its minimum (sum sigma_q sigma_k)^2 is at
 s^2 = sigma_k / sigma_q (Cauchy-Schwarz), a gain of sum sigma_q^2 * sum sigma_k^2 / (sum sigma_q sigma_k)^2. For values
-t = sigma_v: how the output projection weighs them is not known here.
+t = sigma_v, because the weights of the output projection are unknown here.
 
-That gives a loud channel what it had if the model were balanced, but the queries that matter are not the average ones:
-where nothing is wrong, s by that formula is worse than none. So only channels are touched of which s or t is far from
-the median channel's (`NEAR`, `FAR`); all others are left as they are. But where scales would leave fp16's range, all
-channels of a head are multiplied by a power of two, which changes no code.
+These scales give a loud channel the error that it has in a balanced model. But the formula weighs average queries, and
+these are not the ones that matter: in a model without loud channels it makes errors larger. Therefore only channels
+with s or t far from the median channel's are scaled (`NEAR`, `FAR`). One exception: where the scales of vectors would
+leave fp16's range, all channels of a head are multiplied by a power of two, which changes no code.
 """
 
 from __future__ import annotations
@@ -39,38 +40,46 @@ from .reference import sum_by_halving
 
 
 def sampled_blocks(tokens: int, first: int) -> list[slice]:
-    """Where to look in a prompt of `tokens`, of which the `first` are sinks: up to `SAMPLED_BLOCKS` whole blocks, the
-    last one among them, or what there is."""
-    at = sample(tokens, first)
-    return [slice(start, start + at.size) for start in map(at.start, range(at.pieces))]
+    """Tokens to sample in a prompt of `tokens` tokens that begins with `first` sinks: up to `SAMPLED_BLOCKS` whole
+    blocks, the last one included, or all tokens of a shorter prompt."""
+    sampled = sample(tokens, first)
+    return [slice(start, start + sampled.size) for start in map(sampled.start, range(sampled.pieces))]
 
 
-def _known(x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[B, H, T, D]` in float32 with zeros for tokens that do not count, and which count, `[B, H, T, 1]` float32."""
-    counts = x.isfinite().all(-1, keepdim=True)
+def _masked(x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask out padding and tokens that are not finite.
+
+    Args:
+        x: `[B, H, T, D]`.
+        valid: Tokens that are not padding, `[B, T]` bool; `None` for all.
+
+    Returns:
+        `x` in float32 with zeros for these tokens, and the mask `[B, H, T, 1]` float32, 1 for every other token.
+    """
+    mask = x.isfinite().all(-1, keepdim=True)
     if valid is not None:
-        counts = counts & valid[:, None, :, None]
-    return torch.where(counts, x.float(), 0).clamp(-LARGEST_STATE, LARGEST_STATE), counts.float()
+        mask = mask & valid[:, None, :, None]
+    return torch.where(mask, x.float(), 0).clamp(-LARGEST_STATE, LARGEST_STATE), mask.float()
 
 
 class Statistics:
-    """Sums over a first prompt, `[B, Hkv, D]` float32 each."""
+    """Sums over sampled tokens of a first prompt by name: squares `[B, Hkv, D]` and counts `[B, Hkv, 1]`, float32."""
 
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
 
-    def add(self, name: str, x: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add squares of `[B, Hkv, T, D]` and the number of its tokens that count."""
-        for what, term in ((name, sum_by_halving((x * x).mT)), (f"{name} count", sum_by_halving(counts.mT))):
-            self.sums[what] = self.sums[what] + term if what in self.sums else term
+    def add(self, name: str, x: torch.Tensor, mask: torch.Tensor) -> None:
+        """Add the squares of `x` `[B, Hkv, T, D]`, and its number of tokens with a `mask` `[B, Hkv, T, 1]` of 1."""
+        for key, term in ((name, sum_by_halving((x * x).mT)), (f"{name} count", sum_by_halving(mask.mT))):
+            self.sums[key] = self.sums[key] + term if key in self.sums else term
 
     def rms(self, name: str) -> torch.Tensor:
-        """RMS of each channel, `[B, Hkv, D]`, at least `QUIETEST` times the loudest; 0 if all are."""
+        """RMS of each channel, `[B, Hkv, D]`, at least `QUIETEST` times the loudest channel's (0 if all are 0)."""
         sigma = (self.sums[name] / self.sums[f"{name} count"].clamp_min(1)).sqrt()
         return sigma.maximum(QUIETEST * sigma.amax(-1, keepdim=True))
 
     def known(self, name: str) -> torch.Tensor:
-        """Whether there are tokens enough, and any that are not zero, `[B, Hkv, 1]` bool."""
+        """Whether there are at least `LEAST_TOKENS` tokens, and not all are zero: `[B, Hkv, 1]` bool."""
         return (self.sums[f"{name} count"] >= LEAST_TOKENS) & (self.sums[name].amax(-1, keepdim=True) > 0)
 
 
@@ -82,60 +91,69 @@ def statistics(
     first: int,
     valid: torch.Tensor | None = None,
 ) -> Statistics:
-    """What channel scales are computed from.
+    """Sum the statistics that channel scales are computed from.
 
     Args:
-        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` where attention did not show them.
-        keys: `[B, Hkv, T, Dk]` as the cache gets them.
+        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` if attention did not pass them.
+        keys: `[B, Hkv, T, Dk]` as passed to the cache.
         values: `[B, Hkv, T, Dv]`.
-        first: Tokens at the start that stay dense.
-        valid: Which tokens are not padding, `[B, T]` bool; `None` for all.
+        first: Number of tokens at the start that stay dense.
+        valid: Tokens that are not padding, `[B, T]` bool; `None` for all.
     """
-    found = Statistics()
-    for place in sampled_blocks(keys.shape[2], first):
-        real = None if valid is None else valid[:, place]
-        k, counts = _known(keys[:, :, place], real)
-        mean = sum_by_halving(k.mT) / sum_by_halving(counts.mT).clamp_min(1)
-        found.add("keys", (k - mean[:, :, None]) * counts, counts)
-        found.add("values", *_known(values[:, :, place], real))
+    stats = Statistics()
+    for block in sampled_blocks(keys.shape[2], first):
+        valid_here = None if valid is None else valid[:, block]
+        k, mask = _masked(keys[:, :, block], valid_here)
+        mean = sum_by_halving(k.mT) / sum_by_halving(mask.mT).clamp_min(1)
+        stats.add("keys", (k - mean[:, :, None]) * mask, mask)
+        stats.add("values", *_masked(values[:, :, block], valid_here))
         if queries is not None:
-            q, counts = _known(queries[:, :, place], real)
-            grouped = (x.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) for x in (q, counts))
-            found.add("queries", *grouped)
-    return found
+            q, mask = _masked(queries[:, :, block], valid_here)
+            grouped = (x.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) for x in (q, mask))
+            stats.add("queries", *grouped)
+    return stats
 
 
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The power of two at or below x > 0."""
+    """Largest power of two that is at most x > 0."""
     return torch.exp2(torch.frexp(x).exponent.float() - 1)
 
 
 def _channel_scales(wanted: torch.Tensor, sigma: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """One over `wanted` where that is far from the median channel's; where what would be stored is `OUT_OF_RANGE`,
-    times the power of two that brings it to an RMS of about 1. `[B, Hkv, D]` fp16."""
-    away = wanted.log()
-    away = away - away.median(-1, keepdim=True).values
-    share = ((away.abs() - math.log(NEAR)) / math.log(FAR / NEAR)).clamp(0, 1)
-    factor = torch.where(known, share * away, 0).exp()
-    size = ((sigma / factor).square().mean(-1, keepdim=True)).sqrt()
-    outside = known & ((size > OUT_OF_RANGE) | (size < 1 / OUT_OF_RANGE))
-    factor = factor * torch.where(outside, _power_of_two(size.clamp(1 / LARGEST_RATIO, LARGEST_RATIO)), 1)
-    return (1 / factor).clamp(SMALLEST_SCALE, LARGEST_SCALE).bfloat16().half()
+    """Channel scales from the divisors of the formula.
+
+    Args:
+        wanted: Divisors s or t by the formula, `[B, Hkv, D]`. Used where they are far from the median channel's.
+        sigma: RMS of each channel, `[B, Hkv, D]`. Where the RMS of scaled vectors is beyond `OUT_OF_RANGE`, a power of
+            two brings it to about 1.
+        known: Whether the statistics suffice, `[B, Hkv, 1]` bool.
+
+    Returns:
+        1 / s or 1 / t, `[B, Hkv, D]` fp16.
+    """
+    distance = wanted.log()
+    distance = distance - distance.median(-1, keepdim=True).values
+    share = ((distance.abs() - math.log(NEAR)) / math.log(FAR / NEAR)).clamp(0, 1)
+    divisor = torch.where(known, share * distance, 0).exp()
+    rms = ((sigma / divisor).square().mean(-1, keepdim=True)).sqrt()
+    outside = known & ((rms > OUT_OF_RANGE) | (rms < 1 / OUT_OF_RANGE))
+    divisor = divisor * torch.where(outside, _power_of_two(rms.clamp(1 / LARGEST_RATIO, LARGEST_RATIO)), 1)
+    return (1 / divisor).clamp(SMALLEST_SCALE, LARGEST_SCALE).bfloat16().half()
 
 
-def key_channel_scales(found: Statistics) -> torch.Tensor:
+def key_channel_scales(stats: Statistics) -> torch.Tensor:
     """1 / s, `[B, Hkv, Dk]` fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`."""
-    k, known = found.rms("keys"), found.known("keys")
-    if "queries" not in found.sums:
+    k, known = stats.rms("keys"), stats.known("keys")
+    if "queries" not in stats.sums:
         return _channel_scales(torch.ones_like(k), k, known)
-    q, asked = found.rms("queries"), found.known("keys") & found.known("queries")
-    wanted = torch.where(asked, k / torch.where(asked, q, 1), 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO).sqrt()
+    q, usable = stats.rms("queries"), stats.known("keys") & stats.known("queries")
+    wanted = torch.where(usable, k / torch.where(usable, q, 1), 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO).sqrt()
     return _channel_scales(wanted, k, known)
 
 
-def value_channel_scales(found: Statistics) -> torch.Tensor:
+def value_channel_scales(stats: Statistics) -> torch.Tensor:
     """1 / t, `[B, Hkv, Dv]` fp16 in `[SMALLEST_SCALE, LARGEST_SCALE]`."""
-    v, known = found.rms("values"), found.known("values")
+    v, known = stats.rms("values"), stats.known("values")
     return _channel_scales(torch.where(known, v, 1).clamp(1 / LARGEST_RATIO, LARGEST_RATIO), v, known)
 
 
@@ -147,6 +165,6 @@ def channel_scales(
     first: int,
     valid: torch.Tensor | None = None,
 ) -> ChannelScales:
-    """Channel scales from a first prompt; arguments as of `statistics`. A sequence's depend on that sequence alone."""
-    found = statistics(queries, keys, values, first=first, valid=valid)
-    return ChannelScales(key_channel_scales(found), value_channel_scales(found))
+    """Channel scales from a first prompt; arguments as in `statistics`. Each sequence has its own scales."""
+    stats = statistics(queries, keys, values, first=first, valid=valid)
+    return ChannelScales(key_channel_scales(stats), value_channel_scales(stats))

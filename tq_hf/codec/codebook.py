@@ -1,9 +1,9 @@
-"""Levels a stored code stands for, and the boundaries between those of 4 bits.
+"""Codebooks: the level of each code, and the boundaries between the levels of 4 bits.
 
-Levels are made for N(0, 1), the limit of a channel of a randomly rotated unit vector times sqrt(D) (TurboQuant, arXiv
-2504.19874, section 3.1), on a grid of 1/64: at 4 bits its Lloyd-Max quantizer, at 2 and 3 those of a trellis
-(`tq_hf.codec.trellis`). 8 bits is FP8 e4m3. Levels are exact in fp16, so that every backend multiplies the same
-numbers.
+Levels are optimized for N(0, 1), the limit distribution of a channel of a randomly rotated unit vector times sqrt(D)
+(TurboQuant, arXiv 2504.19874, section 3.1), and rounded to multiples of 1/64. At 4 bits they are the Lloyd-Max
+quantizer, at 2 and 3 bits the levels of a trellis (`tq_hf.codec.trellis`). 8 bits is FP8 e4m3. Levels are exact in
+fp16, so that every backend multiplies the same numbers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _levels(bits: int) -> torch.Tensor:
 
 @cached_table
 def levels(bits: int, device: torch.device) -> torch.Tensor:
-    """What each code stands for, in units of its vector's scale.
+    """Level of each code, in units of its vector's scale.
 
     Returns:
-        Float32, every entry exact in fp16. `[8]` at 2 and `[16]` at 3 bits, by `tq_hf.codec.trellis.windows`; `[16]`,
-        ascending, at 4; `[256]`, by the e4m3 byte, at 8.
+        Float32, every entry exact in fp16. 2 bits: `[8]`, indexed by `tq_hf.codec.trellis.windows`. 3 bits: `[16]`,
+        likewise by windows. 4 bits: `[16]`, ascending. 8 bits: `[256]`, indexed by the e4m3 byte.
     """
     return _levels(bits).to(device)
 
@@ -44,15 +44,15 @@ def boundaries(device: torch.device) -> torch.Tensor:
 
 
 CEILINGS = 310
-"""More than 128 times the largest boundary (307 / 128)."""
+"""A bound above 128 times the largest boundary (307 / 128)."""
 
 
 @cached_table
 def codes_of_ceilings(device: torch.device) -> torch.Tensor:
-    """The 4-bit code of each u, by the whole number ceil(128 u) from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
+    """Table of 4-bit codes by ceil(128 u), from -CEILINGS to CEILINGS: `[2 * CEILINGS + 1]` int32.
 
-    All boundaries are multiples of 1/128, so u is above one exactly if that ceiling is. The code is that of
-    `torch.bucketize(u, boundaries)`, which takes ten times as long on a CPU.
+    All boundaries are multiples of 1/128, so u is above a boundary exactly if ceil(128 u) / 128 is. The codes are those
+    of `torch.bucketize(u, boundaries)`, which takes ten times as long on a CPU.
     """
     ceilings = torch.arange(-CEILINGS, CEILINGS + 1) / 128
     return torch.bucketize(ceilings, boundaries(ceilings.device), out_int32=True).to(device)

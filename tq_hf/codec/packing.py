@@ -1,15 +1,16 @@
-"""Codes to words and back, in torch: the definition of the packed format.
+"""Packing of codes into words and back, in torch: the definition of the packed format.
 
-The format serves a decode kernel that unpacks words straight into fp16 matrix operands. A block's 128 tokens are four
-*planes* of 32 (token t is row t % 32 of plane t // 32), and a word always holds all four planes, so unpacking a tile
+The format is made for a decode kernel that unpacks words directly into fp16 matrix operands. A block's 128 tokens are
+four *planes* of 32 (token t is row t % 32 of plane t // 32). A word has codes of all four planes, so unpacking a tile
 of words gives four tiles of 32 tokens each:
 
     keys    tile [M = 32 rows, K = channels]       neighbours along K are channels of one token
     values  tile [M = channels, K = 32 rows]       neighbours along K are tokens of one channel
 
-An int32 word packs the two neighbours e = 0, 1 along K of every plane p; i = 2 p + e numbers those eight codes.
+An int32 word packs the two neighbours e = 0, 1 along K of every plane p. The index of these eight codes is
+i = 2 p + e.
 
-    bits  words (int32)                    where a code goes
+    bits  words (int32)                    bits of a code
     4     [M, K/2]                         magnitude at bit 4i; sign at bit 8i + 7 (i < 4) or 8 (i - 4) + 3
     3     crumbs [2, M', K'/2], then       lower two bits of quarter 2t + h in tile t at bit 4i + 2h
           signs [M', K'/2]                 upper bit of quarter c at bit 8i + 7 - 2c (i < 4) or 8 (i - 4) + 6 - 2c
@@ -17,11 +18,10 @@ An int32 word packs the two neighbours e = 0, 1 along K of every plane p; i = 2 
                                            4i + 2h + 2 (the last one's at 0)
     8     [2, M, K/2]                      plane 2u + v in tile u: sign at bit 16e + 15 - v, the rest at 16e + 7 - 7v
 
-For 2 and 3 bits the *channels* are cut into four quarters: K' = K/4 for keys, M' = M/4 for values. At 4 bits a code is
-stored as its sign (1 for the negative half of the codebook) and the index of its magnitude; what the bits of 2 and 3
-mean says `tq_hf.codec.trellis`. The order of nibbles and signs is the one in which one or two byte permutes look up
-four magnitudes, and one mask finds their signs; that at 8 bits the one in which plane 2u is fp16 but for the bits of
-the other.
+For 2 and 3 bits the *channels* are cut into four quarters: K' = K/4 for keys, M' = M/4 for values. The meaning of
+these codes is defined in `tq_hf.codec.trellis`. At 4 bits a code is stored as its sign (1 for the negative half of the
+codebook) and the index of its magnitude. The order of nibbles and signs lets one or two byte permutes look up four
+magnitudes, and one mask select their signs. At 8 bits plane 2u is fp16 once the bits of plane 2u + 1 are masked out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _sign_bit(i: int, quarter: int, bits: int) -> int:
 
 
 def _from_tiles(tiles: torch.Tensor, is_value: bool) -> torch.Tensor:
-    """`[..., quarters, PLANES, M, K/2, 2]` in the order of the words to `[..., 128, D]` codes."""
+    """Convert codes in word order, `[..., quarters, PLANES, M, K/2, 2]`, to `[..., 128, D]`."""
     planes = tiles.flatten(-2)
     if is_value:
         planes = planes.movedim(-4, -3).flatten(-3, -2).transpose(-1, -2)
@@ -52,19 +52,19 @@ def _from_tiles(tiles: torch.Tensor, is_value: bool) -> torch.Tensor:
 
 
 def rotated_words(words: torch.Tensor, left: int) -> torch.Tensor:
-    """int32 words, their bits rotated to the left by 1 to 31."""
+    """Rotate the bits of int32 words to the left, by 1 to 31."""
     return (words << left).bitwise_or_((words >> 32 - left).bitwise_and_((1 << left) - 1))
 
 
 def _words(planes: torch.Tensor, is_value: bool) -> torch.Tensor:
-    """The four bytes of each word, keys `[..., K/2, 4, M]` or values `[..., M, 4, K/2]` uint8, to words
+    """Join the four bytes of each word, keys `[..., K/2, 4, M]` or values `[..., M, 4, K/2]` uint8, to words
     `[..., M, K/2]` int32."""
     last = planes.movedim(-2, -1) if is_value else planes.movedim(-1, -3)
     return last.clone(memory_format=torch.contiguous_format).view(torch.int32).squeeze(-1)
 
 
 def _nibble_words(codes: torch.Tensor, is_value: bool) -> torch.Tensor:
-    """Nibbles `[..., C, 128]` uint8 to words with code i at bit 4i."""
+    """Pack nibbles `[..., C, 128]` uint8 into words with code i at bit 4i."""
     if is_value:
         pairs = codes.view(torch.int16)
         pairs = (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)  # wraps: keeps the low byte
@@ -74,8 +74,8 @@ def _nibble_words(codes: torch.Tensor, is_value: bool) -> torch.Tensor:
 
 
 def _sign_words(signs: torch.Tensor, first: int, second: int, is_value: bool) -> torch.Tensor:
-    """Signs `[..., C, 128]` uint8 of 0 and 1 to words with that of code i at bit 8i + first (i < 4) or
-    8 (i - 4) + second: byte b of a word holds those of codes b and b + 4, b being 2 (plane % 2) + e."""
+    """Pack signs `[..., C, 128]` uint8 of 0 and 1 into words: the sign of code i at bit 8i + first (i < 4) or
+    8 (i - 4) + second. Byte b = 2 (plane % 2) + e of a word has the signs of codes b and b + 4."""
     early, late = signs.unflatten(-1, (2, 2, ROWS)).unbind(-3)  # planes 0, 1 and 2, 3: codes 0 to 3 and 4 to 7
     bits = (early << first).bitwise_or_(late << second)  # [..., C, plane % 2, row]
     if is_value:
@@ -84,7 +84,7 @@ def _sign_words(signs: torch.Tensor, first: int, second: int, is_value: bool) ->
 
 
 def _fp8_words(codes: torch.Tensor, is_value: bool) -> torch.Tensor:
-    """Codes `[..., D, 128]` uint8 to words `[..., 2, M, K/2]`."""
+    """Pack FP8 codes `[..., D, 128]` uint8 into words `[..., 2, M, K/2]`."""
     even, odd = codes.unflatten(-1, (2, 2, ROWS)).unbind(-2)  # planes 2u and 2u + 1, [..., D, u, row]
     low = (even << 7).bitwise_or_(odd & 0x7F)
     high = (even >> 1 & 0x3F).bitwise_or_(odd >> 1 & 0x40).bitwise_or_(even & 0x80)
@@ -97,10 +97,10 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
     """Pack the codes of whole blocks.
 
     Args:
-        codes: `[..., 128, D]` integers in `[0, 2**bits)`, D a multiple of 8. Quickest where tokens are side by side in
+        codes: `[..., 128, D]` integers in `[0, 2**bits)`, D a multiple of 8. Fastest if tokens are contiguous in
             memory.
         bits: 2, 3, 4 or 8.
-        is_value: The values' order (words run along tokens) rather than the keys' (along channels).
+        is_value: Whether the codes are values (words run along tokens) or keys (words run along channels).
 
     Returns:
         `[..., 128 * D * bits / 32]` int32.
@@ -111,7 +111,7 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
         return _fp8_words(by_channel, is_value).flatten(-3)
     if bits == 4:
         signs = (by_channel >> 3).bitwise_xor_(1)
-        # 7 - code below 8, code - 8 from it on: all lower bits flipped, or the upper one cleared.
+        # Magnitude: 7 - code below 8 (flips the lower bits), code - 8 otherwise (clears the upper bit).
         words = _nibble_words((by_channel ^ 8).bitwise_xor_(signs * 15), is_value)
         return words.bitwise_or_(_sign_words(signs, 7, 3, is_value)).flatten(-2)
     quarters = (by_channel & 3).unflatten(-2, (2, 2, by_channel.shape[-2] // QUARTERS))
@@ -127,7 +127,7 @@ def pack(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int, *, is_value: bool) -> torch.Tensor:
-    """Inverse of `pack`: `[..., W]` int32 words to `[..., 128, dim]` int32 codes."""
+    """Unpack `[..., W]` int32 words to `[..., 128, dim]` int32 codes: the inverse of `pack`."""
     lead = words.shape[:-1]
     rows, columns = (dim, ROWS) if is_value else (ROWS, dim)  # M, K of a tile
     if bits == 8:

@@ -1,6 +1,6 @@
-"""Encode and dequantize in torch: the oracle of the kernels and the path of devices without them.
+"""Encode and dequantize in torch: the reference that kernels are tested against, and the path of devices without them.
 
-With R the rotation, x a key or value, f its head's channel scales (see `tq_hf.codec.balance`) and b its block:
+R is the rotation, x a key or value, f the channel scales of its head (see `tq_hf.codec.balance`), b its block:
 
     encode      y = R (f x);  z = y - m_b (keys, m_b = R mean of the block in fp16, 0 where that is not finite)
                 sigma = |z| / sqrt(D)
@@ -26,12 +26,12 @@ from .packing import pack, unpack
 from .rotation import rotate, rotate_back
 
 TILE_BLOCKS = 16
-"""Blocks of one head, or of more heads fewer each, worked on at a time: temporaries stay small beside the cache, and
-of 128 channels (1 MiB of float32) in a processor's own."""
+"""Number of blocks in a tile, over all sequences and heads. Temporaries stay small beside the cache, and with 128
+channels (1 MiB of float32) they fit into a processor's cache."""
 
 
 def sum_by_halving(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension by halving: the order, and so the bits, depend on that dimension's size alone."""
+    """Sum over the last dimension by halving: the order, and so the bits, depend only on the size of this dimension."""
     while (size := x.shape[-1]) > 1:
         half = size // 2
         folded = x[..., :half] + x[..., half : 2 * half]
@@ -40,62 +40,63 @@ def sum_by_halving(x: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x` `[..., 128, D]` in float32, padded with zeros to `dim` channels; in memory as `hadamard` wants it."""
+    """Pad `x` `[..., 128, D]` with zeros to `dim` channels, in float32 and in the memory order that `hadamard` uses."""
     out = x.new_empty((*x.shape[:-2], dim, x.shape[-2]), dtype=torch.float32)
     out[..., : x.shape[-1], :] = x.mT
     out[..., x.shape[-1] :, :] = 0
     return out.mT
 
 
-def _per_block(factor: torch.Tensor) -> torch.Tensor:
-    """`[B, Hkv, D]` in float32, to go with `[B, Hkv, N, 128, D]`."""
-    return factor.float()[:, :, None, None]
+def _per_block(scales: torch.Tensor) -> torch.Tensor:
+    """Reshape `[B, Hkv, D]` to `[B, Hkv, 1, 1, D]` float32, to broadcast over `[B, Hkv, N, 128, D]`."""
+    return scales.float()[:, :, None, None]
 
 
 def _safe_divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """Quotient, 0 where the denominator is 0 (a zero vector keeps scale 0)."""
+    """Quotient, and 0 where the denominator is 0: a zero vector gets the scale 0."""
     return torch.where(denominator == 0, 0, numerator / torch.where(denominator == 0, 1, denominator))
 
 
 def _half(x: torch.Tensor) -> torch.Tensor:
-    """float16, saturated: what is too large for it must not become infinite."""
+    """Cast to float16, saturated: large numbers must not become infinite."""
     limit = torch.finfo(torch.float16).max
     return x.clamp(-limit, limit).half()
 
 
 def _finite_or_zero(x: torch.Tensor) -> torch.Tensor:
-    """0 for what is infinite or NaN: a key that is not finite leaves its block without a mean, not the other keys
-    without sense."""
+    """Replace infinity and NaN by 0. A key that is not finite makes its block's mean 0, and the other keys stay
+    right."""
     return torch.where(x.isfinite(), x, 0)
 
 
 def _looked_up(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`entries[index]` for entries `[N]` and any index, in the index's order in memory."""
+    """Look up `entries[index]` for entries `[N]` and any index, with the strides of `index`."""
     if not index.is_contiguous() and index.mT.is_contiguous():
         return _looked_up(entries, index.mT).mT
     return torch.index_select(entries, 0, index.flatten()).view(index.shape)
 
 
 def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
-    """What codes `[..., 128, D]` from `quantize` stand for, float32, in units of their vectors' scales."""
+    """Levels of codes `[..., 128, D]` from `quantize`, float32, in units of their vectors' scales."""
     if bits < 4:
         codes = trellis.windows(codes, bits, is_value=is_value).int()
     return _looked_up(levels(bits, codes.device), codes)
 
 
 def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of the rotated vectors of whole blocks.
+    """Quantize the rotated vectors of whole blocks to codes and scales.
 
-    With z the vector and c its levels, the scale is |z|^2 / <z, c>: it makes up for what quantizing took from inner
-    products with z. At 8 bits it puts the largest channel at the largest code.
+    The scale of a vector z with levels c is |z|^2 / <z, c>: then quantizing does not shrink inner products with z. At
+    8 bits the scale maps the largest channel to the largest code.
 
     Args:
         z: `[..., 128, D]` float32; at 4 and 8 bits any number of vectors.
         bits: 2, 3 (trellis), 4 (Lloyd-Max) or 8 (FP8 e4m3).
-        is_value: Whether they are values, whose words run along tokens: at 2 and 3 bits codes depend on it.
+        is_value: Whether `z` are values. Words of values run along tokens, and codes of 2 and 3 bits depend on the
+            words.
 
     Returns:
-        Codes `[..., 128, D]`, uint8 at 2 and 3 bits and else int32, and scales `[..., 128]` float16, with
+        Codes `[..., 128, D]`, uint8 at 2 and 3 bits and int32 at 4 and 8; and scales `[..., 128]` float16, with
         `z ~ scale * levels_of(codes)`.
     """
     if bits == 8:
@@ -112,7 +113,7 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
     else:
         channels = trellis.rounded(unit, bits)
         codes = trellis.encode(channels, bits, is_value=is_value)
-        z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # what the scale is computed of, as kernels do
+        z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # kernels compute the scale from rounded channels, too
     return codes, _half(_safe_divide(square, sum_by_halving(z * levels_of(codes, bits, is_value=is_value))))
 
 
@@ -125,9 +126,9 @@ def encode(config: TurboQuantConfig, keys: torch.Tensor, values: torch.Tensor, o
     """Encode whole blocks of keys and values into blocks `start`, `start + 1`, ... of `out`.
 
     Args:
-        config: Seed of the rotation.
-        keys: `[B, Hkv, n * 128, Dk]` any float dtype.
-        values: `[B, Hkv, n * 128, Dv]`.
+        config: Preset with the seed of the rotation.
+        keys: `[B, Hkv, n * 128, Dk]`, any float dtype.
+        values: `[B, Hkv, n * 128, Dv]`, any float dtype.
         out: Blocks to write to.
         start: Index of the first block written.
     """
@@ -156,7 +157,8 @@ def _dequantize(words: torch.Tensor, scales: torch.Tensor, bits: int, dim: int, 
 
 
 def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys `[B, Hkv, N, 128, Dk padded]` and values `[B, Hkv, N, 128, Dv padded]`, float32, as stored: rotated."""
+    """Dequantize without rotating back: keys `[B, Hkv, N, 128, padded Dk]`, values `[B, Hkv, N, 128, padded Dv]`,
+    float32."""
     layout: BlockLayout = blocks.layout
     scales = blocks.scales.contiguous().view(torch.float16).unflatten(-1, (-1, 2))
     keys = _dequantize(blocks.key_words, scales[..., 0], layout.key_bits, layout.key_dim_padded, is_value=False)
@@ -166,13 +168,13 @@ def dequantize_rotated(blocks: PackedBlocks) -> tuple[torch.Tensor, torch.Tensor
 
 
 def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Write what `blocks` hold, as attention reads it.
+    """Dequantize `blocks` to keys and values for attention.
 
     Args:
-        config: Seed of the rotation.
-        blocks: N blocks, all of which are read.
-        keys: `[B, Hkv, N * 128, Dk]`, written in its own dtype.
-        values: `[B, Hkv, N * 128, Dv]`, likewise.
+        config: Preset with the seed of the rotation.
+        blocks: N blocks to read.
+        keys: Output `[B, Hkv, N * 128, Dk]`, any float dtype.
+        values: Output `[B, Hkv, N * 128, Dv]`, any float dtype.
     """
     layout = blocks.layout
     channel_scales = blocks.channel_scales.map(_per_block)
@@ -182,5 +184,5 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
         rows = slice(first * layout.tokens, last * layout.tokens)
         key, value = dequantize_rotated(blocks.slice(first, last))
         key, value = rotate_back(key, config.seed), rotate_back(value, config.seed)
-        for out, states, factor in ((keys, key, channel_scales.keys), (values, value, channel_scales.values)):
-            out[:, :, rows] = (states[..., : out.shape[-1]] / factor).flatten(2, 3)
+        for out, states, scales in ((keys, key, channel_scales.keys), (values, value, channel_scales.values)):
+            out[:, :, rows] = (states[..., : out.shape[-1]] / scales).flatten(2, 3)

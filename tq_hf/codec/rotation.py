@@ -1,12 +1,12 @@
 """The rotation before quantizing: random signs, then a Hadamard-type transform.
 
-R = H diag(s): s are random signs, H is symmetric and orthogonal, so R^-1 = diag(s) H. For D = m 2^k, m odd, H is the
-Kronecker product of the m-point Hartley matrix cas(2 pi i j / m) / sqrt(m) and the 2^k Sylvester-Hadamard matrix; for
-a power of two it is the latter alone. The signs matter: without them a mean aligned with a row of H ends up in one
-channel.
+R = H diag(s): s are random signs, H is symmetric and orthogonal, so R^-1 = diag(s) H. For D = m 2^k with odd m, H is
+the Kronecker product of the m-point Hartley matrix cas(2 pi i j / m) / sqrt(m) and the 2^k Sylvester-Hadamard matrix.
+For a power of two, H is the Sylvester-Hadamard matrix. The signs matter: without them a mean aligned with a row of H
+ends up in one channel.
 
-Everything here is element-wise arithmetic in a fixed order: a token's rotated channels do not depend on how many
-others are rotated with it.
+All arithmetic is element-wise in a fixed order: a token's rotated channels do not depend on the number of tokens
+rotated together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..compat import cached_table
 
 @cached_table
 def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
-    """Random signs, `[dim]` float32 of +1 and -1, equal on every device; all +1 for a seed of `None`."""
+    """Random signs, `[dim]` float32 of +1 and -1, the same on every device; all +1 if `seed` is `None`."""
     if seed is None:
         return torch.ones(dim, device=device)
     generator = torch.Generator().manual_seed(seed)
@@ -28,10 +28,10 @@ def signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """H x over the last dimension, `[..., D]` float32, in O(D log D) additions; its own inverse.
+    """H x over the last dimension, `[..., D]` float32, in O(D log D) additions. H is its own inverse.
 
-    Not differentiable. The result has the vectors side by side in memory (its last two dimensions are transposed): sums
-    and differences of channels are then those of whole rows.
+    Not differentiable. The last two dimensions of the result are transposed in memory: additions of channels are then
+    additions of whole rows.
     """
     if x.dim() == 1:
         return hadamard(x[None])[0]
@@ -47,7 +47,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
         )
         torch.add(low, high, out=sums)
         torch.sub(low, high, out=differences)
-        # Never into what the caller gave.
+        # The first output may be the caller's tensor, so it is not written to.
         out, other = other, out if step > 1 else torch.empty_like(out)
         step *= 2
     if odd > 1:
@@ -74,5 +74,5 @@ def rotate_back(x: torch.Tensor, seed: int | None) -> torch.Tensor:
 
 @cached_table
 def rotation_matrix(dim: int, seed: int | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """R as a dense matrix, `[dim, dim]`: `rotate(x) = x @ R.T`. For kernels that rotate with tensor cores."""
+    """R as a dense matrix `[dim, dim]`, with `rotate(x) = x @ R.T`, for kernels that rotate with tensor cores."""
     return rotate(torch.eye(dim), seed).T.contiguous().to(device=device, dtype=dtype)

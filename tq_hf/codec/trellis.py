@@ -1,25 +1,26 @@
-"""Trellis codes within a word: at 2 and 3 bits a channel's level also depends on the code before it.
+"""Trellis codes within a word: at 2 and 3 bits the level of a channel also depends on the code before.
 
-The 16 crumbs of an int32 word (see `tq_hf.codec.packing`) are a chain that closes in itself (*tail-biting*: the first
-follows the last), so that any word decodes alone and no byte is added. Three bits are the index of a level, or of its
-magnitude, in `LEVEL_TABLES`:
+The 16 crumbs of an int32 word (see `tq_hf.codec.packing`) are a closed chain (*tail-biting*: the first crumb follows
+the last). So every word decodes alone, and the trellis adds no byte. Three bits are the index of a level, or of the
+magnitude of a level, in `LEVEL_TABLES`:
 
-    2 bits  crumb k follows crumb k - 1; of the code 2 t + b, with 2 t' + b' before it and 2 t" + b" before that one,
-            the level is 4 t + 2 b + (t' ^ b")
-    3 bits  crumb k follows crumb k + 1; of the crumb c, with c' before it, the magnitude is c + 4 (c' % 2), and the
-            sign is the code's own
+    2 bits  crumb k follows crumb k - 1. The code 2 t + b after 2 t' + b', which comes after 2 t" + b", has the level
+            4 t + 2 b + (t' ^ b")
+    3 bits  crumb k follows crumb k + 1. The crumb c after c' has the magnitude c + 4 (c' % 2); the sign is a bit of
+            the code itself
 
-so that words give eight indices at once, by shifts and masks (trellis coded quantization, Marcellin and Fischer 1990;
-bit-shift trellises with tail-biting, QTIP, arXiv 2406.11235). Mean squared error on N(0, 1): 0.0938 and 0.0280, of the
-best scalar codes 0.1175 and 0.0345.
+With these definitions shifts and masks give eight indices of a word at once (trellis coded quantization, Marcellin and
+Fischer 1990; bit-shift trellises with tail-biting, QTIP, arXiv 2406.11235). Mean squared error on N(0, 1) is 0.0938 at
+2 bits and 0.0280 at 3 bits; the best scalar codes have 0.1175 and 0.0345.
 
-Channels are rounded, and errors are whole numbers that fit in 15 bits with the labels of a path (`TRELLIS_ERRORS`), so
-that every backend finds the same path: that of least error, of equal ones that of the smaller label. At 3 bits it is
-the best of all that close. At 2 bits the state at the seam is that of the best open path from half a word before it to
-half a word behind it, which costs 2% in squared error and half the time.
+Encoding finds the path of least error by Viterbi's algorithm. Every backend finds the same path: channels are rounded,
+errors are whole numbers that fit in 15 bits together with the label of a path (`TRELLIS_ERRORS`), and of equal errors
+the smaller label wins. At 3 bits the path is the best closed path. At 2 bits the state at the seam is that of the best
+open path from half a word before the seam to half a word behind it. This costs 2% in squared error and saves half of
+the time.
 
-Paths are followed from code 15 to code 0, as labels then give codes in the order of the word. The four lowest bits of
-an error are the label: four bits of the two codes just chosen, or a state at the seam.
+Paths run from code 15 to code 0, because labels then give codes in the order of the word. The four lowest bits of an
+error are the label: four bits of the two codes chosen last, or a state at the seam.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from tq_kernels.format import BLOCK_TOKENS, TRELLIS_ERRORS, TRELLIS_FAR, TRELLIS
 from ..compat import cached_table
 
 CHAIN = 16
-"""Codes of a word of crumbs."""
+"""Number of codes in a word of crumbs."""
 LABELS = 16
-"""Errors are multiples of it, and labels are below it."""
+"""Number of labels. Errors are multiples of this number, and the label is added."""
 
 
 def chains(x: torch.Tensor, *, is_value: bool) -> torch.Tensor:
-    """Channels `[..., 128, D]` in the order of words and their crumbs, `[..., 16, 8 D]`, a view if it can be one."""
+    """Reorder channels `[..., 128, D]` to chains `[..., 16, 8 D]`: crumbs of a word, words. A view where possible."""
     lead, dim = x.shape[:-2], x.shape[-1]
-    # Tokens are planes (2 u + v) of rows, channels are quarters (2 t + h); e is the neighbour along K.
+    # Planes of tokens are 2 u + v, quarters of channels 2 t + h; e is the neighbour along K.
     if is_value:
         x = x.reshape(*lead, 2, 2, BLOCK_TOKENS // 8, 2, 2, 2, dim // 4)  # u, v, row / 2, e, t, h, channel
         u, v, e, h, words = 0, 1, 3, 5, (4, 6, 2)
@@ -65,17 +66,18 @@ def from_chains(x: torch.Tensor, *, is_value: bool) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Channels in standard deviations as int32 counts of 1 / TRELLIS_UNITS, at most 127; 0 for what is not a number."""
+    """Round channels in standard deviations to int32 multiples of 1 / TRELLIS_UNITS, at most 127; NaN becomes 0."""
     return (x * TRELLIS_UNITS[bits]).nan_to_num_(0.0, torch.inf, -torch.inf).round_().clamp_(-127, 127).int()
 
 
 @cached_table
 def _errors(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What levels add to errors, `a + b x` for a channel x, and the labels of an even code: int16, `[t, b, p, 1]` for
-    the level 4 t + 2 b + p, or at 3 bits `[high, before, low, 1]` for the magnitude low + 2 high + 4 before."""
+    """Coefficients a and b of the error `a + b x` of each level for a channel x, and labels of an even code: int16,
+    `[t, b, p, 1]` for the level 4 t + 2 b + p, at 3 bits `[high, before, low, 1]` for the magnitude
+    low + 2 high + 4 before."""
     table = torch.tensor(TRELLIS_ERRORS[bits], dtype=torch.int16, device=device) * LABELS
     index = torch.arange(8, dtype=torch.int16, device=device)
-    # The code 2 t + b; the high bit of the crumb, and the bit before.
+    # At 2 bits the code 2 t + b; at 3 bits the high bit of the crumb, and the bit before.
     label = index >> 1 if bits == 2 else (index >> 1 & 1) + 2 * (index >> 2)
     shaped = (x.view(2, 2, 2, 1) for x in (*table.T, label))
     a, b, label = shaped if bits == 2 else (x.transpose(0, 1) for x in shaped)
@@ -83,25 +85,25 @@ def _errors(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _clear(errors: torch.Tensor, k: int) -> torch.Tensor:
-    """Errors without labels, in place; every four codes less the least of them, so that they stay small."""
+    """Remove labels from errors, in place. Every four codes subtract the least error, so that errors stay small."""
     errors.bitwise_and_(-LABELS)
     return errors.sub_(errors.flatten(0, -2).amin(0)) if k % 4 == 3 else errors
 
 
-def two(x: torch.Tensor) -> torch.Tensor:
-    """Codes of 2 bits, uint8, of chains `[16, N]` int16.
+def encode_two(x: torch.Tensor) -> torch.Tensor:
+    """Encode chains `[16, N]` int16 to codes of 2 bits, uint8.
 
-    A state 2 b + p is what the codes from one on need of those before it: b of the last, and the lowest bit p of the
-    first one's index, t ^ b of the last two.
+    The levels of a code and of later codes depend on earlier codes by the state 2 b + p alone: bit b of the code
+    before, and the lowest bit p of the code's own index (t' ^ b" of the two codes before).
     """
     a, b, label = _errors(2, x.device)
     labelled = (a + label, a + 4 * label)
     state = torch.arange(4, dtype=torch.int16, device=x.device)[:, None]
-    added = x.new_empty(2, 2, 2, x.shape[1])  # [t, b, p, N], once: to make them costs more than to compute them
+    added = x.new_empty(2, 2, 2, x.shape[1])  # [t, b, p, N], reused: an allocation takes longer than the sum
     paths = x.new_empty(2, 2, 2, 2, x.shape[1])  # [b before, t, b, p, N]
 
     def step(error: torch.Tensor, row: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """Least errors of paths from each state before a code, `[4, N]`, of those from the states behind it."""
+        """Least error of paths from each state before a code, `[4, N]`, from the errors of the states behind it."""
         torch.mul(b, row.clamp(-TRELLIS_LIMITS[2], TRELLIS_LIMITS[2]), out=added).add_(a)
         behind = error.view(2, 2, -1).transpose(0, 1)[:, :, None]  # [p, b, 1, N]
         torch.add(added, behind, out=paths[0])
@@ -109,7 +111,7 @@ def two(x: torch.Tensor) -> torch.Tensor:
         least = torch.minimum(paths[:, 0], paths[:, 1])
         return torch.minimum(least[:, 0], least[:, 1]).flatten(0, 1)
 
-    # Which state the chain is closed with: once round from its middle, with the state at the seam as label.
+    # State at the seam: one round from the middle of the chain, with the state at the seam as label.
     error = x.new_zeros(4, x.shape[1])
     for k in (*range(CHAIN // 2 - 1, -1, -1), *range(CHAIN - 1, CHAIN // 2 - 1, -1)):
         if k == CHAIN - 1:
@@ -133,13 +135,13 @@ def two(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(codes)
 
 
-def three(x: torch.Tensor) -> torch.Tensor:
-    """Codes of 3 bits, uint8, of chains `[16, N]` int16: crumbs with the sign above."""
+def encode_three(x: torch.Tensor) -> torch.Tensor:
+    """Encode chains `[16, N]` int16 to codes of 3 bits, uint8: crumbs with the sign as upper bit."""
     a, b, label = _errors(3, x.device)
     labelled = (a + label, a + 4 * label)
     far = torch.tensor([[0, 1], [1, 0]], dtype=torch.int16, device=x.device) * (TRELLIS_FAR[3] * LABELS)
     errors = far[..., None].expand(2, 2, x.shape[1]).clone()  # [first, before, N]
-    added = x.new_empty(2, 2, 2, x.shape[1])  # once: to make them costs more than to compute them
+    added = x.new_empty(2, 2, 2, x.shape[1])  # reused: an allocation takes longer than the sum
     labels = []
     for k in range(CHAIN - 1, -1, -1):
         if k % 2:
@@ -151,7 +153,7 @@ def three(x: torch.Tensor) -> torch.Tensor:
             labels.append((errors & LABELS - 1).byte().flatten(0, 1))
     low = (errors[1, 1] < errors[0, 0]).byte()[None]
     closing, crumbs = 2 * low, []
-    for label in reversed(labels):  # from crumb 0 on: its high bit, the next crumb, and the low bit of the one behind
+    for label in reversed(labels):  # from crumb 0 on: its high bit, the next crumb, and the low bit of the third
         taken = label.gather(0, (closing + low).long())
         crumbs += [low + 2 * (taken & 1), taken >> 1 & 3]
         low = taken >> 3
@@ -159,24 +161,24 @@ def three(x: torch.Tensor) -> torch.Tensor:
 
 
 def encode(x: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
-    """Codes of a block's rotated rows.
+    """Encode the rotated rows of a block.
 
     Args:
         x: `[..., 128, D]` int32 from `rounded`.
         bits: 2 or 3.
-        is_value: Whether they are values, whose words run along tokens.
+        is_value: Whether `x` are values. Words of values run along tokens.
 
     Returns:
         `[..., 128, D]` uint8, as `tq_hf.codec.packing.pack` takes them.
     """
     words = chains(x, is_value=is_value)
     flat = words.movedim(-2, 0).reshape(CHAIN, -1).short()
-    codes = (two if bits == 2 else three)(flat)
+    codes = (encode_two if bits == 2 else encode_three)(flat)
     return from_chains(codes.view(CHAIN, *words.shape[:-2], -1).movedim(0, -2), is_value=is_value)
 
 
 def windows(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor:
-    """Where `tq_hf.codec.codebook.levels` has the level of each code: codes `[..., 128, D]` to integers below 16."""
+    """Index of each code's level in `tq_hf.codec.codebook.levels`: codes `[..., 128, D]` to integers below 16."""
     code = chains(codes, is_value=is_value)
     if bits == 2:
         window = 2 * code + ((code.roll(1, -2) >> 1) ^ (code.roll(2, -2) & 1))

@@ -165,7 +165,7 @@ def _check(model: Any, config: GenerationConfig, inputs: dict[str, Any], argumen
     if len(devices) > 1 and compiles_steps(model, cache, config):
         raise ValueError(
             f"The model is spread over the devices {', '.join(devices)}, and a CUDA graph is captured on one. {advice}"
-            'load the model on one device (`device_map="cuda"`), or by tensor parallelism, which has a graph a process.'
+            'load the model on one device (`device_map="cuda"`), or by tensor parallelism, with one graph per process.'
         )
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):

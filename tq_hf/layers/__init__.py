@@ -1,1 +1,1 @@
-"""transformers' layer contract."""
+"""Layers of a cache, in transformers' layer contract."""

@@ -1,4 +1,4 @@
-"""What the log says, once, of a model, its dtype, its GPU and the states of its first prompt.
+"""Warnings in the log, each once: about a model, its dtype, its GPU and the states of its first prompt.
 
 Predictions compare decode attention with reading the same keys and values in 16 bits
 (`examples/measure/compile/cards.py`).
@@ -18,23 +18,23 @@ from ..ops import dispatch
 logger = logging.get_logger(__name__)
 
 OVERFLOWS = ("gemma2", "gemma3", "gemma3_text", "glm4")
-"""Model types known not to run in float16: those that vLLM refuses ("numerical instability", `vllm/config/model.py`);
-of Gemma 3 transformers' issue 36822 tells the same. Activations exceed 65,504."""
+"""Model types whose activations exceed float16's range (65,504). vLLM refuses them in float16 ("numerical instability",
+`vllm/config/model.py`), and transformers' issue 36822 reports Gemma 3."""
 
 SAMPLED_TOKENS = 128
-"""Number of newest dense tokens of a first prompt that are looked at."""
+"""Number of newest prompt tokens to check (fewer if fewer are dense)."""
 SMALLEST_RMS, LARGEST_RMS = 1e-6, 65504.0
-"""A head whose vectors are outside has scales beyond fp16, or of so few bits that they count."""
+"""Range of a head's RMS. Outside, scales exceed fp16 or are subnormal, with too few bits."""
 
-looked_at: set[tuple[Any, ...]] = set()
-"""States that `warn_about_states` has seen the like of: looking takes as long as a few launches."""
+checked_states: set[tuple[Any, ...]] = set()
+"""Combinations that `warn_about_states` has checked: a check takes as long as a few launches."""
 
 
 def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str | None) -> None:
-    """Warn of a dtype or a GPU that does not suit the model, by a layer's first states `[B, Hkv, S, D]`."""
-    if (kind := (states.dtype, states.device, layout.key_dim, layout.value_dim, model_type)) in looked_at:
+    """Warn about a dtype or a GPU that does not suit the model. `states` are a layer's first, `[B, Hkv, S, D]`."""
+    if (kind := (states.dtype, states.device, layout.key_dim, layout.value_dim, model_type)) in checked_states:
         return
-    looked_at.add(kind)
+    checked_states.add(kind)
     fails = f"{model_type} is known to exceed float16's range"
     if states.dtype == torch.float16 and model_type in OVERFLOWS:
         logger.warning_once(f"{fails}: load it with `dtype=torch.bfloat16`, or float32 on a GPU without bfloat16.")
@@ -50,57 +50,61 @@ def warn_about_states(states: torch.Tensor, layout: BlockLayout, model_type: str
         )
     if dispatch.plain_kernels(states, layout):
         logger.warning_once(
-            f"On {card.name} kernels are compiled without inline PTX, and none was ever timed so. By their code "
-            "decode attention is predicted to take about as long as without compression, or longer: it saves memory."
+            f"On {card.name} kernels are compiled without inline PTX; their speed was never measured. From their code "
+            "decode attention is predicted to take about as long as without compression, or longer. It saves memory."
         )
 
 
-def of_dequantized_steps(layout: BlockLayout, asked: bool) -> None:
-    """Warn that decode steps dequantize: packed states are read, dense ones written and read. `asked`: the model's
-    attention is "turboquant" all the same."""
+def warn_about_dequantized_steps(layout: BlockLayout, is_turboquant: bool) -> None:
+    """Warn that decode steps dequantize: each reads packed states, and writes and reads dense ones.
+
+    Args:
+        layout: Layout of the packed blocks.
+        is_turboquant: Whether the model's attention is "turboquant", and its keys change on their way to attention.
+    """
     times = 2 + 1 / layout.compression_ratio
-    way = (
-        "The keys of this model do not reach attention as the cache holds them, so there is no other way"
-        if asked
-        else 'Load the model with `attn_implementation="turboquant"`, which reads the cache as it is'
+    advice = (
+        "This model changes its keys between cache and attention, so attention cannot read packed keys"
+        if is_turboquant
+        else 'Load the model with `attn_implementation="turboquant"`, which reads packed keys and values'
     )
     logger.warning_once(
-        f"Every step dequantizes the whole cache for attention, and moves {times:.1f} times the bytes that a step "
-        f"without compression reads: predicted to be slower at any length; it saves memory. {way}."
+        f"Every step dequantizes the whole cache for attention, and moves {times:.1f} times the bytes of a step "
+        f"without compression. It is predicted to be slower at any length, and saves memory. {advice}."
     )
 
 
 def warn_beyond_fp16(layers: Mapping[int, Any]) -> None:
-    """Warn of keys and values whose scales fp16 cannot hold: their packed blocks are wrong, without any NaN to tell.
+    """Warn about keys and values with scales beyond fp16: their packed blocks are wrong, and have no NaN to show it.
 
-    Only dense tokens can be looked at, so of a prompt that leaves none nothing is said. Waits for the device, once.
+    Checks dense tokens only: a prompt without any is not checked. Waits for the device, once.
 
     Args:
         layers: Compressed layers by their index in the model, after their first prompt.
     """
-    named, sizes = [], []
+    checked, sizes = [], []
     for index, layer in layers.items():
         parts = layer.store.view().dense_parts if layer.store is not None else []
         if not parts or parts[-1][1][0].is_meta or parts[-1][1][0].shape[2] == 0:
             continue
         channel_scales = layer.store.blocks.channel_scales
-        for what, states, scales in zip(("Keys", "Values"), parts[-1][1], channel_scales, strict=True):
+        for name, states, scales in zip(("Keys", "Values"), parts[-1][1], channel_scales, strict=True):
             rows = states[:, :, -SAMPLED_TOKENS:].float()
-            rows = rows - rows.mean(2, keepdim=True) if what == "Keys" else rows
+            rows = rows - rows.mean(2, keepdim=True) if name == "Keys" else rows
             rows = rows * scales[:, :, None].to(rows)
             rms = torch.linalg.vector_norm(rows, dim=(2, 3)) / (rows.shape[2] * rows.shape[3]) ** 0.5  # [B, Hkv]
-            beyond = (rms > LARGEST_RMS) | ((rms > 0) & (rms < SMALLEST_RMS))  # 0 is held exactly, NaN is not judged
-            named.append((what, index))
+            beyond = (rms > LARGEST_RMS) | ((rms > 0) & (rms < SMALLEST_RMS))  # 0 is exact, NaN is no error here
+            checked.append((name, index))
             sizes.append(torch.where(beyond, rms, 0).amax())
-    # All at once: each wait for the device would take as long as a layer's launches.
-    held = torch.stack([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []
-    found = [(what, index, rms) for (what, index), rms in zip(named, held, strict=True) if rms]
-    if found:
-        (what, index, rms), skipped = found[0], tuple(sorted({index for _, index, _ in found}))
+    # One wait for all layers: each wait for the device takes as long as a layer's launches.
+    found = torch.stack([size.to(sizes[0].device) for size in sizes]).tolist() if sizes else []
+    wrong = [(name, index, rms) for (name, index), rms in zip(checked, found, strict=True) if rms]
+    if wrong:
+        (name, index, rms), skipped = wrong[0], tuple(sorted({index for _, index, _ in wrong}))
         balanced = all(layers[index].config.balance for index in skipped)
-        way = "" if balanced else ", or balance them (`balance=True`)"
+        alternative = "" if balanced else ", or balance them (`balance=True`)"
         logger.warning(
-            f"{what} of layer {index} have an RMS of {rms:.1e} in some head, beyond what 16-bit scales hold "
+            f"{name} of layer {index} have an RMS of {rms:.1e} in some head, beyond the range of 16-bit scales "
             f"({SMALLEST_RMS:.0e} to {LARGEST_RMS:,.0f}): they are stored wrong. Leave the layers out "
-            f"(`skip_layers={skipped}`){way}."
+            f"(`skip_layers={skipped}`){alternative}."
         )

@@ -1,11 +1,12 @@
-"""What layers say of themselves, and what full-attention layers of this package do alike, compressed or not.
+"""Common base of the layers: their state in a file, operations on the batch, and the mask sizes of full attention.
 
-A layer of this package answers for itself, beside transformers' contract:
+A layer of this package adds three methods to transformers' contract:
 
-    state        what a file holds of it: a description in JSON, and tensors by name
-    check_state  the tensors that a file must have by its description, on the meta device; raises a `ValueError` (a
-                 sentence without its subject, "Layer 1") for a description that no cache of this model has
-    load_state   puts the tensors of a file into an empty layer; the saved one may have grown where this is preallocated
+    state        return the layer's state for a file: a description in JSON, and tensors by name
+    check_state  return meta tensors with the shapes and dtypes that a file with this description must have; raise a
+                 `ValueError` (a sentence without its subject, "Layer 1") for a description that is impossible here
+    load_state   fill an empty layer from a file. A preallocated layer may load the state of a growing one, and vice
+                 versa
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ..compat import outside_inference_mode
 from ..stores.base import check_same, widened
 
 State = tuple[dict[str, Any], dict[str, torch.Tensor]]
-"""What a file holds of a layer: a description in JSON, and tensors by name."""
+"""State of a layer in a file: a description in JSON, and tensors by name."""
 
 
 class Probe(NamedTuple):
-    """What a run of the model on a few tokens showed of a layer, against which a file is checked.
+    """Result of a run of the model on a few tokens, for one layer. A file is checked against it.
 
     Args:
-        layer: This layer of another cache, after the run.
-        states: Keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as the model makes them, B as in the file. `None` of
-            a layer of transformers.
-        tokens: Tokens that the file holds.
+        layer: The same layer of another cache, after the run.
+        states: Keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` with the model's dtype and device, B as in the file.
+            `None` for a layer of transformers.
+        tokens: Number of tokens in the file.
     """
 
     layer: Any
@@ -41,22 +42,22 @@ class Probe(NamedTuple):
 
 
 class BatchedLayer(CacheLayerMixin):
-    """Operations on all tensors of a layer."""
+    """A layer that changes its batch by one function on all its tensors."""
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put the results of `function` in place of all tensors."""
+        """Replace every tensor by `function` of it."""
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
             self.keys, self.values = function(self.keys), function(self.values)
             self.batch_size = self.keys.shape[0]
 
     def count_replayed(self, length: int) -> None:
-        """Whoever replays a captured step says how many tokens there are after it: the host could not count them."""
+        """Set the number of tokens after a CUDA-graph replay, which the host cannot observe."""
         raise NotImplementedError
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take sequence `beam_idx[i]` to place i."""
+        """Move sequence `beam_idx[i]` to index i."""
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -64,40 +65,40 @@ class BatchedLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences `indices`, in that order."""
+        """Keep the sequences `indices`, in this order."""
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
 
 class FullAttentionLayer(BatchedLayer):
-    """What a mask covers.
+    """A full-attention layer, compressed or not, with the mask size that all of them share.
 
-    transformers makes one mask for all full-attention layers, of the size that the first of them asks for: they must
-    agree on it. These show a call of several tokens the tokens there are, and empty room to a single token only.
+    transformers makes one mask for all full-attention layers, of the size that the first one returns: all must return
+    the same. These layers return only tokens to a call of several tokens, and also empty rows to a single token.
     """
 
     is_croppable = True
-    shows_room = False
-    """Whether every call is shown all there is room for, as transformers' preallocated layers do: beside layers of
-    theirs that cannot do otherwise, and to models that make masks of their own of that size (Bloom)."""
+    returns_empty_rows = False
+    """Whether every call gets `max_cache_len` rows, as from transformers' preallocated layers. True beside layers of
+    transformers that always return them, and for models that make their own masks of this size (Bloom)."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a mask for `query_length` new tokens covers."""
+        """Length and offset of the keys that a mask for `query_length` new tokens covers."""
         room = self.get_max_length()
-        if room != -1 and (query_length == 1 or self.shows_room):
+        if room != -1 and (query_length == 1 or self.returns_empty_rows):
             return room, 0
         return int(self.get_seq_length()) + query_length, 0
 
 
 def rows_like(states: KeyValue, rows: int, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Keys and values of so many tokens as a file has them, beside states `[B, Hkv, *, D]`: tensors without memory."""
+    """Meta tensors with the shapes of `rows` saved keys and values, for `states` `[B, Hkv, *, D]` of a layer."""
     shapes = ((*part.shape[:2], rows, part.shape[3]) for part in states)
     keys, values = (part.new_empty(shape, device="meta") for part, shape in zip(states, shapes, strict=True))
     return {f"{prefix}keys": keys, f"{prefix}values": values}
 
 
 def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
-    """Keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` as a layer that is not compressed takes them: see
-    `widened`.
+    """Cast keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]` to the dtype of a layer that is not compressed (see
+    `widened`).
 
     Raises:
         ValueError: The layer has states of another dtype or on another device.
@@ -110,10 +111,11 @@ def like_held(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> KeyValue:
 
 
 def check_crop(tokens_to_remove: int | torch.Tensor) -> int:
-    """`tokens_to_remove` as an `int`; assisted decoding passes a tensor of one number.
+    """Convert `tokens_to_remove` to an `int`; assisted decoding passes a tensor of one number.
 
     Raises:
-        ValueError: It is no whole number, or positive (in older versions of transformers the length to keep).
+        ValueError: `tokens_to_remove` is not a whole number, or is positive (older versions of transformers passed the
+            length to keep).
     """
     try:
         tokens = operator.index(tokens_to_remove)

@@ -31,26 +31,41 @@ CHANNEL_SCALES = ("key_channel_scales", "value_channel_scales")
 
 @cached_table
 def _one_nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[1, 1, 1, 1]`, of all layers of all caches: nobody writes to it."""
+    """One NaN, `[1, 1, 1, 1]`. All layers of all caches share it, and none writes to it."""
     return torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=device)
 
 
 class TurboQuantLayer(FullAttentionLayer):
-    """A full-attention layer whose keys and values are held compressed.
+    """A full-attention layer that stores keys and values compressed.
 
-    What `update` returns depends on who reads it. The attention function "turboquant" reads the packed store, by a
-    handle on the keys and values (see `tq_hf.layers.handle`); a layer whose handle it has resolved returns lazy states,
-    for as long as that model uses it. Any other attention reads dequantized states; so does a model whose keys do not
-    reach attention as they left `update` (MLA latents, models without an attention interface).
+    `update` returns states for the attention function that reads them. The function "turboquant" reads the packed
+    store, by a handle on keys and values (see `tq_hf.layers.handle`). Once it has resolved a handle of this layer,
+    `update` returns lazy states, as long as the model uses "turboquant". Other attention functions read dequantized
+    states. So do models that change keys between `update` and attention (MLA latents, models without an attention
+    interface).
 
-    A compiled step goes by one bit: did the last eager call hand its states to attention and do nothing else with them?
-    If so it returns placeholders, otherwise dequantized states.
+    A compiled step depends on one bit: did the last eager call pass its states to attention, and do nothing else with
+    them? If so the step returns placeholders, otherwise dequantized states.
+
+    Attributes besides the store and the channel scales; `reset` returns the first five to their first value:
+
+        needs_queries   True, then False    defer encoding a prompt until attention passes its queries to `resolve`;
+                                            False once attention did not, and the cache encoded the prompt
+        reader          None, then weakref  config of the attention module that resolved a handle of this layer; names
+                                            the attention function that the model uses now
+        is_untouched    False or True       whether the last eager call only passed its states to attention; True by
+                                            `resolve`, False by an operation on lazy states
+        _assigned       None or a tensor    assigned keys without assigned values, or values without keys
+        _had_gradients  False, then True    whether states of an earlier call had gradients, which are lost
+        _edits          numbers             changes of keys, of values and of both, appended tokens not counted
+        prompt          None or states      first prompt, dense, while forward hooks of the attention module run
+        _nan            one NaN             base of lazy states and placeholders, made with the store
 
     Args:
-        config: What to compress to.
-        max_cache_len: Tokens to preallocate for and never exceed, or `None`.
-        model_config: The config of the model, held weakly. While it names another attention than "turboquant" the
-            states of a prompt are not lazy: other attention functions may be compiled.
+        config: Preset of the layer.
+        max_cache_len: Number of tokens to preallocate for and never exceed, or `None`.
+        model_config: Config of the model (weak reference). While it names another attention function than
+            "turboquant", the states of a prompt are not lazy: that function may be compiled.
     """
 
     is_sliding = False
@@ -66,43 +81,34 @@ class TurboQuantLayer(FullAttentionLayer):
         super().__init__()
         self.config = config
         self.max_cache_len = max_cache_len
-        # An attribute of the layer, not of the class: transformers compiles decoding if all layers have it.
+        # Set per layer, not by class: transformers compiles decoding if it is True for all layers.
         self.is_compileable = max_cache_len is not None
         self.store: LayerStore | None = None
         self.channel_scales: ChannelScales | None = None
-        """Channel scales to use, if they were handed on."""
+        """Fixed channel scales of every store of this layer; `None` to estimate them from the first prompt."""
         self.needs_queries = True
-        """Whether a prompt is encoded only when attention has shown its queries, or something else is asked of it."""
         self._model_config = None if model_config is None else weakref.ref(model_config)
         self.reader: weakref.ref[Any] | None = None
-        """The config of the attention module that resolved a handle of this layer, held weakly; it names the attention
-        function that the model uses now."""
         self.is_untouched = False
-        """Whether the last eager call was seen to do nothing with the states but hand them to attention."""
         self._assigned: dict[str, torch.Tensor] | None = None
-        """Keys or values that were assigned, until the others are."""
         self._had_gradients = False
-        """Whether keys or values of an earlier call had gradients, which are lost."""
         self._edits = {"keys": 0, "values": 0, "all": 0}
-        """Number of changes to what is held, but for tokens appended."""
         self.prompt: KeyValue | None = None
-        """A first prompt as it came, while hooks of the attention module that read it run."""
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All cached keys, dequantized: `[B, Hkv, T, Dk]`. A copy: an operation that writes into it assigns it, and
-        encodes the blocks that changed, so write once rather than row by row. A copy that was made before the layer
-        changed refuses writes; `clone()` one to write to a tensor of your own.
+        """All cached keys, dequantized: `[B, Hkv, T, Dk]`. A copy. An operation that writes into the copy also assigns
+        the copy, and encodes the blocks that changed: write once, not row by row. A copy that is older than a change of
+        the layer refuses writes; write into `clone()` of the copy to leave the cache as it is.
 
-        Once both keys and values are assigned (kvpress prunes so), they replace all tokens: sinks, blocks and residual
-        are made of them as of a prompt, with the channel scales there are; positions are the caller's. Blocks of 128
-        rows that are as they were read, and where they were, keep their codes: `keys[:, :, :n]` is a `crop`. Other rows
-        from packed blocks are quantized twice: shuffled, at 4 bits, the error of keys grew from 5.5% to 8.4% and that
-        of values from 9.0% to 9.5%. Forward hooks of a module with "turboquant" attention read a first prompt as it
-        came.
+        Assigning both keys and values replaces all tokens (kvpress prunes in this way). Sinks, blocks and residual are
+        filled as from a prompt, with the present channel scales; positions are the caller's. Blocks of 128 rows keep
+        their codes if their content and place are unchanged: `keys[:, :, :n]` is a `crop`. Other rows from packed
+        blocks are quantized twice. For shuffled rows at 4 bits the error of keys grew from 5.5% to 8.4%, and the error
+        of values from 9.0% to 9.5%. Forward hooks of a module with "turboquant" attention read the exact first prompt.
 
         Raises:
-            ValueError: What is assigned does not fit. The layer is unchanged then.
+            ValueError: An assigned tensor does not fit. The layer is unchanged then.
         """
         return self._read("keys")
 
@@ -124,12 +130,12 @@ class TurboQuantLayer(FullAttentionLayer):
             return self._assigned[name]
         if self.store is None:
             return None
-        states = self._held()[name == "values"]
+        states = self._copies()[name == "values"]
         return states if torch.compiler.is_compiling() else copy_of(self, name, states)
 
     @outside_inference_mode
-    def _held(self) -> KeyValue:
-        """Copies of all keys and values held, those of a first prompt as it came while its hooks run."""
+    def _copies(self) -> KeyValue:
+        """Copies of all keys and values; exact ones of a first prompt while hooks of attention run."""
         assert self.store is not None
         if self.prompt is not None:
             keys, values = (x[:, :, : int(self.get_seq_length())].clone() for x in self.prompt)
@@ -141,16 +147,16 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def write(self, name: str, states: torch.Tensor) -> None:
         self._edits[name] += 1
-        held = dict(zip(("keys", "values"), self._held(), strict=True)) | (self._assigned or {}) | {name: states}
+        both = dict(zip(("keys", "values"), self._copies(), strict=True)) | (self._assigned or {}) | {name: states}
         self._assigned = None
         assert self.store is not None
-        self.store.assign(**held)
+        self.store.assign(**both)
         if self.prompt is not None:
-            self.prompt = held["keys"], held["values"]
+            self.prompt = both["keys"], both["values"]
 
     def _assign(self, name: str, value: torch.Tensor | None) -> None:
-        """Hold keys and values that were assigned, once both were."""
-        if value is None and vars(self).get("store") is None:  # as the base class begins
+        """Replace all tokens once both keys and values were assigned."""
+        if value is None and vars(self).get("store") is None:  # from the base class's `__init__`
             return
         if self.store is None or not isinstance(value, torch.Tensor):
             came = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -168,18 +174,18 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store.assign(**assigned)
 
     def _assign_half(self, assigned: dict[str, torch.Tensor]) -> None:
-        """Hold assigned keys, or values, beside those of the same tokens that are held."""
+        """Replace keys alone, or values alone, if they are of the same number of tokens."""
         self._assigned = None
         (name, states), other = *assigned.items(), "keys" if "values" in assigned else "values"
         if states.shape[2:3] != (int(self.get_seq_length()),):
             raise ValueError(
-                f"`{name}` of a compressed layer were assigned, and `{other}` were not: it holds the tokens that it "
-                f"held. Assign both, also `{other}` that stay (`layer.{other} = layer.{other}`)."
+                f"`{name}` of a compressed layer were assigned, and `{other}` were not: its tokens are unchanged. "
+                f"Assign both, also unchanged `{other}` (`layer.{other} = layer.{other}`)."
             )
         self.write(name, states)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, prompt: bool = False) -> None:
-        """Make the store for states like these, `[B, Hkv, S, D]` (S may be 0), or for this `prompt`."""
+        """Make a store for states like these, `[B, Hkv, S, D]` (S may be 0). `prompt`: whether they come next."""
         store: LayerStore
         if self.max_cache_len is None:
             store = GrowingStore.allocate(self.config, key_states, value_states, prompt=prompt)
@@ -189,7 +195,7 @@ class TurboQuantLayer(FullAttentionLayer):
             store.set_scales(self.channel_scales)
         self.store = store
         model_config = None if self._model_config is None else self._model_config()
-        # A config would look it up in Python.
+        # A config's own attribute lookup is slow Python.
         model_type = None if model_config is None else object.__getattribute__(model_config, "model_type")
         advice.warn_about_states(key_states, store.layout, model_type)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -199,7 +205,7 @@ class TurboQuantLayer(FullAttentionLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return what attention should be given.
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return keys and values for attention.
 
         Raises:
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
@@ -214,7 +220,7 @@ class TurboQuantLayer(FullAttentionLayer):
         else:
             view = self.store.append(key_states, value_states, defer=self.needs_queries)
         if view.counts is None:
-            return self._first_states(view, self._shown((key_states, value_states)))
+            return self._first_states(view, self._with_empty_rows((key_states, value_states)))
         if torch.compiler.is_compiling():
             return self._compiled_states(view)
         handle = Handle(self, view)
@@ -223,12 +229,12 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.reads_packed:
             return handle.lazy((self._nan, self._nan))
         if key_states.shape[2] == 1 and self._nan.is_cuda:
-            advice.of_dequantized_steps(view.tensors.layout, self._may_read_packed())
+            advice.warn_about_dequantized_steps(view.tensors.layout, self._may_read_packed())
         return handle.attached(handle.dense())
 
     def _lost(self, view: View, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What a later call would have gradients for and does not: its `states` that the store has copied, and a
-        stand-in for those of earlier calls. A long call reads its own states, with their gradients."""
+        """Tensors without their gradients in a later call: its `states`, which the store has copied, and one tensor
+        that represents the states of earlier calls. A long call reads its own states, with their gradients."""
         sources = tuple(part for part in states if part.requires_grad)
         earlier, self._had_gradients = self._had_gradients, self._had_gradients or bool(sources)
         if earlier:
@@ -236,8 +242,8 @@ class TurboQuantLayer(FullAttentionLayer):
         return sources if view.new is None else ()
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> View:
-        """Make a store and append the first tokens; no store if that fails."""
-        several = keys.shape[2:3] > (1,)  # of a shape that is still to be checked
+        """Make a store and append the first tokens. If that fails, the layer has no store."""
+        several = keys.shape[2:3] > (1,)  # a slice: the number of dimensions is not checked yet
         self.lazy_initialization(keys, values, prompt=several)
         assert self.store is not None
         try:
@@ -248,58 +254,58 @@ class TurboQuantLayer(FullAttentionLayer):
             raise
 
     def _first_states(self, view: View, states: KeyValue) -> KeyValue:
-        """What a first call returns: its own states."""
+        """States that a first call returns: its own, exact."""
         keys, values = states
         handle = Handle(self, view, states)
         self._had_gradients = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
-        # Aliases: a handle on the very tensors that it holds would keep itself alive.
+        # Aliases, because the handle refers to `keys` and `values`: a handle on these tensors would be a cycle.
         if self._may_read_packed():
             return handle.lazy(states)
         return handle.attached((keys.view_as(keys), values.view_as(values)))
 
     def _compiled_states(self, view: View) -> KeyValue:
-        """What a step within a graph returns."""
+        """States that a compiled step returns."""
         if self.reads_packed and self.is_untouched:
             return placeholders(Handle(self, view), self._nan)
         return self.dense(view)
 
     def _may_read_packed(self) -> bool:
-        """Whether the model's config names "turboquant", or nothing is known of it."""
+        """Whether the model's config names "turboquant" or no attention function, or is unknown."""
         if self._model_config is None:
             return True
         return attention_implementation(self._model_config()) in ("turboquant", None)
 
     @property
     def reads_packed(self) -> bool:
-        """Whether the attention function reads the packed store at the next step: a model that uses it now has
-        resolved a handle of this layer."""
+        """Whether attention reads the packed store in the next step: the model's attention function is "turboquant",
+        and has resolved a handle of this layer."""
         reader = None if self.reader is None else self.reader()
         return reader is not None and attention_implementation(reader) == "turboquant"
 
     def shown_length(self, view: View) -> int:
-        """Tokens that states for `view` must have."""
-        return max(view.length, self.get_max_length()) if self.shows_room else view.length
+        """Number of rows that states for `view` must have, empty rows counted."""
+        return max(view.length, self.get_max_length()) if self.returns_empty_rows else view.length
 
     def dense(self, view: View) -> KeyValue:
-        """The states `view` stands for, dequantized."""
-        return self._shown(graph_ops.dense(view))
+        """Dequantize the states of `view`."""
+        return self._with_empty_rows(graph_ops.dense(view))
 
-    def _shown(self, states: KeyValue) -> KeyValue:
-        """`states`, with zeros for empty room if that is shown."""
+    def _with_empty_rows(self, states: KeyValue) -> KeyValue:
+        """Pad `states` with zeros to `max_cache_len` rows, if this layer returns empty rows."""
         room = self.get_max_length() - states[0].shape[2]
-        if not self.shows_room or room <= 0:
+        if not self.returns_empty_rows or room <= 0:
             return states
         keys, values = (torch.nn.functional.pad(x, (0, 0, 0, room)) for x in states)
         return keys, values
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
-        """Every tensor of the layer, by the kind `memory_footprint` reports; `{}` before the first update."""
+        """All tensors of the layer, by their kind in `memory_footprint`; `{}` before the first update."""
         if self.store is None:
             return {}
         return self.store.by_kind()
 
     def bytes_in_16_bits(self, tokens: int | None = None) -> int:
-        """Bytes of `tokens` tokens with 16-bit keys and values, by default of all that are cached."""
+        """Bytes of `tokens` tokens with 16-bit keys and values; by default of all cached tokens."""
         if self.store is None:
             return 0
         tokens = int(self.store.length) if tokens is None else tokens
@@ -308,7 +314,7 @@ class TurboQuantLayer(FullAttentionLayer):
     state_fields: ClassVar[dict[str, type]] = {"counts": list, "scales_are_fixed": bool}
 
     def state(self) -> State:
-        """See `tq_hf.layers.base`: what is used of the store, residual rows in the order of the tokens."""
+        """Used part of the store, with residual rows in the order of tokens; see `tq_hf.layers.base`."""
         assert self.store is not None
         counts, tensors = self.store.export()
         return {"counts": list(counts), "scales_are_fixed": self.store.scales_are_fixed}, tensors
@@ -318,7 +324,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if len(numbers) != len(Counts._fields) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError(f"holds {str(numbers)[:64]}, not {', '.join(Counts._fields)}: damaged.")
         if description["scales_are_fixed"] and not config.balance:
-            raise ValueError("has channel scales that are handed on, and is not balanced: damaged.")
+            raise ValueError("has fixed channel scales, and is not balanced: damaged.")
         counts, layout = Counts(*numbers), config.layout(keys.shape[-1], values.shape[-1])
         packed = counts.blocks + counts.pending
         if (
@@ -341,25 +347,25 @@ class TurboQuantLayer(FullAttentionLayer):
             if not bool(((tensors[name] >= SMALLEST_SCALE) & (tensors[name] <= LARGEST_SCALE)).all()):
                 raise ValueError(f"has `{name}` that are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: damaged.")
         if description["scales_are_fixed"]:
-            # The same for every sequence; the next prompt may have more.
+            # One row serves: fixed scales are the same for every sequence, and the next batch may be larger.
             self.channel_scales = ChannelScales(*(tensors[name][:1] for name in CHANNEL_SCALES))
         self.lazy_initialization(*probe.states)
         assert self.store is not None
         self.store.restore(Counts(*description["counts"]), tensors)
-        # Else the next step would dequantize everything to find out.
+        # Without them the first step would dequantize the whole cache.
         self.reader, self.is_untouched = probe.layer.reader, probe.layer.is_untouched
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
-        """Tokens held; of a preallocated cache a tensor on its device, as for transformers' static layers."""
+        """Number of tokens; for a preallocated cache a tensor on its device, as in transformers' static layers."""
         return 0 if self.store is None else self.store.length
 
     def get_max_length(self) -> int:
-        """`max_cache_len`, or -1 for none."""
+        """`max_cache_len`, or -1 without a limit."""
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
-        """Sequences held, or -1 before the first update."""
+        """Number of sequences, or -1 before the first update."""
         return -1 if self.store is None else self.store.tensors.batch_size
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -379,8 +385,8 @@ class TurboQuantLayer(FullAttentionLayer):
         self.store.num_held = length
 
     def reset(self) -> None:
-        """Forget everything. Memory is released and the next update may have any batch size; a preallocated cache keeps
-        its memory and batch size instead, so that compiled graphs stay valid."""
+        """Remove all tokens. A growing cache frees its memory, and the next update may have any batch size. A
+        preallocated cache keeps its memory and batch size, so that compiled graphs stay valid."""
         if self.store is not None:
             self.store = self.store.reset()
         self.is_initialized = self.store is not None
@@ -390,10 +396,10 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.store is not None:
-            self.store = self.store.map(function)  # another one, so copies of its states are of the past
+            self.store = self.store.map(function)  # a new store, so older copies refuse writes
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take sequence `beam_idx[i]` to place i: in place, unless that makes more or fewer."""
+        """Move sequence `beam_idx[i]` to index i: in place, unless the number of sequences changes."""
         if self.batch_size != beam_idx.shape[0]:
             self.batch_select_indices(beam_idx)
         elif self.store is not None:
@@ -401,7 +407,7 @@ class TurboQuantLayer(FullAttentionLayer):
             self.store.reorder(beam_idx)
 
     def offload(self) -> None:
-        """Move the store to the CPU, unless a prompt is deferred until its queries are seen."""
+        """Move the store to the CPU, unless the encoding of a prompt is deferred."""
         if self.store is not None and self.store.is_deferred:
             return
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))

@@ -1,10 +1,10 @@
-"""The keys and values that a compressed layer answers with: copies that hand what is written into them to the layer.
+"""Writable copies of the keys and values of a compressed layer.
 
-A layer that is not compressed answers with the tensors that it holds, and code that edits or steers a cache writes
-into them (`layer.values[:, :, -1] += v`). Compressed blocks have no rows to write to, so an operation that changes a
-copy, or a view of one, is followed by an assignment of the whole copy, which encodes the blocks that changed.
+`layer.keys` of a layer that is not compressed is the cache itself, and code that edits or steers a cache writes into it
+(`layer.values[:, :, -1] += v`). Compressed blocks have no rows to write to. So `layer.keys` is a copy, and an operation
+that changes the copy or a view of the copy also assigns the copy to the layer, which encodes the changed blocks.
 
-Writes by what torch does not show are lost: NumPy, kernels on an address, compiled functions.
+Writes that torch does not show are lost: by NumPy, by kernels on an address, and in compiled functions.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from ..compat import as_plain_tensors, changes_of, storage_id
 
 
 class Editable(Protocol):
-    """What a copy asks of its layer; see `TurboQuantLayer`."""
+    """The methods of a layer that a copy calls; see `TurboQuantLayer`."""
 
     def stamp(self, name: str) -> Any:
-        """Equal to an earlier one as long as the layer holds the keys (or values, by `name`) that it held."""
+        """Version of the keys or values (by `name`). Two versions are equal if the states did not change between."""
 
     def write(self, name: str, states: torch.Tensor) -> None:
-        """Hold these keys (or values), and the values (or keys) that are held."""
+        """Replace the keys or values (by `name`) by `states`, and keep the others."""
 
 
 class _Source:
-    """Where a copy and its views come from."""
+    """Origin of a copy and its views: the layer, and its version at the time of the copy."""
 
     def __init__(self, layer: Editable, name: str, states: torch.Tensor) -> None:
         self.layer, self.name, self.states = weakref.ref(layer), name, states
         self.stamp = layer.stamp(name)
 
     def write(self) -> None:
-        """Hand the copy to its layer.
+        """Assign the copy to its layer.
 
         Raises:
-            ValueError: The layer has changed since the copy was made. It stays as it is.
+            ValueError: The layer has changed since the copy was made. The layer is unchanged then.
         """
         layer = self.layer()
         if layer is None:
@@ -46,15 +46,15 @@ class _Source:
         if layer.stamp(self.name) != self.stamp:
             raise ValueError(
                 f"`{self.name}` of a compressed layer were written to in place, in a copy made before the layer "
-                f"changed: it keeps what it holds. Read `layer.{self.name}` again and write to that, or assign "
-                "`layer.keys` and `layer.values`; `clone()` makes a tensor of your own."
+                f"changed: the layer is unchanged. Read `layer.{self.name}` again and write to the new copy, or assign "
+                "`layer.keys` and `layer.values`. Call `clone()` first to write to a tensor outside of the cache."
             )
         layer.write(self.name, self.states)
         self.stamp = layer.stamp(self.name)
 
 
 class Copy(torch.Tensor):
-    """A copy, or a view of one."""
+    """A copy of keys or values, or a view of a copy."""
 
     _plain: torch.Tensor
     _source: _Source
@@ -77,12 +77,12 @@ class Copy(torch.Tensor):
 
 
 def copy_of(layer: Editable, name: str, states: torch.Tensor) -> torch.Tensor:
-    """`states`, which the layer does not hold, as a copy of its keys or values, by `name`."""
+    """Make `states`, new tensors, a writable copy of the layer's keys or values (by `name`)."""
     return _copy(states, _Source(layer, name, states))
 
 
 def plain(value: Any) -> Any:
-    """The tensor beneath a copy, which knows no layer; anything else as it is."""
+    """The plain tensor of a copy, without its layer; every other value unchanged."""
     return value._plain if isinstance(value, Copy) else value
 
 
@@ -93,7 +93,7 @@ def _copy(states: torch.Tensor, source: _Source) -> Copy:
 
 
 def _plain(value: Any, found: list[Copy]) -> Any:
-    """`value`, an argument of an operation, with plain tensors in place of copies, which are added to `found`."""
+    """Replace copies by plain tensors in an argument of an operation, and append the copies to `found`."""
     if isinstance(value, Copy):
         found.append(value)
         return value._plain
@@ -105,7 +105,7 @@ def _plain(value: Any, found: list[Copy]) -> Any:
 
 
 def _views(result: Any, copies: list[Copy]) -> Any:
-    """The result of an operation, with views of copies as such."""
+    """Make views of copies in the result of an operation copies, too."""
     if type(result) in (tuple, list):
         return type(result)(_views(item, copies) for item in result)
     if type(result) is torch.Tensor:

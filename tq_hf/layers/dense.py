@@ -1,7 +1,7 @@
-"""Layers that are not compressed, beside compressed ones: full attention and sliding windows, growing or preallocated.
+"""Layers that are not compressed: full attention and sliding windows, growing or preallocated.
 
-Each is transformers' own layer, with what compressed layers beside it ask for. A file holds the rows of the newest
-tokens in their order, the same of a layer that grows and of one that is preallocated.
+Each extends transformers' own layer, to work beside compressed layers. A file has the rows of the newest tokens in
+their order; growing and preallocated layers write the same rows.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ class _FullState:
 
 
 class GrowingLayer(_FullState, DynamicLayer):
-    """A full-attention layer that grows."""
+    """A growing full-attention layer."""
 
 
-def with_room(states: KeyValue, tokens: int) -> KeyValue:
-    """Keys and values after whose first `tokens` rows there is empty room; attention "turboquant" asks how many."""
+def with_num_held(states: KeyValue, tokens: int) -> KeyValue:
+    """Mark keys and values with their number of tokens, for attention "turboquant"; rows after these are empty."""
     states[0].num_held = tokens  # type: ignore[attr-defined]
     return states
 
 
 def check_rows(layer: Any) -> None:
-    """Raise a `ValueError` if a preallocated layer was assigned keys of other rows (kvpress prunes so)."""
+    """Raise a `ValueError` if keys with another number of rows were assigned to a preallocated layer (kvpress)."""
     if layer.is_initialized and (rows := layer.keys.shape[2]) != layer.max_cache_len:
         raise ValueError(
             f"A preallocated {'sliding-window' if layer.is_sliding else 'full-attention'} layer that is not compressed "
-            f"has room for {layer.max_cache_len} tokens, and was assigned keys of {rows}. Prune a cache that was made "
-            "without `max_cache_len`, or compressed layers only."
+            f"has room for {layer.max_cache_len} tokens, and was assigned keys of {rows}. Prune only compressed "
+            "layers, or a cache without `max_cache_len`."
         )
 
 
 class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
-    """A preallocated full-attention layer, which agrees with a `TurboQuantLayer` on what a call of several tokens sees.
+    """A preallocated full-attention layer that returns as many rows as a `TurboQuantLayer`.
 
-    `StaticLayer` shows all there is room for at every call. Beside a compressed layer it must show what that shows (see
-    `FullAttentionLayer`): the tokens held, and all there is room for only to a single token.
+    `StaticLayer` returns `max_cache_len` rows in every call. Compressed layers do so for a single token only, and
+    otherwise return no empty rows; layers that share a mask must agree (see `FullAttentionLayer`).
     """
 
     @outside_inference_mode
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len)
         self.num_tokens: int | None = None
-        """Tokens held, if the host knows: it counts in eager calls, and a compiled one forgets."""
+        """Number of tokens, counted in eager calls; `None` after a compiled step, which the host cannot count."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -77,12 +77,12 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that are held, or if S is 1 all
-        there is room for (always, if that is shown).
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return the rows of all tokens. For S = 1, and
+        with `returns_empty_rows`, return all `max_cache_len` rows.
 
         Raises:
             ValueError: The tokens exceed `max_cache_len`. The layer is unchanged then. (In a compiled step torch's own
-                check of the index fails.)
+                index check fails.)
         """
         tokens = key_states.shape[-2]
         if tokens == 1 and torch.compiler.is_compiling():
@@ -93,13 +93,12 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         check_room(tokens, past, self.max_cache_len)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.num_tokens = past + tokens
-        if tokens == 1 or self.shows_room:
-            return with_room((keys, values), past + tokens)
+        if tokens == 1 or self.returns_empty_rows:
+            return with_num_held((keys, values), past + tokens)
         return keys[:, :, : past + tokens], values[:, :, : past + tokens]
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
-        """Tokens held, `[]` int64 on the device; 0 before the first update, and of a model on the meta device a
-        number."""
+        """Number of tokens, `[]` int64 on the device; an `int` before the first update and on the meta device."""
         length = super().get_seq_length()
         return int(length) if self.is_initialized and self.device.type == "meta" else length
 
@@ -118,19 +117,19 @@ class PreallocatedLayer(_FullState, FullAttentionLayer, StaticLayer):
         self.num_tokens = length
 
     def reset(self) -> None:
-        """Hold nothing; the tensors stay where they are."""
+        """Remove all tokens. The tensors keep their addresses, for captured graphs."""
         super().reset()
         self.num_tokens = None
 
 
 class _WindowState:
-    """The state of a sliding window: the rows that the next token's query sees, and more while the past is recorded."""
+    """The state of a sliding window: the rows that the next query attends to, and all recorded rows."""
 
     state_fields: ClassVar[dict[str, type]] = {"rows": int, "record_past": bool}
 
     @classmethod
     def like(cls, layer: Any) -> Any:
-        """An empty layer in place of `layer`, transformers' own, whatever that was made with."""
+        """Make an empty layer with all attributes of `layer`, which is transformers' own."""
         empty = cls.__new__(cls)
         vars(empty).update(vars(layer))
         return empty
@@ -141,7 +140,7 @@ class _WindowState:
 
     def check_state(self: Any, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         tokens, rows, window = probe.tokens, description["rows"], self.get_max_length()
-        # Of a full window the first row is not read by the next token's query, and may be missing.
+        # The next query does not attend to the first row of a full window, so this row may be missing.
         most = tokens if description["record_past"] else min(tokens, window)
         if not min(tokens, max(window - 1, 1)) <= rows <= most:
             raise ValueError(f"has {rows} rows of a window of {window} after {tokens} tokens: damaged.")
@@ -149,19 +148,19 @@ class _WindowState:
 
 
 class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
-    """A sliding window that grows, and keeps no more than its window of a prompt.
+    """A growing sliding window that keeps only the window of a prompt.
 
-    `DynamicSlidingWindowLayer` keeps a view of the window, and with it the memory of all keys and values of the call,
-    until the next call: at long contexts more than all full-attention layers together. Here the window is copied, and
-    the rest is freed once attention has read it.
+    `DynamicSlidingWindowLayer` keeps a view of the window until the next call, and with the view the memory of all keys
+    and values of the call. At long contexts these take more memory than all full-attention layers together. This layer
+    copies the window, and the rest is freed once attention has read it.
     """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that their queries may see."""
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need."""
         states = super().update(key_states, value_states, *args, **kwargs)
-        # After a single token no more than one row lies outside of the window; a rollback needs all there is.
+        # After a single token at most one row is outside the window. A rollback needs all recorded rows.
         if key_states.shape[-2] > 1 and states[0].shape[-2] >= self.sliding_window and not self.record_past:
             assert self.keys is not None and self.values is not None
             self.keys = self.keys.clone(memory_format=torch.contiguous_format)
@@ -182,39 +181,39 @@ class SlidingLayer(_WindowState, DynamicSlidingWindowLayer):
 
 
 class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLayer):
-    """A preallocated sliding window, which can be cropped, selected and repeated as one that grows.
+    """A preallocated sliding window that supports crop, select and repeat like a growing one.
 
-    One token is appended by counts on the device, so that a captured step serves a window that fills and one that
-    slides. (The stock layer asks the host which it is.)
+    A single token is appended by a count on the device. One captured step therefore serves a filling and a sliding
+    window. (transformers' layer decides between the two on the host.)
 
-    One token can be taken back after any: of a full window the first is not read by the step that comes next. More only
-    before the window has begun to slide, because what comes back into it is gone. As in the growing layer
-    `activate_past_recording` (which assisted decoding calls) keeps what slides out from one `crop` to the next.
+    `crop` can always remove one token: the next step does not read the first row of a full window. More tokens can be
+    removed only before the window slides, because older rows are overwritten. As in the growing layer,
+    `activate_past_recording` (called by assisted decoding) keeps the rows that leave the window until the next `crop`.
     """
 
     is_croppable = True
 
     record_past = False
     _recorded: KeyValue | None = None
-    """Keys and values from the first token of the window at the last `crop` on, while they are recorded."""
-    _first_gone_at: int | None = None
-    """Number of tokens at which the first row of the full window may not be the token that belongs there."""
+    """Recorded keys and values: all tokens since the first one in the window at the last `crop`."""
+    _first_missing_at: int | None = None
+    """Number of tokens at which the first row of the full window may be missing."""
 
     @outside_inference_mode
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room for keys `[B, Hkv, *, Dk]` and values `[B, Hkv, *, Dv]` like these."""
-        self.cumulative_length = self.cumulative_length.clone()  # which may have been made in inference mode
+        self.cumulative_length = self.cumulative_length.clone()  # an inference tensor cannot be changed in place later
         super().lazy_initialization(key_states, value_states)
 
     def activate_past_recording(self) -> None:
-        """Keep what slides out of the window until the next `crop`."""
+        """Keep rows that leave the window until the next `crop`."""
         self.record_past = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all that their queries may see, and
-        empty room."""
+        """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return all rows that their queries need,
+        and empty rows."""
         check_rows(self)
         if self.record_past:
             states = (key_states, value_states)
@@ -225,10 +224,10 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
             return self._append_row(key_states, value_states)
         states = super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length.fill_(min(self.cumulative_length_int, self.max_cache_len))
-        return with_room(states, self.cumulative_length_int) if states[0] is self.keys else states
+        return with_num_held(states, self.cumulative_length_int) if states[0] is self.keys else states
 
     def _append_row(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValue:
-        """Write one token a sequence after those held; if there is no room, the oldest leaves."""
+        """Append one token a sequence; in a full window it replaces the oldest token."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -241,30 +240,30 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         self.cumulative_length_int += 1
         if torch.compiler.is_compiling():
             return self.keys, self.values
-        return with_room((self.keys, self.values), min(self.cumulative_length_int, self.max_cache_len))
+        return with_num_held((self.keys, self.values), min(self.cumulative_length_int, self.max_cache_len))
 
     def count_replayed(self, length: int) -> None:
         self.cumulative_length_int = length
 
     @outside_inference_mode
     def resume(self, length: int) -> None:
-        """Go on after `length` tokens that the tensors hold. Of a full window the first may be missing."""
-        self.cumulative_length_int = self._first_gone_at = length
+        """Set the number of tokens to `length`. The first row of a full window may be missing."""
+        self.cumulative_length_int = self._first_missing_at = length
         self.cumulative_length.fill_(min(length, self.max_cache_len))
 
     def _past(self) -> KeyValue | None:
-        """The newest tokens in their order: those recorded, or views of the rows of the window that are right."""
+        """The newest tokens in their order: recorded ones, or views of the valid rows of the window."""
         if self._recorded is not None or not self.is_initialized:
             return self._recorded
         assert self.keys is not None and self.values is not None
         length, most = self.cumulative_length_int, self.max_cache_len
-        rows = slice(1 if length >= most and length == self._first_gone_at else 0, min(length, most))
+        rows = slice(1 if length >= most and length == self._first_missing_at else 0, min(length, most))
         return self.keys[:, :, rows], self.values[:, :, rows]
 
     def _rows_to_save(self) -> KeyValue:
         past = self._past()
         assert past is not None
-        # Once a window has slid its first row is not read, and a window that grows does not have it.
+        # The first row of a window that has slid is not read, and a growing window does not have it.
         slid = self._recorded is None and self.cumulative_length_int > self.max_cache_len
         first = past[0].shape[2] - max(self.max_cache_len - 1, 1) if slid else 0
         return past[0][:, :, first:], past[1][:, :, first:]
@@ -274,12 +273,12 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         missing = max(0, min(probe.tokens, self.max_cache_len) - keys.shape[2])
         self.update(*(torch.nn.functional.pad(part, (0, 0, missing, 0)) for part in (keys, values)))
         self.resume(probe.tokens)
-        self._first_gone_at = probe.tokens if missing else None
+        self._first_missing_at = probe.tokens if missing else None
         self.record_past = description["record_past"]
         self._recorded = (keys, values) if self.record_past else None
 
     def gone_after_crop(self, tokens: int) -> int:
-        """Tokens that would come back into the window if the last `tokens` were removed, and are gone."""
+        """Number of overwritten tokens that the window would need again after a crop of the last `tokens`."""
         past, most = self._past(), self.max_cache_len
         length = max(0, self.cumulative_length_int - tokens)
         left = (0 if past is None else past[0].shape[2]) - (self.cumulative_length_int - length)
@@ -287,10 +286,10 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
 
     @outside_inference_mode
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, and let go of what was recorded and is not in the window.
+        """Remove the last `-tokens_to_remove` tokens, and recorded tokens outside the window.
 
         Raises:
-            ValueError: `tokens_to_remove` is positive, or tokens that would come back into the window are gone.
+            ValueError: `tokens_to_remove` is positive, or the window would need tokens that were overwritten.
         """
         tokens_to_remove = check_crop(tokens_to_remove)
         past = self._past()
@@ -298,9 +297,9 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
             return
         if gone := self.gone_after_crop(-tokens_to_remove):
             raise ValueError(
-                f"`crop` would take {-tokens_to_remove} tokens off a sliding window of {self.max_cache_len}, but the "
-                f"{gone} before it are gone. Call `activate_past_recording()` on the cache before the tokens that may "
-                "have to be removed."
+                f"`crop` cannot remove {-tokens_to_remove} tokens from a sliding window of {self.max_cache_len}: it "
+                f"would need {gone} older tokens, which were not kept. Call `activate_past_recording()` on the cache "
+                "before tokens that may be removed."
             )
         assert self.keys is not None and self.values is not None
         length = max(0, self.cumulative_length_int + tokens_to_remove)
@@ -314,9 +313,9 @@ class PreallocatedSlidingLayer(_WindowState, BatchedLayer, StaticSlidingWindowLa
         self.resume(length)
 
     def reset(self) -> None:
-        """Hold nothing; the tensors stay where they are."""
+        """Remove all tokens. The tensors keep their addresses, for captured graphs."""
         super().reset()
-        self._recorded = self._first_gone_at = None
+        self._recorded = self._first_missing_at = None
 
     @outside_inference_mode
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

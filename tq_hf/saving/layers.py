@@ -112,8 +112,8 @@ class Loader:
                 call.replay(other, BATCH[1], TOKENS[1])
             if shapes(probe).keys() != shapes(other).keys():
                 raise ValueError(
-                    f"Layer {index} is a {type(layer).__name__} of transformers, which the model fills in a way that "
-                    "is not known here, so the file cannot be checked. Run the prompt again."
+                    f"Layer {index} is a {type(layer).__name__} of transformers, which the model fills in an "
+                    "unknown way, so the file cannot be checked. Run the prompt again."
                 )
             sizes = {BATCH: batch, TOKENS: tokens}
             if room is not None:

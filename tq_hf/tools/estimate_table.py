@@ -96,8 +96,8 @@ def _remarks(report: Report, shrinks: bool) -> list[str]:
     estimator, remarks = report.estimator, []
     if shrinks:
         remarks.append(
-            "Sliding-window layers of a DynamicCache hold the whole prompt until the first new token, and only their "
-            "window after it. The context and batch that fit are those after the prefill."
+            "The sliding-window layers of a DynamicCache hold the whole prompt until the first new token, and only "
+            "their window after it. The context and batch that fit are those after the prefill."
         )
     if report.free is not None and report.memory is not None:
         weights = f"{estimator.weight_bytes / 2**30:,.1f} GiB of weights"

@@ -116,7 +116,7 @@ def families() -> str:
     counts = Counter(Finding("", "", "", each).verdict for each in outcomes)
     wrong = "".join(f" {counts[kind]} {what}." for kind, what in WRONG.items() if counts[kind])
     return (
-        f"Of [{counts.total()} model types](examples/results/families.md) that a tiny model can test, "
+        f"[{counts.total()} model types](examples/results/families.md) were tried as tiny models: "
         f"{counts['right']} are right in every mode, {counts['alike']} in all but preallocated caches, where "
         f"transformers' own fail too, {counts['refused']} are refused in a sentence, and {counts['not loaded']} load "
         f"with their default attention only.{wrong}\n"
