@@ -172,7 +172,7 @@ def buffered() -> Launch:
 def append_on_device() -> Launch:
     store = PreallocatedStore.allocate(CONFIG, *states(0, tokens=1), 300)
     view = store.append(*states(1, tokens=1))
-    return lambda: store.dense(view)
+    return lambda: graph_ops.dense(view)
 
 
 def attend_on_device() -> Launch:

@@ -91,7 +91,7 @@ def test_a_step_is_dense_without_a_read_of_the_host(config, room, before, monkey
 
     for name in ("tolist", "item", "__int__", "__bool__", "__index__", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, read)
-    dense = graph_ops.dense_tokens(view)
+    dense = graph_ops.dense(view)
     monkeypatch.undo()
     for states_, shown in zip(dense, expected, strict=True):
         assert states_.shape[2] == room
@@ -104,7 +104,7 @@ def test_states_of_a_long_history_that_was_cropped_do_not_come_back() -> None:
     pair = states(1, 2, HEADS, 600, DIM, value_dim=16)
     store.append(*rows(pair, 0, 599))
     store.crop(599 - 10)
-    keys, _ = graph_ops.dense_tokens(store.append(*rows(pair, 10, 11)))
+    keys, _ = graph_ops.dense(store.append(*rows(pair, 10, 11)))
     torch.testing.assert_close(keys[:, :, :4], pair[0][:, :, :4])
     torch.testing.assert_close(keys[:, :, 10:11], pair[0][:, :, 10:11])
     assert not keys[:, :, 11:].any()

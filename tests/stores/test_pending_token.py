@@ -84,14 +84,14 @@ def test_attention_appends_it_once_whoever_reads_the_view_again() -> None:
     first = attend(view)
     assert store.counts.length == 31
     assert torch.equal(attend(view), first)
-    keys, values = store.dense(view)
+    keys, values = graph_ops.dense(view)
     assert_same(rows((keys, values), 0, 31), concatenated(PAIR, states(1, tokens=1)))
     assert store.length == 31
 
 
 def test_dequantized_states_have_it() -> None:
     store = store_of(30)
-    assert_same(rows(store.dense(step(store)), 0, 31), concatenated(PAIR, states(1, tokens=1)))
+    assert_same(rows(graph_ops.dense(step(store)), 0, 31), concatenated(PAIR, states(1, tokens=1)))
     assert store.counts.length == 31
 
 

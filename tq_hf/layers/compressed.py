@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from ..compat import attention_implementation, cached_table, outside_inference_mode
 from ..config import TurboQuantConfig
 from ..ops import dispatch
+from ..stores import graph_ops
 from ..stores.base import LayerStore, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
@@ -287,8 +288,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def dense(self, view: View) -> KeyValue:
         """Dequantize the states of `view`."""
-        assert self.store is not None
-        return self._with_empty_rows(self.store.dense(view))
+        return self._with_empty_rows(graph_ops.dense(view))
 
     def _with_empty_rows(self, states: KeyValue) -> KeyValue:
         """Pad `states` with zeros to `max_cache_len` rows, if this layer returns empty rows."""

@@ -1,7 +1,5 @@
-"""The operations on packed blocks. This room alone chooses backends: other rooms ask this module.
-
-Sizes that batching reserves are those of the kernels over pages, under the names of `tq_hf.ops.triton.pages`.
-"""
+"""The operations on packed blocks. This room alone chooses backends: other rooms ask this module, which also has the
+names of `triton` and `backend` that they need."""
 
 from __future__ import annotations
 
@@ -19,20 +17,20 @@ from ..config import TurboQuantConfig
 from ..tensors.layer import Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.pages import LayerPages
 from . import reference
-from .backend import MAX_FLASH_DIM, say_torch_computes
-from .backend import check_choice as check_choice
+from .backend import MAX_FLASH_DIM, check_choice, say_torch_computes  # noqa: F401
 from .cpu import attention as cpu_attention
 from .triton import blocks as triton_blocks
 from .triton import pages as triton_pages
-from .triton.blocks import prepare as prepare
-from .triton.blocks import supports_mask as supports_mask
-from .triton.pages import SCRATCH as SCRATCH
-from .triton.pages import decode_scratch_bytes as decode_scratch_bytes
-from .triton.pages import prompt_buffer_bytes as prompt_buffer_bytes
-from .triton.pages import step_scratch_bytes as step_scratch_bytes
-from .triton.pages import supports_paged_decode as supports_paged_decode
-from .triton.pages import supports_paged_prompts as supports_paged_prompts
-from .triton.pages import widest_paged_head as widest_paged_head
+from .triton.blocks import prepare, supports_mask  # noqa: F401
+from .triton.pages import (  # noqa: F401
+    SCRATCH,
+    decode_scratch_bytes,
+    prompt_buffer_bytes,
+    step_scratch_bytes,
+    supports_paged_decode,
+    supports_paged_prompts,
+    widest_paged_head,
+)
 from .workspace import Scratch, Workspace, current_workspace
 
 
@@ -125,7 +123,7 @@ def _write_dense(view: View, keys: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def plain_kernels(states: torch.Tensor, layout: BlockLayout) -> bool:
-    """Whether kernels compute with such states and blocks, but are compiled without inline PTX."""
+    """Whether kernels compute with these states and blocks, compiled without inline PTX."""
     return triton_blocks.supports_blocks(states, layout) and not triton_blocks.supports_inline_ptx(states.device)
 
 

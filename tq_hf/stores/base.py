@@ -81,10 +81,6 @@ class LayerStore(ABC):
             own.copy_(scales)
         self.scales_are_fixed = True
 
-    def dense(self, view: View) -> KeyValue:
-        """The keys and values `[B, Hkv, view.length, D]` of a view that `append` returned, dequantized."""
-        return dispatch.dense(view)
-
     @abstractmethod
     def view(self) -> View:
         """All tokens held, as a query that adds none would read them. Changes nothing; good until the next change."""

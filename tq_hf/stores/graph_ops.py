@@ -1,7 +1,7 @@
 """A decode step of a preallocated store: functions, each also an operator opaque to `torch.compile`.
 
 `attend_token` appends the newest token and attends. Where attention reads states instead, `append_pending_token`
-appends it and `dense_tokens` dequantizes.
+appends it and `dense` dequantizes.
 
 Outside of compilation the functions are called as they are. A compiled graph holds the operators, which take tensors,
 numbers and the configuration as text, read lengths on the device (on a GPU) and write in place: a captured graph
@@ -150,16 +150,18 @@ def _dense_tokens_shape(
     return keys, values
 
 
-def dense_tokens(view: View) -> KeyValue:
-    """All tokens of the store densely, `[B, Hkv, view.length, D]`, zeros after the last. The newest is appended first.
+def dense(view: View) -> KeyValue:
+    """The keys and values `[B, Hkv, view.length, D]` of a view, dequantized.
 
-    Nothing is read on the host. The time follows `view.length`, the room, as for transformers' static cache."""
+    In a decode step of a preallocated store the newest token is appended first, zeros follow the last, and the host
+    reads nothing. The time follows the room, as for transformers' static cache."""
+    tensors, counts, length, *_ = view
+    if not isinstance(counts, DeviceCounts):
+        return dispatch.dense(view)
     append_pending_token(view)
-    assert isinstance(view.counts, DeviceCounts)
-    tensors, step_counts, length = view.tensors, view.counts.step_counts, view.length
     if torch.compiler.is_compiling():
-        return _dense_tokens(tensors.arguments(), step_counts, tensors.config_text, length)
-    return dispatch.dense_tokens(tensors, step_counts, length)
+        return _dense_tokens(tensors.arguments(), counts.step_counts, tensors.config_text, length)
+    return dispatch.dense_tokens(tensors, counts.step_counts, length)
 
 
 def _attend_with_biases(
@@ -167,7 +169,7 @@ def _attend_with_biases(
 ) -> torch.Tensor:
     """Attention with biases by head (T5, ALiBi, masks the model learnt), over dequantized states. States after the last
     token are empty room."""
-    keys, values = dense_tokens(view)
+    keys, values = dense(view)
     assert isinstance(view.counts, DeviceCounts)
     sinks, blocks, rows = view.counts.step_counts[:3, 0].unbind()
     is_token = torch.arange(view.length, device=query.device) < sinks + blocks * view.tensors.layout.tokens + rows

@@ -244,19 +244,14 @@ class GrowingStore(LayerStore):
         if rows > self.residual.capacity:
             self._replace_residual(self.residual.copied(residual_capacity(self.config, rows, self.max_cache_len)))
         self.residual.append(keys[:, :, to_sinks:], values[:, :, to_sinks:])
-        view = self._view(past) if past else View(self.tensors, None, keys.shape[2], 0, None, (keys, values))
+        view = self._view(past, None if past else (keys, values))
         if rows >= self._rows_of_due:
             self._encode_due()
         return view
 
     def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> View:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
-        past = self.length
-        length = past + keys.shape[2]
-        if past:
-            view = self._view(past)._replace(length=length, new=(keys, values))
-        else:
-            view = View(self.tensors, None, length, 0, None, (keys, values))
+        view = self._view(self.length, (keys, values))
         if defer and self.config.balance and not self.scales_are_fixed and not self.num_blocks:
             self._prompt = keys, values
         else:
@@ -351,9 +346,13 @@ class GrowingStore(LayerStore):
             self.num_blocks += self.num_pending
             self.num_pending = 0
 
-    def _view(self, past: int) -> View:
-        tensors, residual = self.tensors.with_sinks(self.num_sinks), self.residual
-        return View(tensors, self.counts, self.length, past, residual.pending)
+    def _view(self, past: int, new: KeyValue | None = None) -> View:
+        """What is held, and `new` states beside it; of a first call those alone."""
+        tokens = 0 if new is None else new[0].shape[2]
+        if past == 0 and new is not None:
+            return View(self.tensors, None, tokens, 0, None, new)
+        tensors = self.tensors.with_sinks(self.num_sinks)
+        return View(tensors, self.counts, self.length + tokens, past, self.residual.pending, new)
 
     def view(self) -> View:
         """The rows of pending blocks stay for a crop."""

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tq_kernels.types import KeyValue, PendingToken
+from tq_kernels.types import PendingToken
 
 from ..compat import mark_static_addresses, outside_inference_mode
 from ..config import TurboQuantConfig
@@ -196,10 +196,6 @@ class PreallocatedStore(LayerStore):
         if store.device_counts is not None:
             reference.write_counts(self.counts, store.counts)
         self.num_held = store.length
-
-    def dense(self, view: View) -> KeyValue:
-        """After one token, zeros follow the last."""
-        return graph_ops.dense_tokens(view) if isinstance(view.counts, DeviceCounts) else super().dense(view)
 
     def view(self) -> View:
         """Waits for the device."""

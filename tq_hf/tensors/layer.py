@@ -176,25 +176,16 @@ class View(NamedTuple):
     new: KeyValue | None = None
 
     @property
-    def host_counts(self) -> Counts:
-        """The counts of a view without counts on the device."""
-        assert not isinstance(self.counts, DeviceCounts)
-        return NOTHING if self.counts is None else self.counts
-
-    @property
     def num_blocks(self) -> int:
-        """Number of packed blocks read, the first ones."""
-        return self.host_counts.blocks
-
-    @property
-    def num_residual(self) -> int:
-        """Number of residual rows read, those that follow the blocks."""
-        return self.host_counts.residual
+        """Number of packed blocks read, the first ones. Counts are on the host."""
+        assert not isinstance(self.counts, DeviceCounts)
+        return 0 if self.counts is None else self.counts.blocks
 
     @property
     def residual(self) -> Residual:
-        """The dense rows after the blocks."""
-        _, blocks, rows, _ = self.host_counts
+        """The dense rows after the blocks. Counts are on the host."""
+        assert not isinstance(self.counts, DeviceCounts)
+        _, blocks, rows, _ = self.counts or NOTHING
         return Residual(self.tensors.ring, blocks * BLOCK_TOKENS, rows, self.pending)
 
     @property
@@ -209,7 +200,7 @@ class View(NamedTuple):
         after = num_sinks + self.num_blocks * BLOCK_TOKENS
         parts += [(after + skipped, part) for skipped, part in self.residual.parts()]
         if self.new is not None:
-            parts.append((after + self.num_residual, self.new))
+            parts.append((after + self.residual.count, self.new))
         return parts
 
 

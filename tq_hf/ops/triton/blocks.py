@@ -242,7 +242,7 @@ def attend_many(query: torch.Tensor, view: View, mask: torch.Tensor | None, opti
         view.num_blocks,
         view.tensors.sinks,
         view.residual.write_pending_token(),
-        view.num_residual,
+        view.residual.count,
         None if view.new is None else (_rows(view.new[0]), _rows(view.new[1])),
         rotations(view.tensors.config, layout, query.device, torch.float16),
         None if mask is None else mask.expand(query.shape[0], -1, -1, -1),
