@@ -120,7 +120,7 @@ def label_points(axes: Any, points: list[tuple[tuple[float, float], str, str]], 
         x, y = own = tuple(axes.transData.transform(place))
         extent = label.get_window_extent()
         width, height = extent.width, extent.height
-        found = []
+        found: list[tuple[int, int, tuple[float, float, float, float], tuple[float, float], int]] = []
         for gap, (right, up) in itertools.product(GAPS, AROUND):
             left, low = x + right * gap + (right - 1) / 2 * width, y + up * gap + (up - 1) / 2 * height
             box = (left, low, left + width, low + height)
