@@ -56,7 +56,7 @@ def test_logits_are_those_over_a_dynamic_cache(name, attention, limit, options, 
     if attention == "dense" and limit is None:
         assert torch.equal(actual, expected)
     assert relative_error(actual, expected) < 0.05
-    assert {layer.dtype for layer in cache.layers} == {torch.float32}
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.float32}
 
 
 @pytest.mark.cuda
