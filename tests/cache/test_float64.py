@@ -44,7 +44,7 @@ def test_logits_are_those_over_a_dynamic_cache(name, attention, limit):
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("preset", ["k8v4", "2bit_nc", "auto"])
+@pytest.mark.parametrize("preset", ["k8v4", "2bit_nc", "4bit_nc"])
 @pytest.mark.parametrize("limit", [None, 400])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_packed_tokens_are_read_as_dequantized_ones(name, limit, preset):

@@ -88,7 +88,7 @@ def test_hooks_of_an_offloaded_model_leave_states_to_the_model(name, tmp_path, m
     dispatch_model(offloaded, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
     assert offloaded.model.layers[1].self_attn.k_proj.weight.is_meta
     given, update = [], TurboQuantLayer.update
-    monkeypatch.setattr(TurboQuantLayer, "update", lambda *args: given.append(update(*args)) or given[-1])
+    monkeypatch.setattr(TurboQuantLayer, "update", lambda *args, **more: given.append(update(*args)) or given[-1])
     found = []
     for model, attention in ((plain, "sdpa"), (plain, "turboquant"), (offloaded, "turboquant")):
         model.set_attn_implementation(attention)

@@ -41,7 +41,7 @@ def test_layers_that_share_keys_read_the_packed_store(preallocated, monkeypatch)
     expected = logits(model, DynamicCache(config=model.config))
     model.set_attn_implementation("turboquant")
     given, update = [], TurboQuantLayer.update
-    monkeypatch.setattr(TurboQuantLayer, "update", lambda *args: given.append(update(*args)) or given[-1])
+    monkeypatch.setattr(TurboQuantLayer, "update", lambda *args, **more: given.append(update(*args)) or given[-1])
     cache = TurboQuantCache(model.config, residual_length=10**6, max_cache_len=preallocated)
     torch.testing.assert_close(logits(model, cache), expected, atol=1e-4, rtol=1e-4)
     assert not any(states._handle.touched for states in given[-1])

@@ -103,6 +103,10 @@ def test_processes_go_on_after_one_that_ends() -> None:
     assert sorted(published_runs.in_processes(eval, said[:1] * 5, 2)) == ["first"] * 5
 
 
-def test_a_line_says_what_could_not_run() -> None:
+def test_a_line_says_what_could_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("no such attention")
+
+    monkeypatch.setattr(published_runs, "run", fail)
     text, goes_on = published_runs.line("gptj", False, "eager")
     assert text.startswith("gptj: not run, ") and goes_on

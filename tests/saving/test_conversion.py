@@ -64,7 +64,7 @@ def test_room_can_be_changed_and_must_suffice(tmp_path):
     larger = TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=1000)
     assert larger.get_max_length() == 1000
     assert all(map(torch.equal, logits(model, larger, [1, 1]), logits(model, cache, [1, 1])))
-    with pytest.raises(ValueError, match="holds 300 tokens, and `max_cache_len` is 299. Give room"):
+    with pytest.raises(ValueError, match="holds 300 tokens, and `max_cache_len` is 299. Pass 300"):
         TurboQuantCache.load(tmp_path / "c.safetensors", model, max_cache_len=299)
     for wrong in ("many", 0, 1.5, True):
         with pytest.raises(ValueError, match="`max_cache_len` is .*a number of tokens"):

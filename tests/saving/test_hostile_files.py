@@ -218,7 +218,7 @@ HOSTILE = {
     ),
     "other shape": (
         lambda content: edited(content, lambda h: h[TENSOR]["shape"].reverse()),
-        r"would be torch.int32 \[2, 2, 1, ",
+        r"must be torch.int32 \[2, 2, 1, ",
     ),
     "wrong dtype": (lambda content: edited(content, lambda h: h[TENSOR].update(dtype="F32")), "torch.float32"),
     "unknown dtype": (lambda content: edited(content, lambda h: h[TENSOR].update(dtype="pickle")), "`pickle`"),
@@ -241,7 +241,10 @@ HOSTILE = {
         lambda content: edited(content, lambda h: h["__metadata__"].update(version="9" * 5000)),
         "not a number",
     ),
-    "other format": (lambda content: edited(content, lambda h: h["__metadata__"].update(format="pt")), "not one of a"),
+    "other format": (
+        lambda content: edited(content, lambda h: h["__metadata__"].update(format="pt")),
+        "but not of a cache",
+    ),
     "no metadata": (lambda content: edited(content, lambda h: h.pop("__metadata__")), "but not of a cache"),
     "huge sinks": (lambda content: forged(content, lambda s: s["config"].update(sink_tokens=10**15)), "impossible"),
     "huge room": (lambda content: forged(content, lambda s: s.update(max_cache_len=10**12)), "layers are not those"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 
 from tq_hf.tools.estimate import Estimator
 
@@ -39,7 +40,7 @@ def gpt_oss_20b() -> int:
 
 def deepseek_v3() -> int:
     """fp8: a byte for each weight of a linear layer and 4 for each block of 128 x 128; embedding, head, routers and
-    norms in bfloat16. (The routers' biases are buffers, 58 x 256 numbers.)"""
+    norms in bfloat16, from transformers 5.24 on routers in float32. (Their biases are buffers, 58 x 256 numbers.)"""
 
     def linear(inputs: int, outputs: int) -> int:
         return inputs * outputs + 4 * -(-inputs // 128) * -(-outputs // 128)
@@ -48,7 +49,8 @@ def deepseek_v3() -> int:
     attention += linear(512, 128 * 256) + linear(128 * 128, 7168)
     dense = 2 * linear(7168, 18432) + linear(18432, 7168)
     expert = 2 * linear(7168, 2048) + linear(2048, 7168)
-    routers = 58 * 2 * 256 * 7168
+    in_float32 = "gate.weight" in DeepseekV3PreTrainedModel._keep_in_fp32_modules_strict
+    routers = 58 * (4 if in_float32 else 2) * 256 * 7168
     norms = 2 * (61 * (2 * 7168 + 1536 + 512) + 7168)
     return 61 * attention + 3 * dense + 58 * 257 * expert + routers + norms + 2 * 2 * 129280 * 7168
 

@@ -51,7 +51,7 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
         *args, **kwargs: Arguments of transformers' class.
     """
 
-    def __init__(self, *args: Any, tp_size: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, tp_size: int = 1, **kwargs: Any) -> None:
         if KNOWS_TENSOR_PARALLELISM:
             kwargs["kv_tp_size"] = tp_size
         super().__init__(*args, **kwargs)
