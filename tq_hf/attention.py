@@ -155,7 +155,12 @@ def _bottom_right(
     queries, length = query.shape[2], key.shape[2]
     if mask is not None or not causal or not 1 < queries < length:
         return mask
-    return torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)[None, None]
+    return _causal(queries, length, query.device)[None, None]
+
+
+def _causal(queries: int, length: int, device: torch.device) -> torch.Tensor:
+    """Bottom-right causal mask `[queries, length]` bool."""
+    return torch.ones(queries, length, dtype=torch.bool, device=device).tril(length - queries)
 
 
 def _without_unselected(
@@ -190,8 +195,7 @@ def _select(indices: torch.Tensor, mask: torch.Tensor | None, length: int, causa
     columns = torch.where(indices < 0, length, indices.long())
     selected = (counts.scatter(-1, columns, 1)[..., :length] > 0)[:, None]
     if mask is None:
-        past = torch.ones(queries, length, dtype=torch.bool, device=indices.device).tril(length - queries)
-        return selected & past if causal else selected
+        return selected & _causal(queries, length, indices.device) if causal else selected
     if mask.dtype == torch.bool:
         return mask[..., :length] & selected
     return mask[..., :length].masked_fill(~selected, torch.finfo(mask.dtype).min)

@@ -89,6 +89,17 @@ class FullAttentionLayer(BatchedLayer):
         return int(self.get_seq_length()) + query_length, 0
 
 
+def replaced(value: Any, kind: type, function: Callable[[Any], torch.Tensor]) -> Any:
+    """Replace tensors of a class by the results of `function` in an argument of an operation, nested or not."""
+    if isinstance(value, kind):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(replaced(item, kind, function) for item in value)
+    if type(value) is dict:
+        return {name: replaced(item, kind, function) for name, item in value.items()}
+    return value
+
+
 def rows_like(states: KeyValue, rows: int, prefix: str = "") -> dict[str, torch.Tensor]:
     """Meta tensors with the shapes of `rows` saved keys and values, for `states` `[B, Hkv, *, D]` of a layer."""
     shapes = ((*part.shape[:2], rows, part.shape[3]) for part in states)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..compat import as_plain_tensors, changes_of, storage_id
+from .base import replaced
 
 
 class Editable(Protocol):
@@ -67,7 +68,12 @@ class Copy(torch.Tensor):
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         copies: list[Copy] = []
-        args, kwargs = _plain(args, copies), _plain(kwargs or {}, copies)
+
+        def plain_of(copy: Copy) -> torch.Tensor:
+            copies.append(copy)
+            return copy._plain
+
+        args, kwargs = replaced(args, Copy, plain_of), replaced(kwargs or {}, Copy, plain_of)
         before = [changes_of(copy._plain) for copy in copies]
         result = func(*args, **kwargs)
         changed = [c._source for c, changes in zip(copies, before, strict=True) if changes_of(c._plain) != changes]
@@ -90,18 +96,6 @@ def _copy(states: torch.Tensor, source: _Source) -> Copy:
     copy = states.as_subclass(Copy)
     copy._plain, copy._source = states, source
     return copy
-
-
-def _plain(value: Any, found: list[Copy]) -> Any:
-    """Replace copies by plain tensors in an argument of an operation, and append the copies to `found`."""
-    if isinstance(value, Copy):
-        found.append(value)
-        return value._plain
-    if type(value) in (tuple, list):
-        return type(value)(_plain(item, found) for item in value)
-    if type(value) is dict:
-        return {name: _plain(item, found) for name, item in value.items()}
-    return value
 
 
 def _views(result: Any, copies: list[Copy]) -> Any:

@@ -28,6 +28,7 @@ from tq_kernels.types import KeyValue
 from ..compat import METADATA, as_plain_tensors, attends_to_own_tokens, has_forward_hooks
 from ..stores.base import LayerStore
 from ..tensors.layer import View
+from .base import replaced
 
 
 class Owner(Protocol):
@@ -167,13 +168,7 @@ def _is_in_place(func: Any) -> bool:
 
 def _real(value: Any) -> Any:
     """Replace lazy tensors by their states in an argument of an operation, nested or not."""
-    if isinstance(value, LazyStates):
-        return value._handle.states()[value._index]
-    if type(value) in (tuple, list):
-        return type(value)(_real(item) for item in value)
-    if type(value) is dict:
-        return {name: _real(item) for name, item in value.items()}
-    return value
+    return replaced(value, LazyStates, lambda lazy: lazy._handle.states()[lazy._index])
 
 
 def placeholders(handle: Handle, nan: torch.Tensor) -> KeyValue:
