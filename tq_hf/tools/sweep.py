@@ -160,7 +160,8 @@ def with_progress(readings: Sequence[Reading], console: Console) -> Iterator[Rea
     about `REPORTS` lines.
     """
     lines, every, start = not console.is_terminal, max(1, len(readings) // REPORTS), time.monotonic()
-    for done, reading in enumerate(track(readings, "Reading", console=console, transient=True, disable=lines), 1):
+    shown = readings if lines else track(readings, "Reading", console=console, transient=True)
+    for done, reading in enumerate(shown, 1):
         yield reading
         seconds = (time.monotonic() - start) / done
         if done == 1:
