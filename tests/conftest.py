@@ -26,6 +26,17 @@ if os.environ.get("TQ_HF_TARGET"):
     install()
 
 
+LONGEST = tuple(
+    f"tests/{name}.py"
+    for name in ("cache/test_compiled", "cache/test_tensor_parallel", "batching/test_layers_that_differ")
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run notebooks and the longest files first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith((".ipynb", *LONGEST)))
+
+
 @pytest.fixture(autouse=True)
 def no_gradients():
     """Generation records none, and steps then take other paths; a test that means gradients turns them on."""

@@ -391,7 +391,7 @@ def test_an_idle_loop_waits_without_looking_again(
     assert any(idle for idle, _ in waits) and all(timeout is None for idle, timeout in waits if idle)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow), "gpt_oss"])
 def test_a_compiled_step_is_one_graph_and_answers_alike(name: str) -> None:
     """Attention over pages and windows is an operator in it. A second cache takes the number of the first, so nothing
     is compiled again."""

@@ -138,7 +138,7 @@ def compile_config(backend: str) -> CompileConfig:
 
 
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_steps_are_like_eager_ones(backend, attention):
     model = build("llama")
     model.set_attn_implementation(attention)

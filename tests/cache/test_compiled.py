@@ -55,9 +55,9 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def slow(preset: str) -> Any:
-    """A preset whose bits others have too."""
-    return pytest.param(preset, marks=pytest.mark.slow)
+def slow(*values: Any) -> Any:
+    """A case whose parts other cases have, too."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_compiled_decoding_gives_the_tokens_of_eager_decoding_in_one_graph(prese
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma3n", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", [slow("qwen3"), slow("gemma3"), slow("gemma3n"), "gpt_oss", "deepseek_v3"])
 def test_other_families_compile(name):
     model = build(name)
     model.set_attn_implementation("turboquant")
@@ -239,9 +239,28 @@ def two_turns(model: PreTrainedModel, cache: TurboQuantCache, chunk: int | None,
     return [first, model.generate(torch.cat([first, ids[:, 600:]], dim=1), **options)]
 
 
-@pytest.mark.parametrize("chunk", [None, 256, 77])
-@pytest.mark.parametrize("loop", ["generate", "graph_decoding"])
-@pytest.mark.parametrize(("name", "attention"), [("llama", "turboquant"), ("llama", "sdpa"), ("gemma3", "turboquant")])
+PAIRWISE = [
+    ("llama", "turboquant", "generate", 256),
+    ("llama", "turboquant", "graph_decoding", 77),
+    ("llama", "sdpa", "generate", 77),
+    ("llama", "sdpa", "graph_decoding", None),
+    ("gemma3", "turboquant", "generate", None),
+    ("gemma3", "turboquant", "graph_decoding", 256),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "loop", "chunk"),
+    [
+        case if case in PAIRWISE else slow(*case)
+        for case in [
+            (*model, loop, chunk)
+            for model in [("llama", "turboquant"), ("llama", "sdpa"), ("gemma3", "turboquant")]
+            for loop in ("generate", "graph_decoding")
+            for chunk in (None, 256, 77)
+        ]
+    ],
+)
 def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, chunk):
     """transformers would compile chunks as it compiles steps. Tokens are those of a growing cache, in one graph."""
     model = build(name)
@@ -255,8 +274,9 @@ def test_prompts_are_read_in_chunks_without_a_graph_each(name, attention, loop, 
     assert counters["stats"]["unique_graphs"] == (2 if name == "gemma3" else 1) and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("preallocated", [None, 900], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize(
+    ("attention", "preallocated"), [("turboquant", 900), ("sdpa", None), slow("turboquant", None), slow("sdpa", 900)]
+)
 def test_a_model_that_its_user_compiled_reads_any_cache(attention, preallocated):
     """What no graph can hold leaves it: prompts, growing caches. In the end the same calls compile nothing."""
     model = build("llama", num_hidden_layers=2)

@@ -83,7 +83,7 @@ def test_a_compiled_step_too_many_is_refused(attention, masked):
     cache = TurboQuantCache(model.config, max_cache_len=ROOM, residual_length=0)
     ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
     model(ids, **as_input(cache))
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
 
     def step(call, length: int) -> None:
         mask = torch.ones(1, length, dtype=torch.long) if masked else None
@@ -110,7 +110,7 @@ def test_generate_does_not_run_past_what_was_preallocated(attention, compiled):
     ids = torch.randint(3, VOCAB, (1, ROOM - 2), generator=torch.Generator().manual_seed(0))
     options = dict(disable_compile=True)
     if compiled:
-        options = dict(compile_config=CompileConfig(backend="aot_eager", mode=None))
+        options = dict(compile_config=CompileConfig(backend="eager", mode=None))
         options["compile_config"]._compile_all_devices = True
     with pytest.raises(ValueError, match="exceeds its `max_cache_len`"):
         model.generate(ids, attention_mask=torch.ones_like(ids), **as_input(cache), max_new_tokens=8, **options)

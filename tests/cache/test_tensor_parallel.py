@@ -72,10 +72,10 @@ def found(folder) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_200_tokens_are_those_of_one_process_on_every_rank(found, preset):
+def test_tokens_are_those_of_one_process_on_every_rank(found, preset):
     for rank in RANKS:
         tokens, expected = found[rank]["tokens"][preset]
-        assert len(tokens[0]) == 200 and len({*tokens[0], *tokens[1]}) > 20, "too uniform to tell a wrong cache"
+        assert len(tokens[0]) == 60 and len({*tokens[0], *tokens[1]}) > 20, "too uniform to tell a wrong cache"
         assert tokens == expected
 
 

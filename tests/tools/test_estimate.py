@@ -33,6 +33,9 @@ from tq_hf.memory import MemoryFootprint, measure
 from tq_hf.ops import dispatch
 from tq_hf.tools.estimate import Estimator, estimate, parse_memory
 
+OF_EVERY_KIND = ("llama", "gemma3", "qwen3_next")
+"""Models with full attention alone, with sliding windows, and with linear attention."""
+
 model_named = lru_cache(build)
 
 
@@ -57,8 +60,14 @@ def held(name: str, preset: Any, context: int, batch: int, steps: int = 0) -> di
     return bytes_of(measure(cache.layers))
 
 
-@pytest.mark.parametrize("context", [1, 3, 4, 97, 260, 517])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        pytest.param(name, context, marks=() if name in OF_EVERY_KIND or context == 517 else pytest.mark.slow)
+        for name in CONFIGS
+        for context in (1, 3, 4, 97, 260, 517)
+    ],
+)
 def test_an_estimate_is_what_a_cache_holds_after_a_prefill(name, context):
     estimator = estimator_of(name)
     for preset in ("4bit_nc", "2.5bit_nc", None):
