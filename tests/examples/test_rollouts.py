@@ -39,9 +39,10 @@ def test_a_step_is_trained_on_answers_from_packed_pages(monkeypatch: pytest.Monk
     asked |= dict(sink_tokens=4, residual_length=128)
     with torch.enable_grad():
         trainer = rollouts.train(
-            argparse.Namespace(**asked, temperature=3.0, learning_rate=1e-3, blocks=40), str(tmp_path)
+            argparse.Namespace(**asked, temperature=3.0, learning_rate=1e-3, blocks=120), str(tmp_path)
         )
-    # Blocks of two prompts, each answered four times, and the sinks that both begin with or each has.
+    # Blocks of two prompts, each answered four times, and the sinks that both begin with or each has, in a pool that
+    # need not forget any.
     assert shared in ([2 * (296 // 128) + 1], [2 * (296 // 128) + 2])
     (entry,) = (entry for entry in trainer.state.log_history if "reward" in entry)
     assert 0 <= entry["reward"] <= 1 + rollouts.CLOSED
