@@ -425,6 +425,14 @@ def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
+def memory_per_gpu(handler: type, gpus: int) -> dict[str, int]:
+    """Argument by which the paged cache's memory `handler` counts the activations of a step per GPU (from 5.24 on).
+
+    Older versions count those of all `gpus`, so the pool gets fewer pages than would fit.
+    """
+    return {"kv_tp_size": gpus} if "kv_tp_size" in signature(handler.__init__).parameters else {}
+
+
 def _takes(model: type[PreTrainedModel]) -> bool:
     if not model._can_set_attn_implementation():
         return False

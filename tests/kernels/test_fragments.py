@@ -74,7 +74,7 @@ if INTERPRETED:
 
     def test_prompts_over_pages_are_not_for_these_cards() -> None:
         inputs = make(Step(past=(140,), new=(3,)))
-        assert not triton_pages.supports_paged_prompts(inputs.tokens[0], inputs.pages.config, inputs.pages.layout)
+        assert not triton_pages.supports_paged_prompts(inputs.tokens[0], inputs.pages.layout)
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_decode_agrees_with_fp64(case: Case) -> None:

@@ -148,7 +148,7 @@ if INTERPRETED:
         config, states = PRESETS["4bit_nc"], torch.empty(0, dtype=torch.float16)
 
         def decodes(dim: int, states: torch.Tensor = states) -> bool:
-            return triton_pages.supports_paged_decode(states, config, config.layout(dim))
+            return triton_pages.supports_paged_decode(states, config.layout(dim))
 
         assert decodes(80) and not decodes(20) and not decodes(80, states.double())
         monkeypatch.setattr("tq_hf.ops.backend.chosen", "torch")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from inspect import signature
 from itertools import count
 from math import ceil, lcm
 from typing import Any
@@ -24,7 +23,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
 
-from ..compat import layer_config
+from ..compat import layer_config, memory_per_gpu
 from ..config import TurboQuantConfig
 from ..ops.dispatch import SCRATCH, decode_scratch_bytes, paged_step, prompt_buffer_bytes, step_scratch_bytes
 from ..ops.sliding_pages import WINDOW_BYTES, WindowStep, plan_step, windowed_step
@@ -32,10 +31,6 @@ from ..ops.workspace import Scratch, Workspace
 from .allocators import TurboQuantAllocator, WindowAllocator, page_owners
 from .checks import check_positions
 from .geometry import sequences_of, windows_of
-
-KNOWS_TENSOR_PARALLELISM = "kv_tp_size" in signature(PagedAttentionMemoryHandler.__init__).parameters
-"""Whether transformers counts the activations of a step per GPU (from 5.24 on). Older versions count those of all GPUs,
-so the pool gets fewer pages than would fit."""
 
 CACHES: WeakValueDictionary[int, TurboQuantPagedCache] = WeakValueDictionary()
 """Caches by number. Compiled steps refer to a cache by its number."""
@@ -52,9 +47,7 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
     """
 
     def __init__(self, *args: Any, tp_size: int = 1, **kwargs: Any) -> None:
-        if KNOWS_TENSOR_PARALLELISM:
-            kwargs["kv_tp_size"] = tp_size
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs, **memory_per_gpu(PagedAttentionMemoryHandler, tp_size))
         self.num_attention_masks = 0
         self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # heads of the attention output
         self.scratch_bytes = 0

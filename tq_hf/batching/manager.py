@@ -286,13 +286,13 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         on_cuda = model.device.type == "cuda"
         states = torch.empty(0, dtype=model.dtype, device=model.device)
         layout = config.layout(_packed_width(model.config.get_text_config()))
-        kernels = on_cuda and not dense and supports_paged_decode(states, config, layout)
+        kernels = on_cuda and not dense and supports_paged_decode(states, layout)
         if on_cuda and dense:
             logger.warning_once(
                 f"`skip_layers` keeps layers {dense} dense, and no kernel reads dense blocks of pages: torch computes "
                 "these layers, request by request, and steps are not captured in CUDA graphs."
             )
-        if on_cuda and options.cuda_graph_booleans[0] and not supports_paged_prompts(states, config, layout):
+        if on_cuda and options.cuda_graph_booleans[0] and not supports_paged_prompts(states, layout):
             raise ValueError(
                 f"`use_cuda_graph` is {requested.use_cuda_graph!r}, and steps with prompts of heads of "
                 f"{layout.key_dim} channels cannot be captured: torch computes their attention, and reads lengths on "

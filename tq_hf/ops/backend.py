@@ -1,7 +1,7 @@
-"""`TQ_HF_BACKEND`: which backend computes, where more than one could.
+"""The environment variable `TQ_HF_BACKEND`, which chooses between backends.
 
     unset    kernels where they run, torch elsewhere
-    torch    torch everywhere: right on every device, and slow on a GPU. For a card that a kernel fails on.
+    torch    torch everywhere: right on every device, slow on a GPU. Meant for cards on which a kernel fails.
 
 The variable is read once, when this module is imported.
 """
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 VARIABLE = "TQ_HF_BACKEND"
 HAS_TRITON = find_spec("triton") is not None
 NOT_ABOUT_A_KERNEL = ("out of memory", "device-side assert")
-"""In messages of errors that Triton passes on."""
+"""Parts of error messages that Triton passes on."""
 MAX_FLASH_DIM = 256
-"""Channels of the widest heads that torch's flash attention takes; of wider ones that are grouped, sdpa holds all
-logits in float32."""
+"""Number of channels of the widest heads of torch's flash attention. For wider grouped heads sdpa holds all logits in
+float32."""
 chosen = os.environ.get(VARIABLE, "").strip().lower()
 
 P = ParamSpec("P")
@@ -36,19 +36,20 @@ R = TypeVar("R")
 
 
 def check_choice() -> None:
-    """Raise a `ValueError` if the variable says what cannot be done."""
+    """Raise a `ValueError` if the variable has an unknown value."""
     if chosen not in ("", "torch"):
         raise ValueError(f"The environment variable {VARIABLE} is {chosen!r}; it must be torch or unset.")
 
 
 def say_torch_computes(what: str, states: torch.Tensor, *dims: int) -> None:
-    """Log, once for an operation and the sizes of heads, that no kernel takes what is on a GPU. Not of what the user
-    chose, nor while a graph is traced, which is made of torch's operations.
+    """Log that no kernel computes an operation on a GPU, once per operation and head size.
+
+    Nothing is logged if the user chose torch, or while a graph is traced: it is made of torch's operations.
 
     Args:
         what: The operation, the subject of a sentence.
         states: A tensor of the call.
-        dims: Channels of keys and of values.
+        dims: Numbers of channels of keys and of values.
     """
     if torch.compiler.is_compiling() or chosen == "torch" or not _is_on_gpu(states):
         return
@@ -69,9 +70,9 @@ def _warn_once(message: str) -> None:
 
 
 def explained(error: Exception, device: torch.device) -> Exception:
-    """The error to raise for one that came out of a kernel's launch: if it is Triton's, one that names the way out.
+    """Return the error to raise for an error of a kernel's launch: if it is Triton's, one that names the way out.
 
-    Raise it from the other, which has lost its stack: that is logged for debugging.
+    Raise the new error from the other, whose stack is removed here and logged for debugging.
     """
     if not _is_tritons(error):
         return error
@@ -86,9 +87,9 @@ def explained(error: Exception, device: torch.device) -> Exception:
 
 
 def _is_tritons(error: Exception) -> bool:
-    """Whether Triton raised it: in compiling, in loading what it compiled, or in launching that.
+    """Whether Triton raised the error: in compiling, loading or launching a kernel.
 
-    What CUDA says of kernels that were launched before, or of memory that is gone, is about no kernel that fails now.
+    CUDA's errors about earlier launches or about memory do not count.
     """
     if isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in NOT_ABOUT_A_KERNEL):
         return False
@@ -98,15 +99,15 @@ def _is_tritons(error: Exception) -> bool:
 
 
 def _went_through_triton(trace: TracebackType | None) -> bool:
-    """Whether an error was raised in Triton, by whatever it called: no C compiler, no driver, a failed pass. (In the
-    interpreter a kernel's own assertions are.)"""
+    """Whether an error was raised in Triton or below: no C compiler, no driver, a failed pass. Assertions of kernels in
+    the interpreter do not count."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(trace)]
     inside = [name for name in modules if name.split(".")[0] == "triton"]
     return bool(inside) and "triton.runtime.interpreter" not in inside
 
 
 def _reason(error: Exception) -> str:
-    """The line of an error's message that says most."""
+    """Choose the most informative line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     # A compilation error begins with a place in the source and ends with what is wrong there.
     return (lines[-1] if re.match(r"at \d+:\d+:", lines[0]) else lines[0])[:200]

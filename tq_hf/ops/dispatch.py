@@ -1,5 +1,7 @@
-"""The operations on packed blocks. This room alone chooses backends: other rooms ask this module, which also has the
-names of `triton` and `backend` that they need."""
+"""Operations on packed blocks, each with the choice of its backend.
+
+Other rooms import backends' names from here only.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,11 @@ def store_prompt(
 
     Args:
         prompt: Keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
-        dense: Which rows, and where they go.
-        scales: What is written; `None` to leave them.
-        balanced: Whether they are computed from the prompt without its sinks, or ones.
-        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` where attention did not show them.
-        attended: Which tokens are not padding, `[B or 1, T]` bool; `None` for all.
+        dense: Rows to store, and their destination.
+        scales: Channel scales to write; `None` to leave them.
+        balanced: Whether to compute scales from the prompt without its sinks. Otherwise ones are written.
+        queries: `[B, Hq, T, Dk]` of the same tokens, or `None` if unknown.
+        attended: True for tokens that are not padding, `[B or 1, T]` bool; `None` for all.
 
     Raises:
         ValueError: There is another number of queries, or of entries in `attended`, than of keys.
@@ -77,8 +79,10 @@ def encode(
     start: int,
     tokens: tuple[int, int] | None = None,
 ) -> None:
-    """Encode whole blocks of keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]` into blocks `start`... of `out`: all
-    tokens, or those from `tokens[0]` to `tokens[1]`."""
+    """Encode whole blocks of keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`, from block `start` of `out` on.
+
+    `tokens` selects the range `tokens[0]` to `tokens[1]` of the T tokens.
+    """
     kernels = triton_blocks.supports_blocks(keys, out.layout)
     if not kernels:
         say_torch_computes("Encoding", keys, out.layout.key_dim, out.layout.value_dim)
@@ -101,7 +105,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 
 
 def dense(view: View) -> KeyValue:
-    """Everything in `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
+    """Return all tokens of `view` as dense keys and values, `[B, Hkv, view.length, D]` in the model's dtype."""
     keys, values = (
         part.new_empty(shape)
         for part, shape in zip(view.tensors.sinks, view.tensors.dense_shapes(view.length), strict=True)
@@ -128,14 +132,14 @@ def plain_kernels(states: torch.Tensor, layout: BlockLayout) -> bool:
 
 
 def supports_buffered_attend(query: torch.Tensor, options: AttentionOptions) -> bool:
-    """Whether `buffered_attend` computes this call: on a GPU, where sdpa is fast, and with what sdpa has."""
+    """Whether `buffered_attend` computes this call: on a GPU, where sdpa is fast, with options that sdpa has."""
     return query.is_cuda and cpu_attention.supports_sdpa(options)
 
 
 def buffered_attend(
     query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """`attend` by sdpa over everything in `view`, dense in the workspace that all layers share."""
+    """`attend` by sdpa over all tokens of `view`, dense in the workspace that all layers share."""
     return cpu_attention.attend_buffer(query, *_buffered(view), mask, options)
 
 
@@ -164,7 +168,7 @@ def dequantized_attend(
 ) -> torch.Tensor:
     """`attend` by the kernel of dense states, one KV head after the other: a head's states are dense in the workspace.
 
-    Of 500 queries of 8 heads each, attention takes twelve times the operations of dequantizing what they read.
+    Dequantizing costs a twelfth of attention's operations at 500 queries of 8 heads.
     """
     view.residual.write_pending_token()
     heads = view.tensors.sinks[0].shape[1]
@@ -179,7 +183,7 @@ def dequantized_attend(
 
 
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
-    """Put sequence `sources[b]` in place b of every tensor, which stays where it is. `sources` are `[B]`."""
+    """Copy sequence `sources[b]` to place b of every tensor, in place. `sources` is `[B]`."""
     sources = sources.to(tensors.row.device)
     if triton_blocks.supports_reorder(tensors):
         triton_blocks.reorder(tensors, sources)
@@ -193,7 +197,7 @@ def check_mask(mask: torch.Tensor, length: int) -> None:
 
     Args:
         mask: `[B or 1, 1 or Hq, S or 1, columns]`.
-        length: Tokens attended to.
+        length: Number of tokens attended to.
 
     Raises:
         ValueError: The mask has fewer columns than there are tokens.
@@ -217,8 +221,8 @@ def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: 
         check_mask(mask, view.length)
     if triton_blocks.supports_attend(query, view, mask, options):
         return triton_blocks.attend(query, view, mask, options)
-    # Wherever it can be, whatever the sizes: of 17 to 2,048 queries on 4k to 128k tokens at 4 bits, sdpa's faster
-    # products repay dequantizing for 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
+    # Whatever the sizes: with 17 to 2,048 queries on 4k to 128k tokens at 4 bits, dequantizing for sdpa is faster for
+    # 2,048 on 4k alone, by 2% (H200, `examples/measure/speed/benchmark.py prefix`).
     if triton_blocks.supports_attend_many(query, view, mask, options):
         return triton_blocks.attend_many(query, view, mask, options)
     if triton_blocks.supports_attend_dequantized(query, view, mask, options):
@@ -232,12 +236,12 @@ def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: 
 
 
 def check_host_reads(tensors: LayerTensors) -> None:
-    """Raise a `RuntimeError` where the host would have to read counts and cannot."""
+    """Raise a `RuntimeError` while a CUDA graph is captured: the host cannot read counts then."""
     if is_capturing():
         key_dim, value_dim = (ring.shape[3] for ring in tensors.ring)
         raise RuntimeError(
             f"No kernel attends to these heads (keys of {key_dim} channels, values of {value_dim}) on this device, or "
-            "TQ_HF_BACKEND is torch. What does so in torch reads counts on the host, which a CUDA graph cannot do. "
+            "TQ_HF_BACKEND is torch. Attention in torch reads counts on the host, which a CUDA graph cannot do. "
             "Generate with `disable_compile=True`, or make the cache without `max_cache_len`."
         )
 
@@ -284,8 +288,8 @@ def append_token(
 
 
 def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """Append the newest token, unless it is appended, and attend: `tq_hf.stores.graph_ops.attend_token` without what
-    `torch.compile` needs."""
+    """Append the newest token if it is pending, and attend: `tq_hf.stores.graph_ops.attend_token` outside of
+    `torch.compile`."""
     if triton_blocks.supports_step(query, view.tensors):
         return triton_blocks.attend_token(query, view, mask, options)
     tensors, counts, max_cache_len, _, pending, _ = view
@@ -297,7 +301,7 @@ def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, opt
 
 
 def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
-    """The view of a decode step whose counts are read from the device."""
+    """Read the counts of a decode step from the device, for its view."""
     check_host_reads(tensors)
     sinks, blocks, rows, *_ = step_counts[:, 0].tolist()
     past = sinks + blocks * tensors.layout.tokens + rows - 1
@@ -305,8 +309,8 @@ def on_host(tensors: LayerTensors, step_counts: torch.Tensor) -> View:
 
 
 def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) -> KeyValue:
-    """All tokens as dense keys and values `[B, Hkv, length, D]`, zeros after the last. Counts stay on the device: a
-    captured graph replays this."""
+    """Return all tokens as dense keys and values `[B, Hkv, length, D]`, zeros after the last. Counts stay on the
+    device, so that a captured graph can replay this."""
     tokens, num_sinks = tensors.layout.tokens, tensors.sinks[0].shape[2]
     capacity, room = tensors.ring[0].shape[2], max(0, length - num_sinks)
     keys, values = (
@@ -317,7 +321,7 @@ def dense_tokens(tensors: LayerTensors, step_counts: torch.Tensor, length: int) 
         dequantize(tensors.config, tensors.blocks, keys[:, :, packed], values[:, :, packed])
     sinks, blocks, rows = step_counts[:3, 0].unbind()
     first, device = blocks * tokens, tensors.row.device
-    # As many neighbouring rows of the result as the ring has: those of the residual, and some before it at the end.
+    # Rewrite as many rows of the result as the ring has: residual rows, and near the end some packed rows before them.
     row = first.clamp(max=max(0, room - capacity)) + torch.arange(min(capacity, room), device=device)
     in_residual, slot, target = (row >= first)[:, None], row % capacity, num_sinks + row.long()
     empty = (torch.arange(length, device=device) >= sinks + first + rows)[:, None]
@@ -350,42 +354,42 @@ def paged_step(
     *,
     store: bool = True,
 ) -> torch.Tensor:
-    """Attention of every request's new tokens over its pages and themselves; then those tokens are stored.
+    """Attend from every request's new tokens to its pages and to the new tokens; then store the new tokens.
 
     A request's queries attend, causally, to its sinks, to the blocks that `sequences` counts as packed, to the rows
-    after them in its ring, and to the new tokens exactly. Then new rows go to the ring and to the sink page, and blocks
-    that became complete are encoded, from ring rows and from `key` and `value`.
+    after them in its ring, and to the new tokens exactly. Then new rows are written to the ring and to the sink page,
+    and completed blocks are encoded, from ring rows and from `key` and `value`.
 
     Args:
         query: `[T, Hq, D]`, T tokens of all requests.
         key: `[T, Hkv, D]`.
         value: `[T, Hkv, D]`.
         pages: The layer's view of the pool, written in place.
-        sequences: Whose tokens they are, and where their pages.
+        sequences: Lengths and block tables of the requests.
         options: Causal and without biases.
-        workspace: Where kernels take scratch, but not in a captured graph; by default it is allocated.
-        store: Whether blocks are encoded and prompts stored: not if another layer with the same keys and values is
-            still to read what was before them. (A single new token is written again by each.)
+        workspace: Source of the kernels' scratch outside of captured graphs; by default it is allocated.
+        store: Whether to encode blocks and to store prompts. False if another layer with the same keys and values
+            reads the pages later in this step. (A single new token is written by every layer.)
 
     Returns:
-        `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
+        `[T, Hq, D]` in the query's dtype, 0 for padding tokens.
 
     Raises:
         RuntimeError: The workspace is locked, and the step needs more than was reserved.
     """
 
-    # Of heads that no kernel of many queries takes: of more than 256 channels, on 8.x of more than 128, on 7.5 of any.
+    # For heads without a kernel of many queries: more than 256 channels, on 8.x more than 128, on 7.5 all.
     def attend_prompts(out: torch.Tensor) -> None:
         for request in reference.requests(sequences, pages.tensors):
             if request.tokens.stop - request.tokens.start > 1:
                 out[request.tokens] = _attend_request(*_states_of(request, query, key, value), pages, request, options)
 
     if triton_pages.supports_paged_step(query, key, pages):
-        by_kernel = sequences.max_q == 1 or triton_pages.supports_paged_prompts(query, pages.config, pages.layout)
+        by_kernel = sequences.max_q == 1 or triton_pages.supports_paged_prompts(query, pages.layout)
         by_torch = None if by_kernel else attend_prompts
         arguments = (query, key, value, pages, sequences, options, workspace)
         return triton_pages.paged_step(*arguments, store=store, attend_prompts=by_torch)
-    if pages.blocks is None:  # of dense ones the manager has told
+    if pages.blocks is None:  # the manager has reported dense layers
         what = "A decode step of a batch" if sequences.max_q == 1 else "A step with prompts of a batch"
         say_torch_computes(what, query, query.shape[-1], value.shape[-1])
     out = torch.zeros_like(query)
@@ -417,7 +421,7 @@ def _attend_request(
     if query.shape[-1] > MAX_FLASH_DIM:
         say_torch_computes("A prompt of a batch", query, query.shape[-1])
         return cpu_attention.attend_buffer(query, *new, None, options)[0]
-    # A whole prompt, as generate() reads it.
+    # Read a whole prompt as generate() does.
     out = scaled_dot_product_attention(query, *new, is_causal=True, scale=options.scaling, enable_gqa=True)
     return out[0].transpose(0, 1)
 

@@ -1,5 +1,5 @@
-"""Attention by its definition, the oracle of every backend; what is stored of a prompt beside its blocks; and what a
-request reads of its pages, as a `View`."""
+"""Attention by its definition, the oracle of every backend; the dense rows stored of a prompt; and the `View` of a
+request's pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store_prompt(
 
 
 def write_counts(counts: DeviceCounts, held: tuple[int, int, int, int]) -> None:
-    """Write the numbers of sinks, blocks, residual rows and pending blocks that a store holds, between steps."""
+    """Write a store's numbers of sinks, blocks, residual rows and pending blocks, between steps."""
     sinks, blocks, rows, _ = held
     counts.state.copy_(torch.tensor(held, dtype=torch.int32))
     counts.length.fill_(sinks + blocks * BLOCK_TOKENS + rows)
@@ -51,7 +51,7 @@ def write_counts(counts: DeviceCounts, held: tuple[int, int, int, int]) -> None:
 
 
 def dense_states(view: View) -> KeyValue:
-    """Everything in `view` as float64 keys and values, `[B, Hkv, view.length, D]`."""
+    """Return all tokens of `view` as float64 keys and values, `[B, Hkv, view.length, D]`."""
     shapes = view.tensors.dense_shapes(view.length)
     keys, values = (view.tensors.sinks[0].new_zeros(shape, dtype=torch.float64) for shape in shapes)
     for start, part in view.dense_parts:
@@ -68,10 +68,10 @@ def dense_states(view: View) -> KeyValue:
 def attend(
     query: torch.Tensor, view: View | KeyValue, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """Softmax over all that is stored, in float64; arguments as for `tq_hf.ops.cpu.attention.attend_dense`.
+    """Softmax attention over all tokens of a view, in float64; arguments as for `tq_hf.ops.cpu.attention.attend_dense`.
 
     Args:
-        view: What is stored, or dense keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
+        view: View of a store, or dense keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
 
     Returns:
         `[B, S, Hq, Dv]` float64. Rows that may attend to nothing are 0.
@@ -99,11 +99,11 @@ class Request(NamedTuple):
     """A request's part of a step.
 
     Args:
-        tokens: Its new tokens among all.
-        past: Tokens cached before.
-        packed: Blocks that are read packed.
-        rows: Its ring pages and its sink page, if there is one, `[ring_pages or ring_pages + 1]` int64.
-        blocks: Its blocks, `[at least those complete after the step]` int64.
+        tokens: Slice of its new tokens among all.
+        past: Number of tokens cached before.
+        packed: Number of blocks read packed.
+        rows: Ring pages and, with sinks, the sink page, `[ring_pages or ring_pages + 1]` int64.
+        blocks: Pages of its blocks, `[>= number of blocks complete after the step]` int64.
     """
 
     tokens: slice
@@ -114,7 +114,7 @@ class Request(NamedTuple):
 
 
 def requests(sequences: Sequences, pages: Pages) -> Iterator[Request]:
-    """The requests of a step that have new tokens."""
+    """Iterate over the requests of a step that have new tokens."""
     assert sequences.packed is not None
     starts, ends, packed = (x.tolist() for x in (sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.packed))
     first_block = pages.first_block_column
@@ -122,14 +122,13 @@ def requests(sequences: Sequences, pages: Pages) -> Iterator[Request]:
         new = starts[i + 1] - starts[i]
         if new:
             past = ends[i + 1] - ends[i] - new
-            # The ring of a short request may lack pages, for rows that nobody reads or writes: any page will do.
+            # The ring of a short request may lack pages, for rows that are never used: any page will do.
             rows = row[: first_block - 1].clamp(min=0)
             yield Request(slice(starts[i], starts[i + 1]), past, packed[i], rows, row[first_block:])
 
 
 def view_of(pages: LayerPages, request: Request, new: KeyValue) -> View:
-    """What a request's queries attend to, in a copy: sinks, packed blocks, the rows after them, and `new` keys and
-    values `[1, Hkv, n, D]`."""
+    """Copy a request's sinks, blocks and ring rows into a `View`, with `new` keys and values `[1, Hkv, n, D]`."""
     ring = pages.tensors.ring_pages
     sinks = (new[0][:, :, :0], new[1][:, :, :0])
     if pages.tensors.sinks:
@@ -142,7 +141,7 @@ def view_of(pages: LayerPages, request: Request, new: KeyValue) -> View:
 
 
 def rows_of(pages: LayerPages, request: Request, new: KeyValue) -> KeyValue:
-    """What a request's queries attend to in a layer that is not compressed: keys and values `[1, Hkv, past + n, D]`."""
+    """Keys and values of a request in an uncompressed layer, `new` ones included: `[1, Hkv, past + n, D]`."""
     ring, sinks = pages.tensors.ring_pages, pages.tensors.sinks
     parts = [new]
     start = sinks + request.packed * BLOCK_TOKENS

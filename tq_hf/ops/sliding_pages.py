@@ -18,18 +18,18 @@ from .cpu.attention import attend_buffer, attend_dense, supports_sdpa
 from .triton import pages as triton_pages
 
 WINDOW_BYTES = 256 << 20
-"""Scratch that a layer takes in torch at most."""
+"""Most bytes of scratch that a layer takes in torch."""
 TILE_QUERIES = 512
-"""Tokens of a prompt that attend at a time."""
+"""Number of a prompt's tokens that attend at a time."""
 
 
 def plan_step(sequences: Sequences, total: int, windows: LayerWindows) -> WindowStep:
-    """Where the windows of a step's requests are.
+    """Find the pages and rows of the windows of a step's requests.
 
     Args:
         sequences: The requests; their tables list pages of `windows`.
-        total: Tokens of the step, those of nobody included.
-        windows: Any of the layers.
+        total: Number of tokens of the step, padding included.
+        windows: Windows of any sliding layer.
     """
     device = sequences.block_table.device
     if sequences.max_q == 1:
@@ -53,7 +53,7 @@ def plan_step(sequences: Sequences, total: int, windows: LayerWindows) -> Window
 def _singles(
     tokens: torch.Tensor | None, request: torch.Tensor, sequences: Sequences, windows: LayerWindows
 ) -> Singles:
-    """The `request` `[N]` of each of the tokens; beyond the last it is none."""
+    """Find the windows of tokens of these requests `[N]`. Padding tokens have request B or more."""
     count = len(sequences.block_table)
     past = torch.where(request < count, sequences.cu_seqlens_k.diff()[request.clamp(max=count - 1)] - 1, -1)
     return Singles(tokens, past.int(), sequences.block_table[request.clamp(max=count - 1)], windows)
@@ -70,20 +70,20 @@ def windowed_step(
     *,
     store: bool = True,
 ) -> torch.Tensor:
-    """Attention of every request's new tokens over the window before each of them; then those tokens are stored.
+    """Attend from every request's new tokens to the window before each of them, then store the new tokens.
 
     Args:
         query: `[T, Hq, D]`, T tokens of all requests.
         key: `[T, Hkv, D]`.
         value: `[T, Hkv, D]`.
         windows: The layer's view of the pool, written in place.
-        step: What `plan_step` says of this step.
+        step: Result of `plan_step` for this step.
         options: Causal and without biases.
-        store: Whether prompts are stored: not if another layer with the same keys and values is still to read what
-            was before them.
+        store: Whether to store prompts. False if another layer with the same keys and values reads the windows later in
+            this step.
 
     Returns:
-        `[T, Hq, D]` in the query's dtype; tokens of nobody get 0.
+        `[T, Hq, D]` in the query's dtype, 0 for padding tokens.
     """
     singles = step.singles
     if singles is not None and singles.tokens is None:
@@ -108,16 +108,16 @@ def _attend_singles(
     singles: Singles,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Store the new tokens `[N, *, D]` and attend to what is held then, `[N, Hq, D]`."""
+    """Store the new tokens `[N, *, D]`, then attend to the windows: `[N, Hq, D]`."""
     if triton_pages.supports_attend_windows(query, key, windows):
         return triton_pages.attend_windows(query, key, value, windows, singles, options)
     say_torch_computes("A sliding layer's decode step of a batch", query, query.shape[-1], value.shape[-1])
     windows.write(*singles.written, key, value)
     count, heads = query.shape[:2]
-    # What is gathered, and once more for what is made of it.
+    # Count the gathered rows twice: torch makes as much again of them.
     each = 2 * windows.window * (key[0].nbytes + value[0].nbytes)
     step, parts = max(1, WINDOW_BYTES // each), []
-    # A token of nobody reads zeros: it must attend to something.
+    # A padding token reads zeros: it must attend to something.
     mask = (singles.held | ~singles.exists[:, None])[:, None, None]
     for start in range(0, count, step):
         part = slice(start, start + step)
@@ -141,7 +141,7 @@ def _attend_prompt(
     prompt: Prompt,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attend to what is held and to the new tokens `[n, *, D]`, `[n, Hq, D]`."""
+    """Attend to the window and to the new tokens `[n, *, D]`: `[n, Hq, D]`."""
     new, window = len(query), windows.window
     held = min(prompt.past, window - 1)
     if held:

@@ -1,19 +1,19 @@
 """Scratch memory shared by all layers of all models.
 
 There is one `Workspace` per device, stream and thread: work queued on one stream by one thread runs in order, so a
-buffer is free again when the next call gets it, and nothing else ever sees it. A workspace holds one flat buffer of
-bytes per name. The buffer grows to the most bytes a request needs and never shrinks, so (many heads, small batch) and
-(few heads, large batch) alternate without reallocating. `acquire` returns views, valid until the next `acquire` of the
+buffer is free again when the next call gets it. A workspace holds one flat buffer of bytes per name. The buffer grows
+to the largest request and never shrinks, so (many heads, small batch) and (few heads, large batch) alternate without
+reallocating. `acquire` returns views, valid until the next `acquire` of the
 same name.
 
-A session of continuous batching has one for itself, whose life has three parts: it reserves what its largest step takes
-before it makes its pages (`reserve`), and allocates nothing from then on (`lock`): a step that needs more is refused.
+A session of continuous batching has its own workspace. It reserves the scratch of its largest step before it makes its
+pages (`reserve`), and allocates nothing from then on (`lock`): a step that needs more is refused.
 
 Captured graphs take no scratch from here, neither those of `torch.compile` nor those of continuous batching: they are
 captured on a stream of their own and may be replayed on any, where no order protects a buffer that other calls share.
 They use memory of their own pool instead (`allocator` without a workspace).
 
-A stream is known by its handle. Whoever destroys a stream waits for its work first: CUDA may give the handle to a new
+A stream is known by its handle. Wait for the work of a stream before destroying it: CUDA may give the handle to a new
 stream, and that stream then gets the same workspace.
 
 (After vLLM's workspace manager, pull requests 40706, 40941 and 37805.)
@@ -42,14 +42,14 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
 class _Buffer:
     data: torch.Tensor
-    # What was asked for last, and its view: one layer after the other asks for the same.
+    # Last request and its view: all layers make the same request.
     request: Scratch | None = None
     view: torch.Tensor | None = None
 
@@ -67,7 +67,7 @@ class Workspace:
         self._locked = False
 
     def reserve(self, requests: Mapping[str, Scratch]) -> None:
-        """Make the shared buffers at least that large."""
+        """Make the shared buffers at least as large as `requests`."""
         self.acquire(requests)
 
     def lock(self) -> None:
@@ -75,8 +75,9 @@ class Workspace:
         self._locked = True
 
     def acquire(self, requests: Mapping[str, Scratch]) -> dict[str, torch.Tensor]:
-        """Contiguous views of the shared buffers, valid until the next `acquire` of the same names. Buffers hold zeros
-        when they are made, and whatever was written later.
+        """Return contiguous views of the shared buffers, valid until the next `acquire` of the same names.
+
+        Buffers hold zeros when they are made, and later the data last written.
 
         Raises:
             RuntimeError: The workspace is locked, and a request is larger than what was reserved.
@@ -115,7 +116,7 @@ class Workspace:
         # Free the old buffer first: peak is the larger of the two, not their sum.
         del buffer
         self._buffers.pop(name, None)
-        # Zeros once: counters begin so, and are left so by those who count.
+        # Counters of kernels begin at zero, and kernels leave them at zero.
         data = torch.zeros(request.nbytes, dtype=torch.uint8, device=self.device)
         self._buffers[name] = _Buffer(data)
         return data
@@ -132,8 +133,8 @@ def _floats(size: int) -> Scratch:
 
 
 def allocator(workspace: Workspace | None, name: str, device: torch.device) -> Callable[[int], torch.Tensor]:
-    """Scratch from `workspace` under that name, or allocated for each call alone if there is none: kernels ask for a
-    number of float32 elements when they know how many they need."""
+    """Return a function of a number of float32 elements that returns scratch: from `workspace` under `name`, or without
+    a workspace allocated for each call."""
     if workspace is not None:
         return partial(workspace.floats, name)
     return lambda size: torch.empty(size, dtype=torch.float32, device=device)
@@ -156,7 +157,7 @@ def _is_cuda(device: torch.device) -> bool:
 
 
 def current_workspace(device: torch.device) -> Workspace:
-    """The workspace of `device`, its current stream and this thread; made on first use."""
+    """Return the workspace of `device`, its current stream and this thread, made on first use."""
     stream = 0
     if _is_cuda(device):
         stream = current_raw_stream(torch.cuda.current_device() if device.index is None else device.index)
@@ -170,7 +171,7 @@ def current_workspace(device: torch.device) -> Workspace:
 
 
 def workspace_bytes() -> int:
-    """Bytes held by all workspaces of this process."""
+    """Number of bytes held by all workspaces of this process."""
     with _all_lock:
         workspaces = list(_all)
     return sum(workspace.nbytes for workspace in workspaces)

@@ -83,8 +83,8 @@ def in_torch(key_dim: int, value_dim: int, batches: bool) -> list[str]:
             computed = {"steps": supports_blocks(states, layout), "prompts": supports_prefix(states, layout) or wide}
             if batches:
                 computed |= {
-                    "steps in batches": supports_paged_decode(states, pages, paged),
-                    "prompts in batches": supports_paged_prompts(states, pages, paged),
+                    "steps in batches": supports_paged_decode(states, paged),
+                    "prompts in batches": supports_paged_prompts(states, paged),
                 }
         falls += [name + suffix for name, done in computed.items() if not done and name not in falls]
     return falls

@@ -1,8 +1,7 @@
 """Attention in torch, tile by tile: the path of devices without kernels, and of calls that no kernel takes.
 
-Softmax is taken online (running maximum and sum, in float32), so nothing of the size of the history is ever held
-densely. Tiles are dense states or packed blocks (`tq_hf.ops.cpu.packed`); what a query may attend to, caps and biases
-are the same for both.
+Softmax is computed online (running maximum and sum, in float32), so no dense copy of the history is made. Tiles are
+dense states or packed blocks (`tq_hf.ops.cpu.packed`), with the same masks, caps and biases.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from .packed import FEW_QUERIES, PackedTile, Take, rotated
 from .packed import dequantize as dequantize_tile
 
 TILE_TOKENS = 2048
-"""Dense tokens read at a time."""
+"""Number of dense tokens read at a time."""
 TILE_NUMBERS = 1 << 20
-"""Channels of packed keys read at a time: 4 MiB of float32, and as much for values."""
+"""Number of elements of packed keys read at a time: 4 MiB of float32, and as much for values."""
 TILE_SCORES = 1 << 22
-"""Scores held at a time: 16 MiB of float32."""
+"""Number of scores held at a time: 16 MiB of float32."""
 
 
 class Tile(Protocol):
@@ -85,8 +84,8 @@ class OnlineSoftmax:
 
         Logits after the last tile take weight and give no value.
         """
-        # What scores are shifted by has no gradient. It stays finite for rows that have attended to nothing:
-        # exp(-inf - shift) is 0 then, not NaN.
+        # The shift of scores has no gradient. It stays finite for rows that have attended to nothing: exp(-inf - shift)
+        # is 0 then, not NaN.
         maximum = scores.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
         if self.maximum is not None:
             maximum = torch.maximum(maximum, self.maximum)
@@ -122,7 +121,7 @@ def _dense_tiles(first: int, states: KeyValue, query: torch.Tensor) -> Iterator[
 
 
 def _packed_tiles(view: View, query: torch.Tensor) -> Iterator[PackedTile]:
-    """The packed blocks of a view in tiles, which share their scratch: one at a time."""
+    """Iterate over the packed blocks of a view in tiles. They share their scratch: use one at a time."""
     layout, sinks = view.tensors.blocks.layout, view.tensors.sinks
     needs_gradient = torch.is_grad_enabled() and query.requires_grad  # which keeps what it was computed from
     take: Take = partial(_fresh if needs_gradient else _scratch, query.device)
@@ -140,7 +139,7 @@ def _blocks_of_tile(blocks: PackedBlocks) -> int:
 
 
 def _products(states: torch.Tensor) -> torch.dtype:
-    """In what many queries weigh the values of a model with such states."""
+    """Dtype of the products of many queries' weights with values, for a model with these states."""
     fast = states.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
     return torch.bfloat16 if states.dtype == torch.bfloat16 and fast else torch.float32
 
@@ -154,7 +153,7 @@ def _fresh(device: torch.device, name: str, shape: tuple[int, ...], dtype: torch
 
 
 def _view_tiles(view: View, query: torch.Tensor) -> Iterator[Tile]:
-    """Everything in a view in tiles, in the order of the tokens."""
+    """Iterate over all tokens of a view in tiles, oldest first."""
     parts = view.dense_parts
     if parts and view.tensors.sinks[0].shape[2]:
         yield from _dense_tiles(*parts.pop(0), query)
@@ -165,8 +164,8 @@ def _view_tiles(view: View, query: torch.Tensor) -> Iterator[Tile]:
 
 
 def _groups(tiles: Iterable[Tile], rows: int) -> Iterator[list[Tile]]:
-    """Neighbouring tiles whose scores are taken at once: of few rows a KV head, one that is packed at most, and dense
-    ones of a tile's tokens."""
+    """Group neighbouring tiles whose scores are computed together: with few rows a KV head, at most one packed tile and
+    `TILE_TOKENS` dense tokens."""
     if rows > FEW_QUERIES:
         yield from ([tile] for tile in tiles)
         return
@@ -197,7 +196,7 @@ def dequantize(config: TurboQuantConfig, blocks: PackedBlocks, keys: torch.Tenso
 # Its loops and shapes follow the length: traced, every few steps would compile anew.
 @torch.compiler.disable
 def attend(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
-    """Attention of the newest S tokens `[B, Hq, S, Dk]` over everything in `view`; arguments as for `attend_dense`."""
+    """Attention of the newest S tokens `[B, Hq, S, Dk]` over all tokens of `view`; arguments as for `attend_dense`."""
     heads = view.tensors.sinks[0].shape[1]
     return _attend(query, lambda grouped: _view_tiles(view, grouped), heads, view.length, mask, options)
 
@@ -211,8 +210,8 @@ def attend_dense(
         query: `[B, Hq, S, Dk]`; row i is the query of position T - S + i.
         key: `[B, Hkv, T, Dk]`.
         value: `[B, Hkv, T, Dv]`.
-        mask: `[B or 1, 1 or Hq, S, >= T]` bool (True attends) or float (added to the logits). `None` is as
-            `options.causal` says.
+        mask: `[B or 1, 1 or Hq, S, >= T]` bool (True attends) or float (added to the logits). With `None`,
+            `options.causal` decides.
         options: Any.
 
     Returns:
@@ -276,7 +275,7 @@ def _attend(
 
 
 def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """`[B, 1 or Hq, S, T]` to a shape that broadcasts with `[B, Hkv, G, S, T]`."""
+    """Reshape `[B, 1 or Hq, S, T]` to broadcast with `[B, Hkv, G, S, T]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (kv_heads, -1))
 
 
@@ -290,7 +289,7 @@ def attend_buffer(
         keys: `[B, Hkv, T, Dk]`.
         values: `[B, Hkv, T, Dv]`.
         mask: `[B or 1, 1 or Hq, S or 1, >= T]`, bool or additive, or `None` (see `options.causal`).
-        options: Those that `supports_sdpa`.
+        options: Options of `supports_sdpa`.
 
     Returns:
         `[B, S, Hq, Dv]`. Rows that may attend to nothing are 0.
@@ -309,8 +308,8 @@ def attend_buffer(
             query, keys, values, attn_mask=mask, scale=options.scaling, enable_gqa=grouped
         )
         return out.transpose(1, 2)
-    # A KV head at a time, seen by each of its queries: the fused kernel for wider heads takes no groups, and without
-    # one all scores would be held.
+    # One KV head at a time, expanded to its queries: the fused kernel for wider heads takes no groups, and without it
+    # all scores would be held.
     groups, parts = query.shape[1] // kv_heads, []
     for head in range(kv_heads):
         own = slice(head * groups, (head + 1) * groups)

@@ -1,9 +1,9 @@
-"""Packed blocks as attention reads them on a device without kernels: scores of keys, weighted sums of values.
+"""Packed blocks in torch, for devices without kernels: scores of keys, and weighted sums of values.
 
 With R the rotation and f the channel scales, a key is R^-1 (scale c + mean) / f, so with p = R (q / f), q . k = scale
-(p . c) + p . mean: the query is rotated, the history never is. Values likewise: sum w R^-1 (scale c) / f = R^-1 (sum (w
-scale) c) / f, rotated back once a tile. Scales multiply scores and weights, of which a head has one a token, and not
-the levels, of which it has D.
+(p . c) + p . mean: the query is rotated, the history never is. For values, sum w R^-1 (scale c) / f = R^-1 (sum (w
+scale) c) / f, rotated back once a tile. Scales multiply scores and weights, one number per token and head, and not the
+levels, D numbers.
 
 Words become levels by table lookup (bit layout in `tq_hf.codec.packing`). A few integer operations on whole int32
 words arrange the bits so that each 16-bit half of a word is an index of four codes, and one `index_select` gives their
@@ -12,9 +12,9 @@ a 1-d `index_select` of single elements is the fastest gather of ATen.
 
     4 bits  magnitudes of codes 0..3 are in the low half already; a delta swap (bits 3, 11 <-> 23, 31) brings their
             signs, and those of codes 4..7 to the other half
-    3 bits  signs likewise, for four quarters at once (bits 0, 2, .. 14 <-> 17, 19, .. 31); each quarter's nibbles,
-            which have the lower bit of the code before, are then joined by its signs
-    2 bits  the lower three bits of nibbles, the lowest of which is a bit of the code before and one of that before it
+    3 bits  the same swap for four quarters at once (bits 0, 2, .. 14 <-> 17, 19, .. 31); each quarter's nibbles, which
+            have the lower bit of the code before, are then joined by its signs
+    2 bits  the lower three bits of nibbles; the lowest combines a bit of the code before and one of the code before it
     8 bits  no table: shifted and masked, the two planes of a word are fp16 numbers
 
 Levels come in the order of the words, which is not that of the tokens (`key_levels`, `value_levels`); a caller
@@ -44,7 +44,7 @@ Take = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """Scratch of a name, shape and dtype, valid until the next of that name."""
 
 _SIGN_BITS = (7, 15, 3, 11)
-"""Where an index has the signs of its four nibbles at 3 and 4 bits."""
+"""Positions of the signs of an index's four nibbles at 3 and 4 bits."""
 
 
 @cached_table
@@ -79,7 +79,7 @@ def _nibble_indices(words: torch.Tensor, out: torch.Tensor) -> None:
 
 
 _LOWER_THREE = 0x77777777
-"""Of each nibble."""
+"""Mask of the lower three bits of each nibble."""
 
 
 def _crumb_indices(words: torch.Tensor, bits: int, out: torch.Tensor) -> None:
@@ -184,7 +184,8 @@ def value_order(by_token: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 FEW_QUERIES = 16
-"""Up to so many rows a KV head, queries are arranged as key levels are (four times the products); beyond, keys are."""
+"""Most rows per KV head for which queries are permuted to the order of key levels (four times the products); with more
+rows, keys are permuted."""
 
 
 def rotated(query: torch.Tensor, view: View) -> torch.Tensor:
@@ -202,23 +203,23 @@ def _of_heads(factor: torch.Tensor) -> torch.Tensor:
 
 @cached_table
 def _planes(device: torch.device) -> torch.Tensor:
-    """Which plane a row is for, `[4, 1, 4, 1]`."""
+    """One-hot plane of each row, `[4, 1, 4, 1]`."""
     return torch.eye(PLANES, device=device).view(PLANES, 1, PLANES, 1)
 
 
 @dataclass
 class PackedTile:
-    """Some packed blocks of all heads; N heads in all, B * Hkv.
+    """Some packed blocks of all N = B * Hkv heads.
 
     Args:
         position: Position of the first token.
         query: Rotated queries `[N, G, S, Dk padded]` float32, scaled.
-        config: What the blocks were encoded with.
-        blocks: n blocks, all of which are read.
-        value_dim: Channels of a value, without padding.
-        take: Makes scratch; what it gives must last until the tile is done with.
-        products: In what many queries weigh values: bfloat16 where the model has it and the processor multiplies it
-            several times as fast, else float32.
+        config: Configuration of the blocks.
+        blocks: n blocks, all read.
+        value_dim: Number of channels of a value, without padding.
+        take: Function that makes scratch, valid as long as the tile is used.
+        products: Dtype of the products of many queries' weights with values: bfloat16 where the model has it and the
+            processor multiplies it several times as fast, else float32.
     """
 
     position: int
@@ -231,7 +232,7 @@ class PackedTile:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the tile."""
+        """Number of tokens."""
         return self.blocks.capacity * self.blocks.layout.tokens
 
     @property
@@ -325,7 +326,7 @@ def dequantize(
 
     Args:
         config: Seed of the rotation.
-        blocks: Blocks, all of which are read, few enough to be a tile.
+        blocks: Blocks of one tile, all read.
         keys: `[B, Hkv, N * 128, Dk]`, written in its own dtype.
         values: `[B, Hkv, N * 128, Dv]`, likewise.
         take: Makes scratch.

@@ -1,4 +1,4 @@
-"""The Triton kernels of `tq_kernels`, called with what this package holds. Only `ops` calls it."""
+"""Calls of the Triton kernels of `tq_kernels` with the tensors of this package. Only `ops` imports this module."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if HAS_TRITON:
 R = TypeVar("R")
 
 MAX_QUERIES = 16
-"""Queries a sequence that the decode kernel takes whatever the history; more are the business of prefill."""
+"""Most queries per sequence that the decode kernel takes whatever the history; kernels of prefill take more."""
 MAX_SHORT_QUERIES, MAX_SHORT_SCORES = 64, 1 << 18
-"""Over a short history it takes up to so many, as long as queries times tokens stay within the second number
-(measured on an H200: 64 on 4k tokens take 54 us here and 85 us in the prefix kernel; 32 on 32k 115 and 86 us)."""
+"""Most queries per sequence, and most queries times tokens, of the decode kernel over a short history (measured on an
+H200: 64 queries on 4k tokens take 54 us here and 85 us in the prefix kernel; 32 on 32k 115 and 86 us)."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -54,7 +54,7 @@ def supports_states(tensor: torch.Tensor) -> bool:
 
 
 def once_per_layer(make: Callable[[LayerTensors], R]) -> Callable[[LayerTensors], R]:
-    """Decorate what makes a launch for a layer's tensors: it is made once."""
+    """Decorate a function that makes a launch for a layer's tensors, so that it is made once."""
     name = make.__name__
 
     @wraps(make)
@@ -93,8 +93,7 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 
 
 def launching_on(states: torch.Tensor) -> AbstractContextManager:
-    """The device of these states: Triton launches on the current one, and layers of a model spread over several GPUs
-    are not on it."""
+    """Make the device of `states` current: Triton launches there, and layers spread over several GPUs are elsewhere."""
     away = states.is_cuda and states.device.index != current_device()
     return torch.cuda.device(states.device) if away else nullcontext()
 
@@ -138,14 +137,14 @@ def rotations(
 
 @lru_cache
 def prepare(config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> None:
-    """Make the tables that kernels read for such states: made inside a captured graph, they would live in it."""
+    """Make the tables that kernels read: made inside a captured graph, they would live in its memory."""
     if supports_blocks(torch.empty(0, dtype=dtype, device=device), layout):
         for dtype in (torch.float32, torch.float16):
             rotations(config, layout, device, dtype)
 
 
 def supports_prompt(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether a kernel stores what stays dense of these states, and finds the channel scales of their channels."""
+    """Whether a kernel stores the dense rows of a prompt and computes its channel scales."""
     some = 0 < keys.shape[0] * keys.shape[1] < 1 << 16  # programs of a grid's second axis
     return some and supports_states(keys) and max(keys.shape[-1], values.shape[-1]) <= target(keys.device).widest_head
 
@@ -265,7 +264,7 @@ def supports_reorder(tensors: LayerTensors) -> bool:
 
 @explains_failures
 def reorder(tensors: LayerTensors, sources: torch.Tensor) -> None:
-    """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors that it `supports_reorder`."""
+    """`tq_hf.ops.dispatch.reorder` on the GPU, for tensors of `supports_reorder`."""
     _reorder_launch(tensors)(sources.contiguous())
 
 
@@ -284,8 +283,8 @@ def _append_launch(tensors: LayerTensors, counts: DeviceCounts, max_cache_len: i
 def supports_attend_dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
-    """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, which
-    makes kernels of its own."""
+    """Whether the kernel of dense states computes this call: without gradients, and not while a graph is traced, whose
+    compiler makes its own kernels."""
     if torch.compiler.is_compiling() or not supports_states(query) or not supports_mask(mask, options):
         return False
     traced = torch.is_grad_enabled() and any(states.requires_grad for states in (query, keys, values))
@@ -295,8 +294,8 @@ def supports_attend_dense(
 def supports_attend_dequantized(
     query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
 ) -> bool:
-    """Whether the kernels that dequantize and that attend to dense states compute this call together, and sdpa has no
-    flash attention for it: of heads wider than 256, capped logits or learned sinks."""
+    """Whether kernels dequantize and attend to dense states here, and sdpa has no flash attention for it: heads
+    wider than 256, capped logits or learned sinks."""
     layout, sinks = view.tensors.layout, view.tensors.sinks
     slow = max(layout.key_dim, layout.value_dim) > backend.MAX_FLASH_DIM or not options.only_scales()
     return slow and supports_blocks(query, layout) and supports_attend_dense(query, *sinks, mask, options)
@@ -336,7 +335,7 @@ def append_token(
 def attend_token(query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions) -> torch.Tensor:
     """`tq_hf.ops.dispatch.attend_token` on the GPU.
 
-    Scratch of a captured or compiled step is of the call alone: in a captured graph it comes from the graph's own
+    A captured or compiled step allocates its scratch per call: in a captured graph it comes from the graph's own
     memory, where one layer's is free again for the next (`tq_hf.ops.workspace` says why not from a workspace).
     """
     tensors, counts, max_cache_len, past, pending, _ = view

@@ -1,8 +1,8 @@
 """`tq_hf.ops.dispatch.paged_step` on the GPU: kernels that read lengths and tables on the device.
 
 The host knows shapes only, so a step can be captured as a CUDA graph and replayed. Scratch of a graph comes from the
-graph's own memory, where one layer's is free again for the next; that of other steps from the caller's workspace, which
-`step_scratch_bytes` is the most for.
+graph's own memory, where one layer's is free again for the next. Other steps take at most `step_scratch_bytes` from the
+caller's workspace.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ def widest_paged_head(device: torch.device) -> int | None:
 
 
 def supports_paged_step(query: torch.Tensor, key: torch.Tensor, pages: LayerPages) -> bool:
-    """Whether kernels compute steps of a layer, but for the attention of prompts where not `supports_paged_prompts`:
-    its heads, dtypes and device, and rows of whole 16 bytes."""
+    """Whether kernels compute steps of a layer: rows of whole 16 bytes, and supported heads, dtypes and device.
+    Attention of prompts also needs `supports_paged_prompts`."""
     return (
         pages.blocks is None
-        and supports_paged_decode(query, pages.config, pages.layout)
+        and supports_paged_decode(query, pages.layout)
         and blocks.supports_states(key)
         and key.dtype == pages.tensors.rows.dtype
     )
 
 
-def supports_paged_decode(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
-    """Whether kernels compute the decode steps of a model with such states, which then ask the device for nothing and
-    can be captured in a CUDA graph."""
+def supports_paged_decode(states: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels compute decode steps for these states, without waiting for the device: they can be captured."""
     return layout.key_dim % 8 == 0 and blocks.supports_blocks(states, layout)
 
 
-def supports_paged_prompts(states: torch.Tensor, config: TurboQuantConfig, layout: BlockLayout) -> bool:
-    """Whether kernels attend from the prompts of a model with such states; else torch does, from a copy of what their
-    request has cached."""
-    able = supports_paged_decode(states, config, layout)
+def supports_paged_prompts(states: torch.Tensor, layout: BlockLayout) -> bool:
+    """Whether kernels attend from prompts with these states; otherwise torch does, from a copy of the pages."""
+    able = supports_paged_decode(states, layout)
     return able and prefix_takes(layout.key_dim, layout.key_dim, states.device)
 
 
 def decode_scratch_bytes(
     requests: int, heads: tuple[int, int], config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
 ) -> int:
-    """Bytes of scratch of a decode step of so many requests, with query and KV `heads` whose states are `like` these;
-    what its captured graph holds for good. 0 without kernels."""
-    if not supports_paged_decode(like, config, layout):
+    """Bytes of scratch of a decode step of `requests` sequences, held by its captured graph. 0 without kernels.
+
+    `heads` are the numbers of query and KV heads; `like` has the dtype and device of the model's states.
+    """
+    if not supports_paged_decode(like, layout):
         return 0
     bits = (config.key_bits, config.value_bits)
     rows = ring_pages(config, layout, like.dtype) * rows_per_page(layout, like.dtype) + config.sink_tokens
@@ -77,9 +77,9 @@ def decode_scratch_bytes(
 def step_scratch_bytes(
     total: int, requests: int, heads: tuple[int, int], config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
 ) -> int:
-    """Bytes of scratch of a step of up to so many new tokens and requests, at most; as `decode_scratch_bytes`."""
+    """Most bytes of scratch of a step of `total` new tokens of `requests` sequences; see `decode_scratch_bytes`."""
     most = decode_scratch_bytes(requests, heads, config, layout, like)
-    if supports_paged_prompts(like, config, layout):
+    if supports_paged_prompts(like, layout):
         bits, on = (config.key_bits, config.value_bits), target(like.device)
         most = max(most, many_scratch_bytes(total, requests, heads, layout.key_dim, bits, on))
     return most
@@ -88,9 +88,9 @@ def step_scratch_bytes(
 def prompt_buffer_bytes(
     length: int, heads: tuple[int, int], config: TurboQuantConfig, layout: BlockLayout, like: torch.Tensor
 ) -> int:
-    """Bytes of the copy, packed and dense, from which torch attends to a request of `length` tokens where kernels do
-    the rest; as `decode_scratch_bytes`."""
-    if not supports_paged_decode(like, config, layout) or supports_paged_prompts(like, config, layout):
+    """Bytes of the copy, packed and dense, from which torch attends to a request of `length` tokens, if kernels compute
+    all but prompts; see `decode_scratch_bytes`."""
+    if not supports_paged_decode(like, layout) or supports_paged_prompts(like, layout):
         return 0
     states = (layout.key_dim + layout.value_dim) * like.element_size()
     return heads[1] * length * (states + layout.slot_bytes)
@@ -118,12 +118,12 @@ def paged_step(
     """See `tq_hf.ops.dispatch.paged_step`, for steps that `supports_paged_step`.
 
     Args:
-        attend_prompts: Writes what prompts attend to to `[T, Hq, D]`, where not `supports_paged_prompts`.
+        attend_prompts: Writes the attention of prompts to `[T, Hq, D]`, where not `supports_paged_prompts`.
     """
     config, layout, device = pages.config, pages.layout, query.device
     total, count = query.shape[0], sequences.cu_seqlens_q.shape[0] - 1
     single = sequences.max_q == 1
-    # The kernels of decode write every row if they can tell which belongs to nobody.
+    # The kernels of decode write every row if they can tell padding tokens.
     fill = single and total >= count
     out = query.new_empty(query.shape) if fill and total == count else query.new_zeros(query.shape)
     if total == 0:
@@ -145,8 +145,7 @@ def paged_step(
 
 
 def supports_attend_windows(query: torch.Tensor, key: torch.Tensor, windows: LayerWindows) -> bool:
-    """Whether a kernel computes what requests with one new token read of their windows. (In float32 and on Turing it is
-    torch.)"""
+    """Whether a kernel computes the attention of one new token over a window. (In float32 and on Turing torch does.)"""
     return blocks.supports_states(query) and key.dtype == windows.rows.dtype and takes_window_rows(query, key)
 
 
