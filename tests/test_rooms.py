@@ -77,7 +77,7 @@ BUDGETS = {
     },
     "tq_hf": {
         "tools": 2035,  # a sweep says how long it takes; requests are checked first; docstrings of arguments
-        "batching": 2120,  # which requests failed, and why; cancelled requests; docstrings of arguments
+        "batching": 2140,  # which requests failed, and why; cancelled requests; docstrings of arguments
         "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops; docstrings of arguments
         "saving": 965,  # layers that are uneven on purpose; docstrings, one idea a sentence
         "layers": 1465,  # rollback of uneven layers; lost gradients; assigned and written keys; a table of states

@@ -425,7 +425,7 @@ def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
-def memory_per_gpu(handler: type, gpus: int) -> dict[str, int]:
+def memory_per_gpu(handler: Any, gpus: int) -> dict[str, Any]:
     """Argument by which the paged cache's memory `handler` counts the activations of a step per GPU (from 5.24 on).
 
     Older versions count those of all `gpus`, so the pool gets fewer pages than would fit.

@@ -47,7 +47,7 @@ class TurboQuantMemory(PagedAttentionMemoryHandler):
     """
 
     def __init__(self, *args: Any, tp_size: int = 1, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, **memory_per_gpu(PagedAttentionMemoryHandler, tp_size))
+        super().__init__(*args, **(kwargs | memory_per_gpu(PagedAttentionMemoryHandler, tp_size)))
         self.num_attention_masks = 0
         self.kv_heads_at_peak = self.config.num_attention_heads // tp_size  # heads of the attention output
         self.scratch_bytes = 0
@@ -105,73 +105,11 @@ class TurboQuantPagedCache(PagedAttentionCache):
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
         """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
         divided = distributed_helper.tp_size if distributed_helper.are_kv_heads_tp_ed() else 1
-        kinds: dict[str, dict[str, Any]] = {}
-        for kind, layers in group_layers_by_attn_type(config).items():
-            of_layer = layer_config(config, layers[0])
-            heads = find_num_key_value_heads(of_layer)
-            if heads % divided:
-                raise ValueError(f"{heads} KV heads cannot be divided among {divided} GPUs.")
-            own = [layer for layer in layers if self.owners[layer] == layer]
-            shared = dict(cache_dtype=dtype, allow_block_sharing=self.allow_block_sharing, config=of_layer)
-            kinds[kind] = dict(num_key_value_heads=heads // divided, layer_indices=own, **shared)
-        full = kinds[FULL_ATTENTION]
-        allocator = TurboQuantAllocator(tq_config, channel_scales, index=0, page_size=BLOCK_TOKENS, **full)
-        self.allocator = allocator
-        self.cache_allocators = {FULL_ATTENTION: allocator}
-        self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
-        block_bytes = allocator.bytes_per_block
-        self.windows: WindowAllocator | None = None
-        self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
-        if SLIDING_ATTENTION in kinds:
-            windows = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
-            self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows
-            self.bytes_per_sector = windows.bytes_per_block
-            block_bytes += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
-            if self.max_blocks_per_request:
-                self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
-        by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
-        self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
-        self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK_TOKENS
-        self.memory = TurboQuantMemory(
-            # Take the config of the widest heads: their activations are the largest.
-            config=max((kind["config"] for kind in kinds.values()), key=find_head_dim),
-            cb_config=continuous_batching_config,
-            dtype=dtype,
-            bytes_per_sector=self.bytes_per_sector,
-            tokens_per_sector=self.tokens_per_sector,
-            bytes_per_block=block_bytes,
-            attn_types=list(self.cache_allocators),
-            model_supports_logits_to_keep=model_supports_logits_to_keep,
-            tp_size=divided,
+        self._make_allocators(tq_config, channel_scales, divided)
+        reserved = self._make_memory(
+            tq_config, continuous_batching_config, divided, model_supports_logits_to_keep, requests
         )
-        # transformers captures steps of 1, 2, 4, ... requests, up to this number.
-        most = continuous_batching_config.max_requests_per_batch or 1024
-        heads, of_full = allocator.num_key_value_heads, full["config"]
-        groups = of_full.num_attention_heads // find_num_key_value_heads(of_full)
-        like = torch.empty(0, dtype=dtype, device=device)
-        pages: Any = ((heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like)
-        tokens = continuous_batching_config.max_batch_tokens or self.memory._default_max_batch_tokens
-        reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
-        blocks = continuous_batching_config.num_blocks
-        lengths = [getattr(config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
-        lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
-        longest = min(filter(None, lengths), default=0)
-        self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved + prompt_buffer_bytes(longest, *pages)
-        if self.windows is not None:
-            self.memory.scratch_bytes += WINDOW_BYTES
-            self.memory.max_blocks_per_request = self.max_blocks_per_request
-        sizes = self.memory.infer_max_batch_tokens_and_num_sectors()
-        if distributed_helper.tp_size > 1:
-            least = torch.tensor(sizes, device=device, dtype=torch.int64)
-            distributed_helper.tp_all_reduce_min(least)
-            sizes = tuple(least.tolist())
-        self.max_batch_tokens, self.num_sectors = sizes
-        if requests is not None:
-            needed = self._sectors_of(requests.max_prompt_length + requests.max_generated_length)
-            # Add the share that the scheduler keeps free (0.15 by default), so that no request waits for it.
-            margin = continuous_batching_config.safety_margin
-            free = 0.15 if margin is None else min(margin, 0.99)
-            self.num_sectors = min(self.num_sectors, ceil(requests.num_requests * needed / (1 - free)))
+        self.max_batch_tokens, self.num_sectors = self._sizes(continuous_batching_config, distributed_helper, requests)
         self.scratch = Workspace(device)
         """Scratch of steps that are not captured. The engine runs all of them on one stream."""
         self.scratch.reserve({SCRATCH: Scratch((reserved,), torch.uint8)})
@@ -183,15 +121,110 @@ class TurboQuantPagedCache(PagedAttentionCache):
         for each in self.cache_allocators.values():
             each.register_cache_tensor(self.bytes_per_sector, data_bytes, self.cache_tensor, self.pool)
         # A shared prefix would need the windows at its end, and windows are not shared (as in transformers).
-        self.use_prefix_sharing = allocator.use_block_sharing and self.windows is None
-        self.num_blocks = data_bytes // block_bytes
+        self.use_prefix_sharing = self.allocator.use_block_sharing and self.windows is None
+        self.num_blocks = data_bytes // self.bytes_per_block
         self.read_cache_limit = None
-        self.max_tokens_read = BLOCK_TOKENS * allocator.num_blocks
+        self.max_tokens_read = BLOCK_TOKENS * self.allocator.num_blocks
         self._sequences: Sequences | None = None
         self._window_step: WindowStep | None = None
         self._latest_layer = 0
         self.before_layer: Callable[[], None] = lambda: None
         """Function called before each layer of a step. An exception of it fails the step."""
+
+    def _make_allocators(
+        self, tq_config: TurboQuantConfig, channel_scales: dict[int, ChannelScales], divided: int
+    ) -> None:
+        """Make the allocator of full-attention layers, and that of sliding layers if there are any.
+
+        `divided` is the number of GPUs that KV heads are divided among.
+        """
+        kinds: dict[str, dict[str, Any]] = {}
+        for kind, layers in group_layers_by_attn_type(self.config).items():
+            of_layer = layer_config(self.config, layers[0])
+            heads = find_num_key_value_heads(of_layer)
+            if heads % divided:
+                raise ValueError(f"{heads} KV heads cannot be divided among {divided} GPUs.")
+            own = [layer for layer in layers if self.owners[layer] == layer]
+            shared = dict(cache_dtype=self.dtype, allow_block_sharing=self.allow_block_sharing, config=of_layer)
+            kinds[kind] = dict(num_key_value_heads=heads // divided, layer_indices=own, **shared)
+        self.kind_configs = {kind: each["config"] for kind, each in kinds.items()}
+        """Config of a layer, by kind."""
+        full = kinds[FULL_ATTENTION]
+        allocator = TurboQuantAllocator(tq_config, channel_scales, index=0, page_size=BLOCK_TOKENS, **full)
+        self.allocator = allocator
+        self.cache_allocators = {FULL_ATTENTION: allocator}
+        self.bytes_per_sector = lcm(allocator.bytes_per_block, 128)
+        self.bytes_per_block = allocator.bytes_per_block
+        """Bytes of `BLOCK_TOKENS` tokens in all layers."""
+        self.windows: WindowAllocator | None = None
+        self.max_decode_fast_path_length = allocator.shape.longest(self.max_blocks_per_request)
+        if SLIDING_ATTENTION in kinds:
+            windows = WindowAllocator(self.bytes_per_sector, index=1, **kinds[SLIDING_ATTENTION])
+            self.windows = self.cache_allocators[SLIDING_ATTENTION] = windows
+            self.bytes_per_sector = windows.bytes_per_block
+            self.bytes_per_block += ceil(windows.bytes_per_block * BLOCK_TOKENS / windows.tokens_per_page)
+            if self.max_blocks_per_request:
+                self.max_blocks_per_request = max(self.max_blocks_per_request, windows.pages_of(windows.sliding_window))
+        by_owner = {layer: each for each in self.cache_allocators.values() for layer in each.layer_indices}
+        self.layer_to_allocator = {layer: by_owner[owner] for layer, owner in self.owners.items()}
+
+    def _make_memory(
+        self,
+        tq_config: TurboQuantConfig,
+        options: ContinuousBatchingConfig,
+        divided: int,
+        model_supports_logits_to_keep: bool,
+        requests: WorkloadHints | None,
+    ) -> int:
+        """Make the calculation of what fits into memory. Returns the bytes of scratch of the largest step."""
+        allocator = self.allocator
+        self.tokens_per_sector = self.bytes_per_sector // allocator.bytes_per_block * BLOCK_TOKENS
+        self.memory = TurboQuantMemory(
+            # Take the config of the widest heads: their activations are the largest.
+            config=max(self.kind_configs.values(), key=find_head_dim),
+            cb_config=options,
+            dtype=self.dtype,
+            bytes_per_sector=self.bytes_per_sector,
+            tokens_per_sector=self.tokens_per_sector,
+            bytes_per_block=self.bytes_per_block,
+            attn_types=list(self.cache_allocators),
+            model_supports_logits_to_keep=model_supports_logits_to_keep,
+            tp_size=divided,
+        )
+        # transformers captures steps of 1, 2, 4, ... requests, up to this number.
+        most = options.max_requests_per_batch or 1024
+        heads, of_full = allocator.num_key_value_heads, self.kind_configs[FULL_ATTENTION]
+        groups = of_full.num_attention_heads // find_num_key_value_heads(of_full)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        pages: Any = ((heads * groups, heads), tq_config, tq_config.layout(allocator.head_dim), like)
+        tokens = options.max_batch_tokens or self.memory._default_max_batch_tokens
+        reserved = step_scratch_bytes(tokens, min(most, tokens), *pages)
+        blocks = options.num_blocks
+        lengths = [getattr(self.config, "max_position_embeddings", None), blocks and blocks * BLOCK_TOKENS]
+        lengths += [] if requests is None else [requests.max_prompt_length + requests.max_generated_length]
+        longest = min(filter(None, lengths), default=0)
+        self.memory.scratch_bytes = decode_scratch_bytes(most, *pages) + reserved + prompt_buffer_bytes(longest, *pages)
+        if self.windows is not None:
+            self.memory.scratch_bytes += WINDOW_BYTES
+            self.memory.max_blocks_per_request = self.max_blocks_per_request
+        return reserved
+
+    def _sizes(
+        self, options: ContinuousBatchingConfig, distributed_helper: DistributedHelper, requests: WorkloadHints | None
+    ) -> tuple[int, int]:
+        """Most tokens of a step and number of sectors: those that fit on every GPU, limited to all `requests`."""
+        sizes = self.memory.infer_max_batch_tokens_and_num_sectors()
+        if distributed_helper.tp_size > 1:
+            least = torch.tensor(sizes, device=self.device, dtype=torch.int64)
+            distributed_helper.tp_all_reduce_min(least)
+            sizes = tuple(least.tolist())
+        max_batch_tokens, num_sectors = sizes
+        if requests is not None:
+            needed = self._sectors_of(requests.max_prompt_length + requests.max_generated_length)
+            # Add the share that the scheduler keeps free (0.15 by default), so that no request waits for it.
+            free = 0.15 if options.safety_margin is None else min(options.safety_margin, 0.99)
+            num_sectors = min(num_sectors, ceil(requests.num_requests * needed / (1 - free)))
+        return max_batch_tokens, num_sectors
 
     def _sectors_of(self, length: int) -> int:
         """Number of sectors of a single request of `length` tokens."""
