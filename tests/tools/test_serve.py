@@ -302,6 +302,7 @@ def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..
         for name, (path, body, _) in MISTAKES.items():
             found[name] = client.post(f"/v1/{path}", json=body)
         found["no json"] = client.post("/v1/completions", content="x")
+        found["metrics"] = client.get("/metrics")
         found["after"] = client.post("/v1/chat/completions", json=chat(**neutral))
         text = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
         found["parts"] = client.post("/v1/chat/completions", json=chat(messages=text))
@@ -313,7 +314,8 @@ def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..
         error = found[name].json()["error"]
         assert words in error["message"] and error["type"] == "invalid_request_error", name
     assert found["no json"].status_code == 400 and found["no json"].json()["error"]["message"]
-    for name in ("after", "parts", "input"):
+    assert 'tq_hf_requests_total{status="finished"}' in found["metrics"].text
+    for name in ("metrics", "after", "parts", "input"):
         assert found[name].status_code == 200, found[name].text
 
 

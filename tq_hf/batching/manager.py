@@ -415,6 +415,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             if computed and computed <= self._cancelled:
                 raise StepAbandoned
 
+    def metrics(self) -> str:
+        """Return requests, tokens, pages and times in the text format of Prometheus."""
+        return self.output_router.metrics.text(self)
+
     def sleep(self) -> int:
         """Free pages and graphs; see `TurboQuantBatching.sleep`."""
         if self.is_running():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 
 from .checks import new_tokens
+from .metrics import Metrics
 from .options import RequestOptions
 from .processors import OPTIONS, TokenLogprobs
 
@@ -74,6 +76,7 @@ class TurboQuantRequest(RequestState):
     """transformers' state of a request, with the stop strings and log-probabilities that its options ask for."""
 
     detokenizer: Detokenizer | None = None
+    first_token_time: float | None = None
     top_logprobs: list[TokenLogprobs]
 
     @classmethod
@@ -90,6 +93,7 @@ class TurboQuantRequest(RequestState):
 
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
         """Add a token. An answer also ends with a stop string."""
+        self.first_token_time = self.first_token_time or time.perf_counter()
         if super().update_and_check_completion(token_id, logprob):
             return True
         if self.options and self.options.stop_strings and self.status == RequestStatus.DECODING:
@@ -105,6 +109,7 @@ class TurboQuantRequest(RequestState):
         """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities."""
         output: Any = super().to_generation_output()
         asked = self.options is not None and self.options.top_logprobs is not None
+        output.first_token_time = self.first_token_time
         output.top_logprobs = self.top_logprobs[: len(output.generated_tokens)] if asked else None
         return output
 
@@ -113,7 +118,7 @@ class TurboQuantRequest(RequestState):
         state = super().create_equivalent_initial_request()
         self.of(state, self.detokenizer)
         assert isinstance(state, TurboQuantRequest)
-        state.top_logprobs = self.top_logprobs[:]
+        state.top_logprobs, state.first_token_time = self.top_logprobs[:], self.first_token_time
         return state
 
 
@@ -128,6 +133,7 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
 
     class CheckedScheduler(base):
         detokenizer: Detokenizer | None = None
+        number_cancelled = 0
         passed: str | None = None
         """Id of a waiting request that a later one has passed."""
 
@@ -135,6 +141,11 @@ def scheduler_class(name: str) -> Callable[..., Scheduler]:
             if (state := self.waiting_requests.get(self.passed)) is not None:
                 return [state]
             return super()._get_waiting_candidates()
+
+        def clear_cancelled_requests(self) -> list[RequestState]:
+            cancelled = super().clear_cancelled_requests()
+            self.number_cancelled += len(cancelled)
+            return cancelled
 
         def schedule_batch(self, *budgets: int) -> Any:
             order = [] if self.block_new_requests else [each.request_id for each in self._get_waiting_candidates()]
@@ -167,6 +178,7 @@ class AnswerRouter(OutputRouter):
     def __init__(self) -> None:
         super().__init__()
         self._open: set[str] = set()
+        self.metrics = Metrics()
 
     def claim(self, request_id: str) -> str:
         """Return `request_id`, with a number appended if a request of that id is not answered yet."""
@@ -187,6 +199,7 @@ class AnswerRouter(OutputRouter):
         for output in outputs:
             if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
                 self.release(output.request_id)
+                self.metrics.observe(output)
 
     def _is_awaited(self, output: GenerationOutput) -> bool:
         """Whether an output can be delivered: not after its event loop has closed (a server that shuts down)."""

@@ -255,6 +255,15 @@ class TurboQuantServer(Serve):
         app.add_middleware(UniqueRequestIds)
         app.add_middleware(CancelOnDisconnect)
 
+        from starlette.responses import PlainTextResponse
+
+        @app.get("/metrics")
+        def metrics() -> Any:
+            manager = self._manager()
+            return PlainTextResponse(
+                "" if manager is None else manager.metrics(), media_type="text/plain; version=0.0.4"
+            )
+
         @app.exception_handler(ValueError)
         @app.exception_handler(TypeError)
         @app.exception_handler(RequestValidationError)
