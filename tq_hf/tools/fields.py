@@ -111,10 +111,8 @@ ENDPOINTS: dict[str, dict[str, Rule]] = {
 """Each field of OpenAI's requests and of transformers' server, by endpoint."""
 
 
-def _is_neutral(name: str, value: Any, rule: Rule) -> bool:
+def _is_neutral(value: Any, rule: Rule) -> bool:
     """Whether a value of a refused field has no effect."""
-    if name in ("tool_choice",) and value == "none":
-        return False
     return value is None or any(type(value) is type(each) and value == each for each in rule.neutral)
 
 
@@ -128,7 +126,7 @@ def check_fields(body: dict[str, Any], endpoint: str, has_tools: bool) -> None:
     """
     for name, rule in ENDPOINTS[endpoint].items():
         value = body.get(name)
-        if rule.kind == "refused" and not _is_neutral(name, value, rule):
+        if rule.kind == "refused" and not _is_neutral(value, rule):
             verb = "asks for" if name in ("response_format", "text") else "is"
             raise ValueError(f"`{name}` {verb} {value!r}, and {rule.note}. Leave it out.")
     for name in LIMITS:
@@ -140,7 +138,9 @@ def check_fields(body: dict[str, Any], endpoint: str, has_tools: bool) -> None:
     if body.get("tools") and not has_tools:
         raise ValueError("The request has `tools`, and the chat template of this model has no place for them.")
     number = body.get("n")
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 128):
+    if number is not None and (
+        isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_ANSWERS
+    ):
         raise ValueError(f"`n` is {number!r}; it must be a whole number, 1 to {MOST_ANSWERS}.")
     if body.get("stream"):
         for name, neutral in (("n", 1), ("logprobs", False)):
