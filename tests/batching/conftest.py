@@ -11,6 +11,7 @@ import torch
 from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner, offloading_manager
 
 from tests.support.batching_cases import Stream
+from tq_hf.batching import runner
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def asynchronous(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
     monkeypatch.setattr(input_outputs, "create_device_stream", lambda device: Stream())
     monkeypatch.setattr(torch, "Event", lambda *args, **kwargs: SimpleNamespace(synchronize=lambda: None))
-    for module in (input_outputs, model_runner, offloading_manager, continuous_api):
+    for module in (input_outputs, model_runner, offloading_manager, continuous_api, runner):
         monkeypatch.setattr(module, "stream_context", lambda stream: contextlib.nullcontext())
     return dict(use_async_batching=True)
 

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching import model_runner
 from tests.support.batching_cases import Session, agreement, greedy, model_of, prompts
 from tests.support.recorded_graph import record_graphs
 from tq_hf import TurboQuantCache, compat, graph_decoding
-from tq_hf.batching import manager
+from tq_hf.batching import manager, runner
 from tq_hf.compat import as_input
 from tq_hf.graph_decoding import loop as graph_loop
 
@@ -72,14 +72,14 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     monkeypatch.setattr(model_runner, "memory_pool_context", lambda pool: nullcontext())
     monkeypatch.setattr(model_runner, "create_accelerator_graph", lambda: None)
     monkeypatch.setattr(model_runner, "accelerator_graph_capture_context", capture)
-    monkeypatch.setattr(manager, "ending_failed_capture", capture.ended)
+    monkeypatch.setattr(runner, "ending_failed_capture", capture.ended)
     return capture
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(manager.logger, "warning_once", said.append)
+    monkeypatch.setattr(runner.logger, "warning_once", said.append)
     return said
 
 

@@ -34,6 +34,7 @@ from tests.support.batching_cases import (
     take_scratch,
 )
 from tq_hf import TurboQuantBatching
+from tq_hf.batching import requests
 from tq_hf.batching.manager import TurboQuantBatchProcessor, WakeUp
 from tq_hf.batching.requests import scheduler_class
 from tq_hf.compat import as_input
@@ -152,10 +153,8 @@ def test_forks_of_prompts_whose_last_token_alone_is_not_held(batching: TurboQuan
             if len(result.generated_tokens) == 5:
                 break
         with manager.pause():
-            manager.num_return_sequences = 3
             for _ in range(5):
-                manager.add_request(held, max_new_tokens=4)
-            manager.num_return_sequences = 1
+                manager.add_request(held, max_new_tokens=4, num_return_sequences=3)
         found = {}
         while len(found) < 9 + 5 * 3:
             result = manager.get_result()
@@ -218,6 +217,31 @@ def test_shorter_prompts_go_first_until_a_longer_one_has_waited_its_time() -> No
     order = [state.request_id for state in scheduler._get_waiting_candidates()]
     # The long one may be passed for four seconds; what is on the CPU has every other turn, as in transformers.
     assert order == ["offloaded", "short", "same", "long", "late"]
+
+
+@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first", "shortest_first"])
+def test_a_long_prompt_is_not_starved_by_shorter_ones(
+    batching: TurboQuantBatching, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five of the shorter ones fill the pool at any time: 17 pages each of 88. The long one needs 22, which are never
+    free while a shorter one begins as soon as another ends."""
+    monkeypatch.setattr(requests, "PATIENCE", 1e-9)  # the order of arrival
+    shorter, (long,) = prompts([60] * 45, seed=4), prompts([700])
+    changes = dict(num_blocks=88, max_batch_tokens=700, safety_margin=0.0, allow_block_sharing=False)
+    with batching.continuous_batching_context_manager(
+        greedy(4), continuous_batching_config=options(scheduler_type=scheduler, **changes)
+    ) as manager:
+        with manager.pause():
+            for i, prompt in enumerate(shorter[:5]):
+                manager.add_request(prompt, max_new_tokens=5 + 2 * i)
+            name = manager.add_request(long)
+            for i, prompt in enumerate(shorter[5:]):
+                manager.add_request(prompt, max_new_tokens=5 + 3 * (i % 5))
+        order = [manager.get_result(timeout=60) for _ in range(46)]
+    assert all(each.error is None for each in order)
+    (at,) = [i for i, each in enumerate(order) if each.request_id == name]
+    assert at < 12
+    assert order[at].generated_tokens == expected(batching, long, 4)
 
 
 def test_most_have_their_first_token_earlier_if_shorter_prompts_go_first(batching: TurboQuantBatching) -> None:

@@ -82,10 +82,9 @@ def soak(count: int, model: PreTrainedModel, blocks: int, monkeypatch: pytest.Mo
             prompt = [chance.randrange(128) for _ in range(length)]
             if not burst and chance.random() < 0.4:
                 prompt = chance.choice(prefixes) + prompt
-            manager.num_return_sequences = forks = 1 if burst else chance.choice([1] * 7 + [3])
-            name = manager.add_request(
-                prompt, max_new_tokens=chance.randrange(30, 60) if burst else chance.randrange(1, 40)
-            )
+            forks = 1 if burst else chance.choice([1] * 7 + [3])
+            new = chance.randrange(30, 60) if burst else chance.randrange(1, 40)
+            name = manager.add_request(prompt, max_new_tokens=new, num_return_sequences=forks)
             for each in [name, *(f"{name}__child#{i}" for i in range(forks - 1))]:
                 asked[each], open_[each] = prompt, forks > 1
             alone = [each for each, related in open_.items() if not related]

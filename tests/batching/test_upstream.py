@@ -18,7 +18,7 @@ those of `generate()` on a cache that encodes as pages do; a page of 32 tokens i
 | `flash_attn_with_kvcache_parity`, `decode_fast_path_wide_batch_parity` (tables against lists) | pass |
 | `switch_to_cb_friendly_attn` | passes for the name `turboquant_paged`, which is the only one |
 | `prefix_sharing` | blocks match; the second answer is of a prefix read packed, as of a prompt in two chunks |
-| `history_dependent_logits_processor` | fails as in transformers 5.23, which drops or breaks them, too |
+| `history_dependent_logits_processor` | those of `FIELDS` are applied (`test_options.py`), others refused |
 | `memory_prediction` (attention masks and keys read back, which there are none of) | `test_pool_size.py` instead |
 | `memory_footprint_respects_max_memory_percent`, `cuda_graph_capture_on_non_default_device` | need GPUs |
 | `ContinuousBatchingTensorParallelTest` | need two GPUs; `test_ranks.py` has parity over two processes |
@@ -45,6 +45,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import RequestState
 
 READ: dict[Any, dict[str, tuple[str, str]]] = {
     PagedAttentionCache: {
@@ -79,6 +80,7 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
     ContinuousBatchingManager: {
         "_create_batch_processor": ("cc0fca82818d", "copied: batching/manager.py"),
         "switch_to_cb_friendly_attn": ("dbb1a528a718", "replaced: batching/manager.py"),
+        "add_request": ("614fe428df5a", "extended: batching/manager.py"),
         "_generation_loop_body": ("b138833254b2", "wrapped: batching/manager.py"),
         "_handle_critical_error": ("84bd1f89da0d", "wrapped: batching/manager.py"),
     },
@@ -88,9 +90,19 @@ READ: dict[Any, dict[str, tuple[str, str]]] = {
         "update_batch": ("cbad955852af", "relied upon: batching/manager.py, allocators.py"),
     },
     ModelRunner: {
-        "_capture_graph": ("cb51ab2309b2", "wrapped: batching/manager.py"),
-        "compute_batch": ("7d4ae3f3ba63", "wrapped: batching/manager.py"),
-        "run_one_warmup": ("8dc178e45660 10d2388427eb", "wrapped: batching/manager.py"),
+        "__init__": ("a9d4b9ef2f00", "relied upon: compiles the step that batching/runner.py compiles again"),
+        "_capture_graph": ("cb51ab2309b2", "wrapped: batching/runner.py"),
+        "compute_batch": ("7d4ae3f3ba63", "wrapped: batching/runner.py"),
+        "run_one_warmup": ("8dc178e45660 10d2388427eb", "wrapped: batching/runner.py"),
+        "_forward_process_and_sample": ("e326cff07072", "copied: batching/runner.py"),
+        "_get_forward_fn": ("abc0848e4c59", "wrapped: batching/runner.py"),
+        "_sample": ("e366edcd1b7c", "relied upon: BatchOptions.choose writes the same rows"),
+    },
+    RequestState: {
+        "update_and_check_completion": ("db53d0d16360", "wrapped: batching/requests.py"),
+        "to_generation_output": ("675cfc05c761", "extended: batching/requests.py"),
+        "create_equivalent_initial_request": ("da32ec325450", "extended: batching/requests.py"),
+        "fork": ("811b3294a921", "relied upon: copies what batching/requests.py adds"),
     },
     ContinuousMixin: {"init_continuous_batching": ("864a244a2534", "replaced: batching/entry.py")},
     ContinuousBatchingIOs: {

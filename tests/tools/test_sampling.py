@@ -22,61 +22,65 @@ if Version(transformers.__version__) < Version("5.19"):
 from test_serve import folder, served  # noqa: F401 - fixtures
 
 from tq_hf.batching import TurboQuantBatchingManager
+from tq_hf.batching.processors import GREEDY, SAMPLED, gumbel_noise, key_of
 from tq_hf.batching.requests import ShortestFirst
 from tq_hf.tools import sampling, serve
-from tq_hf.tools.sampling import GREEDY, SAMPLED, Choice, key_of, sampling_of
+from tq_hf.tools.fields import options_of_body
 
 
 def numbers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def test_one_token_is_left_to_choose_from_where_it_is_chosen() -> None:
-    scores = torch.tensor([[0.0, 2.0, 2.0, 1.0]]).repeat(3, 1)
-    out = Choice()(scores, numbers(SAMPLED, GREEDY, key_of(7, 3), 99, 99))
-    assert torch.equal(out[0], scores[0])
-    assert out[1].tolist() == [-torch.inf, 2.0, -torch.inf, -torch.inf], "the first of equals, as argmax has it"
-    assert (out[2] > -torch.inf).sum() == 1
+def test_only_seeded_requests_have_noise() -> None:
+    noise = gumbel_noise(numbers(SAMPLED, GREEDY, key_of(7, 3)), 100)
+    assert not noise[:2].any() and noise[2].isfinite().all() and len(noise[2].unique()) == 100
 
 
 def test_tokens_of_seeds_are_a_sample_of_the_softmax() -> None:
     probabilities, draws = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
     keys = numbers(*[key_of(seed, seed // 7) for seed in range(draws)])
-    out = Choice()(probabilities.log().expand(draws, -1), keys)
-    counts = torch.bincount(out.argmax(-1), minlength=5)
+    tokens = (probabilities.log() + gumbel_noise(keys, 5)).argmax(-1)
+    counts = torch.bincount(tokens, minlength=5)
     expected = probabilities[:4] * draws
     assert counts[4] == 0
     assert ((counts[:4] - expected).square() / expected).sum() < 16.3  # chi squared, 3 degrees of freedom, p = 0.001
 
 
 def test_a_seeded_token_depends_on_nothing_else_in_the_batch() -> None:
-    scores = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0))
     keys = [key_of(5, position) for position in range(6)]
     assert len(set(keys)) == 6 and 0 < min(keys) and max(keys) < 2**31
-    whole = Choice()(scores, numbers(*keys))
+    whole = gumbel_noise(numbers(*keys), 1000)
     for i, key in enumerate(keys):
-        assert torch.equal(Choice()(scores[i : i + 1], numbers(key)), whole[i : i + 1])
+        assert torch.equal(gumbel_noise(numbers(key), 1000), whole[i : i + 1])
 
 
-CONFIG = SimpleNamespace(do_sample=False, temperature=None, top_p=None)
-SAMPLES = SimpleNamespace(do_sample=True, temperature=0.6, top_p=0.9)
+GREEDILY, SAMPLES = dict(do_sample=False), dict(do_sample=True, temperature=0.6, top_p=0.9)
 
 
 @pytest.mark.parametrize(
     ("body", "config", "expected"),
     [
-        ({}, CONFIG, (1.0, 1.0, "greedy")),
-        ({}, SAMPLES, (0.6, 0.9, "sampled")),
-        ({"temperature": 0}, SAMPLES, (1.0, 1.0, "greedy")),
-        ({"temperature": 0.7}, CONFIG, (1.0, 1.0, "sampled")),  # transformers puts it into the config
-        ({"top_p": 0.5}, CONFIG, (1.0, 1.0, "sampled")),
-        ({"seed": 5}, SAMPLES, (0.6, 0.9, "5")),
-        ({"seed": 5, "temperature": 0.0}, SAMPLES, (1.0, 1.0, "greedy")),
+        ({}, GREEDILY, (False, None, {})),
+        ({}, SAMPLES, (True, 0.6, {})),
+        ({"temperature": 0}, SAMPLES, (False, 1.0, {})),
+        ({"temperature": 0.7}, GREEDILY, (True, None, {})),  # transformers puts it into the config
+        ({"top_p": 0.5}, GREEDILY, (True, None, {})),
+        ({"seed": 5}, SAMPLES, (True, 0.6, {"seed": 5})),
+        ({"seed": 5, "temperature": 0.0}, SAMPLES, (False, 1.0, {"seed": 5})),
+        ({"presence_penalty": 1, "frequency_penalty": None}, GREEDILY, (False, None, {"presence_penalty": 1.0})),
+        ({"logit_bias": {"5": -100}}, GREEDILY, (False, None, {"logit_bias": {"5": -100}})),
+        ({"logprobs": True}, GREEDILY, (False, None, {"top_logprobs": 0})),
+        ({"logprobs": True, "top_logprobs": 3}, GREEDILY, (False, None, {"top_logprobs": 3})),
+        ({"logprobs": 2}, GREEDILY, (False, None, {"top_logprobs": 2})),
+        ({"logprobs": False}, GREEDILY, (False, None, {})),
     ],
     ids=str,
 )
-def test_the_sampling_of_a_request(body: dict[str, Any], config: Any, expected: tuple[float, float, str]) -> None:
-    assert tuple(sampling_of(body, config).values()) == expected
+def test_the_options_of_a_request(body: dict[str, Any], config: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    given = SimpleNamespace(**(dict(temperature=None, top_p=None) | config))
+    options = options_of_body(body, given)
+    assert (given.do_sample, given.temperature, options) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,12 +90,13 @@ def test_the_sampling_of_a_request(body: dict[str, Any], config: Any, expected: 
         ({"top_p": 0}, "`top_p` is 0; it must be above 0 and at most 1"),
         ({"seed": 1.5}, "`seed` is 1.5; it must be a whole number"),
         ({"seed": True}, "`seed` is True; it must be a whole number"),
+        ({"presence_penalty": 3}, "`presence_penalty` is 3; it must be between -2 and 2"),
     ],
     ids=str,
 )
 def test_sampling_out_of_range_is_refused(body: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence.replace("`", ".")):
-        sampling_of(body, CONFIG)
+        options_of_body(body, SimpleNamespace(**GREEDILY))
 
 
 def read_until(stops: str | list[str], items: list[Any]) -> tuple[list[Any], bool]:
@@ -182,6 +187,49 @@ def test_requests_at_once_have_their_own_sampling(
         answer = client.post("/v1/completions", json=body(seed="x"))
         assert answer.status_code == 400 and "`seed` is 'x'" in answer.json()["error"]["message"]
 
+    served(ask, folder)
+
+
+def test_options_of_a_request_reach_its_answer(served: Callable[..., str], folder: Path) -> None:  # noqa: F811
+    """The small model's tokens are letters, so a bias of the right size shows."""
+
+    def ask(client: Any) -> None:
+        def chat(**options: Any) -> dict[str, Any]:
+            message = {"role": "user", "content": "What does it hold?"}
+            asked = {"messages": [message], "max_tokens": 12, "temperature": 0.0} | options
+            answer = client.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        def content(**options: Any) -> str:
+            return chat(**options)["choices"][0]["message"]["content"]
+
+        plain = content()
+        for options in (
+            {"frequency_penalty": 2.0},
+            {"presence_penalty": 2.0},
+            {"generation_config": json.dumps({"repetition_penalty": 3.0, "max_new_tokens": 12})},
+        ):
+            assert content(**options) != plain, options
+        answer = chat(logprobs=True, top_logprobs=2)
+        assert answer["choices"][0]["message"]["content"] == plain
+        rows = answer["choices"][0]["logprobs"]["content"]
+        assert "".join(row["token"] for row in rows) == plain
+        assert all(row["top_logprobs"][0]["logprob"] == row["logprob"] <= 0 for row in rows), "greedy"
+        answer = chat(n=3, seed=4, temperature=1.5)
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and len(set(texts)) == 3
+        assert texts[1] == content(seed=5, temperature=1.5), "the seed of each answer is the next"
+        usage = answer["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        answer = client.post("/v1/completions", json=body(temperature=0.0, logprobs=3)).json()["choices"][0]
+        assert "".join(answer["logprobs"]["tokens"]) == answer["text"] == text_of(client, temperature=0.0)
+        assert {len(each) for each in answer["logprobs"]["top_logprobs"]} == {3}
+        first = answer["logprobs"]["tokens"][0]
+        (token,) = tokenizer.encode(first, add_special_tokens=False)
+        assert not text_of(client, temperature=0.0, logit_bias={str(token): -100}).startswith(first)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     served(ask, folder)
 
 

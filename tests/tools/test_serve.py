@@ -22,6 +22,7 @@ from tests.support.batching_cases import Oracle
 from tq_hf import Balance, TurboQuantConfig
 from tq_hf.batching import TurboQuantBatchingManager
 from tq_hf.tools import serve
+from tq_hf.tools.fields import ENDPOINTS
 
 SPECIAL = "?\0"
 """Tokens that are left out of an answer's text."""
@@ -244,14 +245,22 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "image": ("chat/completions", chat(messages=[{"role": "user", "content": [IMAGE]}]), "image_url"),
     "no tokens": ("chat/completions", chat(max_tokens=0), "`max_tokens` is 0"),
     "negative": ("chat/completions", chat(max_completion_tokens=-3), "`max_completion_tokens` is -3"),
-    "two answers": ("chat/completions", chat(n=2), "`n` is 2"),
-    "penalty": ("chat/completions", chat(frequency_penalty=0.5), "`frequency_penalty` is 0.5"),
+    "no answers": ("chat/completions", chat(n=0), "`n` is 0; it must be a whole number, 1 to 128"),
+    "streamed answers": ("chat/completions", chat(n=2, stream=True), "`n` is 2, which is not streamed"),
+    "streamed logprobs": ("chat/completions", chat(logprobs=True, stream=True), "`logprobs` is True, which is not"),
+    "penalty": ("chat/completions", chat(frequency_penalty=2.5), "`frequency_penalty` is 2.5"),
+    "bias": ("chat/completions", chat(logit_bias={"x": 1}), "`logit_bias` has 'x'"),
+    "large bias": ("chat/completions", chat(logit_bias={"1": 1e9}), "`logit_bias` is 1000000000.0"),
+    "beams": ("chat/completions", chat(generation_config='{"num_beams": 4}'), "`num_beams` is 4"),
+    "best": ("completions", {"prompt": "What?", "best_of": 2}, "`best_of` is 2"),
+    "effort": ("chat/completions", chat(reasoning_effort="low"), "`reasoning_effort` is 'low'"),
+    "tools": ("chat/completions", chat(tools=[{"type": "function"}]), "chat template of this model has no place"),
     "form": ("chat/completions", chat(response_format={"type": "json_object"}), "`response_format` asks for"),
     "tool": ("chat/completions", chat(tools=[{"type": "function"}], tool_choice="required"), "`tool_choice`"),
     "list": ("completions", {"prompt": ["What?"]}, "prompt must be a string"),
     "no prompt": ("completions", {"max_tokens": 4}, "no `prompt`"),
     "empty": ("completions", {"prompt": "", "max_tokens": 0}, "`max_tokens` is 0"),
-    "logprobs": ("completions", {"prompt": "What?", "logprobs": 2}, "`logprobs` is 2"),
+    "logprobs": ("completions", {"prompt": "What?", "logprobs": 50}, "`top_logprobs` is 50"),
     "no input": ("responses", {"stream": False}, "no `input`"),
     "picture": ("responses", {"input": [{"type": "input_image", "image_url": "x"}], "stream": False}, "input_image"),
     "format": ("responses", {"input": "What?", "text": {"format": {"type": "json_object"}}}, "`text` asks for"),
@@ -264,6 +273,27 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
 """Requests by what is wrong with them: path, body, and words of the answer."""
 
 
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_every_field_of_openais_requests_is_applied_neutral_or_refused(endpoint: str) -> None:
+    pytest.importorskip("openai")
+    from transformers.cli.serving import chat_completion, completion, response
+
+    schema: Any = {
+        "chat/completions": chat_completion.TransformersCompletionCreateParamsStreaming,
+        "completions": completion.TransformersTextCompletionCreateParams,
+        "responses": response.TransformersResponseCreateParamsStreaming,
+    }[endpoint]
+    fields = ENDPOINTS[endpoint]
+    assert schema.__required_keys__ | schema.__optional_keys__ <= fields.keys()
+    needed = {serve.NEEDED[endpoint]: "x" if endpoint == "completions" else [{"role": "user", "content": "x"}]}
+    for name, rule in fields.items():
+        if rule.kind == "refused":
+            with pytest.raises(ValueError, match=rf"`{name}` (is|asks for) .*Leave it out"):
+                serve.check_body(needed | {name: "another"}, endpoint)
+            for neutral in (None, *rule.neutral):
+                serve.check_body(needed | {name: neutral}, endpoint)
+
+
 def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..., str], folder: Path) -> None:
     found: dict[str, Any] = {}
     neutral = dict(n=1, frequency_penalty=0, presence_penalty=0.0, logit_bias={}, response_format={"type": "text"})
@@ -272,6 +302,7 @@ def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..
         for name, (path, body, _) in MISTAKES.items():
             found[name] = client.post(f"/v1/{path}", json=body)
         found["no json"] = client.post("/v1/completions", content="x")
+        found["metrics"] = client.get("/metrics")
         found["after"] = client.post("/v1/chat/completions", json=chat(**neutral))
         text = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
         found["parts"] = client.post("/v1/chat/completions", json=chat(messages=text))
@@ -283,7 +314,8 @@ def test_mistakes_are_answered_in_the_form_of_openais_errors(served: Callable[..
         error = found[name].json()["error"]
         assert words in error["message"] and error["type"] == "invalid_request_error", name
     assert found["no json"].status_code == 400 and found["no json"].json()["error"]["message"]
-    for name in ("after", "parts", "input"):
+    assert 'tq_hf_requests_total{status="finished"}' in found["metrics"].text
+    for name in ("metrics", "after", "parts", "input"):
         assert found[name].status_code == 200, found[name].text
 
 

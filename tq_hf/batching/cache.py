@@ -101,6 +101,8 @@ class TurboQuantPagedCache(PagedAttentionCache):
         CACHES[self.number] = self
         self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
+        self.number_shared = 0
+        """Tokens of prompts that were found in pages of other requests."""
         self.owners = page_owners(config)
         self.last_readers = {owner: layer for layer, owner in self.owners.items()}
         """Last layer that reads the pages of a layer, by the owner of the pages. It stores the tokens of a step."""
@@ -258,7 +260,19 @@ class TurboQuantPagedCache(PagedAttentionCache):
                 return 0
             self.pool.allocate_sector(0)
         tokens = super().search_prefix_match(request_id, prompt_ids)
-        return tokens + self.allocator.shape.sinks if tokens else 0
+        tokens += self.allocator.shape.sinks if tokens else 0
+        self.number_shared += tokens
+        return tokens
+
+    def count_pages(self) -> dict[str, int]:
+        """Number of packed pages of the pool that are used, cached (free, with a prefix), and free."""
+        size = self.allocator.bytes_per_block
+        free, cached = self.pool.num_free_sectors * self.bytes_per_sector, 0
+        for allocator in self.cache_allocators.values():
+            free += self.pool.count_free_blocks(allocator.index) * allocator.bytes_per_block
+            cached += len(allocator.ledger.cached_blocks) * allocator.bytes_per_block
+        total = self.num_sectors * self.bytes_per_sector
+        return {"used": (total - free - cached) // size, "cached": cached // size, "free": free // size}
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
         """Number of blocks that a step of `request_len` new tokens completes, by kind of layer."""

@@ -12,7 +12,7 @@ from textwrap import dedent
 from typing import Any
 
 from tq_kernels.format import BLOCK_TOKENS, MOST_SINKS
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.utils import logging
@@ -251,15 +251,6 @@ def new_tokens(prompt: int, most: int | None, config: Any) -> int | None:
         return most
     left = max(1, positions + 1 - prompt)  # the last token of an answer needs no position
     return left if most is None else min(most, left)
-
-
-def check_generation(config: GenerationConfig) -> None:
-    """Raise `ValueError` if the config asks for beam search."""
-    if (config.num_beams or 1) > 1:
-        raise ValueError(
-            f"`num_beams` is {config.num_beams}: continuous batching samples or decodes greedily, without beams. "
-            f"{INSTEAD}"
-        )
 
 
 def paged_options(model: Any, config: ContinuousBatchingConfig, dense: list[int]) -> ContinuousBatchingConfig:

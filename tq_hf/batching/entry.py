@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from inspect import signature
 from typing import Any
 
@@ -16,8 +15,9 @@ from transformers.utils import logging
 from ..balance import Balance
 from ..compat import check_required_names
 from ..config import TurboQuantConfig
-from .checks import check_generation, check_model, pages_config, warn_about_graph_mixing
+from .checks import check_model, pages_config, warn_about_graph_mixing
 from .manager import TurboQuantBatchingManager
+from .options import check_refused, options_of, with_defaults
 from .requests import named, one_line
 
 logger = logging.get_logger(__name__)
@@ -49,6 +49,7 @@ class TurboQuantBatching(ContinuousMixin):
             torch, request by request, without CUDA graphs: no kernel reads their pages yet.
         balance: Per-channel scales: `True` finds them by a short run of the model before the first request; `False`
             uses none; a `Balance` brings its own; `None` does as the preset says.
+        tokenizer: Tokenizer of the model, for `stop_strings`.
         **overrides: Fields of `TurboQuantConfig` that replace the preset's.
 
     Raises:
@@ -61,6 +62,7 @@ class TurboQuantBatching(ContinuousMixin):
         preset: str | TurboQuantConfig = "4bit_nc",
         *,
         balance: bool | Balance | None = None,
+        tokenizer: Any = None,
         **overrides: Any,
     ) -> None:
         check_required_names("continuous batching", "Use `generate()` with a `TurboQuantCache`.")
@@ -70,6 +72,7 @@ class TurboQuantBatching(ContinuousMixin):
             raise ValueError(f"`balance` is {balance!r}; it must be True or False, or a `Balance`.")
         self.model = inner_model(model)
         self.config = pages_config(preset, **overrides)
+        self.tokenizer = tokenizer
         self._balance = balance if isinstance(balance, Balance) else None
         if self._balance and not self.config.balance:
             raise ValueError("`balance` has channel scales, and the preset has `balance=False`: leave out either.")
@@ -89,11 +92,19 @@ class TurboQuantBatching(ContinuousMixin):
             self._balance = Balance.of(self.model)
         return self._balance
 
-    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _with_defaults(self, config: GenerationConfig | None) -> GenerationConfig:
+        """Copy a generation config, with unset fields from the model's, as `generate()` does."""
+        return with_defaults(self.generation_config if config is None else config, self.generation_config)
+
+    def generate_batch(
+        self, inputs: list[list[int]], generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Generate answers to prompts.
 
         Args:
             inputs: Prompts, each a list of token ids.
+            generation_config: Options of all answers. Unset fields are those of the model's generation config. Fields
+                are applied or refused as "Options of a request" in `examples/README.md` lists them.
             *args, **kwargs: Arguments of transformers' method.
 
         Returns:
@@ -102,7 +113,8 @@ class TurboQuantBatching(ContinuousMixin):
             lists all failed requests.
 
         Raises:
-            ValueError: An option is unknown to transformers, which would ignore it.
+            ValueError: An option is unknown to transformers, which would ignore it, or would change answers and is not
+                applied.
         """
         known = signature(super().generate_batch).parameters.keys() | {"max_new_tokens"}
         if unknown := sorted(kwargs.keys() - known):
@@ -110,7 +122,11 @@ class TurboQuantBatching(ContinuousMixin):
                 f"`generate_batch` takes no {', '.join(unknown)}. Say how to decode in `generation_config`: greedily, "
                 "or by sampling."
             )
-        outputs = super().generate_batch(inputs, *args, **kwargs)
+        generation_config = self._with_defaults(generation_config)
+        # transformers logs what a request is refused for, and returns no answers.
+        longest = max(map(len, inputs), default=0)
+        options_of(generation_config, prompt=longest, vocabulary=self.model.config.get_text_config().vocab_size)
+        outputs = super().generate_batch(inputs, generation_config, *args, **kwargs)
         reasons: dict[str, list[str]] = {}
         for name, output in outputs.items():
             if output.error is not None:
@@ -141,10 +157,10 @@ class TurboQuantBatching(ContinuousMixin):
         Raises:
             ValueError: Packed pages do not support the model, an option or the generation config.
         """
-        generation_config = deepcopy(self.generation_config if generation_config is None else generation_config)
-        check_generation(generation_config)
+        generation_config = self._with_defaults(generation_config)
+        check_refused(generation_config)
         if generation_config.eos_token_id is None:
-            generation_config.eos_token_id = -1  # the engine reads -1 as "no token ends an answer"
+            generation_config.eos_token_id = -1  # transformers would take that of the model's config
         manager = getattr(self.model, CACHED_MANAGER, None)
         if isinstance(manager, TurboQuantBatchingManager):
             same = manager.config == self.config and manager.generates_as(generation_config)
@@ -160,6 +176,7 @@ class TurboQuantBatching(ContinuousMixin):
             workload_hints,
             config=self.config,
             balance=self.balance,
+            tokenizer=self.tokenizer,
         )
 
     def sleep(self) -> int:
@@ -202,6 +219,7 @@ def continuous_batching(
     preset: str | TurboQuantConfig = "4bit_nc",
     *,
     balance: bool | Balance | None = None,
+    tokenizer: Any = None,
     **overrides: Any,
 ) -> Iterator[TurboQuantBatching]:
     """Context in which `model.generate_batch` uses packed pages, for code that calls `generate_batch` itself (TRL).
@@ -214,7 +232,7 @@ def continuous_batching(
     Within the context, one method of this model object is replaced.
 
     Args:
-        model, preset, balance, **overrides: Arguments of `TurboQuantBatching`.
+        model, preset, balance, tokenizer, **overrides: Arguments of `TurboQuantBatching`.
 
     Yields:
         The `TurboQuantBatching` of the model.
@@ -222,7 +240,7 @@ def continuous_batching(
     Raises:
         ValueError: As for `TurboQuantBatching`. The model is in this context already, or has a persistent manager.
     """
-    batching = TurboQuantBatching(model, preset, balance=balance, **overrides)
+    batching = TurboQuantBatching(model, preset, balance=balance, tokenizer=tokenizer, **overrides)
     attributes, name = vars(batching.model), "init_continuous_batching"
     if name in attributes:
         raise ValueError(

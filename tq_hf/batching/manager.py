@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,28 +21,23 @@ from transformers.generation.continuous_batching.cache_allocators import FULL_AT
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchProcessor
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
-from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim
 from transformers.utils import logging
 
-from ..balance import POSITIONS, Balance
-from ..compat import (
-    attention_of_parts,
-    capture_failure,
-    ending_failed_capture,
-    layer_config,
-    outside_inference_mode,
-    restore_attention,
-)
+from ..balance import Balance
+from ..compat import attention_of_parts, layer_config, outside_inference_mode, restore_attention
 from ..config import TurboQuantConfig
 from ..ops.dispatch import check_choice, supports_paged_decode, supports_paged_prompts
 from ..saving import fingerprint
-from .attention import NAME, PAGES
+from .attention import NAME
 from .cache import TurboQuantPagedCache
-from .checks import check_generation, check_model, number_of_positions, paged_options
+from .checks import check_model, number_of_positions, paged_options
 from .geometry import TableShape
-from .requests import AnswerRouter, named, one_line, scheduler_class
+from .options import RequestOptions, options_of, with_defaults, with_options
+from .processors import OPTIONS, BatchOptions
+from .requests import AnswerRouter, Detokenizer, named, one_line, scheduler_class
+from .runner import TurboQuantModelRunner
 
 logger = logging.get_logger(__name__)
 
@@ -52,65 +47,6 @@ lists instead of a block table."""
 CPU_REQUESTS, CPU_TOKENS = 16, 8192
 """Number of requests, and number of tokens per request, that the pool on a CPU has room for by default. All programs
 share the memory of a CPU. A CPU computes one request after the other, so more active requests slow every answer."""
-
-
-class TurboQuantModelRunner(ModelRunner):
-    """transformers' model runner. Kernels are launched one by one if a decode step cannot be captured in a graph."""
-
-    graphs_are_requested = False
-    """Whether the user asked for graphs. If so, a step that cannot be captured fails."""
-    _positions: int | None = None
-    """Number of positions of the model during a warm-up; `None` outside of a warm-up or without a limit."""
-
-    def run_one_warmup(self, model: Any, *args: Any, **kwargs: Any) -> float:
-        """Run a warm-up and wait until it ends.
-
-        transformers overwrites the inputs of a warm-up that may still run. Our kernels would then read pages outside of
-        the pool.
-        """
-        found = (getattr(model.config.get_text_config(), name, None) for name in POSITIONS)
-        self._positions = min((number for number in found if isinstance(number, int)), default=None)
-        try:
-            seconds = super().run_one_warmup(model, *args, **kwargs)
-        finally:
-            self._positions = None
-        if (stream := self.inputs_and_outputs.compute_stream) is not None:
-            stream.synchronize()
-        return seconds
-
-    def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
-        """Compute a step.
-
-        The request of a warm-up has the maximum number of tokens of a batch. If a learned embedding has fewer
-        positions, positions are clamped: an index outside of the embedding leaves a GPU unusable.
-        """
-        batch_data[PAGES] = self.cache
-        if self._positions is not None:
-            with torch.cuda.stream(self.inputs_and_outputs.compute_stream):
-                batch_data["position_ids"].clamp_(max=self._positions - 1)
-        super().compute_batch(model, batch_data)
-
-    def _capture_graph(self, forward_fn: Callable, compute_stream: torch.cuda.Stream, *args: Any) -> None:
-        """Compute a step, then capture it."""
-        model, computed = args[0], False
-
-        def compute(*args: Any) -> None:
-            nonlocal computed
-            forward_fn(*args)
-            computed = True
-
-        try:
-            with ending_failed_capture(model.device, self.graph_pool_id):
-                super()._capture_graph(compute, compute_stream, *args)
-        except RuntimeError as error:
-            if not computed:
-                raise
-            failed = f"A decode step of {type(model).__name__} cannot be captured as a CUDA graph"
-            reason = capture_failure(error)
-            if self.graphs_are_requested:
-                raise RuntimeError(f"{failed} ({reason}). Leave out `use_cuda_graph`.") from error
-            logger.warning_once(f"{failed} ({reason}). Kernels of each step are launched one by one, which is slower.")
-            self.use_cuda_graph_decode = False
 
 
 class StepAbandoned(Exception):
@@ -124,7 +60,7 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
         super().__init__(*args, **kwargs)
         runner: Any = self.model_runner
         runner.__class__ = TurboQuantModelRunner  # transformers hard-codes the class of the runner
-        runner.graphs_are_requested = graphs_are_requested
+        runner.take_over(graphs_are_requested)
         self._wait_for_device()
 
     def reset(self) -> None:
@@ -158,6 +94,17 @@ class TurboQuantBatchProcessor(ContinuousBatchProcessor):
             super()._generation_step(model)
         else:
             self.inputs_and_outputs.retrieve_device_outputs()
+
+    def update_batch(self) -> None:
+        """Update requests with the tokens of a step, and with the log-probabilities that they ask for."""
+        runner: Any = self.model_runner
+        if (step := runner.steps.pop(id(self._inputs), None)) is not None and step.details is not None:
+            if not isinstance(io := self.inputs_and_outputs, ContinuousBatchingIOs):
+                io.io_pairs[io.current_pair].d2h_over.synchronize()
+            for state, logprobs in runner.logit_processor.details_of(step):
+                if state.status not in (RequestStatus.FINISHED, RequestStatus.PENDING):
+                    state.top_logprobs.append(logprobs)
+        super().update_batch()
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         assert isinstance(self.output_router, AnswerRouter)
@@ -244,6 +191,7 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         workload_hints: Lengths and number of requests, if known.
         config: Encoding of pages (see `tq_hf.batching.checks.pages_config`).
         balance: Channel scales. Without them, channels are not balanced.
+        tokenizer: Tokenizer of the model, for stop strings.
 
     Raises:
         ValueError: Packed pages do not support the model, an option or the generation config.
@@ -261,10 +209,13 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         *,
         config: TurboQuantConfig,
         balance: Balance | None = None,
+        tokenizer: Any = None,
     ) -> None:
         check_choice()
         dense = check_model(model, config)
-        check_generation(generation_config)
+        self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self.vocabulary = model.config.get_text_config().vocab_size
+        default = self.options_of(generation_config, {}, 0)
         requested = continuous_batching_config
         options = paged_options(model, requested, dense)
         self.config, self.balance = config, balance
@@ -308,8 +259,13 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         options.max_blocks_per_request = options.decode_compile_config = None
         # Do not compile steps with prompts (as with flash attention): their graph would break at every layer.
         options.default_compile_level = 0
+        if on_cuda and (default.do_sample or default.has_history) and options.max_memory_percent is None:
+            options.max_memory_percent = 0.8  # as transformers leaves for processors
         with self._restoring_on_failure():
-            super().__init__(model, generation_config, options, workload_hints)
+            # transformers would create processors for all requests from the generation config.
+            super().__init__(model, GenerationConfig(eos_token_id=-1), options, workload_hints)
+        self.generation_config = generation_config
+        self.default_options, self.num_return_sequences = default, default.num_return_sequences
         self.output_router = AnswerRouter()
         self._wake_up_loop = WakeUp()
         resolved = self.continuous_batching_config
@@ -370,8 +326,31 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             self.restore_attention()
             raise
 
+    def options_of(self, config: GenerationConfig, extra: dict[str, Any], prompt: int) -> RequestOptions:
+        """Options of a request with a prompt of `prompt` tokens.
+
+        Raises:
+            ValueError: An option would change the answer and is not applied, or is outside its range.
+        """
+        options = options_of(config, extra, prompt=prompt, vocabulary=self.vocabulary)
+        if options.stop_strings and self.detokenizer is None:
+            raise ValueError(
+                f"`stop_strings` is {options.stop_strings!r}, and there is no tokenizer to find them with. Say "
+                "`TurboQuantBatching(model, tokenizer=tokenizer)`."
+            )
+        return options
+
     def add_request(
-        self, input_ids: list[int], request_id: str | None = None, *args: Any, **options: Any
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        *,
+        generation_config: GenerationConfig | None = None,
+        **options: Any,
     ) -> str | None:
         """Add a request.
 
@@ -381,19 +360,40 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         Args:
             input_ids: Token ids of the prompt.
             request_id: Id of the request, by default a new one.
-            *args, **options: Arguments of transformers' method.
+            max_new_tokens: Maximum number of tokens of the answer.
+            streaming: Whether there is an output for every token.
+            record_timestamps: Whether outputs have the time of each token.
+            eos_token_id: Tokens that end the answer; -1 for none.
+            generation_config: Options of this request, by default those of the manager.
+            **options: Fields of a generation config that replace those of this request, or options of
+                `tq_hf.batching.options.REQUEST_FIELDS`.
 
         Returns:
             Id of the answer: `request_id`, with a number appended while another request has that id. `None` if the
-            request was dropped.
+            request was dropped. Further answers of `num_return_sequences` have the ids `{request_id}__child#{i}`.
+
+        Raises:
+            ValueError: An option would change the answer and is not applied, or is outside its range.
         """
+        if max_new_tokens is not None:
+            options["max_new_tokens"] = max_new_tokens
+        if eos_token_id is not None:
+            options["eos_token_id"] = eos_token_id
+        config = self.generation_config
+        if generation_config is not None:
+            config = with_defaults(generation_config, config)
+        config, extra = with_options(config, options)
+        applied = self.options_of(config, extra, len(input_ids))
         if request_id is None:
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         request_id = self.output_router.claim(request_id)
         self._cancelled.discard(request_id)
-        added = super().add_request(input_ids, request_id, *args, **options)
+        ends = list(applied.eos_token_ids) or -1
+        added = super().add_request(
+            input_ids, request_id, applied.max_new_tokens, streaming, record_timestamps, ends, **{OPTIONS: applied}
+        )
         if added is None:
             self.output_router.release(request_id)
         return added
@@ -414,6 +414,10 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
             computed = self.batch_processor.computed
             if computed and computed <= self._cancelled:
                 raise StepAbandoned
+
+    def metrics(self) -> str:
+        """Return requests, tokens, pages and times in the text format of Prometheus."""
+        return self.output_router.metrics.text(self)
 
     def sleep(self) -> int:
         """Free pages and graphs; see `TurboQuantBatching.sleep`."""
@@ -496,9 +500,18 @@ class TurboQuantBatchingManager(ContinuousBatchingManager):
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
-        scheduler = scheduler_class(options.scheduler_type)(
+        assert options.max_requests_per_batch is not None
+        self.logit_processor = BatchOptions(
+            self.default_options,
+            options.max_requests_per_batch,
+            self.vocabulary,
+            self.model.device,
+            compiled=options.decode_compile_config is not None and self.model.device.type == "cuda",
+        )
+        scheduler: Any = scheduler_class(options.scheduler_type)(
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )
+        scheduler.detokenizer = self.detokenizer
         return TurboQuantBatchProcessor(
             cache=cache,
             config=decoder,

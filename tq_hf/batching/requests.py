@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -10,6 +11,9 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
 
 from .checks import new_tokens
+from .metrics import Metrics
+from .options import RequestOptions
+from .processors import OPTIONS, TokenLogprobs
 
 PATIENCE = 1e-3
 """Seconds per prompt token: how long later and shorter prompts may overtake a prompt under "shortest_first"."""
@@ -44,15 +48,119 @@ class ShortestFirst(FIFOScheduler):
         return [state if state.is_cpu_offloaded else next(following) for state in waiting]
 
 
+class Detokenizer:
+    """Text of tokens, to find stop strings. Requests hold it, and forks of a request do not copy it.
+
+    Args:
+        tokenizer: A tokenizer of transformers, or a processor with a `tokenizer`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.decode: Callable[[list[int]], str] = getattr(tokenizer, "tokenizer", tokenizer).decode
+
+    def __deepcopy__(self, memo: Any) -> Detokenizer:
+        return self
+
+    @staticmethod
+    def number_of_tokens(strings: tuple[str, ...]) -> int:
+        """Number of last tokens in which one of `strings` may lie: a token has a byte or more, and one comes before."""
+        return 1 + max(len(each.encode()) for each in strings)
+
+    def completes(self, tokens: list[int], strings: tuple[str, ...]) -> bool:
+        """Whether the last of `tokens` completes one of `strings`, as in `generate()`."""
+        before, text = len(self.decode(tokens[:-1])), self.decode(tokens)
+        return any(text.find(each, max(0, before - len(each) + 1)) >= 0 for each in strings)
+
+
+class TurboQuantRequest(RequestState):
+    """transformers' state of a request, with the stop strings and log-probabilities that its options ask for."""
+
+    detokenizer: Detokenizer | None = None
+    first_token_time: float | None = None
+    top_logprobs: list[TokenLogprobs]
+
+    @classmethod
+    def of(cls, state: RequestState, detokenizer: Detokenizer | None) -> None:
+        """Turn a state of transformers' into one of this class."""
+        if not isinstance(state, cls):
+            state.__class__ = cls
+            assert isinstance(state, cls)
+            state.detokenizer, state.top_logprobs = detokenizer, []
+
+    @property
+    def options(self) -> RequestOptions | None:
+        return self.logit_processor_kwargs.get(OPTIONS)
+
+    def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
+        """Add a token. An answer also ends with a stop string."""
+        self.first_token_time = self.first_token_time or time.perf_counter()
+        if super().update_and_check_completion(token_id, logprob):
+            return True
+        if self.options and self.options.stop_strings and self.status == RequestStatus.DECODING:
+            assert self.detokenizer is not None
+            size = self.detokenizer.number_of_tokens(self.options.stop_strings)
+            last = (self.initial_tokens[-size:] + self.generated_tokens[-size:])[-size:]
+            if self.detokenizer.completes(last, self.options.stop_strings):
+                self.status = RequestStatus.FINISHED
+                return True
+        return False
+
+    def to_generation_output(self) -> GenerationOutput:
+        """Create an output. `top_logprobs` is `None` unless the request asks for log-probabilities."""
+        output: Any = super().to_generation_output()
+        asked = self.options is not None and self.options.top_logprobs is not None
+        output.first_token_time = self.first_token_time
+        output.top_logprobs = self.top_logprobs[: len(output.generated_tokens)] if asked else None
+        return output
+
+    def create_equivalent_initial_request(self) -> RequestState:
+        """Create the request that continues after this one was preempted."""
+        state = super().create_equivalent_initial_request()
+        self.of(state, self.detokenizer)
+        assert isinstance(state, TurboQuantRequest)
+        state.top_logprobs, state.first_token_time = self.top_logprobs[:], self.first_token_time
+        return state
+
+
 def scheduler_class(name: str) -> Callable[..., Scheduler]:
     """Return a subclass of the scheduler `name` with two checks.
 
     New requests that exceed the cache or the model's positions are refused. Answers end at the model's last position.
+    Requests are turned into `TurboQuantRequest`. A waiting request for which there is no room is passed by later ones
+    in one step only: it is the next to begin, so that no prompt waits for as long as shorter ones come.
     """
     base: Any = ShortestFirst if name == "shortest_first" else SCHEDULER_MAPPING.get(name, FIFOScheduler)
 
     class CheckedScheduler(base):
+        detokenizer: Detokenizer | None = None
+        number_cancelled = 0
+        passed: str | None = None
+        """Id of a waiting request that a later one has passed."""
+
+        def _get_waiting_candidates(self) -> list[RequestState]:
+            if (state := self.waiting_requests.get(self.passed)) is not None:
+                return [state]
+            return super()._get_waiting_candidates()
+
+        def clear_cancelled_requests(self) -> list[RequestState]:
+            cancelled = super().clear_cancelled_requests()
+            self.number_cancelled += len(cancelled)
+            return cancelled
+
+        def schedule_batch(self, *budgets: int) -> Any:
+            order = [] if self.block_new_requests else [each.request_id for each in self._get_waiting_candidates()]
+            batch = super().schedule_batch(*budgets)
+            waits = [name in self.waiting_requests for name in order]
+            if self.passed not in self.waiting_requests:
+                ahead = next((i for i, still in enumerate(waits) if still), len(order))
+                self.passed = order[ahead] if not all(waits[ahead:]) else None
+            return batch
+
         def add_waiting_request(self, state: RequestState) -> None:
+            TurboQuantRequest.of(state, self.detokenizer)
+            assert isinstance(state, TurboQuantRequest)
+            if state.options is not None and not state._true_initial_tokens:  # forks and preempted requests have some
+                state.num_children = state.options.num_return_sequences - 1
             self.cache.check_room(state)
             limit = new_tokens(len(state.initial_tokens), state.max_new_tokens, self.cache.config)
             if limit is not None:
@@ -70,6 +178,7 @@ class AnswerRouter(OutputRouter):
     def __init__(self) -> None:
         super().__init__()
         self._open: set[str] = set()
+        self.metrics = Metrics()
 
     def claim(self, request_id: str) -> str:
         """Return `request_id`, with a number appended if a request of that id is not answered yet."""
@@ -90,6 +199,7 @@ class AnswerRouter(OutputRouter):
         for output in outputs:
             if output.status in (RequestStatus.FINISHED, RequestStatus.FAILED):
                 self.release(output.request_id)
+                self.metrics.observe(output)
 
     def _is_awaited(self, output: GenerationOutput) -> bool:
         """Whether an output can be delivered: not after its event loop has closed (a server that shuts down)."""

@@ -1,169 +1,97 @@
-"""Sampling by request for `tq-hf serve`: each request has its own temperature, top_p, seed and stop strings.
+"""Answers to requests of `tq-hf serve`: each has its own options, several answers and log-probabilities.
 
-transformers' server applies the sampling options of the first request to all requests. Here each request passes its own
-options in the tensors of the engine's per-request processors of logits, so captured graphs remain valid.
+transformers' server applies the options of the first request to all requests. Here each request passes its own to the
+engine (`tq_hf.batching.options`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Awaitable, Callable
 from copy import copy, deepcopy
-from functools import partial
 from typing import Any, cast
 
-import torch
 from transformers.cli.serving.utils import CBGenerateManager, _StreamError
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ..batching.checks import new_tokens
-
-SAMPLED, GREEDY = 0, -1
-"""Ways to choose the token of a request: the engine samples, or the likeliest token is taken. Positive numbers are the
-keys of seeded requests."""
-MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
-"""Constants of a 32-bit hash (Chris Wellons, "Prospecting for hash functions", `lowbias32`)."""
+from ..batching.options import with_defaults, with_options
+from .fields import OF_BODY, options_of_body
 
 
-def mixed(x: torch.Tensor) -> torch.Tensor:
-    """Hash 32-bit numbers (stored as int64) by `lowbias32`."""
-    for shift, multiplier in zip((16, 15), MULTIPLIERS, strict=True):
-        x = (x ^ (x >> shift)) * multiplier & 0xFFFFFFFF
-    return x ^ (x >> 16)
+def with_request_options(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a request to the generation config that the server builds."""
+
+    def build_all(body: dict[str, Any], *args: Any, **options: Any) -> Any:
+        config = build({name: value for name, value in body.items() if name not in OF_BODY}, *args, **options)
+        config.of_request = options_of_body(body, config)
+        config.answers = body.get("n") or 1
+        return config
+
+    return build_all
 
 
-def key_of(seed: int, position: int) -> int:
-    """Key of the token at a position of a seeded request: 1 to 2**31 - 1."""
-    return int(mixed(mixed(torch.tensor(seed & 0xFFFFFFFF)) ^ position)) % 0x7FFFFFFF + 1
+class _WithOptions:
+    """A manager that adds the options of one request, and keeps its output."""
 
-
-class Choice(ContinuousBatchingLogitsProcessor):
-    """Processor that leaves only one token to greedy and to seeded requests.
-
-    A seeded request takes the token with the largest sum of logit and Gumbel noise. The noise is a hash of seed,
-    position and token, independent of the rest of the batch. The result is a sample of the softmax (Gumbel, 1954).
-    """
-
-    supported_kwargs = {"choice": str}  # noqa: RUF012 - the base class has the same attribute
-    ignored_kwargs = ()
-
-    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Set the default: the engine samples."""
-        int32_tensor.fill_(SAMPLED)
-
-    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """Return the numbers of the requests of a step, `[N]` int32. `choice` of a request is "sampled", "greedy" or a
-        seed in digits."""
-        numbers = []
-        for state in (request.state for request in requests_with_new_token):
-            choice = state.logit_processor_kwargs.get("choice", "sampled")
-            if choice in ("sampled", "greedy"):
-                numbers.append(SAMPLED if choice == "sampled" else GREEDY)
-            else:
-                numbers.append(key_of(int(choice), state.position_offset))
-        return torch.tensor(numbers, dtype=torch.int32)
-
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """Set the scores of all other tokens to -inf where one token is chosen.
-
-        Args:
-            scores: `[N, vocabulary]`.
-            tensor_arg: Numbers of `prepare_tensor_args`, `[N]` or more.
-        """
-        keys = tensor_arg[: len(scores), None].long()
-        tokens = torch.arange(scores.shape[1], device=scores.device)
-        # Take the logarithm of 1 - u: floats near 0 have more precision, and the noise is largest there.
-        uniform = mixed(mixed(tokens) ^ keys).float().add(0.5).mul(2.0**-32).clamp(max=1 - 2.0**-24)
-        noise = torch.where(keys > 0, -torch.log(-torch.log1p(-uniform)), 0.0)
-        best = (scores + noise).argmax(-1, keepdim=True)
-        others = tokens != best
-        return scores.masked_fill(others & (keys != SAMPLED), -torch.inf)
-
-
-def sampling_of(body: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the sampling options of a request.
-
-    Args:
-        body: The request in OpenAI's format. A temperature of 0 is greedy. A temperature above 0, top_p or a seed turn
-            sampling on, even if the model's generation config is greedy.
-        config: Generation config that the server has made of the request.
-
-    Raises:
-        ValueError: An option is not a number, or is outside its range.
-    """
-    temperature, top_p, seed = (body.get(name) for name in ("temperature", "top_p", "seed"))
-    if temperature is not None and not 0 <= float(temperature) <= 100:
-        raise ValueError(f"`temperature` is {temperature}; it must be between 0 and 100.")
-    if top_p is not None and not 0 < float(top_p) <= 1:
-        raise ValueError(f"`top_p` is {top_p}; it must be above 0 and at most 1.")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ValueError(f"`seed` is {seed!r}; it must be a whole number.")
-    asked = any(value is not None for value in (temperature, top_p, seed))
-    greedy = temperature is not None and float(temperature) == 0 or not (asked or config.do_sample)
-    return {
-        "temperature": 1.0 if greedy else float(config.temperature or 1.0),
-        "top_p": 1.0 if greedy or config.top_p is None else float(config.top_p),
-        "choice": "greedy" if greedy else "sampled" if seed is None else str(seed),
-    }
-
-
-class _WithSampling:
-    """A manager that adds sampling options to all requests."""
-
-    def __init__(self, manager: Any, sampling: dict[str, Any]) -> None:
-        self._manager, self._sampling = manager, sampling
+    def __init__(self, manager: Any, config: Any) -> None:
+        self._manager, self._config = manager, config
 
     def add_request(self, *args: Any, **options: Any) -> Any:
-        return self._manager.add_request(*args, **options, **self._sampling)
+        options |= self._config.of_request
+        return self._manager.add_request(*args, **options, generation_config=self._config)
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        def keep(output: Any) -> None:
+            self._config.output = output
+            callback(output)
+
+        self._manager.register_result_handler(request_id, keep)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
 
 class RequestManager(CBGenerateManager):
-    """transformers' link between server and engine, with sampling options per request.
+    """transformers' link between server and engine, with options by request.
 
-    The generation config of a request has the result of `sampling_of` as its attribute `sampling`.
+    The generation config of a request has the other options as its attribute `of_request`.
     """
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Start the engine, unless it runs: compile steps, capture their graphs, wait for requests."""
         if self._cb is not None:
             return
-        shared = deepcopy(model.generation_config)
-        # Any value but 1 makes the engine create both processors. Each request brings its own values.
-        shared.do_sample, shared.temperature, shared.top_p = True, 0.5, 0.5
-        config: Any = copy(self._cb_config)
-        config.per_request_processors = True
-        self._cb = manager = model.init_continuous_batching(generation_config=shared, continuous_batching_config=config)
-        processors = manager.logit_processor
-        processors.logits_processor.append(Choice())
-        processors.supported_keys |= Choice.supported_kwargs
-        processors.tensors_required += 1
+        self._cb = manager = model.init_continuous_batching(continuous_batching_config=copy(self._cb_config))
         manager.warmup()
         manager.start()
 
-    def _with_sampling(self, gen_config: Any, inputs: Any) -> CBGenerateManager:
-        """Return transformers' link to an engine with the sampling options of this request.
+    def _with_options(self, gen_config: Any, inputs: Any) -> CBGenerateManager:
+        """Return transformers' link to an engine with the options of this request.
 
         `max_new_tokens` is limited to the model's positions.
 
         Raises:
-            ValueError: The request is longer than the pool, or the prompt is longer than the model's positions.
+            ValueError: The request is longer than the pool, the prompt is longer than the model's positions, or an
+                option would change the answer and is not applied.
         """
         tokens, manager = list(inputs["input_ids"]), cast(Any, self._cb)
+        config, extra = with_options(with_defaults(gen_config, manager.generation_config), gen_config.of_request)
+        applied = manager.options_of(config, extra, len(tokens))
         cache = manager.batch_processor.cache
-        cache.check_room(RequestState("", initial_tokens=tokens, max_new_tokens=gen_config.max_new_tokens))
-        gen_config.max_new_tokens = new_tokens(len(tokens), gen_config.max_new_tokens, cache.config)
+        cache.check_room(RequestState("", initial_tokens=tokens, max_new_tokens=applied.max_new_tokens))
+        gen_config.max_new_tokens = new_tokens(len(tokens), applied.max_new_tokens, cache.config)
+        gen_config.stop_strings = list(applied.stop_strings) or None
         own = CBGenerateManager(self._cb_config)
-        own._cb = _WithSampling(self._cb, gen_config.sampling)  # type: ignore[assignment]
+        own._cb = _WithOptions(self._cb, gen_config)  # type: ignore[assignment]
         return own
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue, Any]:
         """Stream the answer to a request. The text ends before the first stop string."""
-        queue, streamer = self._with_sampling(gen_config, inputs).generate_streaming(
+        queue, streamer = self._with_options(gen_config, inputs).generate_streaming(
             model, processor, inputs, gen_config, request_id, response_parser
         )
         if gen_config.stop_strings:
@@ -176,30 +104,15 @@ class RequestManager(CBGenerateManager):
         """Return the answer to a request: text, number of prompt tokens, tokens. The text ends before the first stop
         string. If the caller is cancelled, the request is cancelled and its pages are freed."""
         assert self._cb is not None
-        cancel = partial(self._cb.cancel_request, request_id)
         try:
-            if not gen_config.stop_strings:
-                return await self._with_sampling(gen_config, inputs).generate_non_streaming(
-                    model, processor, inputs, gen_config, request_id
-                )
-            queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
-            tokens: list[int] = []
-            cancel, put = streamer.cancel, streamer.put
-
-            def noted(output: Any) -> None:
-                tokens[:] = output.generated_tokens
-                put(output)
-
-            streamer.put = noted
-            parts: list[str] = []
-            while (part := await queue.get()) is not None:
-                if isinstance(part, _StreamError):
-                    raise RuntimeError(part.msg)
-                parts.append(part)
-            return "".join(parts), len(inputs["input_ids"]), tokens
+            text, number, tokens = await self._with_options(gen_config, inputs).generate_non_streaming(
+                model, processor, inputs, gen_config, request_id
+            )
         except asyncio.CancelledError:
-            cancel()
+            self._cb.cancel_request(request_id)
             raise
+        ends = [at for stop in gen_config.stop_strings or () if (at := text.find(stop)) >= 0]
+        return text[: min(ends, default=len(text))], number, tokens
 
 
 def _until(queue: asyncio.Queue, stops: str | list[str], streamer: Any) -> asyncio.Queue:
@@ -240,3 +153,82 @@ def _until(queue: asyncio.Queue, stops: str | list[str], streamer: Any) -> async
 
     streamer.cancel = cancel_both
     return out
+
+
+Answer = Callable[..., Awaitable[Any]]
+"""Method of a handler of transformers' server that answers a request without streaming."""
+
+
+def with_all_answers(answer: Answer, format_logprobs: Callable[[Any, Any], Any]) -> Answer:
+    """Answer a request as often as it asks for (`n`), with log-probabilities.
+
+    Args:
+        answer: The handler's method.
+        format_logprobs: `chat_logprobs` or `completion_logprobs`.
+    """
+
+    async def answer_one(request_id: str, *given: Any, **more: Any) -> Any:
+        _, processor, _, _, config, *_ = given
+        content = json.loads((await answer(request_id, *given, **more)).body)
+        if config.of_request.get("top_logprobs") is not None:
+            content["choices"][0]["logprobs"] = format_logprobs(config.output, processor)
+        return content
+
+    async def answer_all(request_id: str, *given: Any, **more: Any) -> Any:
+        from fastapi.responses import JSONResponse
+
+        *inputs, config = given[:5]
+        asked = [answer_one(request_id, *given, **more)]
+        for i in range(1, config.answers):
+            own = deepcopy(config)
+            if "seed" in own.of_request:
+                own.of_request["seed"] += i
+            asked.append(answer_one(f"{request_id}-{i}", *inputs, own, *given[5:], **more))
+        first, *others = await asyncio.gather(*asked)
+        for i, other in enumerate(others):
+            first["choices"].append(other["choices"][0] | {"index": i + 1})
+            for name in ("completion_tokens", "total_tokens"):
+                first["usage"][name] += other["usage"]["completion_tokens"]
+        return JSONResponse(first)
+
+    return answer_all
+
+
+def _texts(output: Any, processor: Any) -> tuple[list[str], Callable[[int], str]]:
+    """Text of each token of an answer, without special tokens at its end, and a function from token to text."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokens = list(output.generated_tokens)
+    while tokens and tokens[-1] in tokenizer.all_special_ids:
+        tokens.pop()
+
+    def text(token: int) -> str:
+        return tokenizer.decode([token])
+
+    return [text(token) for token in tokens], text
+
+
+def chat_logprobs(output: Any, processor: Any) -> dict[str, Any]:
+    """Log-probabilities of an answer, as chat completions have them."""
+    texts, text_of = _texts(output, processor)
+
+    def entry(text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    rows = zip(texts, output.top_logprobs, strict=False)
+    content = [
+        entry(text, each.logprob) | {"top_logprobs": [entry(text_of(token), x) for token, x in each.top.items()]}
+        for text, each in rows
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(output: Any, processor: Any) -> dict[str, Any]:
+    """Log-probabilities of an answer, as completions have them."""
+    texts, text_of = _texts(output, processor)
+    rows = output.top_logprobs[: len(texts)]
+    return {
+        "tokens": texts,
+        "token_logprobs": [each.logprob for each in rows],
+        "top_logprobs": [{text_of(token): x for token, x in each.top.items()} for each in rows],
+        "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+    }

@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
@@ -21,7 +22,8 @@ from ..batching import TurboQuantBatchingManager, continuous_batching
 from ..batching.checks import DEFAULT_PAGE_SIZE
 from ..compat import check_required_names
 from ..config import TurboQuantConfig
-from .sampling import RequestManager, sampling_of
+from .fields import check_fields
+from .sampling import RequestManager, chat_logprobs, completion_logprobs, with_all_answers, with_request_options
 
 GRACE = 5
 """Number of seconds until open connections are closed after the server stops."""
@@ -96,48 +98,18 @@ def refusal(sentence: str, status: int = 400) -> Any:
     return JSONResponse({"error": error}, status_code=status)
 
 
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-NOT_APPLIED: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "logprobs": False,
-    "top_logprobs": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "functions": [],
-    "previous_response_id": None,
-}
-"""Options of OpenAI's API that would change an answer and are not applied, with the value that has no effect."""
+NEEDED = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}
+"""Field that no request can do without, by endpoint."""
 
 
-def check_body(body: dict[str, Any], needed: str) -> None:
-    """Raise `ValueError` if a request lacks the field `needed`, allows no answer, or has options that do not apply."""
+def check_body(body: dict[str, Any], endpoint: str, has_tools: bool = True) -> None:
+    """Raise `ValueError` if a request lacks a field, allows no answer, or has fields that are not applied."""
+    needed = NEEDED[endpoint]
     if body.get(needed) is None:
         raise ValueError(
             f"The request has no `{needed}`. Send {'text' if needed == 'prompt' else 'a list of messages'}."
         )
-    for name in LIMITS:
-        number = body.get(name)
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ValueError(
-                f"`{name}` is {number!r}; it must be a whole number, 1 or more. Leave it out for a default."
-            )
-    for name, neutral in NOT_APPLIED.items():
-        if body.get(name) not in (None, neutral):
-            raise ValueError(f"`{name}` is {body[name]!r}, which this server does not apply. Leave it out.")
-    text = body.get("text")
-    for name, form in (
-        ("response_format", body.get("response_format")),
-        ("text", isinstance(text, dict) and text.get("format")),
-    ):
-        if form and form != {"type": "text"}:
-            raise ValueError(f"`{name}` asks for {form!r}, and this server answers with free text only. Leave it out.")
-    if body.get("tools") and body.get("tool_choice") not in (None, "auto"):
-        raise ValueError(
-            f"`tool_choice` is {body['tool_choice']!r}, and this server applies 'auto' only. Leave it out."
-        )
+    check_fields(body, endpoint, has_tools)
     if needed != "prompt":
         _check_messages(body[needed], needed)
 
@@ -229,10 +201,10 @@ class TurboQuantServer(Serve):
                     f"{type(model).__name__} reads more than text, and transformers' server does not batch requests of "
                     "multimodal models. Use `generate()` with a `TurboQuantCache`."
                 )
-            with continuous_batching(model, self.config) as batching:
+            with continuous_batching(model, self.config, tokenizer=loaded.processor) as batching:
                 _ = batching.balance  # measures channel scales now, so that no request waits for that
-                self._refuse_in_sentences()
-                self._sample_by_request(model)
+                self._refuse_in_sentences("tools" in str(getattr(loaded.processor, "chat_template", None)))
+                self._answer_by_request(model)
                 self.server.config.timeout_graceful_shutdown = GRACE
                 self.started(loaded.processor)
                 try:
@@ -250,10 +222,10 @@ class TurboQuantServer(Serve):
         wrapper: Any = self._generation_state._cb_manager
         return None if wrapper is None else wrapper._cb
 
-    def _sample_by_request(self, model: PreTrainedModel) -> None:
-        """Apply sampling options per request, and start the engine.
+    def _answer_by_request(self, model: PreTrainedModel) -> None:
+        """Apply options per request, and start the engine.
 
-        transformers starts the engine at the first request, with the sampling options of that request for all others.
+        transformers starts the engine at the first request, with the options of that request for all others.
         """
         state: Any = self._generation_state
         # transformers creates its manager at the first request, if there is none.
@@ -265,16 +237,32 @@ class TurboQuantServer(Serve):
         manager.init_cb(model, None)
         state.get_manager = lambda model_id, use_cb=False: manager
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler._build_generation_config = _with_sampling(handler._build_generation_config)  # type: ignore
+            handler._build_generation_config = with_request_options(handler._build_generation_config)  # type: ignore
+        chats, completions = self._chat_handler, self._completion_handler
+        chats._non_streaming = with_all_answers(chats._non_streaming, chat_logprobs)  # type: ignore
+        completions._non_streaming = with_all_answers(completions._non_streaming, completion_logprobs)  # type: ignore
 
-    def _refuse_in_sentences(self) -> None:
-        """Answer invalid requests with status 400 and the message of the error, in place of an empty 500."""
+    def _refuse_in_sentences(self, has_tools: bool) -> None:
+        """Answer invalid requests with status 400 and the message of the error, in place of an empty 500.
+
+        Args:
+            has_tools: Whether the chat template of the model renders tools.
+        """
         from fastapi.exceptions import RequestValidationError
         from starlette.exceptions import HTTPException
 
         app: Any = self.server.config.app
         app.add_middleware(UniqueRequestIds)
         app.add_middleware(CancelOnDisconnect)
+
+        from starlette.responses import PlainTextResponse
+
+        @app.get("/metrics")
+        def metrics() -> Any:
+            manager = self._manager()
+            return PlainTextResponse(
+                "" if manager is None else manager.metrics(), media_type="text/plain; version=0.0.4"
+            )
 
         @app.exception_handler(ValueError)
         @app.exception_handler(TypeError)
@@ -294,28 +282,19 @@ class TurboQuantServer(Serve):
         async def of_a_step(request: Any, error: Exception) -> Any:
             return refusal(str(error) or type(error).__name__, 500)
 
-        needed = {self._chat_handler: "messages", self._completion_handler: "prompt", self._response_handler: "input"}
-        for handler, field in needed.items():
-            handler._validate_request = _with_checks(handler._validate_request, field)  # type: ignore
+        handlers = (self._chat_handler, self._completion_handler, self._response_handler)
+        for handler, endpoint in zip(handlers, NEEDED, strict=True):
+            check = partial(check_body, endpoint=endpoint, has_tools=has_tools)
+            handler._validate_request = _with_checks(handler._validate_request, check)  # type: ignore
 
 
-def _with_checks(validate: Callable[[dict[str, Any]], Any], needed: str) -> Callable[[dict[str, Any]], Any]:
+def _with_checks(
+    validate: Callable[[dict[str, Any]], Any], check: Callable[[dict[str, Any]], None]
+) -> Callable[[dict[str, Any]], Any]:
     """Run our checks of a request before the server's own."""
 
     def validate_all(body: dict[str, Any]) -> Any:
-        check_body(body, needed)
+        check(body)
         return validate(body)
 
     return validate_all
-
-
-def _with_sampling(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the sampling options of a request to the generation config that the server builds."""
-
-    def build_with_sampling(body: dict[str, Any], *args: Any, **options: Any) -> Any:
-        # Remove the seed: transformers would set it for all requests.
-        config = build(body | {"seed": None}, *args, **options)
-        config.sampling = sampling_of(body, config)
-        return config
-
-    return build_with_sampling

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from transformers import LlamaConfig
@@ -146,12 +147,44 @@ def quality() -> str:
     return table(headings, lines) + source(record(QUALITY))
 
 
+def options() -> str:
+    """Fields of a generation config, and options of a request that it lacks: applied, neutral or refused."""
+    from tq_hf.batching.options import FIELDS, REQUEST_FIELDS  # needs a newer transformers than other tables
+
+    shown = {name: rule for name, rule in FIELDS.items() if rule.note != "not an option"}
+    rows = []
+    for rules in (REQUEST_FIELDS, shown):
+        for (kind, note), group in groupby(rules.items(), key=lambda item: (item[1].kind, item[1].note)):
+            names = ", ".join(f"`{name}`" for name, _ in group)
+            rows.append([names, kind, note])
+    order = ("applied", "refused", "neutral")
+    return table(["field", "is", ""], sorted(rows, key=lambda row: order.index(row[1])), "---")
+
+
+def request_fields() -> str:
+    """Fields of requests to the server, by endpoint: applied, neutral or refused."""
+    from tq_hf.tools.fields import ENDPOINTS
+
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for endpoint, rules in ENDPOINTS.items():
+        for name, rule in rules.items():
+            places.setdefault((name, rule.kind, rule.note), []).append(endpoint)
+    order = ("applied", "refused", "neutral")
+    rows = [
+        [f"`{name}`", kind, "all" if len(where) == len(ENDPOINTS) else ", ".join(where), note]
+        for (name, kind, note), where in sorted(places.items(), key=lambda item: order.index(item[0][1]))
+    ]
+    return table(["field", "is", "of", ""], rows, "---")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "presets": presets,
     "decode": decode,
     "families": families,
     "memory": memory,
+    "options": options,
+    "request_fields": request_fields,
     "quality": quality,
 }
 """By the name in the pages' markers."""

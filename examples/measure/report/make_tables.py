@@ -1,4 +1,4 @@
-"""Write the tables of `README.md` and `examples/results/README.md` anew from the package and the results files.
+"""Write the tables of the pages anew from the package and the results files.
 
     python -m examples.measure.report.make_tables            # rewrite
     python -m examples.measure.report.make_tables --check    # exit with an error if a page is out of date
@@ -21,7 +21,7 @@ from examples.measure.report.tables import RENDERERS
 from examples.provenance import RESULTS, ROOT
 
 README = ROOT / "README.md"
-PAGES = (README, RESULTS / "README.md")
+PAGES = (README, ROOT / "examples" / "README.md", RESULTS / "README.md")
 SECTION = re.compile(r"(<!-- table:(\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 

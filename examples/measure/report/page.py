@@ -7,9 +7,9 @@ from typing import Any
 from tq_hf import PRESETS
 
 
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is left-aligned, the others right."""
-    lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
+def table(headings: list[str], rows: list[list[str]], rest: str = "---:") -> str:
+    """A Markdown table; the first column is left-aligned, the others right (`rest`)."""
+    lines = [headings, ["---", *(rest for _ in headings[1:])], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 

@@ -1,0 +1,393 @@
+"""Options of a request: each field of a generation config is applied, changes no answer, or is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from transformers import GenerationConfig
+
+MOST_LOGPROBS = 20
+"""Most likely tokens per position that a request can ask for, as in OpenAI's API."""
+MOST_BIASES = 1024
+"""Tokens and sequences with a bias per request: banned and suppressed ones count, too."""
+LARGEST_BIAS = 1e6
+"""Largest bias or penalty that is added to a logit; larger ones overflow."""
+MOST_PREFIX = 7
+"""Tokens before the last one of a sequence with a bias."""
+ALWAYS = 2**31 - 1
+"""`Bias.until` of a bias for the whole answer."""
+
+
+class Rule(NamedTuple):
+    """How a field is treated."""
+
+    kind: str
+    """"applied", "neutral" (changes no answer) or "refused"."""
+    note: str
+    """Effect of the field, or the reason why it has none or is refused."""
+    neutral: tuple[Any, ...] = ()
+    """Values of a refused field that change no answer, besides `None`."""
+    when_sampling: bool = False
+    """Whether the field changes sampled answers only."""
+
+
+def _refused(note: str, *neutral: Any, when_sampling: bool = False) -> Rule:
+    return Rule("refused", note, neutral, when_sampling)
+
+
+_BEAMS = "there are no beams"
+_SPEED = "changes how fast `generate()` is, never an answer"
+_DRAFTS = "no drafts of tokens are made"
+_OUTPUT = "outputs hold tokens and log-probabilities"
+_SAMPLER = "this way to sample is not implemented here"
+
+FIELDS: dict[str, Rule] = {
+    "max_new_tokens": Rule("applied", "most tokens of an answer; unset: until a stop, the model's last position"),
+    "max_length": Rule("applied", "most tokens of prompt and answer, without `max_new_tokens`"),
+    "min_new_tokens": Rule("applied", "no end-of-sequence token before"),
+    "min_length": Rule("applied", "the same, with the prompt counted, without `min_new_tokens`"),
+    "eos_token_id": Rule("applied", "one or several tokens that end an answer"),
+    "stop_strings": Rule("applied", "text that ends an answer; needs `tokenizer`"),
+    "do_sample": Rule("applied", "greedy, or sampled with the fields below"),
+    "temperature": Rule("applied", "if sampled"),
+    "top_k": Rule("applied", "if sampled; unset: all tokens, where `generate()` takes 50"),
+    "top_p": Rule("applied", "if sampled"),
+    "min_p": Rule("applied", "if sampled"),
+    "repetition_penalty": Rule("applied", "over prompt and answer"),
+    "sequence_bias": Rule("applied", f"sequences of up to {MOST_PREFIX + 1} tokens"),
+    "bad_words_ids": Rule("applied", f"sequences of up to {MOST_PREFIX + 1} tokens"),
+    "suppress_tokens": Rule("applied", "never chosen"),
+    "begin_suppress_tokens": Rule("applied", "at the first token"),
+    "num_return_sequences": Rule("applied", "answers that share the pages of their prompt"),
+    "num_beams": _refused("continuous batching samples or decodes greedily, without beams", 1),
+    "num_beam_groups": _refused(_BEAMS, 1),
+    "diversity_penalty": _refused(_BEAMS, 0),
+    "constraints": _refused(_BEAMS),
+    "force_words_ids": _refused(_BEAMS),
+    "guidance_scale": _refused("guidance runs the model twice per token", 1),
+    "no_repeat_ngram_size": _refused("n-grams of an answer are not kept on the device", 0),
+    "encoder_no_repeat_ngram_size": _refused("n-grams of a prompt are not kept on the device", 0),
+    "encoder_repetition_penalty": _refused("penalties apply to prompt and answer together", 1),
+    "exponential_decay_length_penalty": _refused("penalties of length are not implemented here"),
+    "forced_bos_token_id": _refused("tokens are not forced"),
+    "forced_eos_token_id": _refused("tokens are not forced"),
+    "remove_invalid_values": _refused("invalid logits are not replaced", False),
+    "typical_p": _refused(_SAMPLER, 1, when_sampling=True),
+    "epsilon_cutoff": _refused(_SAMPLER, 0, when_sampling=True),
+    "eta_cutoff": _refused(_SAMPLER, 0, when_sampling=True),
+    "top_h": _refused(_SAMPLER, when_sampling=True),
+    "watermarking_config": _refused("answers are not watermarked"),
+    "penalty_alpha": _refused("contrastive search is not implemented here", 0),
+    "dola_layers": _refused("decoding by contrasting layers is not implemented here"),
+    "token_healing": _refused("prompts are read as they are", False),
+    "max_time": _refused("answers have no limit in seconds"),
+    "output_attentions": _refused(_OUTPUT, False),
+    "output_hidden_states": _refused(_OUTPUT, False),
+    "output_scores": _refused(_OUTPUT, False),
+    "output_logits": _refused(_OUTPUT, False),
+    "continuous_batching_config": _refused("the engine takes its options as an argument of its own"),
+    "is_assistant": _refused("a batch answers requests, and drafts for no other model", False),
+    "early_stopping": Rule("neutral", _BEAMS),
+    "length_penalty": Rule("neutral", _BEAMS),
+    "low_memory": Rule("neutral", _SPEED),
+    "renormalize_logits": Rule("neutral", "moves all logits by one number"),
+    "return_dict_in_generate": Rule("neutral", "outputs are objects"),
+    "use_cache": Rule("neutral", "pages are the cache"),
+    "cache_implementation": Rule("neutral", "pages are the cache"),
+    "cache_config": Rule("neutral", "pages are the cache"),
+    "max_cache_len": Rule("neutral", "pages are the cache"),
+    "prefill_chunk_size": Rule("neutral", "`max_batch_tokens` of the engine says it"),
+    "compile_config": Rule("neutral", "the engine's options say it"),
+    "disable_compile": Rule("neutral", "the engine's options say it"),
+    "pad_token_id": Rule("neutral", "nothing is padded"),
+    "bos_token_id": Rule("neutral", "prompts are read as they are"),
+    "decoder_start_token_id": Rule("neutral", "of encoder-decoders only"),
+    "use_mtp": Rule("neutral", _DRAFTS),
+    "num_assistant_tokens": Rule("neutral", _DRAFTS),
+    "num_assistant_tokens_schedule": Rule("neutral", _DRAFTS),
+    "assistant_confidence_threshold": Rule("neutral", _DRAFTS),
+    "assistant_early_exit": Rule("neutral", _DRAFTS),
+    "assistant_lookbehind": Rule("neutral", _DRAFTS),
+    "target_lookbehind": Rule("neutral", _DRAFTS),
+    "assistant_ensemble_weight": _refused("ensembles with a draft model are not implemented here", 0, 0.0),
+    "prompt_lookup_num_tokens": Rule("neutral", _DRAFTS),
+    "max_matching_ngram_size": Rule("neutral", _DRAFTS),
+    "speculation_type": Rule("neutral", _DRAFTS),
+    "_from_model_config": Rule("neutral", "not an option"),
+    "transformers_version": Rule("neutral", "not an option"),
+}
+"""Each field of `GenerationConfig`. Fields of a newer transformers that are missing here are refused."""
+REQUEST_FIELDS: dict[str, Rule] = {
+    "seed": Rule("applied", "the answer is the same in any batch"),
+    "presence_penalty": Rule("applied", "over the answer"),
+    "frequency_penalty": Rule("applied", "over the answer"),
+    "logit_bias": Rule("applied", "a dict of token ids and numbers"),
+    "stop_token_ids": Rule("applied", "tokens that end an answer besides `eos_token_id`"),
+    "top_logprobs": Rule(
+        "applied",
+        f"0 to {MOST_LOGPROBS}: log-probabilities of the model, before other options, of the chosen token and the "
+        "most likely ones, in `top_logprobs` of the output",
+    ),
+}
+"""Options of a request that no generation config has."""
+
+
+class Bias(NamedTuple):
+    """A number that is added to the logit of the last of `tokens` after the tokens before."""
+
+    tokens: tuple[int, ...]
+    value: float
+    until: int = ALWAYS
+    """Number of generated tokens from which the bias no longer applies."""
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options of a request that change its answer, with values that change nothing as defaults."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 for all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    biases: tuple[Bias, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    num_return_sequences: int = 1
+    max_new_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: Any) -> RequestOptions:
+        return self  # forks and preempted requests copy their options
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @cached_property
+    def has_history(self) -> bool:
+        """Whether logits depend on earlier tokens, or on their number."""
+        return self.has_penalties or bool(self.biases)
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """Processors of the request: "history", "sampled", "truncated" (`top_k`, `top_p`, `min_p`), "details" (a seed
+        or log-probabilities)."""
+        found = {
+            "history": self.has_history,
+            "sampled": self.do_sample,
+            "truncated": self.do_sample and (self.top_k, self.top_p, self.min_p) != (0, 1, 0),
+            "details": self.top_logprobs is not None or (self.do_sample and self.seed is not None),
+        }
+        return frozenset(name for name, needed in found.items() if needed)
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """Options that are not whole numbers, in the order of `tq_hf.batching.processors.Rows`."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return self.temperature, self.top_p, self.min_p, *penalties
+
+
+def with_defaults(config: GenerationConfig, defaults: GenerationConfig) -> GenerationConfig:
+    """Copy a generation config, with unset fields from `defaults`, as `generate()` has them from the model."""
+    merged = deepcopy(config)
+    for name, value in vars(defaults).items():
+        # transformers counts the answers that it waits for before they are merged.
+        if name in FIELDS and name != "num_return_sequences" and getattr(merged, name, None) is None:
+            setattr(merged, name, deepcopy(value))
+    return merged
+
+
+def with_options(config: GenerationConfig, options: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
+    """Split options of a request into a copy of `config` with the options that it has, and the others.
+
+    Raises:
+        ValueError: An option has no effect here, or does not exist.
+    """
+    known = {name for name, rule in FIELDS.items() if rule.kind != "neutral"}
+    if unknown := sorted(options.keys() - known - REQUEST_FIELDS.keys()):
+        names = sorted({name for name, rule in FIELDS.items() if rule.kind == "applied"} | REQUEST_FIELDS.keys())
+        raise ValueError(f"A request has no option {', '.join(unknown)}. Its options are {', '.join(names)}.")
+    if options.keys() & known:
+        config = deepcopy(config)
+        for name in options.keys() & known:
+            setattr(config, name, options[name])
+    return config, {name: value for name, value in options.items() if name in REQUEST_FIELDS}
+
+
+def check_refused(config: GenerationConfig) -> None:
+    """Raise `ValueError` if a generation config has a field that would change an answer and is not applied."""
+    for name in vars(GenerationConfig()).keys() - FIELDS.keys():
+        if (value := getattr(config, name, None)) is not None:
+            raise ValueError(
+                f"`{name}` is {value!r}, and tq_hf does not know this field of the installed transformers. Leave it "
+                "out, or use `generate()` with a `TurboQuantCache`."
+            )
+    for name, rule in FIELDS.items():
+        value = getattr(config, name, None)
+        if rule.kind != "refused" or value is None or (rule.when_sampling and not config.do_sample):
+            continue
+        if not any(value is each or value == each for each in rule.neutral):
+            instead = f"Set it to {rule.neutral[0]!r}" if rule.neutral else "Leave it out"
+            raise ValueError(
+                f"`{name}` is {value!r}: {rule.note}. {instead}, or use `generate()` with a `TurboQuantCache`."
+            )
+
+
+def _number(name: str, value: Any, least: float, most: float) -> float:
+    """Check that an option is a number within limits.
+
+    Raises:
+        ValueError: The number is outside of the limits.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ValueError(f"`{name}` is {value!r}; it must be a number between {least:g} and {most:g}.")
+    return float(value)
+
+
+def _bias(name: str, value: Any) -> float:
+    """Check a bias. Minus infinity bans a token.
+
+    Raises:
+        ValueError: The bias is not a number or too large.
+    """
+    return value if value == -math.inf else _number(name, value, -LARGEST_BIAS, LARGEST_BIAS)
+
+
+def _whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+    """Check that an option is a whole number within limits.
+
+    Raises:
+        ValueError: The number is outside of the limits.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        limits = f"{least} or more" if most == 2**31 - 1 else f"{least} to {most}"
+        raise ValueError(f"`{name}` is {value!r}; it must be a whole number, {limits}.")
+    return value
+
+
+def token_ids(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
+    """Token ids of an option: a number, or a list or tensor of numbers. Negative ones stand for no token.
+
+    Raises:
+        ValueError: An id is not a whole number of the vocabulary.
+    """
+    if value is None:
+        return ()
+    value = value.tolist() if hasattr(value, "tolist") else value
+    ids = [value] if isinstance(value, int) else list(value)
+    for each in ids:
+        if isinstance(each, bool) or not isinstance(each, int) or each >= vocabulary:
+            raise ValueError(f"`{name}` has {each!r}; the model's tokens are whole numbers below {vocabulary:,}.")
+    return tuple(each for each in ids if each >= 0)
+
+
+def _biases(
+    config: GenerationConfig, extra: dict[str, Any], eos: tuple[int, ...], least: int, vocabulary: int
+) -> tuple[Bias, ...]:
+    """All biases of a request; -inf bans a token.
+
+    Args:
+        config: Generation config of the request.
+        extra: Options of `REQUEST_FIELDS`.
+        eos: Tokens that end the answer.
+        least: Number of tokens that the answer has at least.
+        vocabulary: Number of tokens of the model.
+
+    Raises:
+        ValueError: A bias is not a number, a token does not exist, or limits are exceeded.
+    """
+
+    def listed(name: str, ids: Any) -> tuple[int, ...]:
+        tokens = token_ids(name, ids, vocabulary)
+        if not tokens or len(tokens) > MOST_PREFIX + 1 or len(tokens) != len(list(ids)):
+            raise ValueError(f"`{name}` has {ids!r}; it must be a list of 1 to {MOST_PREFIX + 1} token ids.")
+        return tokens
+
+    def banned(ids: Iterable[int], until: int = ALWAYS) -> list[Bias]:
+        return [Bias((token,), -math.inf, until) for token in dict.fromkeys(ids)]
+
+    found = []
+    sequences = getattr(config, "sequence_bias", None) or {}
+    for ids, value in sequences.items() if isinstance(sequences, dict) else sequences:
+        found.append(Bias(listed("sequence_bias", ids), _bias("sequence_bias", value)))
+    for token, value in (extra.get("logit_bias") or {}).items():
+        digits = token if isinstance(token, int) else int(token) if str(token).isdecimal() else token
+        found.append(Bias(listed("logit_bias", [digits]), _bias("logit_bias", value)))
+    words = [listed("bad_words_ids", ids) for ids in getattr(config, "bad_words_ids", None) or ()]
+    found += [Bias(ids, -math.inf) for ids in words if ids not in {(token,) for token in eos}]
+    found += banned(token_ids("suppress_tokens", getattr(config, "suppress_tokens", None), vocabulary))
+    found += banned(token_ids("begin_suppress_tokens", getattr(config, "begin_suppress_tokens", None), vocabulary), 1)
+    found += banned(eos, least) if least > 0 else []
+    if len(found) > MOST_BIASES:
+        raise ValueError(
+            f"The request has {len(found):,} tokens and sequences with a bias or a ban; at most {MOST_BIASES:,} fit. "
+            "Shorten `sequence_bias`, `logit_bias`, `bad_words_ids` or `suppress_tokens`."
+        )
+    if len({bias.tokens for bias in found if len(bias.tokens) == 1 and bias.value == -math.inf}) >= vocabulary:
+        raise ValueError(f"The request bans all {vocabulary:,} tokens of the model. Leave one for the answer.")
+    return tuple(found)
+
+
+def options_of(
+    config: GenerationConfig, extra: dict[str, Any] | None = None, *, prompt: int, vocabulary: int
+) -> RequestOptions:
+    """Return the options of a request.
+
+    Args:
+        config: Generation config of the request.
+        extra: Options of `REQUEST_FIELDS`.
+        prompt: Number of tokens of the prompt.
+        vocabulary: Number of tokens of the model.
+
+    Raises:
+        ValueError: An option would change the answer and is not applied, or is outside its range.
+    """
+    check_refused(config)
+    extra = extra or {}
+
+    def given(name: str, default: Any) -> Any:
+        value = extra.get(name) if name in REQUEST_FIELDS else getattr(config, name, None)
+        return default if value is None else value
+
+    eos = token_ids("eos_token_id", given("eos_token_id", None), vocabulary)
+    eos += token_ids("stop_token_ids", given("stop_token_ids", None), vocabulary)
+    least = given("min_new_tokens", max(0, given("min_length", 0) - prompt))
+    most = given("max_new_tokens", None)
+    if most is None and (length := given("max_length", None)) is not None:
+        if (most := _whole("max_length", length, 1) - prompt) < 1:
+            raise ValueError(
+                f"`max_length` is {length}, and the prompt has {prompt} tokens already. Say `max_new_tokens`."
+            )
+    stops = given("stop_strings", ())
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    if not all(isinstance(each, str) and each for each in stops):
+        raise ValueError(f"`stop_strings` is {stops!r}; it must be a text or a list of texts.")
+    samples, seed, logprobs = given("do_sample", False), given("seed", None), given("top_logprobs", None)
+    return RequestOptions(
+        do_sample=bool(samples),
+        temperature=_number("temperature", given("temperature", 1.0), 1e-6, 1e6) if samples else 1.0,
+        top_k=_whole("top_k", given("top_k", 0), 0) if samples else 0,
+        top_p=_number("top_p", given("top_p", 1.0), 0, 1) if samples else 1.0,
+        min_p=_number("min_p", given("min_p", 0.0), 0, 1) if samples else 0.0,
+        seed=None if seed is None else _whole("seed", seed, -(2**63), 2**64 - 1),
+        repetition_penalty=_number("repetition_penalty", given("repetition_penalty", 1.0), 0.01, 100),
+        presence_penalty=_number("presence_penalty", given("presence_penalty", 0.0), -LARGEST_BIAS, LARGEST_BIAS),
+        frequency_penalty=_number("frequency_penalty", given("frequency_penalty", 0.0), -LARGEST_BIAS, LARGEST_BIAS),
+        biases=_biases(config, extra, eos, _whole("min_new_tokens", least, 0), vocabulary),
+        stop_strings=stops,
+        top_logprobs=None if logprobs is None else _whole("top_logprobs", logprobs, 0, MOST_LOGPROBS),
+        num_return_sequences=_whole("num_return_sequences", given("num_return_sequences", 1), 1),
+        max_new_tokens=None if most is None else _whole("max_new_tokens", most, 1),
+        eos_token_ids=eos,
+    )

@@ -1,0 +1,402 @@
+"""Processors of logits with options by request, over the whole batch and on the device.
+
+transformers' engine keeps one set of processors for all steps, chosen when it starts, and its processors know no
+earlier tokens. Here a step runs the processors that one of its requests needs, after the model and in the same captured
+graph; a step of greedy requests without options runs none. Requests with logits that depend on earlier tokens own a
+slot of `History`, which the host fills at their first step and each later step updates on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+
+from .options import MOST_BIASES, MOST_LOGPROBS, MOST_PREFIX, RequestOptions
+
+OPTIONS = "options"
+"""Key of the options of a request in its `logit_processor_kwargs`."""
+SAMPLED, GREEDY = 0, -1
+"""Ways to choose the token of a request: sampled with the generator of torch, or the likeliest token. Positive numbers
+are the keys of seeded requests."""
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+"""Constants of a 32-bit hash (Chris Wellons, "Prospecting for hash functions", `lowbias32`)."""
+MOST_COUNTED = 2**14 - 2
+"""Number up to which the occurrences of a token in an answer are counted."""
+
+
+def mixed(x: Any) -> Any:
+    """Hash a 32-bit number or a tensor of them (stored as int64) by `lowbias32`."""
+    for shift, multiplier in zip((16, 15), MULTIPLIERS, strict=True):
+        x = (x ^ (x >> shift)) * multiplier & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def key_of(seed: int, position: int) -> int:
+    """Key of the token at a position of a seeded request: 1 to 2**31 - 1."""
+    return mixed(mixed(seed & 0xFFFFFFFF) ^ position) % 0x7FFFFFFF + 1
+
+
+def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Gumbel noise of keys and tokens, `[N, vocabulary]` float32; 0 where the key is not positive.
+
+    The token with the largest sum of logit and noise is a sample of the softmax (Gumbel, 1954), and independent of the
+    rest of the batch.
+
+    Args:
+        keys: `[N]` int32.
+        vocabulary: Number of tokens.
+    """
+    tokens, keys = torch.arange(vocabulary, device=keys.device), keys[:, None].long()
+    # Take the logarithm of 1 - u: floats near 0 have more precision, and the noise is largest there.
+    uniform = mixed(mixed(tokens) ^ keys).float().add(0.5).mul(2.0**-32).clamp(max=1 - 2.0**-24)
+    return torch.where(keys > 0, -torch.log(-torch.log1p(-uniform)), 0.0)
+
+
+class Features(NamedTuple):
+    """Processors that a step runs; each combination has captured graphs of its own."""
+
+    history: bool = False
+    """Penalties and biases."""
+    sampled: bool = False
+    truncated: bool = False
+    """`top_k`, `top_p` or `min_p`."""
+    details: bool = False
+    """Seeds or log-probabilities."""
+
+    @classmethod
+    def of(cls, options: list[RequestOptions]) -> Features:
+        """Features of a batch. Rare ones turn others on, so that graphs are captured for six combinations only."""
+        needs = frozenset[str]().union(*(each.needs for each in options))
+        if "details" in needs:
+            return cls(True, True, True, True)
+        history, sampled = "history" in needs, "sampled" in needs
+        return cls(history, sampled, sampled and (history or "truncated" in needs))
+
+
+class Rows(NamedTuple):
+    """Options of a batch, each `[N]`: int32, from `temperature` on float32."""
+
+    slots: torch.Tensor
+    grown: torch.Tensor
+    """1 if the step's input token is not in the slot yet."""
+    generated: torch.Tensor
+    """Number of tokens generated before the step."""
+    keys: torch.Tensor
+    """`SAMPLED`, `GREEDY` or the key of a seed."""
+    top_k: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+
+    @classmethod
+    def view(cls, packed: torch.Tensor) -> Rows:
+        """Rows of a packed int32 tensor `[len(Rows._fields), N]`."""
+        return cls(*packed[:5], *packed[5:].view(torch.float32))
+
+
+def penalize(scores: torch.Tensor, counts: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Apply penalties of repetition, presence and frequency.
+
+    Args:
+        scores: `[N, vocabulary]` float32.
+        counts: Occurrences of tokens, as `History.counts`, `[N, vocabulary]` int16.
+        rows: Options, `[N]` each.
+    """
+    penalty, generated = rows.repetition[:, None], counts >> 1
+    scores = torch.where(counts > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    return scores - generated * rows.frequency[:, None] - (generated > 0) * rows.presence[:, None]
+
+
+class History:
+    """Tokens and biases of requests, a slot each, and one more slot for requests without.
+
+    Bytes: 2 per token of the vocabulary, and 44 KiB, per slot.
+
+    Args:
+        slots: Number of requests.
+        vocabulary: Number of tokens of the model.
+        device: Device of the model.
+        compiled: Whether penalties are one compiled kernel.
+    """
+
+    def __init__(self, slots: int, vocabulary: int, device: torch.device, compiled: bool = False) -> None:
+        self.penalize = torch.compile(penalize, dynamic=True) if compiled else penalize
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(slots + 1, *shape, dtype=dtype, device=device)
+
+        self.counts = zeros(vocabulary, dtype=torch.int16)
+        """Twice the number of occurrences in the answer, plus 1 for tokens of the prompt."""
+        self.recent = zeros(MOST_PREFIX, dtype=torch.int32)
+        """Last tokens, the newest last; -2 before the first."""
+        self.prefixes = zeros(MOST_BIASES, MOST_PREFIX, dtype=torch.int32)
+        """Tokens before a biased one; -1 matches any."""
+        self.biased = zeros(MOST_BIASES, dtype=torch.int64)
+        self.values = zeros(MOST_BIASES, dtype=torch.float32)
+        self.until = zeros(MOST_BIASES, dtype=torch.int32)
+
+    def load(self, slot: int, tokens: list[int], prompt: int, options: RequestOptions) -> None:
+        """Fill a slot.
+
+        Args:
+            slot: Index of the slot.
+            tokens: All tokens of the request.
+            prompt: Number of them that are the prompt.
+            options: Options of the request.
+        """
+        device = self.counts.device
+
+        def moved(values: Any, dtype: torch.dtype) -> torch.Tensor:
+            host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+            return host.to(device, non_blocking=True)
+
+        self.counts[slot].zero_()
+        if options.has_penalties:
+            self.counts[slot].index_fill_(0, moved(tokens[:prompt], torch.int64), 1)
+            answer, numbers = torch.tensor(tokens[prompt:], dtype=torch.int64).unique(return_counts=True)
+            if len(answer):
+                numbers = 2 * numbers.clamp(max=MOST_COUNTED)
+                self.counts[slot].index_add_(
+                    0, moved(answer.tolist(), torch.int64), moved(numbers.tolist(), torch.int16)
+                )
+        last = tokens[-MOST_PREFIX:]
+        self.recent[slot].copy_(moved([-2] * (MOST_PREFIX - len(last)) + last, torch.int32))
+        self.until[slot].zero_()
+        if count := len(options.biases):
+            prefixes = [[-1] * (MOST_PREFIX + 1 - len(b.tokens)) + list(b.tokens[:-1]) for b in options.biases]
+            self.prefixes[slot, :count].copy_(moved(prefixes, torch.int32))
+            self.biased[slot, :count].copy_(moved([b.tokens[-1] for b in options.biases], torch.int64))
+            self.values[slot, :count].copy_(moved([b.value for b in options.biases], torch.float32))
+            self.until[slot, :count].copy_(moved([b.until for b in options.biases], torch.int32))
+
+    def process(self, scores: torch.Tensor, tokens: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Take up the newest token of each request, then apply biases and penalties.
+
+        Args:
+            scores: `[N, vocabulary]` float32, overwritten.
+            tokens: Newest token of each request, `[N]`.
+            rows: Options, `[N]` each.
+
+        Returns:
+            Scores, `[N, vocabulary]` float32.
+        """
+        slots, tokens = rows.slots.long(), tokens.long()
+        before, recent = self.counts[slots, tokens], self.recent[slots]
+        grows = rows.grown.bool()
+        self.counts[slots, tokens] = torch.where(grows & (before < 2 * MOST_COUNTED), before + 2, before)
+        shifted = torch.cat((recent[:, 1:], tokens[:, None].int()), 1)
+        recent = torch.where(grows[:, None], shifted, recent)
+        self.recent[slots] = recent
+        prefixes = self.prefixes[slots]  # [N, MOST_BIASES, MOST_PREFIX]
+        applies = ((prefixes == recent[:, None]) | (prefixes == -1)).all(-1) & (
+            rows.generated[:, None] < self.until[slots]
+        )
+        scores.scatter_add_(1, self.biased[slots], torch.where(applies, self.values[slots], 0.0))
+        return self.penalize(scores, self.counts[slots], rows)
+
+
+def truncate(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Set scores outside of `top_k`, then `top_p`, then `min_p` to -inf, as transformers' processors do.
+
+    Args:
+        scores: `[N, vocabulary]` float32.
+        rows: Options, `[N]` each.
+    """
+    vocabulary = scores.shape[1]
+    ordered, tokens = scores.sort(-1)
+    top_k = torch.where(rows.top_k > 0, rows.top_k, vocabulary).clamp(max=vocabulary).long()
+    least = ordered.gather(1, (vocabulary - top_k)[:, None])
+    ordered = ordered.masked_fill(ordered < least, -torch.inf)
+    cut = torch.where(rows.top_p < 1, 1 - rows.top_p, -1.0)[:, None]
+    removed = (ordered.softmax(-1).cumsum(-1) <= cut) | (ordered == -torch.inf)
+    removed[:, -1] = False
+    scores = scores.masked_fill(removed.scatter(1, tokens, removed), -torch.inf)
+    probabilities = scores.softmax(-1)
+    return scores.masked_fill(probabilities < rows.min_p[:, None] * probabilities.amax(-1, keepdim=True), -torch.inf)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at a position of an answer: of the chosen token, and by token of the most likely ones."""
+
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass
+class PreparedStep:
+    """Requests of a step that get a token, and what of their options the device needs."""
+
+    requests: list[RequestState]
+    options: list[RequestOptions]
+    features: Features
+    packed: torch.Tensor
+    """Rows of the step on the host."""
+    loads: list[tuple[int, list[int], int, RequestOptions]] = field(default_factory=list)
+    """Arguments of `History.load`."""
+    details: torch.Tensor | None = None
+    """Log-probabilities on the host, once the step is over."""
+
+
+class BatchOptions(ContinuousBatchingLogitsProcessorList):
+    """Processors of an engine, in the place of transformers' list.
+
+    Args:
+        default: Options of requests without their own: those of a warm-up.
+        requests: Maximum number of requests per step.
+        vocabulary: Number of tokens of the model.
+        device: Device of the model.
+        compiled: Whether processors that go over all logits number by number are compiled, as the model's step is.
+    """
+
+    def __init__(
+        self, default: RequestOptions, requests: int, vocabulary: int, device: torch.device, compiled: bool = False
+    ) -> None:
+        super().__init__(LogitsProcessorList())
+        self.compiled, self._noise = compiled, torch.compile(gumbel_noise, dynamic=True) if compiled else gumbel_noise
+        self.default, self.size, self.vocabulary, self.device = default, requests, vocabulary, device
+        self.history: History | None = None
+        self.step: PreparedStep | None = None
+        """The step whose inputs were prepared last."""
+        self.slots: dict[int, tuple[RequestState, int, int]] = {}
+        """By the id of a request's state: the state, its slot, and the number of its tokens that the slot knows. The
+        request that was not in a step for longest comes first."""
+        neutral = torch.tensor([requests, 0, 0, GREEDY, 0], dtype=torch.int32)
+        floats = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+        self._neutral = torch.cat((neutral, floats.view(torch.int32)))[:, None].repeat(1, requests)
+        self.packed = self._neutral.to(device)
+        """Rows of the running step, `[len(Rows._fields), requests]`: one address, for graphs."""
+        self.details = torch.zeros(requests, 1 + 2 * MOST_LOGPROBS, dtype=torch.int32, device=device)
+        """Log-probabilities of the running step: of the chosen token, then the most likely tokens, then theirs."""
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Accept the options of a request, which `add_request` has checked."""
+
+    def prepare_tensor_args(
+        self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
+    ) -> torch.Tensor:
+        """Write down the options of the step that begins; `arg_storage` has no rows."""
+        states = [request.state for request in requests_in_batch if request.has_new_token]
+        options = [state.logit_processor_kwargs.get(OPTIONS, self.default) for state in states]
+        features = Features.of(options)
+        self.step = PreparedStep(states, options, features, self._neutral)
+        if any(features):
+            self._write(self.step)
+        return arg_storage
+
+    def _write(self, step: PreparedStep) -> None:
+        """Write the rows of a step, and give slots to its requests."""
+        keep = {id(state) for state in step.requests}
+        whole, others = [], []
+        for state, options in zip(step.requests, step.options, strict=True):
+            prompt = state._true_initial_tokens or len(state.initial_tokens)
+            position, slot, grown = state.position_offset, self.size, 0
+            if options.has_history:
+                slot, known = self._slot_of(state, keep)
+                if known == position - 1:
+                    grown = 1
+                else:
+                    tokens = (state.initial_tokens + state.generated_tokens)[:position]
+                    assert len(tokens) == position
+                    step.loads.append((slot, tokens, prompt, options))
+                self.slots[id(state)] = state, slot, position
+            key = GREEDY if not options.do_sample else SAMPLED
+            if options.do_sample and options.seed is not None:
+                key = key_of(options.seed, position)
+            whole.append((slot, grown, position - prompt, key, options.top_k))
+            others.append(options.numbers)
+        step.packed = self._neutral.clone()
+        step.packed[:5, : len(whole)] = torch.tensor(whole, dtype=torch.int32).T
+        step.packed[5:, : len(whole)] = torch.tensor(others).view(torch.int32).T
+        if self.device.type == "cuda":
+            step.packed = step.packed.pin_memory()
+
+    def _slot_of(self, state: RequestState, keep: set[int]) -> tuple[int, int]:
+        """Slot of a request, and the number of tokens that the slot knows. The request is moved to the end of `slots`.
+
+        A request that is in no step loses its slot if there is no other: the host knows all of its tokens then.
+        """
+        if (found := self.slots.pop(id(state), None)) is not None:
+            return found[1:]
+        if len(self.slots) < self.size:
+            return min(set(range(self.size)) - {slot for _, slot, _ in self.slots.values()}), -1
+        return self.slots.pop(next(each for each in self.slots if each not in keep))[1], -1
+
+    def begin(self) -> Features:
+        """Copy the options of the prepared step to the device, on the current stream, without waiting."""
+        assert self.step is not None
+        if any(self.step.features):
+            self.packed.copy_(self.step.packed, non_blocking=True)
+        if self.step.features.history and self.history is None:
+            self.history = History(self.size, self.vocabulary, self.device, self.compiled)
+        for load in self.step.loads:
+            assert self.history is not None
+            self.history.load(*load)
+        return self.step.features
+
+    def choose(self, logits: torch.Tensor, tokens: torch.Tensor, features: Features, output: torch.Tensor) -> None:
+        """Choose the next tokens, in place of those that the step has chosen greedily.
+
+        Args:
+            logits: `[N, vocabulary]`.
+            tokens: Newest token of each request, `[N]`.
+            features: Processors to run.
+            output: Chosen tokens, `[1, ...]` int32; a second row for their log-probabilities (float32 bits).
+        """
+        number = len(logits)
+        rows = Rows.view(self.packed[:, :number])
+        scores = logits.to(torch.float32, copy=True)
+        if features.history:
+            assert self.history is not None
+            scores = self.history.process(scores, tokens, rows)
+        if features.sampled:
+            scores = scores / rows.temperature[:, None]
+        if features.truncated:
+            scores = truncate(scores, rows)
+        noisy = scores + self._noise(rows.keys, scores.shape[1]) if features.details else scores
+        chosen = noisy.argmax(-1)
+        if features.sampled:
+            # `torch.multinomial` draws the same tokens, and stops the whole device at a row that is not a number.
+            drawn = (scores.softmax(-1) / torch.empty_like(scores).exponential_(1)).argmax(-1)
+            chosen = torch.where(rows.keys == SAMPLED, drawn, chosen)
+        output[0, :number] = chosen
+        if len(output) > 1:
+            logprobs = scores.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+            output[1, :number] = logprobs.view(torch.int32)
+        if features.details:
+            logprobs = logits.float().log_softmax(-1)
+            top = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[1]))
+            picked = torch.cat((logprobs.gather(1, chosen[:, None]), top.values), 1).view(torch.int32)
+            count = top.indices.shape[1]
+            self.details[:number, : 1 + count] = picked
+            self.details[:number, 1 + MOST_LOGPROBS : 1 + MOST_LOGPROBS + count] = top.indices.int()
+
+    def end(self) -> PreparedStep:
+        """Copy log-probabilities of the running step to the host, on the current stream, without waiting."""
+        assert self.step is not None
+        step, self.step = self.step, None
+        if any(each.top_logprobs is not None for each in step.options):
+            rows = self.details[: len(step.requests)]
+            step.details = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+            step.details.copy_(rows, non_blocking=True)
+        return step
+
+    def details_of(self, step: PreparedStep) -> list[tuple[RequestState, TokenLogprobs]]:
+        """Log-probabilities by request of a step that is over."""
+        if step.details is None:
+            return []
+        floats, found = step.details.view(torch.float32), []
+        for i, (state, options) in enumerate(zip(step.requests, step.options, strict=True)):
+            if options.top_logprobs is not None:
+                count = min(options.top_logprobs, self.vocabulary)
+                tokens = step.details[i, 1 + MOST_LOGPROBS :][:count].tolist()
+                top = dict(zip(tokens, floats[i, 1 : 1 + count].tolist(), strict=True))
+                found.append((state, TokenLogprobs(floats[i, 0].item(), top)))
+        return found
