@@ -461,6 +461,7 @@ def main() -> None:
         methods = [*others, *our_methods(estimator, arguments.tokens)]
         if evaluation.real:
             methods = [method for method in methods if not SMALL_MODELS_ONLY.search(method.name)]
+            methods.sort(key=lambda method: method.name in peers.QUANTIZED)  # the slowest come last
         evaluation.noise_floor()
     if arguments.only:
         methods = [method for method in methods if method.name in arguments.only]

@@ -53,6 +53,10 @@ def document(tokenizer: Any, text: str, tokens: int, facts: int, seed: int) -> D
     if len(passage) < room:
         raise ValueError(f"The text has too few tokens at character {start:,} for a document of {tokens:,} tokens.")
     breaks = [place for place, token in enumerate(passage, 1) if "\n" in tokenizer.decode([token])]
+    if len(breaks) < facts:
+        raise ValueError(
+            f"The text at character {start:,} has {len(breaks)} lines for {facts} facts; allow fewer facts."
+        )
     places = sorted(rng.sample(breaks, facts))
     ids: list[int] = []
     for place, after, fact in zip(places, [0, *places], planted, strict=False):
