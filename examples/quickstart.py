@@ -41,7 +41,7 @@ MIB = 2**20
 REAL_TOKENS = 1400
 CODE = "481516"
 COLUMNS = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-ASK = "What is the secret code of copper? Then summarize the text in two sentences."
+ASK = "What is the secret code of copper?"
 
 
 @dataclass
@@ -189,14 +189,16 @@ def read_real_text(presets: list[str], device: torch.device, dtype: torch.dtype,
 
 
 def print_real_answers(answers: list[Answer], tokenizer: Any, console: Console) -> None:
-    """Print the answer of the baseline, and which caches answer otherwise."""
-    texts = {one.cache: tokenizer.decode(one.ids, skip_special_tokens=True).strip() for one in answers}
-    console.print(f"{BASELINE} answers: {texts[BASELINE]}", markup=False)
-    others = [name for name, text in texts.items() if text != texts[BASELINE]]
-    alike = len(texts) - 1 - len(others)
-    console.print(f"{alike} of {len(texts) - 1} presets answer the same, word for word.")
-    for name in others:
-        console.print(f"{name} answers: {texts[name]}", markup=False)
+    """Print the answer of the baseline, how many presets have the code right, and the answers that differ."""
+    decoded = (tokenizer.decode(one.ids, skip_special_tokens=True) for one in answers)
+    texts = {one.cache: " ".join(text.split()) for one, text in zip(answers, decoded, strict=True)}
+    exact = texts.pop(BASELINE)
+    console.print(f"{BASELINE} answers: {exact}", markup=False)
+    right, alike = sum(CODE in text for text in texts.values()), sum(text == exact for text in texts.values())
+    console.print(f"The code is right in {right} of {len(texts)} answers of presets, {alike} are the same to the end.")
+    for name, text in texts.items():
+        if text != exact:
+            console.print(f"{name} answers: {text}", markup=False)
 
 
 def parse_arguments() -> argparse.Namespace:

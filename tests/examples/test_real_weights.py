@@ -72,6 +72,7 @@ class Reading:
 @torch.no_grad()
 def read() -> Reading:
     folder, text = real_model.model_folder("smollm2"), real_model.text_file().read_text(encoding="utf-8")
+    assert real_model.sha256(real_model.text_file()) == real_model.TEXT_SHA256
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     documents = prose.documents(AutoTokenizer.from_pretrained(folder), text, HISTORY + SCORED, DOCUMENTS, facts=4)
     ids = torch.tensor([document.ids for document in documents])

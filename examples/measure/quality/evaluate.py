@@ -248,6 +248,8 @@ class Evaluation:
         for name, of_bytes, of_tokens in (("chunk", 128, 256), ("first", 512, 0), ("generate", 512, 0)):
             if getattr(arguments, name) is None:
                 setattr(arguments, name, of_tokens if self.real else of_bytes)
+        if self.real and arguments.inject is None:
+            arguments.inject = []
 
     def _documents(self) -> list[Document]:
         arguments = self.arguments
@@ -257,12 +259,13 @@ class Evaluation:
         text, tokenizer = path.read_text(encoding="utf-8"), AutoTokenizer.from_pretrained(arguments.model)
         made = prose.documents(tokenizer, text, arguments.tokens, arguments.documents)
         arguments.seeds = arguments.documents
+        digest = real_model.sha256(path)
         weights = sorted(Path(arguments.model).glob("*.safetensors"))
         self.origin = {
             "facts": prose.FACTS,
             "weights_sha256": real_model.sha256(*weights) if weights else None,
-            "text": path.name if arguments.text else real_model.TEXT_PACKAGE,
-            "text_sha256": real_model.sha256(path),
+            "text": real_model.TEXT_PACKAGE if digest == real_model.TEXT_SHA256 else path.name,
+            "text_sha256": digest,
         }
         return made
 

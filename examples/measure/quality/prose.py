@@ -48,7 +48,7 @@ def document(tokenizer: Any, text: str, tokens: int, facts: int, seed: int) -> D
             f"A document of {tokens:,} tokens with {facts} facts needs {3 * length:,} tokens and a text of more than "
             f"{characters:,} characters; the text has {len(text):,}."
         )
-    start = text.index("\n", rng.randrange(len(text) - characters)) + 1
+    start = text.find("\n", rng.randrange(len(text) - characters)) + 1
     passage = tokenizer(text[start : start + characters])["input_ids"][:room]
     if len(passage) < room:
         raise ValueError(f"The text has too few tokens at character {start:,} for a document of {tokens:,} tokens.")
