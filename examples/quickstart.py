@@ -166,7 +166,7 @@ def read_real_text(presets: list[str], device: torch.device, dtype: torch.dtype,
         console.print(f"Left out: {error}", soft_wrap=True, markup=False)
         return
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
     text = text[text.index("Functional Programming HOWTO") :]
     place = text.index("\n\n", 2000)
     text = f"{text[:place]}\n\nThe secret code of copper is {CODE}.{text[place:]}"

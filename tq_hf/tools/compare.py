@@ -97,8 +97,8 @@ class Comparison:
         self.model.set_attn_implementation(attention)
         if self.ids.device.type == "cuda":  # kernels are compiled on first use
             warm = copy.deepcopy(cache)
-            for ids in (self.ids, self.ids[:, :1]):
-                self._logits(ids, warm)
+            for part in (self.ids, self.ids[:, :1]):
+                self._logits(part, warm)
         start = time.perf_counter()
         first = self._logits(self.ids, cache)
         ids = [int(first.argmax())]  # waits for the device
