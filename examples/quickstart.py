@@ -172,7 +172,7 @@ def read_real_text(presets: list[str], device: torch.device, dtype: torch.dtype,
     text = f"{text[:place]}\n\nThe secret code of copper is {CODE}.{text[place:]}"
     ids = prompt_ids(tokenizer, text, ASK, REAL_TOKENS).to(device)
     console.print(f"It reads {ids.shape[1]} tokens of Python's documentation with a hidden code. {ASK}")
-    comparison = Comparison(model, ids, 24)
+    comparison = Comparison(model, ids, 16)
     answers = [comparison.baseline]
     with Progress(*COLUMNS, console=console, transient=True) as progress:
         for name in progress.track(presets, description="presets"):
