@@ -53,7 +53,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(call install,".[dev]",torch$(COMMA) transformers$(COMMA) and the tools of development)
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
-	$(call install,.,torch$(COMMA) transformers$(COMMA) and what they need)
+	$(call install,".[real]",torch$(COMMA) transformers$(COMMA) and what they need)
 
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 

@@ -278,22 +278,24 @@ def test_the_reference_knows_nothing_of_the_cache() -> None:
 
 
 def test_the_demo_installs_what_it_runs_on_and_nothing_else(metadata: email.message.Message) -> None:
-    """No tools of development, and every package that it imports."""
+    """No tools of development, every package that it imports, and what reads the weights of the real model."""
     lines = subprocess.run(
         ["make", "--dry-run", "--always-make", "demo"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     (install,) = [line for line in lines.splitlines() if "pip install" in line]
-    assert install.split("-e ")[1].split()[0] == "."
+    assert install.split("-e ")[1].split()[0] == '".[real]"'
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     needed = {each.name for each in requirements if not (each.marker and "extra" in str(each.marker))}
     assert needed == {"torch", "transformers", "triton", "accelerate", "safetensors", "psutil", "rich", "typer"}
+    reading = {each.name for each in requirements if each.marker and each.marker.evaluate({"extra": "real"})} - needed
+    assert reading == {"gguf", "sentencepiece"}
     imported = set()
-    for name in ("quickstart", "provenance", "needle_data"):
+    for name in ("quickstart", "provenance", "needle_data", "real_model"):
         tree = ast.walk(ast.parse((ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")))
         for node in tree:
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported.add(str(node.module).split(".")[0])
-    own = {"examples", "needle_data", "provenance", "tq_hf", "tq_kernels"}
+    own = {"examples", "needle_data", "provenance", "real_model", "tq_hf", "tq_kernels"}
     assert imported - own - set(sys.stdlib_module_names) <= needed

@@ -18,6 +18,7 @@ from tq_hf.codec import reference
 from tq_hf.codec.reference import levels_of
 from tq_hf.codec.rotation import rotate_back
 from tq_hf.ops import dispatch
+from tq_hf.tools.estimate import Estimator
 
 CORRECTIONS = get_args(Correction)
 MSE = {2: 0.0925, 3: 0.0276, 4: 0.00931}
@@ -126,7 +127,7 @@ def test_caches_store_by_the_switches_and_the_package_is_itself_afterwards():
 
 
 def test_the_rows_of_an_ablation_count_no_mean_where_there_is_none():
-    rows = {method.name: method for method in ablations(llama_config(dim=128), 1000)}
+    rows = {method.name: method for method in ablations(Estimator(llama_config(dim=128), torch.bfloat16), 1000)}
     assert rows["4bit_nc, no key mean"].switches == Switches(key_mean=False)
     assert rows["4bit_nc, defaults"].bytes_packed - rows["4bit_nc, no key mean"].bytes_packed == 2 * 128 / 128
     assert rows["4bit_nc, values: norm"].switches == Switches(value_correction="norm")

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..config import PRESETS, TurboQuantConfig, preset_name
 from .chat import Chat, converse, print_error
+from .compare import QUESTION, Comparison, print_answers, print_numbers, prompt_ids
 from .estimate import Estimator, estimate, parse_memory
 from .estimate_table import Report, as_json, print_table
 from .sweep import DENSE, Reader, draw, fit, print_sweep, spelled, sweep
@@ -200,6 +201,14 @@ def _loaded(name: str, dtype: torch.dtype | None, device: str) -> tuple[Any, Any
         raise ValueError(f"Cannot run on {device!r}: {_shortened(error)}") from None
 
 
+def _text(path: Path | None) -> str:
+    """Read a text, by default the filler of the checkout."""
+    default = EXAMPLES / "needle" / "filler.txt"
+    if path is None and not default.exists():
+        raise ValueError("Pass a text: `--text FILE`. (Only a checkout of tq_hf has a default text.)")
+    return (path or default).read_text(encoding="utf-8")
+
+
 @app.command("sweep")
 @_flowing
 def sweep_command(
@@ -245,9 +254,7 @@ def sweep_command(
                 raise ValueError(f"There is no folder {path.parent} for {path.name}.")
         if plot is not None and find_spec("matplotlib") is None:
             raise ValueError("`--plot` needs matplotlib, which is not installed: `pip install matplotlib`.")
-        if text is None and not (EXAMPLES / "needle" / "filler.txt").exists():
-            raise ValueError("Pass a text: `--text FILE`. (Only a checkout of tq_hf has a default text.)")
-        words = (text or EXAMPLES / "needle" / "filler.txt").read_text(encoding="utf-8")
+        words = _text(text)
         loaded, tokenizer = _loaded(name, _dtype(dtype), device)
         estimator = Estimator(AutoConfig.from_pretrained(name))
         positions = estimator.max_positions or DEFAULT_CONTEXT
@@ -269,6 +276,48 @@ def sweep_command(
             output.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
         if plot is not None:
             draw(result, plot)
+
+
+@app.command("compare")
+@_flowing
+def compare_command(
+    model: Model = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A file with the text of the prompt. Default: the filler of the checkout.")
+    ] = None,
+    question: Annotated[
+        str, typer.Option(help="What to ask about the text. A model without a chat template continues the text.")
+    ] = QUESTION,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of the text.")] = 2048,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 64,
+    preset: Annotated[list[str] | None, typer.Option(help="A preset. Repeatable. Default: all presets.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Compare caches on one prompt: memory, times, and the answers side by side.
+
+    The prompt is read and answered greedily on a `DynamicCache` and on a cache of each preset. KL and top-1 are those
+    of the answer of the `DynamicCache`, which every cache reads. In bfloat16 the model's own rounding hides small
+    differences: measure them with --dtype float32.
+    """
+    console = Console()
+    with _errors_as_sentences():
+        presets = [preset_name(one) for one in preset or PRESETS]
+        name, device = _model_name(model), _device(device)
+        words = _text(text)
+        loaded, tokenizer = _loaded(name, _dtype(dtype), device)
+        positions = Estimator(AutoConfig.from_pretrained(name)).max_positions or DEFAULT_CONTEXT
+        ids = prompt_ids(tokenizer, words, question, tokens)
+        if ids.shape[1] + max_new_tokens > positions:
+            raise ValueError(
+                f"The prompt has {ids.shape[1]:,} tokens, and with {max_new_tokens:,} new ones that is more than the "
+                f"{positions:,} positions of the model. Pass fewer `--tokens`."
+            )
+        console.print(f"{name}, a prompt of {ids.shape[1]:,} tokens on {device}.", highlight=False, soft_wrap=True)
+        comparison = Comparison(loaded, ids.to(device), max_new_tokens)
+        answers = [comparison.baseline, *(comparison.answer(one) for one in presets)]
+    print_numbers(answers, console)
+    print_answers(answers, tokenizer, console)
 
 
 @app.command("chat")

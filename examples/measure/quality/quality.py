@@ -8,7 +8,7 @@ pass measures recall.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,35 +24,41 @@ from tq_hf.compat import as_input
 FACTS = 16
 PASSKEY_DEPTHS = 9
 BOOTSTRAPS = 2000
+PARTS = 4
+"""Number of equal parts of the scored positions for which KL is also given: whether it drifts with depth."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text that ends in questions and answers.
+    """Tokens that end in questions and answers.
 
     Args:
-        text: ASCII, a token a character.
-        answers: `(offset of the answer's first digit, depth of its fact from 0 to 1)`.
+        ids: Its tokens.
+        answers: `(first token of the answer, the token after its last, depth of its fact from 0 to 1)`.
         single: Whether it hides one pass key rather than many facts.
         seed: What it was made from.
     """
 
-    text: str
-    answers: list[tuple[int, float]]
+    ids: list[int]
+    answers: list[tuple[int, int, float]]
     single: bool
     seed: int
 
 
 def documents(tokens: int, seeds: int, recalls: int, depths: int = PASSKEY_DEPTHS) -> list[Document]:
-    """For each seed, `depths` documents with a pass key and `recalls` with `FACTS` facts, all of `tokens` tokens."""
+    """For each seed, `depths` documents with a pass key and `recalls` with `FACTS` facts, all of `tokens` bytes."""
     made = []
+
+    def add(text: str, starts: Iterable[int], places: Iterable[float], single: bool) -> None:
+        pairs = zip(starts, places, strict=True)
+        answers = [(start, start + needle.ANSWER_TOKENS, depth) for start, depth in pairs]
+        made.append(Document(list(text.encode()), answers, single, seed))
+
     for seed in range(seeds):
         for index in range(depths):
             depth = index / max(1, depths - 1)
             question, answer = needle.passkey_prompt(tokens - needle.ANSWER_TOKENS, depth, 1000 * seed + index)
-            made.append(
-                Document(question + answer + needle.TERMINATOR, [(len(question), depth)], single=True, seed=seed)
-            )
+            add(question + answer + needle.TERMINATOR, [len(question)], [depth], single=True)
         for index in range(recalls):
             draw = 1000 * seed + 500 + index
             _, asked = needle.recall_prompt(tokens, FACTS, draw)
@@ -60,15 +66,14 @@ def documents(tokens: int, seeds: int, recalls: int, depths: int = PASSKEY_DEPTH
             room = tokens - sum(len(ask) + needle.ANSWER_TOKENS for ask, _ in asked)
             prompt, asked = needle.recall_prompt(room, FACTS, draw)
             text, starts = needle.answered(prompt, asked)
-            places = [prompt.index(ask + answer) / room for ask, answer in asked]
-            made.append(Document(text, list(zip(starts, places, strict=True)), single=False, seed=seed))
-    assert all(len(document.text) == tokens for document in made)
+            add(text, starts, [prompt.index(ask + answer) / room for ask, answer in asked], single=False)
+    assert all(len(document.ids) == tokens for document in made)
     return made
 
 
 def token_ids(read: Sequence[Document], device: torch.device) -> torch.Tensor:
     """Ids `[N, T]` of documents of equal length."""
-    return torch.tensor([list(document.text.encode()) for document in read], device=device)
+    return torch.tensor([document.ids for document in read], device=device)
 
 
 @torch.no_grad()
@@ -163,14 +168,22 @@ class Outcome:
     Args:
         kl: KL divergence from the reference at each scored position, nats, `[N, positions]`.
         agree: Whether the likeliest token is the reference's, bool, the same shape.
+        distance: Total variation distance from the reference, the same shape.
         loss: Mean cross-entropy of the true tokens there, nats, `[N]`.
         recalled: For each document, whether each of its answers is recalled.
     """
 
     kl: torch.Tensor
     agree: torch.Tensor
+    distance: torch.Tensor
     loss: torch.Tensor
     recalled: list[list[bool]]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Outcome]) -> Outcome:
+        """How several groups of documents were read, as one."""
+        tensors = (torch.cat([getattr(part, n) for part in parts]) for n in ("kl", "agree", "distance", "loss"))
+        return cls(*tensors, [rights for part in parts for rights in part.recalled])
 
 
 @torch.no_grad()
@@ -188,23 +201,26 @@ def read_documents(
 ) -> Outcome:
     """Read all documents, after `padding` tokens of padding, through `cache` and compare with the reference from
     position `first` on."""
-    kls, agrees, losses, guesses = [], [], [], []
+    kls, agrees, distances, losses, guesses = [], [], [], [], []
     for place, logits in forced_logits(model, ids, cache, attention, chunk, padding):
         log_probs, exact = logits.log_softmax(-1), known.log_probs[:, place]
         guess = logits.argmax(-1)
-        kls.append((exact.exp() * (exact - log_probs)).sum(-1))
+        probs = exact.exp()
+        kls.append((probs * (exact - log_probs)).sum(-1))
+        distances.append((probs - log_probs.exp()).abs().sum(-1) / 2)
         agrees.append(guess == exact.argmax(-1))
         guesses.append(guess)
         targets = ids[:, place.start + 1 : place.stop + 1]
         losses.append(-log_probs[:, : targets.shape[1]].gather(-1, targets[..., None])[..., 0])
-    guessed = torch.cat(guesses, dim=1).cpu()
+    foretold = (torch.cat(guesses, dim=1)[:, :-1] == ids[:, 1:]).cpu()  # [N, T - 1]: whether token t + 1 is
     right = [
-        needle.recalled_at(guessed[i : i + 1], ids[i : i + 1].cpu(), [start for start, _ in document.answers])
+        [bool(foretold[i, start - 1 : stop - 1].all()) for start, stop, _ in document.answers]
         for i, document in enumerate(read)
     ]
     return Outcome(
         torch.cat(kls, dim=1)[:, first:].clamp_min(0),
         torch.cat(agrees, dim=1)[:, first:],
+        torch.cat(distances, dim=1)[:, first:],
         torch.cat(losses, dim=1)[:, first:].mean(1),
         right,
     )
@@ -233,19 +249,24 @@ def summary(outcome: Outcome, exact: Outcome, read: Sequence[Document]) -> dict[
             right
             for document, rights in zip(read, outcome.recalled, strict=True)
             if document.single == single
-            for (_, depth), right in zip(document.answers, rights, strict=True)
+            for (_, _, depth), right in zip(document.answers, rights, strict=True)
             if low <= depth <= high
         ]
         return sum(found) / len(found) if found else None
 
     quarters = [(0.0, 0.2), (0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1.0)]
-    low, high = mean_interval(outcome.kl.mean(1))
+    by_document = outcome.kl.mean(1).double()
+    low, high = mean_interval(by_document)
     return {
         "kl": outcome.kl.mean().item(),
         "kl_95": [low, high],
+        "kl_standard_error": (by_document.std() / len(by_document) ** 0.5).item() if len(by_document) > 1 else None,
+        "kl_by_position": [part.mean().item() for part in outcome.kl.tensor_split(PARTS, dim=1)],
         "kl_p99": outcome.kl.flatten().float().kthvalue(int(0.99 * outcome.kl.numel())).values.item(),
         "delta_ppl": (outcome.loss.mean() - exact.loss.mean()).exp().item() - 1,
+        "perplexity": outcome.loss.mean().exp().item(),
         "top1": outcome.agree.float().mean().item(),
+        "overlap": 1 - outcome.distance.mean().item(),
         "first_divergence": first_divergence(outcome.agree),
         "passkey_recall": share(True),
         "recall": share(False),

@@ -222,7 +222,9 @@ UNSTRESSED = Stress()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Let stresses be chosen on the command line."""
-    parser.add_argument("--inject", nargs="*", type=float, help="times a key's length; 1 3 10 unless there is a stress")
+    parser.add_argument(
+        "--inject", nargs="*", type=float, help="times a key's length; of bytes 1 3 10 without a stress"
+    )
     parser.add_argument(
         "--rescale",
         nargs="+",

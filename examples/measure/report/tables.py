@@ -131,6 +131,36 @@ def quality_rows(rows: list[dict[str, Any]]) -> str:
     return table(headings, lines)
 
 
+def real_rows(rows: list[dict[str, Any]]) -> str:
+    """A row for each cache of a real model: KL with its standard error over documents, and whether it drifts."""
+    headings = ["cache", "bytes", "KL, nats", "KL, p99", "top-1", "1 − TVD", "perplexity", "facts", "KL by position"]
+    lines = []
+    for row in rows:
+        error = "" if row["kl_standard_error"] is None else f" ± {row['kl_standard_error']:.1g}"
+        figures = [f"{row['kl']:.2g}{error}", f"{row['kl_p99']:.2g}", share(row["top1"]), share(row["overlap"])]
+        drift = " · ".join(f"{part:.1g}" for part in row["kl_by_position"])
+        size = f"{row['bytes_all_in']:.0f}"
+        lines.append(
+            [cache_name(row["cache"]), size, *figures, f"{row['perplexity']:.3f}", share(row["recall"]), drift]
+        )
+    return table(headings, lines)
+
+
+def real(record: dict[str, Any]) -> str:
+    """Quality of each cache on real weights and real text."""
+    sinks_only = [row for row in record["rows"] if row["cache"].endswith(", no residual")]
+    text = real_rows([row for row in record["rows"] if row not in sinks_only])
+    if sinks_only:
+        text += "\nPacked with exact sinks only:\n\n" + real_rows(sinks_only)
+    if record.get("comparisons"):
+        text += details("Against vLLM's recipe, a pair at a time", against_vllm(record["comparisons"]))
+    if record.get("skipped"):
+        text += "\nNot measured: " + "; ".join(f"{name} ({why})" for name, why in record["skipped"].items()) + ".\n"
+    hashes = f"weights {(record['weights_sha256'] or '–')[:12]}, text {record['text']} {record['text_sha256'][:12]}"
+    seeds = f"seeds 0 to {record['documents'] - 1}, {record['facts']} facts each"
+    return f"{documents(record)}, {seeds} (SHA-256: {hashes}):\n\n{text}{note(record)}{source(record)}"
+
+
 def by_injection(rows: list[dict[str, Any]]) -> str:
     """KL and recall of facts of each cache by the length of the vector added to its keys."""
     strengths = sorted({row["injection"] for row in rows})
@@ -342,6 +372,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prefill": prefill,
     "prefix": prefix,
     "quality": quality,
+    "real": real,
     "serve": serve,
     "trellis": trellis,
 }
