@@ -462,8 +462,8 @@ def asked_by_prefill() -> bool:
 def padding_mask_of_caller() -> torch.Tensor | None:
     """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one.
 
-    Functions that make masks call `get_mask_sizes` of a cache, and pass it no mask. `attention_mask` is a local variable
-    there (transformers 5.17 to 5.24).
+    A function that makes masks calls `get_mask_sizes` of a cache, and passes no mask. Its local variable
+    `attention_mask` is the mask (transformers 5.17 to 5.24).
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "get_mask_sizes":  # of an encoder-decoder's cache, too

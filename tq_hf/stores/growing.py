@@ -259,9 +259,7 @@ class GrowingStore(LayerStore):
             self._encode_due()
         return view
 
-    def _append_prompt(
-        self, keys: torch.Tensor, values: torch.Tensor, defer: bool, padding: Padding | None
-    ) -> View:
+    def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool, padding: Padding | None) -> View:
         """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them, or
         from copies in another order."""
         view, states = self._view(self.length, (keys, values)), (keys, values)
@@ -275,9 +273,7 @@ class GrowingStore(LayerStore):
         return view
 
     @outside_inference_mode
-    def _exchange(
-        self, padding: Padding, states: KeyValue
-    ) -> tuple[KeyValue, SinkOrder | None, torch.Tensor | None]:
+    def _exchange(self, padding: Padding, states: KeyValue) -> tuple[KeyValue, SinkOrder | None, torch.Tensor | None]:
         """Let real tokens take the places of padding among the sinks, those held and those among new `states`
         `[B, Hkv, S, D]`.
 
@@ -290,7 +286,7 @@ class GrowingStore(LayerStore):
         if padding.mask.shape[0] != batch or padding.mask.shape[1] < length:
             return states, held, None
         order, real = held, padding.mask[:, :length].to(device)
-        if sinks < length:
+        if 0 < sinks < length:
             order = padding.order(held, past, length, sinks, device)
         if order is None:
             return states, None, real[:, past:]

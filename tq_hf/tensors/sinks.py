@@ -100,7 +100,9 @@ class Padding:
         self.mask = mask
         self._orders: dict[tuple[SinkOrder | None, int, int, torch.device], SinkOrder | None] = {}
 
-    def order(self, held: SinkOrder | None, past: int, length: int, sinks: int, device: torch.device) -> SinkOrder | None:
+    def order(
+        self, held: SinkOrder | None, past: int, length: int, sinks: int, device: torch.device
+    ) -> SinkOrder | None:
         """The order once tokens `past` to `length` are stored: their first real ones become sinks of rows that lack
         some.
 
