@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
-from tests.support.helpers import concatenated, states
-from tests.support.kernel_cases import INTERPRETED
 from tests.support.tiny_models import VOCAB, build
-from tq_hf import TurboQuantCache, TurboQuantLayer, graph_decoding
-from tq_hf.attention import turboquant_attention
+from tq_hf import TurboQuantCache, graph_decoding
 from tq_hf.compat import as_input
-from tq_hf.config import TurboQuantConfig
-from tq_hf.ops import reference
-from tq_hf.tensors.sinks import Padding
 
 LENGTH, ROOM = 420, 640
 PADS = (150, 2, 0)
 """Two blocks are packed of 420 tokens: the first 260. Those of the first row begin with padding and sinks."""
-slow_in_interpreter = pytest.mark.skipif(INTERPRETED, reason="whole models take too long in the interpreter")
 
 
 def prompt(pads: tuple[int, ...] = PADS, length: int = LENGTH) -> dict[str, torch.Tensor]:
@@ -74,7 +68,6 @@ WAYS = {
 }
 
 
-@slow_in_interpreter
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("name", "attention"), [("llama", "turboquant"), ("llama", "sdpa"), ("llama", "eager"), ("gemma3", "turboquant")]
@@ -96,7 +89,6 @@ def test_first_real_tokens_are_exact_in_generate(name, attention, way):
     torch._dynamo.reset()
 
 
-@slow_in_interpreter
 @pytest.mark.parametrize("room", [None, ROOM])
 def test_without_padding_nothing_is_exchanged(room):
     model = build("llama")
@@ -120,7 +112,6 @@ CASES = {
 }
 
 
-@slow_in_interpreter
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 @pytest.mark.parametrize("room", [None, ROOM])
 @pytest.mark.parametrize("case", CASES)
@@ -142,7 +133,6 @@ def test_sinks_are_filled_by_later_chunks(case, room, attention):
     torch.testing.assert_close(logits[real], expected[real], atol=2e-3, rtol=2e-3)
 
 
-@slow_in_interpreter
 @pytest.mark.parametrize("room", [None, ROOM])
 def test_sinks_stay_those_of_the_first_turn_if_a_second_is_padded(room):
     model, inputs = build("llama"), prompt((20, 0))
@@ -155,10 +145,9 @@ def test_sinks_stay_those_of_the_first_turn_if_a_second_is_padded(room):
     assert max(errors_of_sinks(*caches, inputs["attention_mask"])) < 1e-3
 
 
-@slow_in_interpreter
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 @pytest.mark.parametrize("room", [None, ROOM])
-@pytest.mark.parametrize("kept", [2, 100, 151, 153, 300])
+@pytest.mark.parametrize("kept", [2, 4, 100, 151, 153, 300])
 def test_a_crop_removes_the_sinks_that_it_reaches(kept, room, attention):
     """What is read next is what `DynamicCache` reads, and rows have sinks again after it."""
     model, inputs = build("llama"), prompt((150, 2))
@@ -182,7 +171,6 @@ def test_a_crop_removes_the_sinks_that_it_reaches(kept, room, attention):
     assert max(errors_of_sinks(packed, plain, inputs["attention_mask"])) < 1e-3
 
 
-@slow_in_interpreter
 @pytest.mark.parametrize("room", [None, ROOM])
 def test_a_saved_padded_cache_reads_the_same(room, tmp_path):
     model, inputs = build("llama"), prompt()
@@ -199,9 +187,6 @@ def test_a_saved_padded_cache_reads_the_same(room, tmp_path):
 
 @pytest.mark.parametrize("index", [[0, 1, 2, 2], [0, 1, 2, 420], [1, 0, 2, 3], [-1, 1, 2, 3], [9, 9, 2, 3]])
 def test_a_damaged_index_of_sinks_is_refused(index, tmp_path):
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     model, inputs = build("llama", num_hidden_layers=1), prompt((9,))
     cache, path = TurboQuantCache(model.config), tmp_path / "cache.safetensors"
     run(model, cache, inputs)
@@ -212,106 +197,6 @@ def test_a_damaged_index_of_sinks_is_refused(index, tmp_path):
     save_file(tensors, path, metadata)
     with pytest.raises(ValueError, match="damaged|changed|checksum"):
         TurboQuantCache.load(path, model)
-
-
-def padded_layer(room: int | None, pads: tuple[int, ...] = (150, 0, 2), **options) -> tuple[TurboQuantLayer, Padding]:
-    config = TurboQuantConfig(**options)
-    layer = TurboQuantLayer(config, room)
-    mask = torch.arange(ROOM) >= torch.tensor(pads)[:, None]
-    pair = states(5, len(pads), tokens=LENGTH, dim=32)
-    layer.update(*pair, padding=Padding(mask[:, :LENGTH]))
-    return layer, Padding(mask)
-
-
-@pytest.mark.parametrize("room", [None, ROOM])
-@pytest.mark.parametrize("queries", [1, 5, 40, 200])
-@pytest.mark.parametrize("kind", ["bool", "float", "one row", "bias", "none"])
-def test_attention_reads_what_the_layer_shows(kind, queries, room):
-    """Masks and biases are by token, whatever order the store has; a mask may have columns for empty room."""
-    if INTERPRETED and (queries == 200 or kind in ("one row", "none")):
-        pytest.skip("takes too long in the interpreter")
-    layer, padding = padded_layer(room)
-    module = SimpleNamespace(config=None, is_causal=True)
-    generator = torch.Generator().manual_seed(1)
-    query, bias = torch.randn(3, 4, queries, 32, generator=generator), None
-    end, new = LENGTH + queries, states(6, 3, tokens=queries, dim=32)
-    shown = concatenated((layer.keys.clone(), layer.values.clone()), new)
-    with torch.no_grad():
-        keys, values = layer.update(*new, padding=padding)
-        mask = torch.ones(queries, end, dtype=torch.bool).tril(end - queries) & padding.mask[:, None, None, :end]
-        if kind == "one row":
-            mask = mask[1:2]
-        if kind == "none":
-            mask = None
-        if kind == "bias":
-            bias = torch.randn(1, 4, queries, end, generator=generator)
-        given = mask if kind != "float" else torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-        given = None if given is None else torch.nn.functional.pad(given, (0, ROOM - end))
-        kwargs = {} if bias is None else {"position_bias": bias}
-        if room is not None and queries == 1 and bias is not None:
-            kwargs["position_bias"] = torch.nn.functional.pad(bias, (0, ROOM - end))
-        out, _ = turboquant_attention(module, query, keys, values, given, **kwargs)
-    options = reference.AttentionOptions(32**-0.5, position_bias=bias)
-    expected = reference.attend(query, shown, mask, options)
-    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
-
-
-def test_no_token_is_lost_whatever_a_mask_says_later():
-    """Padding that is unmasked again is read as it came."""
-    layer, _ = padded_layer(None, residual_length=10**6)
-    keys, values = states(5, 3, tokens=LENGTH, dim=32)
-    assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
-
-
-@pytest.mark.parametrize("room", [None, ROOM])
-def test_written_and_assigned_rows_of_a_padded_layer(room):
-    layer, _ = padded_layer(room, residual_length=0)
-    before = layer.keys.clone()
-    changed = before.clone()
-    changed[:, :, 300] = 1.0
-    layer.keys = changed
-    layer.values = layer.values.clone()
-    assert layer.store.tensors.order is not None
-    assert torch.equal(layer.keys[:, :, :300][:, :, :132], before[:, :, :132]), "blocks that did not change"
-    assert torch.equal(layer.keys[0, :, 150:154], before[0, :, 150:154])
-    layer.keys, layer.values = before[:, :, 40:], layer.values[:, :, 40:].clone()
-    assert layer.store.tensors.order is None and int(layer.get_seq_length()) == LENGTH - 40
-    assert torch.equal(layer.keys[0, :, :4], before[0, :, 40:44])
-
-
-@pytest.mark.parametrize("room", [None, ROOM])
-def test_rows_move_with_their_order(room):
-    layer, _ = padded_layer(room)
-    keys, values = layer.keys.clone(), layer.values.clone()
-    beams = torch.tensor([2, 0, 0])
-    layer.reorder_cache(beams)
-    assert torch.equal(layer.keys, keys[beams]) and torch.equal(layer.values, values[beams])
-    layer.batch_repeat_interleave(2)
-    layer.batch_select_indices(torch.tensor([3, 1]))
-    assert torch.equal(layer.keys, keys[[0, 2]])
-    layer.reset()
-    assert layer.store is None or layer.store.tensors.order is None
-
-
-def test_padding_does_not_change_channel_scales():
-    """Scales of a padded row are those of another row with other states in its padding, without queries, too."""
-    keys, values = states(7, 2, tokens=LENGTH, dim=32)
-    keys[1], values[1] = keys[0], values[0]
-    keys[1, :, :150], values[1, :, :150] = 50.0, -50.0
-    layer = TurboQuantLayer(TurboQuantConfig())
-    mask = torch.arange(LENGTH)[None] >= torch.tensor([150, 150])[:, None]
-    layer.update(keys, values, padding=Padding(mask))
-    layer.store.encode_deferred()
-    for scales in layer.store.blocks.channel_scales:
-        assert torch.equal(scales[0], scales[1])
-
-
-def test_memory_is_counted_with_the_index_of_sinks():
-    layer, _ = padded_layer(None)
-    metadata = layer.by_kind()["metadata"]
-    index = layer.store.tensors.order.index
-    assert index.tolist() == [[150, 151, 152, 153], [0, 1, 2, 3], [4, 5, 2, 3]]
-    assert any(tensor is index for tensor in metadata)
 
 
 def with_a_sink(seed: int = 3) -> PreTrainedModel:
@@ -337,7 +222,6 @@ def with_a_sink(seed: int = 3) -> PreTrainedModel:
     return model
 
 
-@slow_in_interpreter
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
 @pytest.mark.parametrize("room", [None, 1024])
 @pytest.mark.parametrize("pad", [1, 3, 127, 300])

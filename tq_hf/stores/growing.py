@@ -3,8 +3,9 @@
     [ sinks: first S0 tokens ][ packed blocks of 128 tokens ][ residual: the rest, dense ]
 
 What is packed is a function of the tokens alone: of T tokens, `TurboQuantConfig.num_blocks(T)` blocks, however they
-were appended. `append` encodes the blocks that become due, but the view it returns still shows their tokens dense: the
-tokens of a call are read exactly in that call. A block that a short call encoded is *pending*: its dense rows stay in
+were appended. Padded rows have their first real tokens as sinks (see `tq_hf.tensors.sinks`). `append` encodes the
+blocks that become due, but the view it returns still shows their tokens dense: the tokens of a call are read exactly in
+that call. A block that a short call encoded is *pending*: its dense rows stay in
 the residual until the next call begins, so that a `crop` in between (assisted decoding) finds them.
 
 Of a balanced configuration, the channel scales are those of the last long call before the first block is

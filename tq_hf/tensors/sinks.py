@@ -74,7 +74,7 @@ class SinkOrder:
         if length >= self.end:
             return self
         batch, count = self.index.shape
-        if length <= count:
+        if length < count:
             return None
         own = torch.arange(count, device=self.index.device)
         return SinkOrder(torch.where(self.index < length, self.index, own), length)
