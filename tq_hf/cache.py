@@ -54,8 +54,8 @@ class TurboQuantCache(DynamicCache):
     model.generate(**inputs, past_key_values=cache)
     ```
 
-    The first `sink_tokens` tokens (of padded rows the first real ones) and the newest `residual_length` stay exact; older
-    ones are packed in blocks of 128.
+    The first `sink_tokens` tokens, padding not counted, and the newest `residual_length` stay exact; older ones are
+    packed in blocks of 128. Padding is known from masks `[B, T]`, unless the call is compiled.
     Sliding-window (only their window is held), linear and skipped layers are not compressed. Load the model with
     `attn_implementation="turboquant"` to read packed blocks directly; other attention functions get dequantized states.
     Use one cache per batch.

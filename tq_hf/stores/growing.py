@@ -266,7 +266,8 @@ class GrowingStore(LayerStore):
         view, states = self._view(self.length, (keys, values)), (keys, values)
         self._next = self.tensors.order, None
         if padding is not None:
-            states, *(self._next) = self._exchange(padding, states)
+            states, order, real = self._exchange(padding, states)
+            self._next = order, real
         if defer and self.config.balance and not self.scales_are_fixed and not self.num_blocks:
             self._prompt = states
         else:
