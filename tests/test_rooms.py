@@ -80,17 +80,17 @@ BUDGETS = {
         "batching": 3310,  # each field of a generation config is applied by request or refused; metrics
         "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops; docstrings of arguments
         "saving": 965,  # layers that are uneven on purpose; docstrings, one idea a sentence
-        "layers": 1465,  # rollback of uneven layers; lost gradients; assigned and written keys; a table of states
-        "stores": 1140,  # assigned rows: blocks that did not change keep their codes; where a prompt's tokens go
+        "layers": 1490,  # rollback of uneven layers; lost gradients; assigned and written keys; states of padded rows
+        "stores": 1220,  # assigned rows: blocks that did not change keep their codes; sinks of padded rows
         "ops": 2295,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
-        "tensors": 645,  # blocks of pages that stay dense
-        "cache": 465,  # one cache for both attentions of an encoder-decoder is refused; the layer updated last
-        "attention": 290,  # lost gradients; masks of the user's own beside empty room and sliding windows
+        "tensors": 790,  # the order of padded rows; blocks of pages that stay dense
+        "cache": 485,  # one cache for both attentions of an encoder-decoder is refused; padding of a call
+        "attention": 305,  # lost gradients; masks of the user's own beside empty room; masks of padded rows
         "memory": 105,
         "balance": 116,
         "config": 210,
-        "compat": 505,  # names of transformers that each way stands on; whose queries are of the same tokens
+        "compat": 520,  # names of transformers that each way stands on; the padding that a mask is made for
         "__init__": 60,
     },
 }

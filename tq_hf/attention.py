@@ -16,6 +16,7 @@ from .layers.handle import LazyStates, resolve, without_backward
 from .ops import dispatch
 from .stores import graph_ops
 from .tensors.layer import DeviceCounts, View, check_room
+from .tensors.sinks import SinkOrder
 
 NAME = "turboquant"
 
@@ -76,6 +77,8 @@ def turboquant_attention(
         # Read `__dict__`: `getattr` of a missing attribute takes a module as long as a kernel launch.
         if dropout or module.__dict__.get("masked_key_indices") is not None:
             _refuse_compressed(dropout)
+        if view.tensors.order is not None:
+            attention_mask, options = _in_order(view.tensors.order, query, view, attention_mask, options)
         attend: Any = graph_ops.attend_token if isinstance(view.counts, DeviceCounts) else dispatch.attend
         if (lower := autocast_dtype(query)) is not None:
             attend = partial(_attend_lower, attend, lower)
@@ -104,6 +107,17 @@ def turboquant_attention(
     with outside_autocast(query):
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
         return dispatch.attend_dense(query, key, value, attention_mask, options), None
+
+
+def _in_order(
+    order: SinkOrder, query: torch.Tensor, view: View, mask: torch.Tensor | None, options: AttentionOptions
+) -> tuple[torch.Tensor | None, AttentionOptions]:
+    """Mask and options with columns in the order in which a store holds padded rows."""
+    if mask is None and options.causal and query.shape[2] > 1:
+        mask = _causal(query.shape[2], view.length, query.device)[None, None]
+    if options.position_bias is not None:
+        options = options._replace(position_bias=order.swapped(options.position_bias, 3))
+    return None if mask is None else order.swapped_mask(mask), options
 
 
 def _attend_lower(attend: Any, lower: torch.dtype, query: torch.Tensor, view: View, *arguments: Any) -> torch.Tensor:

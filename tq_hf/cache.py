@@ -27,6 +27,7 @@ from .compat import (
     has_attention_heads,
     is_capturing,
     outside_inference_mode,
+    padding_mask_of_caller,
     takes_attention_functions,
 )
 from .config import TurboQuantConfig, config_of
@@ -39,6 +40,7 @@ from .layers.rollback import crop, held_lengths
 from .memory import MemoryFootprint, measure
 from .ops.dispatch import check_choice
 from .saving.cache_file import load_cache, save_cache
+from .tensors.sinks import Padding
 
 logger = logging.get_logger(__name__)
 
@@ -52,7 +54,8 @@ class TurboQuantCache(DynamicCache):
     model.generate(**inputs, past_key_values=cache)
     ```
 
-    The first `sink_tokens` tokens and the newest `residual_length` stay exact; older ones are packed in blocks of 128.
+    The first `sink_tokens` tokens, padding not counted, and the newest `residual_length` stay exact; older ones are
+    packed in blocks of 128. Padding is known from masks `[B, T]`, unless the call is compiled.
     Sliding-window (only their window is held), linear and skipped layers are not compressed. Load the model with
     `attn_implementation="turboquant"` to read packed blocks directly; other attention functions get dequantized states.
     Use one cache per batch.
@@ -108,6 +111,8 @@ class TurboQuantCache(DynamicCache):
         self._deferred: TurboQuantLayer | None = None
         self._unchecked: set[int] | None = set()
         """Indices of layers that encoded the first prompt; `None` after the check for states beyond fp16."""
+        self._padding: Padding | None = None
+        """Padding of the next call of several tokens, if masks were made for it and a layer lacks sinks."""
         self._refuses_repeats = False
         """Whether to refuse a repeated update of one layer without a new mask; set by masks of an encoder-decoder."""
         self._is_encoder_decoder = getattr(model_config, "is_encoder_decoder", False) or getattr(
@@ -204,8 +209,10 @@ class TurboQuantCache(DynamicCache):
         compressed = isinstance(layer, TurboQuantLayer)
         if not compressed:  # TurboQuantLayer casts its own inputs
             key_states, value_states = like_held(layer, key_states, value_states)
-        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         tokens = key_states.shape[2]
+        if self._padding is not None and compressed and tokens > 1:
+            kwargs["padding"] = self._padding
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.last_update = layer_idx, tokens
         if compressed and tokens > 1:
             if layer.store is not None and layer.store.is_deferred:
@@ -254,7 +261,18 @@ class TurboQuantCache(DynamicCache):
         if self._unchecked and not (torch.compiler.is_compiling() or is_capturing()):
             warn_beyond_fp16({index: self.layers[index] for index in sorted(self._unchecked)})
             self._unchecked = None
+        if query_length > 1 and not torch.compiler.is_compiling():
+            self._padding = self._observe_padding()
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def _observe_padding(self) -> Padding | None:
+        """Padding mask of the function that asks for the sizes of masks; `None` if no token is padded, or all rows
+        have their sinks."""
+        stores = [layer.store for layer in self.layers if isinstance(layer, TurboQuantLayer)]
+        if all(store is not None and not store.lacks_sinks for store in stores):
+            return None
+        mask = padding_mask_of_caller()
+        return None if mask is None or bool(mask.all()) else Padding(mask)
 
     def _encode_deferred(self) -> None:
         """Encode the deferred prompt of the layer updated last, if attention did not. At most one layer is deferred."""

@@ -467,6 +467,19 @@ def asked_by_prefill() -> bool:
     return names == ["_valid_auto_compile_criteria", "_prefill"]
 
 
+def padding_mask_of_caller() -> torch.Tensor | None:
+    """Padding mask `[B, T]` bool for which the sizes of masks are asked; `None` without one.
+
+    A function that makes masks calls `get_mask_sizes` of a cache, and passes no mask. Its local variable
+    `attention_mask` is the mask (transformers 5.17 to 5.24).
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "get_mask_sizes":  # of an encoder-decoder's cache, too
+        frame = frame.f_back
+    mask = None if frame is None else frame.f_locals.get("attention_mask")
+    return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
 def arguments_of_generate() -> dict[str, Any]:
     """Return the local variables of `generate()`, for a `custom_generate` loop.
 

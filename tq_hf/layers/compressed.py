@@ -20,6 +20,7 @@ from ..stores.base import LayerStore, widened
 from ..stores.growing import GrowingStore
 from ..stores.preallocated import PreallocatedStore
 from ..tensors.layer import Counts, View
+from ..tensors.sinks import Padding, check_index
 from . import advice
 from .base import FullAttentionLayer, Probe, State, check_crop, rows_like
 from .copies import copy_of, plain
@@ -140,7 +141,7 @@ class TurboQuantLayer(FullAttentionLayer):
         if self.prompt is not None:
             keys, values = (x[:, :, : int(self.get_seq_length())].clone() for x in self.prompt)
             return keys, values
-        return dispatch.dense(self.store.view())
+        return _as_appended(view := self.store.view(), dispatch.dense(view))
 
     def stamp(self, name: str) -> Any:
         return self.store, self._edits[name], self._edits["all"], int(self.get_seq_length())
@@ -203,9 +204,16 @@ class TurboQuantLayer(FullAttentionLayer):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        padding: Padding | None = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`; return keys and values for attention.
+
+        `padding` is that of the tokens of a call of several, if known: each row's first real tokens become its sinks.
 
         Raises:
             ValueError: The states do not fit the cache, or exceed `max_cache_len`. The cache is unchanged then.
@@ -216,9 +224,9 @@ class TurboQuantLayer(FullAttentionLayer):
         if not key_states.dtype == value_states.dtype == dtype:
             key_states, value_states = widened(key_states, value_states, dtype)
         if self.store is None:
-            view = self._begin(key_states, value_states)
+            view = self._begin(key_states, value_states, padding)
         else:
-            view = self.store.append(key_states, value_states, defer=self.needs_queries)
+            view = self.store.append(key_states, value_states, self.needs_queries, padding)
         if view.counts is None:
             return self._first_states(view, self._with_empty_rows((key_states, value_states)))
         if torch.compiler.is_compiling():
@@ -241,14 +249,14 @@ class TurboQuantLayer(FullAttentionLayer):
             return *sources, torch.zeros((), requires_grad=True)
         return sources if view.new is None else ()
 
-    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> View:
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: Padding | None) -> View:
         """Make a store and append the first tokens. If that fails, the layer has no store."""
         several = keys.shape[2:3] > (1,)  # a slice: the number of dimensions is not checked yet
         self.lazy_initialization(keys, values, prompt=several)
         assert self.store is not None
         try:
             append = self.store.append_checked if several else self.store.append
-            return append(keys, values, defer=self.needs_queries)
+            return append(keys, values, self.needs_queries, padding)
         except BaseException:
             self.store, self.is_initialized = None, False
             raise
@@ -288,7 +296,7 @@ class TurboQuantLayer(FullAttentionLayer):
 
     def dense(self, view: View) -> KeyValue:
         """Dequantize the states of `view`."""
-        return self._with_empty_rows(graph_ops.dense(view))
+        return self._with_empty_rows(_as_appended(view, graph_ops.dense(view)))
 
     def _with_empty_rows(self, states: KeyValue) -> KeyValue:
         """Pad `states` with zeros to `max_cache_len` rows, if this layer returns empty rows."""
@@ -311,13 +319,14 @@ class TurboQuantLayer(FullAttentionLayer):
         tokens = int(self.store.length) if tokens is None else tokens
         return math.prod(self.store.blocks.scales.shape[:2]) * tokens * self.store.layout.dense_bytes
 
-    state_fields: ClassVar[dict[str, type]] = {"counts": list, "scales_are_fixed": bool}
+    state_fields: ClassVar[dict[str, type]] = {"counts": list, "scales_are_fixed": bool, "is_padded": bool}
 
     def state(self) -> State:
         """Used part of the store, with residual rows in the order of tokens; see `tq_hf.layers.base`."""
         assert self.store is not None
         counts, tensors = self.store.export()
-        return {"counts": list(counts), "scales_are_fixed": self.store.scales_are_fixed}, tensors
+        fields = {"scales_are_fixed": self.store.scales_are_fixed, "is_padded": "sink_index" in tensors}
+        return {"counts": list(counts), **fields}, tensors
 
     def check_state(self, description: dict[str, Any], probe: Probe) -> dict[str, torch.Tensor]:
         (keys, values), config, numbers = probe.states, self.config, description["counts"]
@@ -339,6 +348,8 @@ class TurboQuantLayer(FullAttentionLayer):
         tensors = blocks.tensors()
         if config.balance:
             tensors |= zip(CHANNEL_SCALES, blocks.channel_scales, strict=True)
+        if description["is_padded"]:
+            tensors["sink_index"] = torch.empty(keys.shape[0], config.sink_tokens, dtype=torch.int64, device="meta")
         tensors |= rows_like(probe.states, counts.sinks, "sink_")
         return tensors | rows_like(probe.states, counts.residual, "residual_")
 
@@ -346,6 +357,8 @@ class TurboQuantLayer(FullAttentionLayer):
         for name in CHANNEL_SCALES if self.config.balance else ():
             if not bool(((tensors[name] >= SMALLEST_SCALE) & (tensors[name] <= LARGEST_SCALE)).all()):
                 raise ValueError(f"has `{name}` that are not between {SMALLEST_SCALE} and {LARGEST_SCALE}: damaged.")
+        if description["is_padded"]:
+            check_index(tensors["sink_index"], probe.tokens)
         if description["scales_are_fixed"]:
             # One row serves: fixed scales are the same for every sequence, and the next batch may be larger.
             self.channel_scales = ChannelScales(*(tensors[name][:1] for name in CHANNEL_SCALES))
@@ -415,3 +428,9 @@ class TurboQuantLayer(FullAttentionLayer):
     def prefetch(self) -> None:
         """Move an offloaded store back to its device."""
         self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+
+def _as_appended(view: View, states: KeyValue) -> KeyValue:
+    """Dense states of `view` in the order in which the tokens came, which those of a first call are in already."""
+    order = None if view.counts is None else view.tensors.order
+    return states if order is None else order.swapped_states(states)

@@ -11,6 +11,7 @@ from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks
 from ..compat import autocast_dtype
 from ..ops import dispatch
 from ..tensors.layer import Counts, LayerTensors, RowKind, View
+from ..tensors.sinks import Padding
 
 
 class LayerStore(ABC):
@@ -38,7 +39,9 @@ class LayerStore(ABC):
         """Tokens held; of a preallocated store a tensor on its device."""
 
     @abstractmethod
-    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+    ) -> View:
         """Store new tokens and return what their queries attend to.
 
         A single token may be copied by that attention only, so its tensors must not change before.
@@ -47,14 +50,22 @@ class LayerStore(ABC):
             keys: `[B, Hkv, S, Dk]` in the dtype and on the device of this store.
             values: `[B, Hkv, S, Dv]`.
             defer: Leave a prompt whose queries decide the channel scales to `encode_deferred`.
+            padding: Padding of the tokens of a call of several, if known.
 
         Raises:
             ValueError: The tensors do not fit the store, or the store is full. Nothing is changed then.
         """
 
     @abstractmethod
-    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
+    def append_checked(
+        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+    ) -> View:
         """`append` of several tokens whose states are known to fit the store."""
+
+    @property
+    @abstractmethod
+    def lacks_sinks(self) -> bool:
+        """Whether the padding of the next tokens matters: a row may have fewer exact sinks than `sink_tokens`."""
 
     @property
     @abstractmethod
@@ -110,6 +121,8 @@ class LayerStore(ABC):
         knows their addresses stays good: captured graphs, and what a backend has worked out."""
         assert beam_idx.shape == (self.tensors.batch_size,)
         dispatch.reorder(self.tensors, beam_idx)
+        if (order := self.tensors.order) is not None:
+            self.tensors = self.tensors.with_order(order.map(lambda x: x.index_select(0, beam_idx.to(x.device))))
 
     @abstractmethod
     def reset(self) -> LayerStore | None:
@@ -123,7 +136,7 @@ class LayerStore(ABC):
     def export(self) -> tuple[Counts, dict[str, torch.Tensor]]:
         """The counts, and what they count of each tensor, by name: the block tensors' names, `sink_keys`,
         `sink_values`, `residual_keys` and `residual_values`, residual rows in the order of the tokens, and if balanced
-        `key_channel_scales` and `value_channel_scales`."""
+        `key_channel_scales` and `value_channel_scales`, if rows are padded `sink_index`."""
 
     @abstractmethod
     def restore(self, counts: Counts, held: dict[str, torch.Tensor]) -> None:

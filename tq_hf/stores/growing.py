@@ -3,8 +3,9 @@
     [ sinks: first S0 tokens ][ packed blocks of 128 tokens ][ residual: the rest, dense ]
 
 What is packed is a function of the tokens alone: of T tokens, `TurboQuantConfig.num_blocks(T)` blocks, however they
-were appended. `append` encodes the blocks that become due, but the view it returns still shows their tokens dense: the
-tokens of a call are read exactly in that call. A block that a short call encoded is *pending*: its dense rows stay in
+were appended. Padded rows have their first real tokens as sinks (see `tq_hf.tensors.sinks`). `append` encodes the
+blocks that become due, but the view it returns still shows their tokens dense: the tokens of a call are read exactly in
+that call. A block that a short call encoded is *pending*: its dense rows stay in
 the residual until the next call begins, so that a `crop` in between (assisted decoding) finds them.
 
 Of a balanced configuration, the channel scales are those of the last long call before the first block is
@@ -29,6 +30,7 @@ from ..config import TurboQuantConfig
 from ..ops import dispatch
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.residual import Residual, ring_capacity, write
+from ..tensors.sinks import Padding, SinkOrder
 from .base import Kind, LayerStore, check_fits, check_states, kind_of
 
 GROWTH = 1.125
@@ -125,7 +127,9 @@ class GrowingStore(LayerStore):
         self._rows_of_due = BLOCK_TOKENS + self.config.residual_length
         """Rows the residual has at least if one of its blocks is due."""
         self._prompt: KeyValue | None = None
-        """States of a call that waits for its queries."""
+        """States of a call that waits for its queries, in the order of the store."""
+        self._next: tuple[SinkOrder | None, torch.Tensor | None] = tensors.order, None
+        """The order once they are appended; which of them are not padding, `[B, S]` bool, `None` if unknown."""
         self.device_counts: DeviceCounts | None = None
         """Where the counts after a long call go, too: they are written with its rows, and this is `None` then."""
 
@@ -179,7 +183,9 @@ class GrowingStore(LayerStore):
         deferred = 0 if self._prompt is None else self._prompt[0].shape[2]
         return self.num_sinks + self.num_blocks * BLOCK_TOKENS + self.residual.count + deferred
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+    ) -> View:
         row, residual = self.tensors.row, self.residual
         if (
             keys.shape == row.keys
@@ -194,19 +200,21 @@ class GrowingStore(LayerStore):
         ):  # never in a graph: see `TurboQuantCache.update`
             return self._append_token(keys, values)
         check_fits(keys, values, row)
-        return self.append_checked(keys, values, defer)
+        return self.append_checked(keys, values, defer, padding)
 
-    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
+    def append_checked(
+        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+    ) -> View:
         if self.max_cache_len is not None:
             check_room(keys.shape[2], self.length, self.max_cache_len)
         self.encode_deferred()
         self.drop_encoded_rows()
         if keys.shape[2] > SHORT_CALL or (keys.shape[2] > 1 and self.length == 0):
-            return self._append_prompt(keys, values, defer)
+            return self._append_prompt(keys, values, defer, padding)
         # A kernel that fails leaves the store as it was, but for rows and blocks beyond the counts, which nobody uses.
         before = vars(self) | {"residual": self.residual.snapshot()}
         try:
-            return self._append_tokens(keys, values)
+            return self._append_tokens(keys, values, padding)
         except BaseException:
             vars(self).update(before)
             raise
@@ -233,9 +241,12 @@ class GrowingStore(LayerStore):
         return view
 
     @outside_inference_mode
-    def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> View:
+    def _append_tokens(self, keys: torch.Tensor, values: torch.Tensor, padding: Padding | None) -> View:
         """Several tokens after others, or a first one: they are copied to the sinks and to the residual."""
         past, first = self.length, self.num_sinks
+        if padding is not None:
+            (keys, values), order, _ = self._exchange(padding, (keys, values))
+            self.tensors = self.tensors.with_order(order)
         to_sinks = _to_sinks(self.config, keys.shape[2], first, past)
         for buffer, states in zip(self.tensors.sinks, (keys, values), strict=True):
             buffer[:, :, first : first + to_sinks] = states[:, :, :to_sinks]
@@ -249,14 +260,52 @@ class GrowingStore(LayerStore):
             self._encode_due()
         return view
 
-    def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool) -> View:
-        """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them."""
-        view = self._view(self.length, (keys, values))
+    def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, defer: bool, padding: Padding | None) -> View:
+        """A first prompt or a long call: the view has the model's own tensors, and blocks are encoded from them, or
+        from copies in another order."""
+        view, states = self._view(self.length, (keys, values)), (keys, values)
+        self._next = self.tensors.order, None
+        if padding is not None:
+            states, order, real = self._exchange(padding, states)
+            self._next = order, real
         if defer and self.config.balance and not self.scales_are_fixed and not self.num_blocks:
-            self._prompt = keys, values
+            self._prompt = states
         else:
-            self._append_long((keys, values))
+            self._append_long(states)
         return view
+
+    @outside_inference_mode
+    def _exchange(self, padding: Padding, states: KeyValue) -> tuple[KeyValue, SinkOrder | None, torch.Tensor | None]:
+        """Let real tokens take the places of padding among the sinks, those held and those among new `states`
+        `[B, Hkv, S, D]`.
+
+        Returns:
+            The states in the order of the store; that order; which of them are not padding, `[B, S]` bool, `None` if
+            unknown.
+        """
+        held, past, sinks, first = self.tensors.order, self.length, self.config.sink_tokens, self.num_sinks
+        length, (batch, *_), device = past + states[0].shape[2], self.tensors.row.keys, self.tensors.row.device
+        if padding.mask.shape[0] != batch or padding.mask.shape[1] < length:
+            return states, held, None
+        order, real = held, padding.mask[:, :length].to(device)
+        if 0 < sinks < length:
+            order = padding.order(held, past, length, sinks, device)
+        if order is None:
+            return states, None, real[:, past:]
+        if order is not held:
+            # Only new tokens change places, with padding that is held or new. Held sinks stand before them here.
+            new = torch.where(order.index >= past, order.index - past + first, torch.arange(sinks, device=device))
+            swap, rows = SinkOrder(new, order.end - past + first), []
+            for buffer, part in zip(self.tensors.sinks, states, strict=True):
+                both = swap.swapped(torch.cat([buffer[:, :, :first], part], 2) if first else part, 2)
+                buffer[:, :, :first] = both[:, :, :first]
+                rows.append(both[:, :, first:])
+            states = rows[0], rows[1]
+        return states, order, order.swapped(real, 1)[:, past:]
+
+    @property
+    def lacks_sinks(self) -> bool:
+        return self.tensors.order is not None or self.length < self.config.sink_tokens
 
     @property
     def is_deferred(self) -> bool:
@@ -308,6 +357,8 @@ class GrowingStore(LayerStore):
         counts = first + to_sinks, blocks + due, residual.count
         scales = None if self.scales_are_fixed or blocks else self.blocks.channel_scales
         dense = DenseRows(self.tensors.sinks, residual.ring, first, to_sinks, end, slot, counts, self.device_counts)
+        order, real = self._next
+        attended = attended if real is None else real
         dispatch.store_prompt(prompt, dense, scales, self.config.balance, queries, attended)
         if begun:
             for skipped, part in completed.parts(0, begun * BLOCK_TOKENS):
@@ -315,7 +366,7 @@ class GrowingStore(LayerStore):
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
         ring, (sinks, blocks, _) = residual.ring, counts
-        tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
+        tensors = (self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)).with_order(order)
         held_now = {"residual": residual, "tensors": tensors, "num_sinks": sinks, "num_blocks": blocks}
         vars(self).update(held_now, _prompt=None, device_counts=None)
 
@@ -366,6 +417,8 @@ class GrowingStore(LayerStore):
     def crop(self, tokens: int) -> None:
         self.encode_deferred()
         length = max(0, self.length - tokens)
+        if self.tensors.order is not None:
+            self.tensors = self.tensors.with_order(self.tensors.order.cropped(length))
         if (rows := length - self.num_sinks - self.num_blocks * BLOCK_TOKENS) >= 0:
             self.residual.count = rows
             # Rows of pending blocks are still here: keep packed what a cache of this length would have packed.
@@ -387,10 +440,15 @@ class GrowingStore(LayerStore):
     def assign(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         check_fits(keys, values, self.tensors.row)
         states, held, tokens = (keys, values), dispatch.dense(self.view()), keys.shape[2]
-        if all(torch.equal(new, old[:, :, :tokens]) for new, old in zip(states, held, strict=True)):
+        order = self.tensors.order
+        shown = held if order is None else order.swapped_states(held)
+        if all(torch.equal(new, old[:, :, :tokens]) for new, old in zip(states, shown, strict=True)):
             self.crop(self.length - tokens)
             self._release_room()
             return
+        order = order if tokens == self.length else None  # pruned rows are those of a new prompt
+        states = states if order is None else order.swapped_states(states)
+        keys, values = states
         sinks = min(tokens, self.config.sink_tokens)
         compared = min(self.num_blocks + self.num_pending, (tokens - sinks) // BLOCK_TOKENS)
         packed, per_block = slice(sinks, sinks + compared * BLOCK_TOKENS), (compared, BLOCK_TOKENS)
@@ -417,7 +475,7 @@ class GrowingStore(LayerStore):
             buffer[:, :, :sinks] = part[:, :, :sinks]
         store.residual = Residual(store.tensors.ring, blocks * BLOCK_TOKENS)
         store.residual.append(keys[:, :, dense:], values[:, :, dense:])
-        store.num_sinks, store.num_blocks = sinks, blocks
+        store.num_sinks, store.num_blocks, store.tensors = sinks, blocks, store.tensors.with_order(order)
         store.scales_are_fixed, store.max_cache_len = self.scales_are_fixed, self.max_cache_len
         vars(self).update(vars(store))
 
@@ -476,6 +534,8 @@ class GrowingStore(LayerStore):
             held[f"sink_{name}"] = self.tensors.sinks[position][:, :, : self.num_sinks]
             empty = self.tensors.sinks[position][:, :, :0]
             held[f"residual_{name}"] = torch.cat([empty, *(part[position] for _, part in self.residual.parts())], dim=2)
+        if self.tensors.order is not None:
+            held["sink_index"] = self.tensors.order.index
         return self.counts, held
 
     @outside_inference_mode
@@ -493,4 +553,7 @@ class GrowingStore(LayerStore):
         residual = Residual.allocate(self.tensors.ring, capacity, counts.blocks * BLOCK_TOKENS)
         residual.append(held["residual_keys"].to(device), held["residual_values"].to(device))
         self._replace_residual(residual)
+        index = held.get("sink_index")
+        order = None if index is None else SinkOrder(index.to(device), int(index.amax()) + 1)
+        self.tensors = self.tensors.with_order(order)
         self.num_sinks, self.num_blocks, _, self.num_pending = counts

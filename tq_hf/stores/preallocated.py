@@ -33,6 +33,7 @@ from ..config import TurboQuantConfig
 from ..ops import dispatch, reference
 from ..tensors.layer import NOTHING, Counts, DeviceCounts, LayerTensors, View, check_room
 from ..tensors.residual import Residual
+from ..tensors.sinks import Padding
 from . import graph_ops
 from .base import LayerStore, check_fits
 from .growing import GrowingStore
@@ -105,7 +106,9 @@ class PreallocatedStore(LayerStore):
             return int(self.counts.length)
         return graph_ops.tokens_held(self.counts)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+    ) -> View:
         if self._pending.states is not None or self._appending is not None:
             self.encode_deferred()
         row = self.tensors.row
@@ -117,7 +120,7 @@ class PreallocatedStore(LayerStore):
         ):
             return self._append_token(keys, values)
         check_fits(keys, values, row)
-        return self.append_checked(keys, values, defer)
+        return self.append_checked(keys, values, defer, padding)
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """A decode step. Attention appends the token, without lengths on the host, so that the step compiles."""
@@ -135,7 +138,9 @@ class PreallocatedStore(LayerStore):
         return View(self.tensors, self.counts, self.max_cache_len, past, self._pending)
 
     @outside_inference_mode
-    def append_checked(self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False) -> View:
+    def append_checked(
+        self, keys: torch.Tensor, values: torch.Tensor, defer: bool = False, padding: Padding | None = None
+    ) -> View:
         """A prompt or several tokens, with counts on the host: by the methods of a `GrowingStore`."""
         store = self.as_growing()
         if store.residual.count:
@@ -144,7 +149,7 @@ class PreallocatedStore(LayerStore):
             store.tensors = store.tensors.with_ring(store.residual.ring)
         held = store.counts
         try:
-            view = store.append_checked(keys, values, defer)
+            view = store.append_checked(keys, values, defer, padding)
         except BaseException:
             self._undo(store, held)
             raise
@@ -157,6 +162,11 @@ class PreallocatedStore(LayerStore):
         """Counts on the device that a call of `store` may have written before it failed are again what was held."""
         reference.write_counts(self.counts, held)
         store.device_counts = self.counts
+
+    @property
+    def lacks_sinks(self) -> bool:
+        held = self.num_held
+        return self.tensors.order is not None or (held is not None and held < self.config.sink_tokens)
 
     @property
     def is_deferred(self) -> bool:
@@ -193,6 +203,7 @@ class PreallocatedStore(LayerStore):
             residual = Residual(self.tensors.ring, store.residual.first)
             for _, part in store.residual.parts():
                 residual.append(*part)
+        self.tensors = self.tensors.with_order(store.tensors.order)
         if store.device_counts is not None:
             reference.write_counts(self.counts, store.counts)
         self.num_held = store.length
@@ -235,6 +246,7 @@ class PreallocatedStore(LayerStore):
             for factor in self.blocks.channel_scales:
                 factor.fill_(1)
         reference.write_counts(self.counts, NOTHING)
+        self.tensors = self.tensors.with_order(None)
         self.num_held = 0
         return self
 

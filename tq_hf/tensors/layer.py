@@ -15,6 +15,7 @@ from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks, PendingToken
 
 from ..config import TurboQuantConfig
 from .residual import Residual
+from .sinks import SinkOrder
 
 
 @lru_cache
@@ -49,12 +50,14 @@ class LayerTensors:
         sinks: Dense keys and values `[B, Hkv, s, D]`, `s` possibly 0.
         ring: The buffers of the residual, `[B, Hkv, capacity, D]` (see `tq_hf.tensors.residual`), possibly without its
             newest row.
+        order: Order of the tokens of padded rows; `None` if no row is padded.
     """
 
     config: TurboQuantConfig
     blocks: PackedBlocks
     sinks: KeyValue
     ring: KeyValue
+    order: SinkOrder | None = None
     row: RowKind = field(init=False, repr=False)
     """Shapes, dtype and device of one token."""
     layout: BlockLayout = field(init=False, repr=False)
@@ -74,7 +77,7 @@ class LayerTensors:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without launches, which hold the addresses of these tensors.
-        return LayerTensors, (self.config, self.blocks, self.sinks, self.ring)
+        return LayerTensors, (self.config, self.blocks, self.sinks, self.ring, self.order)
 
     @property
     def batch_size(self) -> int:
@@ -86,15 +89,23 @@ class LayerTensors:
         keys, values = self.sinks
         if count == keys.shape[2]:
             return self
-        return LayerTensors(self.config, self.blocks, (keys[:, :, :count], values[:, :, :count]), self.ring)
+        return LayerTensors(self.config, self.blocks, (keys[:, :, :count], values[:, :, :count]), self.ring, self.order)
 
     def with_blocks(self, blocks: PackedBlocks) -> LayerTensors:
         """These tensors with other blocks."""
-        return LayerTensors(self.config, blocks, self.sinks, self.ring)
+        return LayerTensors(self.config, blocks, self.sinks, self.ring, self.order)
 
     def with_ring(self, ring: KeyValue) -> LayerTensors:
         """These tensors with another residual."""
-        return LayerTensors(self.config, self.blocks, self.sinks, ring)
+        return LayerTensors(self.config, self.blocks, self.sinks, ring, self.order)
+
+    def with_order(self, order: SinkOrder | None) -> LayerTensors:
+        """These tensors with tokens in another order. Launches stay: they hold the same addresses."""
+        if order is self.order:
+            return self
+        tensors = LayerTensors(self.config, self.blocks, self.sinks, self.ring, order)
+        tensors.launches = self.launches
+        return tensors
 
     def dense_shapes(self, tokens: int) -> tuple[torch.Size, torch.Size]:
         """The shapes of so many keys and values, `[B, Hkv, tokens, Dk]` and `[B, Hkv, tokens, Dv]`."""
@@ -104,14 +115,15 @@ class LayerTensors:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerTensors:
         """The results of `function` on every tensor."""
         sinks, ring = ((function(keys), function(values)) for keys, values in (self.sinks, self.ring))
-        return LayerTensors(self.config, self.blocks.map(function), sinks, ring)
+        order = None if self.order is None else self.order.map(function)
+        return LayerTensors(self.config, self.blocks.map(function), sinks, ring, order)
 
     def by_kind(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor, by the kind `memory_footprint` reports."""
-        blocks = self.blocks
+        blocks, order = self.blocks, [] if self.order is None else [self.order.index]
         return {
             "packed": [blocks.key_words, blocks.value_words],
-            "metadata": [blocks.scales, blocks.key_means, *blocks.channel_scales],
+            "metadata": [blocks.scales, blocks.key_means, *blocks.channel_scales, *order],
             "residual": list(self.ring),
             "sinks": list(self.sinks),
         }

@@ -1,0 +1,244 @@
+"""The first real tokens of a padded row are its exact sinks, however they came and whatever attention reads them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
+
+from tests.support.tiny_models import VOCAB, build
+from tq_hf import TurboQuantCache, graph_decoding
+from tq_hf.compat import as_input
+
+LENGTH, ROOM = 420, 640
+PADS = (150, 2, 0)
+"""Two blocks are packed of 420 tokens: the first 260. Those of the first row begin with padding and sinks."""
+
+
+def prompt(pads: tuple[int, ...] = PADS, length: int = LENGTH) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(length))
+    mask = (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def run(model: PreTrainedModel, cache, inputs: dict[str, torch.Tensor], start: int = 0, *ends: int) -> torch.Tensor:
+    """Logits of tokens from `start` to the last of `ends`, by default all, of one call for each."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions, logits = (mask.cumsum(1) - 1).clamp_min(0), []
+    for end in ends or (ids.shape[1],):
+        part = slice(start, end)
+        options = dict(attention_mask=mask[:, :end], position_ids=positions[:, part])
+        with torch.no_grad():
+            logits.append(model(ids[:, part], **options, **as_input(cache)).logits)
+        start = end
+    return torch.cat(logits, 1)
+
+
+def first_full_layer(cache) -> int:
+    return next(i for i, layer in enumerate(cache.layers) if not layer.is_sliding)
+
+
+def errors_of_sinks(cache: TurboQuantCache, expected: DynamicCache, mask: torch.Tensor, count: int = 4) -> list[float]:
+    """Largest error of the keys of each row's first real tokens, over that of its next ones. Layers below have no
+    error."""
+    index = first_full_layer(cache)
+    actual, exact = cache.layers[index].keys, expected.layers[index].keys
+    errors = []
+    for row, real in enumerate(mask.bool()):
+        token = real.nonzero()[:, 0]
+        error = (actual[row] - exact[row, :, : actual.shape[2]]).abs().amax((0, 2))
+        errors.append(float(error[token[:count]].max() / error[token[count : count + 60]].max()))
+    return errors
+
+
+COMPILED = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+COMPILED._compile_all_devices = True
+WAYS = {
+    "growing": (None, {}),
+    "preallocated": (ROOM, dict(disable_compile=True)),
+    "compiled": (ROOM, dict(compile_config=COMPILED)),
+    "chunked": (None, dict(prefill_chunk_size=64)),
+    "chunked and preallocated": (ROOM, dict(prefill_chunk_size=140, disable_compile=True)),
+    "beams": (None, dict(num_beams=2)),
+    "graph_decoding": (ROOM, dict(custom_generate=graph_decoding)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "attention"), [("llama", "turboquant"), ("llama", "sdpa"), ("llama", "eager"), ("gemma3", "turboquant")]
+)
+def test_first_real_tokens_are_exact_in_generate(name, attention, way):
+    torch._dynamo.reset()
+    model, (room, options) = build(name), WAYS[way]
+    model.set_attn_implementation(attention)
+    cache, inputs = TurboQuantCache(model.config, max_cache_len=room), prompt()
+    tokens = model.generate(**inputs, **as_input(cache), max_new_tokens=4, do_sample=False, **options)
+    beams = options.get("num_beams", 1)
+    mask = torch.nn.functional.pad(inputs["attention_mask"].repeat_interleave(beams, 0), (0, 3), value=1)
+    expected = DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa" if attention == "turboquant" else attention)
+    # Beams differ in their newest tokens only.
+    run(model, expected, {"input_ids": tokens[:, :-1].repeat_interleave(beams, 0), "attention_mask": mask})
+    assert cache.get_seq_length() == LENGTH + 3
+    assert max(errors_of_sinks(cache, expected, mask)) < 1e-3
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("room", [None, ROOM])
+def test_without_padding_nothing_is_exchanged(room):
+    model = build("llama")
+    model.set_attn_implementation("turboquant")
+    inputs = prompt((0, 0))
+    cache, plain = (TurboQuantCache(model.config, max_cache_len=room) for _ in range(2))
+    logits = run(model, cache, inputs, 0, 400, LENGTH)
+    with torch.no_grad():
+        parts = [
+            model(inputs["input_ids"][:, part], **as_input(plain)).logits for part in (slice(400), slice(400, None))
+        ]
+    assert torch.equal(logits, torch.cat(parts, 1))
+    assert all(layer.store.tensors.order is None and not layer.store.lacks_sinks for layer in cache.layers)
+
+
+CASES = {
+    "fewer than four real tokens at first": ((157, 2), (160, 419, 420)),
+    "a first chunk of padding only": ((200, 0), (90, 140, 420)),
+    "chunks that end within the sinks": ((1, 0), (2, 3, 300, 420)),
+    "short chunks": ((137, 3), (40, 80, 120, 138, 200, 280, 340, 420)),
+}
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("room", [None, ROOM])
+@pytest.mark.parametrize("case", CASES)
+def test_sinks_are_filled_by_later_chunks(case, room, attention):
+    pads, ends = CASES[case]
+    model, inputs = build("llama"), prompt(pads)
+    caches = TurboQuantCache(model.config, max_cache_len=room), DynamicCache(config=model.config)
+    model.set_attn_implementation(attention)
+    run(model, caches[0], inputs, 0, *ends)
+    model.set_attn_implementation("sdpa")
+    run(model, caches[1], inputs, 0, *ends)
+    assert max(errors_of_sinks(*caches, inputs["attention_mask"])) < 1e-3
+    dense = TurboQuantCache(model.config, max_cache_len=room, residual_length=10**6)
+    model.set_attn_implementation(attention)
+    logits = run(model, dense, inputs, 0, *ends)
+    model.set_attn_implementation("sdpa")
+    expected = run(model, DynamicCache(config=model.config), inputs, 0, *ends)
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(logits[real], expected[real], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("room", [None, ROOM])
+def test_sinks_stay_those_of_the_first_turn_if_a_second_is_padded(room):
+    model, inputs = build("llama"), prompt((20, 0))
+    inputs["attention_mask"][1, 100:180] = 0
+    model.set_attn_implementation("turboquant")
+    caches = TurboQuantCache(model.config, max_cache_len=room), DynamicCache(config=model.config)
+    run(model, caches[0], inputs, 0, 100, LENGTH)
+    model.set_attn_implementation("sdpa")
+    run(model, caches[1], inputs, 0, 100, LENGTH)
+    assert max(errors_of_sinks(*caches, inputs["attention_mask"])) < 1e-3
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("room", [None, ROOM])
+@pytest.mark.parametrize("kept", [2, 4, 100, 151, 153, 300])
+def test_a_crop_removes_the_sinks_that_it_reaches(kept, room, attention):
+    """What is read next is what `DynamicCache` reads, and rows have sinks again after it."""
+    model, inputs = build("llama"), prompt((150, 2))
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, max_cache_len=room, residual_length=10**6)
+    run(model, cache, inputs, 0, 350)
+    cache.crop(kept - 350)
+    ends = kept + 1, kept + 30, LENGTH
+    logits = run(model, cache, inputs, kept, *ends)
+    model.set_attn_implementation("sdpa")
+    plain = DynamicCache(config=model.config)
+    run(model, plain, inputs, 0, kept)
+    real = inputs["attention_mask"][:, kept:].bool()
+    expected = run(model, plain, inputs, kept, *ends)
+    torch.testing.assert_close(logits[real], expected[real], atol=2e-3, rtol=2e-3)
+    packed = TurboQuantCache(model.config, max_cache_len=room)
+    model.set_attn_implementation(attention)
+    run(model, packed, inputs, 0, 350)
+    packed.crop(kept - 350)
+    run(model, packed, inputs, kept, LENGTH)
+    assert max(errors_of_sinks(packed, plain, inputs["attention_mask"])) < 1e-3
+
+
+@pytest.mark.parametrize("room", [None, ROOM])
+def test_a_saved_padded_cache_reads_the_same(room, tmp_path):
+    model, inputs = build("llama"), prompt()
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model.config, max_cache_len=room)
+    run(model, cache, inputs, 0, 400)
+    cache.save(tmp_path / "cache.safetensors", model)
+    for loaded_room in (None, ROOM):
+        loaded = TurboQuantCache.load(tmp_path / "cache.safetensors", model, max_cache_len=loaded_room)
+        assert torch.equal(loaded.layers[0].keys, cache.layers[0].keys)
+        copied = copy.deepcopy(cache)
+        torch.testing.assert_close(*(run(model, c, inputs, 400, 401, 420) for c in (loaded, copied)))
+
+
+@pytest.mark.parametrize("index", [[0, 1, 2, 2], [0, 1, 2, 420], [1, 0, 2, 3], [-1, 1, 2, 3], [9, 9, 2, 3]])
+def test_a_damaged_index_of_sinks_is_refused(index, tmp_path):
+    model, inputs = build("llama", num_hidden_layers=1), prompt((9,))
+    cache, path = TurboQuantCache(model.config), tmp_path / "cache.safetensors"
+    run(model, cache, inputs)
+    cache.save(path, model)
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors["layers.0.sink_index"] = torch.tensor([index])
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match="damaged|changed|checksum"):
+        TurboQuantCache.load(path, model)
+
+
+def with_a_sink(seed: int = 3) -> PreTrainedModel:
+    """A random model whose first token, 1, is an attention sink, as in real models: its key outweighs all others along
+    a slowly rotating direction that every query has."""
+    model = build("llama", seed, num_hidden_layers=2)
+    dim, slow = model.config.head_dim, model.config.head_dim // 2 - 1
+    embeddings = model.model.embed_tokens.weight.data
+    embeddings[:, :2] = 0
+    embeddings[:, 0] = 1  # of every token
+    embeddings[1] = 0
+    embeddings[1, :2] = torch.tensor([1.0, 40.0])  # of the sink alone
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for projection, channel, size in ((attention.q_proj, 0, 3.0), (attention.k_proj, 1, 12.0)):
+            weight = projection.weight.data.view(-1, dim, model.config.hidden_size)
+            weight[:, :, :2] = 0
+            weight[:, slow] = 0
+            weight[:, slow, channel] = size
+        attention.v_proj.weight.data[:, :2] = 0
+        for projection in (attention.o_proj, layer.mlp.down_proj):
+            projection.weight.data[:2] = 0
+    return model
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("room", [None, 1024])
+@pytest.mark.parametrize("pad", [1, 3, 127, 300])
+def test_a_padded_row_loses_no_more_than_the_row_alone(pad, room, attention):
+    """KL from the full cache, of a model with an attention sink."""
+    model, tokens = with_a_sink(), 600
+    ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = 1
+    losses = []
+    for padding in (0, pad):
+        inputs = {"input_ids": torch.nn.functional.pad(ids, (padding, 0))}
+        inputs["attention_mask"] = torch.nn.functional.pad(torch.ones_like(ids), (padding, 0))
+        ends = [padding + end for end in range(320, tokens + 1, 40)]
+        model.set_attn_implementation("sdpa")
+        exact = run(model, DynamicCache(config=model.config), inputs, 0, *ends)[:, ends[0] :].log_softmax(-1)
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model.config, max_cache_len=room)
+        found = run(model, cache, inputs, 0, *ends)[:, ends[0] :].log_softmax(-1)
+        losses.append(float((exact.exp() * (exact - found)).sum(-1).mean()))
+    assert losses[1] < 1.3 * losses[0], losses
