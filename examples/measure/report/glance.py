@@ -29,7 +29,7 @@ WHICH = {
     "k3v4_nc": "vLLM's; `3.5bit_nc` is as large and closer",
     "3bit_nc": "after measuring on your task",
     "2.5bit_nc": "after measuring on your task",
-    "2bit_nc": "when nothing else fits",
+    "2bit_nc": "when nothing else fits; facts get lost first",
 }
 READS = {
     BASELINE: "bf16, flash attention, no mask",

@@ -1,0 +1,74 @@
+"""The bound on codes reads a text in one pass as a cache is read in chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.measure.quality.bound import BLOCK, CHUNK, Codes, alike, hidden, read_with, round_trip
+from examples.provenance import SHIPPED_MODEL
+from tq_hf import TurboQuantCache
+from tq_hf.compat import as_input
+
+TOKENS = 4 * CHUNK + 60
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(
+        SHIPPED_MODEL, dtype=torch.float32, attn_implementation="turboquant"
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def ids(model):
+    return torch.randint(0, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def error(states: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((states - exact).square().sum() / exact.square().sum()).item()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("preset, bits", [("2bit_nc", (2, 2)), ("2.5bit_nc", (3, 2))])
+def test_one_pass_is_what_a_cache_read_in_chunks_gives(model, ids, preset, bits):
+    cache = TurboQuantCache(model.config, preset)
+    chunks = [
+        model.get_decoder()(ids[:, start : start + CHUNK], **as_input(cache)).last_hidden_state[0]
+        for start in range(0, TOKENS, CHUNK)
+    ]
+    read = torch.cat(chunks)[CHUNK + BLOCK :]
+    exact = hidden(model, ids, None, CHUNK + BLOCK)
+    states = hidden(model, ids, alike(key_bits=bits[0], value_bits=bits[1]), CHUNK + BLOCK)
+    assert error(read, exact) > 1e-5
+    # A code may be rounded the other way.
+    assert error(states, read) < 0.01 * error(read, exact)
+    assert error(states, exact) == pytest.approx(error(read, exact), rel=0.02)
+
+
+def test_exact_codes_are_exact(model, ids):
+    exact = hidden(model, ids, None, CHUNK)
+    assert error(hidden(model, ids, alike(key_bits=None, value_bits=None), CHUNK), exact) < 1e-10
+
+
+def test_the_attention_of_the_model_comes_back(model):
+    with read_with(model, None):
+        assert model.config._attn_implementation == "bound"
+    assert model.config._attn_implementation == "turboquant"
+
+
+@pytest.mark.parametrize("wanted", [4.0**-2, 0.338])
+def test_noise_of_an_ideal_coder_has_its_error_after_shrinking(wanted):
+    z = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(1))
+    y = round_trip(z, 2, wanted, 0.0, is_value=False)
+    assert (y * z).sum() / z.square().sum() == pytest.approx(1, rel=0.02)
+    assert (y * (1 - wanted) - z).square().mean() / z.square().mean() == pytest.approx(wanted, rel=0.02)
+
+
+def test_shrinking_ends_at_least_squares():
+    z = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(2))
+    unbiased, least = (round_trip(z, 2, None, shrink, is_value=False) for shrink in (0.0, 1.0))
+    torch.testing.assert_close((unbiased * z).sum(-1), z.square().sum(-1), rtol=1e-2, atol=0)
+    torch.testing.assert_close((least * z).sum(-1), least.square().sum(-1), rtol=1e-2, atol=0)
+    assert Codes() == Codes(2, 2)
