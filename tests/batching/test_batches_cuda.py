@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -60,6 +62,39 @@ def test_compiled_steps_answer_as_others(model: PreTrainedModel) -> None:
             runner = session.manager.batch_processor.model_runner
             assert (runner._compiled_decode is not None) == bool(level) and runner._compiled_varlen is None
     assert agreement(*found) > 0.5
+
+
+BY_REQUEST: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"logit_bias": {"5": 3}, "min_new_tokens": 9},
+    {"bad_words_ids": [[7], [8, 9]], "suppress_tokens": list(range(40, 100))},
+    {"do_sample": True, "seed": 3, "top_p": 0.8, "top_k": 0},
+    {"do_sample": True, "seed": 4, "temperature": 0.7, "top_k": 9, "top_logprobs": 2},
+    {"do_sample": True, "seed": 5, "min_p": 0.2, "repetition_penalty": 1.2},
+]
+
+
+def test_options_by_request_hold_in_captured_and_compiled_steps() -> None:
+    """Seeds, too, do not depend on graphs. In float32: in bf16 near ties fall either way."""
+    model, (prompt,) = model_of(head_dim=128, num_attention_heads=8).cuda(), prompts([300])
+    batching, found = TurboQuantBatching(model), []
+    for way in ({"use_cuda_graph": False, "use_async_batching": False}, {}, {"default_compile_level": 1}):
+        with batching.continuous_batching_context_manager(
+            greedy(NEW), continuous_batching_config=options(allow_block_sharing=False, **way)
+        ) as manager:
+            names = [manager.add_request(prompt, **fields) for fields in BY_REQUEST * 2]
+            answers = {}
+            for _ in names:
+                result = manager.get_result(timeout=300)
+                assert result is not None and result.error is None, result
+                answers[result.request_id] = result
+        found.append([answers[name].generated_tokens for name in names])
+        assert {tuple(answer) for answer in found[-1][8:]} == {tuple(answer) for answer in found[-1][:8]}
+        assert len({tuple(answer) for answer in found[-1]}) == len(BY_REQUEST), "each option changes the answer"
+        assert len(answers[names[6]].top_logprobs) == NEW
+    assert agreement(found[0], found[1]) > 0.9 and agreement(found[0], found[2]) > 0.9
 
 
 def test_memory_stays_within_the_prediction(model: PreTrainedModel) -> None:

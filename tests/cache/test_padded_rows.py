@@ -89,6 +89,43 @@ def test_first_real_tokens_are_exact_in_generate(name, attention, way):
     torch._dynamo.reset()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("room", [None, ROOM])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_kernels_read_padded_rows_as_torch_does(name, room):
+    """A prompt, a short call, single tokens, and a long call."""
+    model, found = build(name), []
+    model.set_attn_implementation("turboquant")
+    for device in ("cpu", "cuda"):
+        inputs = {key: value.to(device) for key, value in prompt().items()}
+        cache = TurboQuantCache(model.config, max_cache_len=room)
+        found.append(
+            run(model.to(device), cache, inputs, 0, 300, 310, 311, 312, LENGTH)[prompt()["attention_mask"] > 0]
+        )
+    assert float((found[1].cpu() - found[0]).norm() / found[0].norm()) < 5e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("options", [{}, dict(custom_generate=graph_decoding)], ids=["compiled", "graph_decoding"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_captured_steps_of_padded_rows_are_eager_ones(name, options):
+    torch._dynamo.reset()
+    model = build(name).cuda()
+    model.set_attn_implementation("turboquant")
+    inputs = {key: value.cuda() for key, value in prompt().items()}
+    asked = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    found = []
+    for room, more in ((None, {}), (ROOM, options), (ROOM, options)):
+        cache = TurboQuantCache(model.config, max_cache_len=room)
+        found.append(model.generate(**inputs, **as_input(cache), **asked, **more))
+    for other in found[1:]:
+        assert torch.equal(other.sequences, found[0].sequences)
+        actual, expected = (torch.stack(each.logits) for each in (other, found[0]))
+        assert float((actual - expected).norm() / expected.norm()) < 5e-3
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("room", [None, ROOM])
 def test_without_padding_nothing_is_exchanged(room):
     model = build("llama")
