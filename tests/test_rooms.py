@@ -81,7 +81,7 @@ BUDGETS = {
         "graph_decoding": 550,  # stop strings, with the tokenizer that generate() drops; docstrings of arguments
         "saving": 965,  # layers that are uneven on purpose; docstrings, one idea a sentence
         "layers": 1490,  # rollback of uneven layers; lost gradients; assigned and written keys; states of padded rows
-        "stores": 1220,  # assigned rows: blocks that did not change keep their codes; sinks of padded rows
+        "stores": 1250,  # named parts of a long call; blocks that did not change keep their codes; sinks of padded rows
         "ops": 2295,  # wide heads over a history, one dequantized at a time; queries are checked
         "codec": 855,  # trellis codes: encoding by Viterbi's algorithm; shapes of channel scales
         "tensors": 790,  # the order of padded rows; blocks of pages that stay dense

@@ -1,4 +1,4 @@
-"""The protocol of a layer's store, whether it counts tokens on the host or on the device; and what stores refuse."""
+"""Base class of a layer's store, which counts tokens on the host or on the device; and checks of its input."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class LayerStore(ABC):
 
     @property
     def blocks(self) -> PackedBlocks:
-        """Room for packed blocks."""
+        """Tensors of packed blocks, with room for more."""
         return self.tensors.blocks
 
     @property
     @abstractmethod
     def length(self) -> int | torch.Tensor:
-        """Tokens held; of a preallocated store a tensor on its device."""
+        """Number of tokens held; a tensor on the device for a preallocated store."""
 
     @abstractmethod
     def append(

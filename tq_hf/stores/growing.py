@@ -2,15 +2,15 @@
 
     [ sinks: first S0 tokens ][ packed blocks of 128 tokens ][ residual: the rest, dense ]
 
-What is packed is a function of the tokens alone: of T tokens, `TurboQuantConfig.num_blocks(T)` blocks, however they
-were appended. Padded rows have their first real tokens as sinks (see `tq_hf.tensors.sinks`). `append` encodes the
-blocks that become due, but the view it returns still shows their tokens dense: the tokens of a call are read exactly in
-that call. A block that a short call encoded is *pending*: its dense rows stay in
-the residual until the next call begins, so that a `crop` in between (assisted decoding) finds them.
+The number of tokens T decides the number of packed blocks, `TurboQuantConfig.num_blocks(T)`, however the tokens were
+appended. Padded rows have their first real tokens as sinks (see `tq_hf.tensors.sinks`). `append` encodes the blocks
+that become due, but returns a view with their tokens still dense: the tokens of a call are read exactly in that call. A
+block that a short call encoded is *pending*: its dense rows stay in the residual until the next call begins, so that a
+`crop` in between (assisted decoding) finds them.
 
-Of a balanced configuration, the channel scales are those of the last long call before the first block is
-encoded. They depend on its queries, which the store does not see: if `append` is told to defer, such a call is encoded
-when attention shows them (`encode_deferred`), or when anything else is asked of the store.
+A balanced configuration takes its channel scales from the last long call before the first block is encoded. They depend
+on the queries of that call, which the store does not see: if `append` is told to defer, the call is encoded when
+attention shows its queries (`encode_deferred`), or before any other operation on the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tq_kernels.format import BLOCK_TOKENS
@@ -40,22 +40,36 @@ SHORT_CALL = 128
 
 
 def residual_capacity(config: TurboQuantConfig, rows: int, max_cache_len: int | None) -> int:
-    """Rows of a residual that holds `rows`: what decoding will need, of a growing one at once where that is little."""
+    """Number of rows to allocate for a residual of `rows` rows, with room for decoding."""
     room = int(rows * GROWTH) + BLOCK_TOKENS if max_cache_len is None else max_cache_len
     return ring_capacity(max(rows, min(config.residual_length + BLOCK_TOKENS, room)))
 
 
 @lru_cache
 def _no_blocks(config: TurboQuantConfig, sizes: tuple[int, int, int, int], device: torch.device) -> PackedBlocks:
-    """No blocks: tensors without elements, which all layers alike hold until their first block is due."""
+    """Tensors without elements, shared by equal layers until their first block is due."""
     batch, heads, *dims = sizes
     return PackedBlocks.allocate(config.layout(*dims), batch, heads, 0, device)
 
 
+class Room(NamedTuple):
+    """Shapes of a new store's tensors.
+
+    Args:
+        none: Tensors without blocks, shared by equal layers.
+        words: Shapes of key words, value words, scales and key means; `None` to share those of `none`.
+        sinks, ring: Shapes of keys and of values.
+    """
+
+    none: PackedBlocks
+    words: list[tuple[int, int, int, int] | None]
+    sinks: list[tuple[int, int, int, int]]
+    ring: list[tuple[int, int, int, int]]
+
+
 @lru_cache(maxsize=1024)
-def _room(config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None) -> tuple[Any, ...]:
-    """What the tensors of a store for such keys and values are made like: no blocks; their words, scales and means,
-    each with the shape of the store's own, or `None` if they serve; the shapes of sinks and of the ring.
+def _room(config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int | None) -> Room:
+    """Compute the shapes of a new store's tensors.
 
     Raises:
         ValueError: They do not fit each other, or exceed `max_cache_len`.
@@ -68,27 +82,44 @@ def _room(config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int
         check_room(tokens, 0, max_cache_len)
     rows = max(0, tokens - config.sink_tokens) - due * BLOCK_TOKENS
     none = _no_blocks(config, (batch, heads, key_dim, values[0][3]), device)
-    # Of a preallocated layer even no blocks are its own: graphs are told where they are.
+    # A preallocated layer owns even tensors without blocks: graphs hold their addresses.
     own = num_blocks > 0 or max_cache_len is not None
     tensors = [none.key_words, none.value_words, none.scales, none.key_means]
-    words = [(x, (batch, heads, num_blocks, x.shape[3]) if own else None) for x in tensors]
+    words = [(batch, heads, num_blocks, x.shape[3]) if own else None for x in tensors]
     capacity, dims = residual_capacity(config, rows, max_cache_len), (key_dim, values[0][3])
     sinks, ring = ([(batch, heads, count, dim) for dim in dims] for count in (config.sink_tokens, capacity))
-    return none, words, sinks, ring
+    return Room(none, words, sinks, ring)
 
 
 def _to_sinks(config: TurboQuantConfig, tokens: int, sinks: int, past: int) -> int:
-    """How many of `tokens` after `past` others, `sinks` of them sinks, become sinks."""
+    """Number of sinks among `tokens` new tokens, after `past` tokens with `sinks` sinks."""
     return min(tokens, config.sink_tokens - sinks) if past == sinks else 0
 
 
+class Split(NamedTuple):
+    """Destinations of the tokens of a long call; see `GrowingStore._append_long`.
+
+    Args:
+        to_sinks: Number of tokens that become sinks.
+        due: Number of blocks that become due.
+        begun: Number of these blocks that have rows in the old residual.
+        start, end: First token of the whole blocks, and first token after them.
+        completed: Rows of the residual in which a block begun is completed; 0 for none.
+        capacity: Rows of the residual after the call.
+    """
+
+    to_sinks: int
+    due: int
+    begun: int
+    start: int
+    end: int
+    completed: int
+    capacity: int
+
+
 @lru_cache(maxsize=1024)
-def _spread(
-    config: TurboQuantConfig, tokens: int, counts: tuple[int, int, int], max_cache_len: int | None
-) -> tuple[int, int, int, int, int, int, int]:
-    """Where so many tokens of a long call go, after `counts` of sinks, blocks and rows (see `_append_long`): how many
-    are sinks, become due and are due with rows in the old residual; first and last of the whole blocks; rows of the
-    residual in which a block begun is completed, 0 for none, and of that after the call."""
+def _split(config: TurboQuantConfig, tokens: int, counts: tuple[int, int, int], max_cache_len: int | None) -> Split:
+    """Split the tokens of a long call that follows `counts` of sinks, blocks and residual rows (see `_append_long`)."""
     first, blocks, held = counts
     past = first + blocks * BLOCK_TOKENS + held
     to_sinks = _to_sinks(config, tokens, first, past)
@@ -99,7 +130,7 @@ def _spread(
     start = to_sinks + lead
     completed = ring_capacity(held + lead) if held else 0
     capacity = residual_capacity(config, held + rows - due * BLOCK_TOKENS, max_cache_len)
-    return to_sinks, due, due - whole, start, start + whole * BLOCK_TOKENS, completed, capacity
+    return Split(to_sinks, due, due - whole, start, start + whole * BLOCK_TOKENS, completed, capacity)
 
 
 class GrowingStore(LayerStore):
@@ -107,9 +138,9 @@ class GrowingStore(LayerStore):
 
     Args:
         tensors: The tensors, which the store writes to.
-        counts: What they hold.
-        max_cache_len: Tokens that are held at most, in tensors that a preallocated store made; `None` to grow
-            geometrically, without bound.
+        counts: Numbers of sinks, blocks and rows in the tensors.
+        max_cache_len: Maximum number of tokens, in tensors of a preallocated store; `None` to grow geometrically,
+            without bound.
         scales_are_fixed: See `LayerStore`.
     """
 
@@ -125,13 +156,13 @@ class GrowingStore(LayerStore):
         self.num_sinks, self.num_blocks, rows, self.num_pending = counts
         self.residual = Residual(tensors.ring, self.num_blocks * BLOCK_TOKENS, rows)
         self._rows_of_due = BLOCK_TOKENS + self.config.residual_length
-        """Rows the residual has at least if one of its blocks is due."""
+        """Least number of residual rows with which a block is due."""
         self._prompt: KeyValue | None = None
-        """States of a call that waits for its queries, in the order of the store."""
+        """Keys and values of a deferred call, in the order of the store."""
         self._next: tuple[SinkOrder | None, torch.Tensor | None] = tensors.order, None
-        """The order once they are appended; which of them are not padding, `[B, S]` bool, `None` if unknown."""
+        """Order after the deferred call, and True for its real tokens, `[B, S]` bool; `None` if unknown."""
         self.device_counts: DeviceCounts | None = None
-        """Where the counts after a long call go, too: they are written with its rows, and this is `None` then."""
+        """Counts on the device that a long call also writes, with its rows; `None` once they are written."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_deferred()
@@ -148,32 +179,30 @@ class GrowingStore(LayerStore):
         max_cache_len: int | None = None,
         prompt: bool = False,
     ) -> GrowingStore:
-        """An empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them.
+        """Make an empty store for keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, with room for them.
 
         Args:
-            config: What to compress to.
-            keys: The keys.
-            values: The values.
-            max_cache_len: Tokens to make room for, if not for these alone.
-            prompt: Whether they are a prompt that is appended next: that writes the channel scales, which are not
-                filled then.
+            config: Configuration of the blocks.
+            keys, values: States with the shape, dtype and device of those to come.
+            max_cache_len: Number of tokens to make room for, by default S.
+            prompt: Whether they are a prompt that is appended next. It writes the channel scales, which are not filled
+                here then.
 
         Raises:
             ValueError: The tensors do not fit each other, or exceed `max_cache_len`.
         """
-        none, words, (sink_keys, sink_values), (ring_keys, ring_values) = _room(
-            config, kind_of(keys), kind_of(values), max_cache_len
-        )
+        room = _room(config, kind_of(keys), kind_of(values), max_cache_len)
+        none, tensors = room.none, [room.none.key_words, room.none.value_words, room.none.scales, room.none.key_means]
         scales = none.channel_scales.map(torch.empty_like if prompt else torch.clone)
-        own = [like if shape is None else like.new_empty(shape) for like, shape in words]
+        own = [x if shape is None else x.new_empty(shape) for x, shape in zip(tensors, room.words, strict=True)]
         blocks = PackedBlocks(none.layout, own[0], own[1], own[2], own[3], scales)
-        sinks = keys.new_empty(sink_keys), values.new_empty(sink_values)
-        ring = keys.new_empty(ring_keys), values.new_empty(ring_values)
+        sinks = keys.new_empty(room.sinks[0]), values.new_empty(room.sinks[1])
+        ring = keys.new_empty(room.ring[0]), values.new_empty(room.ring[1])
         return cls(LayerTensors(config, blocks, sinks, ring), max_cache_len=max_cache_len)
 
     @property
     def counts(self) -> Counts:
-        """What is held."""
+        """Numbers of sinks, blocks, residual rows and pending blocks."""
         self.encode_deferred()
         return Counts(self.num_sinks, self.num_blocks, self.residual.count, self.num_pending)
 
@@ -211,7 +240,7 @@ class GrowingStore(LayerStore):
         self.drop_encoded_rows()
         if keys.shape[2] > SHORT_CALL or (keys.shape[2] > 1 and self.length == 0):
             return self._append_prompt(keys, values, defer, padding)
-        # A kernel that fails leaves the store as it was, but for rows and blocks beyond the counts, which nobody uses.
+        # A kernel that fails leaves the store unchanged, except for rows and blocks beyond the counts.
         before = vars(self) | {"residual": self.residual.snapshot()}
         try:
             return self._append_tokens(keys, values, padding)
@@ -327,21 +356,20 @@ class GrowingStore(LayerStore):
     def _append_long(
         self, prompt: KeyValue, queries: torch.Tensor | None = None, attended: torch.Tensor | None = None
     ) -> None:
-        """Append the tokens of a long call, and encode what they make due without copying it.
+        """Append the tokens of a long call, and encode the blocks that become due without copying them.
 
                       residual before          new tokens
             [ sinks ][ rows held | ....... ][ lead | whole blocks | kept ]
             [ dense ][ block ][ block begun  .... ][ block ][ ... ][ dense ]
 
         The block that the old residual began is completed by `lead` new tokens in a copy of the residual, and encoded
-        from there. Whole blocks of new tokens are encoded from the model's tensors. What is not due is kept in a new
-        residual. The old ring stays as it is, because the view of this call reads it, unless it holds nothing and has
-        room.
+        from there. Whole blocks of new tokens are encoded from the model's tensors. Other tokens are kept in a new
+        residual. The old ring is not written, because the view of this call reads it, unless it is empty and has room.
 
-        What is held changes at the end, at once: a kernel that fails leaves the store as it was, as in `append`.
+        The store changes at the end, at once: a kernel that fails leaves it unchanged, as in `append`.
         """
         tokens, first, blocks, held = prompt[0].shape[2], self.num_sinks, self.num_blocks, self.residual.count
-        to_sinks, due, begun, start, end, rows_completed, capacity = _spread(
+        to_sinks, due, begun, start, end, rows_completed, capacity = _split(
             self.config, tokens, (first, blocks, held), self.max_cache_len
         )
         completed = Residual(self.tensors.ring, self.residual.first)  # of no rows: nothing to complete
@@ -378,9 +406,9 @@ class GrowingStore(LayerStore):
             dispatch.encode(self.config, *states, self.blocks, start, tokens)
 
     def _make_room(self, held: int, needed: int) -> None:
-        """Room for `needed` blocks of which `held` are encoded."""
+        """Make room for `needed` blocks, and keep the first `held`."""
         if needed > self.blocks.capacity:
-            # An exact fit for a prompt; room to spare once the cache is growing.
+            # Fit a prompt exactly; make room to spare once the cache is growing.
             capacity = needed if held == 0 else max(needed, int(held * GROWTH) + 1)
             self.tensors = self.tensors.with_blocks(self.blocks.resized(capacity, held))
 
@@ -398,7 +426,7 @@ class GrowingStore(LayerStore):
             self.num_pending = 0
 
     def _view(self, past: int, new: KeyValue | None = None) -> View:
-        """What is held, and `new` states beside it; of a first call those alone."""
+        """Make the view of all tokens and of `new` states; a first call reads its `new` states alone."""
         tokens = 0 if new is None else new[0].shape[2]
         if past == 0 and new is not None:
             return View(self.tensors, None, tokens, 0, None, new)
@@ -406,7 +434,7 @@ class GrowingStore(LayerStore):
         return View(tensors, self.counts, self.length + tokens, past, self.residual.pending, new)
 
     def view(self) -> View:
-        """The rows of pending blocks stay for a crop."""
+        """Make the view of all tokens. The rows of pending blocks stay for a crop."""
         self.encode_deferred()
         reader = copy(self)
         reader.residual = self.residual.snapshot()
@@ -493,7 +521,7 @@ class GrowingStore(LayerStore):
                     tensor.copy_(torch.where(kept, old.tensors()[name], tensor))
 
     def _release_room(self) -> None:
-        """Hold no more room than growing leaves, after most tokens may have gone. A preallocated layer keeps its."""
+        """Free room beyond what growing leaves, after tokens were removed. A preallocated layer keeps its room."""
         if self.max_cache_len is None:
             packed = self.num_blocks + self.num_pending
             if self.blocks.capacity > int(packed * GROWTH) + 1:

@@ -1,18 +1,18 @@
 """A preallocated layer whose counts live on the device, for compiled decoding.
 
-Its tensors are allocated once and written in place. What changes from step to step lives in three small tensors, so
-that a captured graph serves every length:
+Its tensors are allocated once and written in place. Three small tensors hold the counts, which change from step to
+step, so that a captured graph serves every length:
 
-    state        [4] int32     what is held between calls, as `Counts`
-    step_counts  [6, 4] int32  what the last decode step attends to: sinks, blocks, residual rows, slot of the first
+    state        [4] int32     numbers of tokens between calls, as `Counts`
+    step_counts  [6, 4] int32  numbers for the last decode step: sinks, blocks, residual rows, slot of the first
                                residual row; the blocks that became due in it; and 0, by which the append's programs
-                               find who is last. Only column 0 is used: entries lie 16 bytes apart, as wide as Triton's
-                               alignment.
+                               find the last of them. Only column 0 is used: entries lie 16 bytes apart, which is
+                               Triton's alignment.
     length       [] int64      tokens held, as `get_seq_length` returns it
 
-Decode steps (one new token) never read them on the host. Everything else does, through `as_growing`. A decode step's
-token is appended by the attention that reads it, in the launch that rotates its queries, or before anything else is
-asked of the store.
+Decode steps (one new token) never read them on the host. All other operations do, through `as_growing`. A decode step's
+token is appended by the attention that reads it, in the launch that rotates its queries, or before any other operation
+on the store.
 
 The counts after a prompt are known on the host, and written in the launch that stores its dense rows.
 
@@ -45,7 +45,7 @@ class PreallocatedStore(LayerStore):
     Args:
         tensors: Room for `max_cache_len` tokens.
         counts: `state`, `step_counts` and `length`; see the module.
-        max_cache_len: Tokens there is room for.
+        max_cache_len: Maximum number of tokens.
         scales_are_fixed: See `LayerStore`.
     """
 
@@ -54,12 +54,12 @@ class PreallocatedStore(LayerStore):
     ) -> None:
         super().__init__(tensors, scales_are_fixed)
         self._appending: GrowingStore | None = None
-        """The store that the last call was appended to, if its encoding is deferred."""
+        """Store of the last call, if its encoding is deferred."""
         self._pending = PendingToken()
         self.counts = counts
         self.max_cache_len = max_cache_len
         self.num_held: int | None = None
-        """Tokens held, if the host knows: a compiled step does not count."""
+        """Number of tokens held; `None` after a compiled step, which does not count on the host."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.encode_deferred()
@@ -94,13 +94,13 @@ class PreallocatedStore(LayerStore):
 
     @property
     def state(self) -> torch.Tensor:
-        """What is held between calls."""
+        """Numbers of sinks, blocks, residual rows and pending blocks, `[4]` int32 on the device."""
         self.encode_deferred()
         return self.counts.state
 
     @property
     def length(self) -> int | torch.Tensor:
-        """Tokens held, `[]` int64 on the device; of a model on the meta device a number."""
+        """Number of tokens held, `[]` int64 on the device; an `int` for a model on the meta device."""
         self.encode_deferred()
         if self.tensors.row.device.type == "meta":
             return int(self.counts.length)
@@ -144,7 +144,7 @@ class PreallocatedStore(LayerStore):
         """A prompt or several tokens, with counts on the host: by the methods of a `GrowingStore`."""
         store = self.as_growing()
         if store.residual.count:
-            # Of its own: what is returned reads the old rows, and outlives the writing back.
+            # Copy the ring: the returned view reads the old rows after they are written back.
             store.residual = store.residual.copied(store.residual.capacity)
             store.tensors = store.tensors.with_ring(store.residual.ring)
         held = store.counts

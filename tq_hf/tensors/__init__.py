@@ -1,1 +1,1 @@
-"""What is held: packed blocks, the dense residual, and what a call reads of them."""
+"""Tensors of a layer: packed blocks, dense sinks and residual, pages, and the views that attention reads."""

@@ -81,7 +81,7 @@ class LayerTensors:
 
     @property
     def batch_size(self) -> int:
-        """Sequences held."""
+        """Number of sequences."""
         return self.row.keys[0]
 
     def with_sinks(self, count: int) -> LayerTensors:
@@ -108,7 +108,7 @@ class LayerTensors:
         return tensors
 
     def dense_shapes(self, tokens: int) -> tuple[torch.Size, torch.Size]:
-        """The shapes of so many keys and values, `[B, Hkv, tokens, Dk]` and `[B, Hkv, tokens, Dv]`."""
+        """Shapes of keys `[B, Hkv, tokens, Dk]` and values `[B, Hkv, tokens, Dv]`."""
         (batch, heads, _, key_dim), value_dim = self.row.keys, self.row.values[3]
         return torch.Size((batch, heads, tokens, key_dim)), torch.Size((batch, heads, tokens, value_dim))
 

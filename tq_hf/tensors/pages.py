@@ -1,4 +1,4 @@
-"""The pages of many requests, as one layer sees them: a pool of equal pieces of memory, and who reads which.
+"""Pages of many requests, as one layer sees them: a pool of equal pieces of memory, and the tables of its readers.
 
 A page of a KV head is one packed block of 128 tokens, or some rows of a request: dense keys and values. Equal pages in
 one pool need no second budget, and a request is wholly described by its table:
@@ -6,22 +6,22 @@ one pool need no second budget, and a request is wholly described by its table:
     [ring page 0 .. ring_pages - 1][sink page][count][block 0][block 1] ..
 
 Tokens are divided as in a `TurboQuantCache`: sinks, then blocks of 128, the newest dense. The sink page has the first
-`sink_tokens` (without any there is none). The *ring* has the newest tokens, at least `residual_length` and an open
-block; that of token t is row `(t - sink_tokens) % rows of the ring`. A block is encoded once it is complete, and read
+`sink_tokens` (without sinks there is no sink page). The *ring* has the newest tokens, at least `residual_length` and an
+open block; token t is in row `(t - sink_tokens) % rows of the ring`. A block is encoded once it is complete, and read
 once all its tokens are older than `residual_length`: until then the ring has them, too. A request that began with
-blocks of others has no rows of their tokens; it reads those blocks at once, and `count` says how many they are.
+shared blocks has no rows of their tokens; it reads those blocks at once, and `count` is their number.
 
 The pool is one uint8 tensor `[pages, layers, Hkv, layout.block_bytes]`. A head's block lies in one piece, `[key words |
 value words | scales | key mean]`, and starts at a multiple of 128 bytes at head_dim 64, 128 and 256. The same bytes as
 rows are `[2, rows_per_page, D]` of the model's dtype, keys first.
 
 A layer that is not compressed (`skip_layers`) has the same table: its part of a block's page is the rows of all 128
-tokens (a whole number of blocks in bytes), and its ring and sinks are as those of other layers. So pages are shared,
-copied and offloaded alike.
+tokens (a whole number of blocks in bytes), and its ring and sinks are as those of other layers. All pages are shared,
+copied and offloaded in the same way.
 
 Sliding layers keep dense rows in pages of the same pool. A request has room for its last `window` tokens. The token at
 position p is in row p % window, and takes the place of the one that just slid out; row r is row `r % rows_per_page` of
-page `r // rows_per_page` of the request's table. Such a page is as large as one or several pages of packed blocks
+page `r // rows_per_page` of the request's table. Its pages are as large as one or several pages of packed blocks
 (`window_page`), so that one pool gives out both.
 """
 
@@ -39,19 +39,19 @@ from tq_kernels.types import ChannelScales, KeyValue, PackedBlocks, Pages
 from ..config import TurboQuantConfig
 
 LEAST_ROWS = 32
-"""Rows that a page of a sliding layer has at least, if its window has as many."""
+"""Least number of rows of a sliding layer's page, if its window has as many."""
 Place = tuple[torch.Tensor, torch.Tensor]
 """Pages and rows in them, int64."""
 
 
 def rows_per_page(layout: BlockLayout, dtype: torch.dtype) -> int:
-    """Dense rows that a page holds: the power of two, at most 128, that fits into the bytes of a packed block."""
+    """Number of dense rows of a page: the power of two, at most 128, that fits into the bytes of a packed block."""
     fit = layout.block_bytes // ((layout.key_dim + layout.value_dim) * dtype.itemsize)
     return min(BLOCK_TOKENS, 1 << fit.bit_length() - 1)
 
 
 def ring_pages(config: TurboQuantConfig, layout: BlockLayout, dtype: torch.dtype) -> int:
-    """Pages of a ring: for `residual_length` tokens and those of a block that is not due, the new one among them."""
+    """Number of pages of a ring: for `residual_length` tokens and an open block, the new token included."""
     return -(-(config.residual_length + BLOCK_TOKENS) // rows_per_page(layout, dtype))
 
 
@@ -60,10 +60,10 @@ class LayerPages:
     """One layer's view of the pool.
 
     Args:
-        config: What blocks are encoded with.
+        config: Configuration of the blocks.
         layout: Sizes of a block.
         tensors: The pages, as packed blocks and as dense rows.
-        blocks: Of a layer that is not compressed, blocks as keys and values, `[pages, Hkv, 2, 128, D]`.
+        blocks: Blocks as keys and values, `[pages, Hkv, 2, 128, D]`, if the layer is not compressed.
     """
 
     config: TurboQuantConfig
@@ -75,14 +75,14 @@ class LayerPages:
     def of_pool(
         cls, pool: torch.Tensor, index: int, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype
     ) -> LayerPages:
-        """The view of the `index`-th layer of a pool, with channel scales of one.
+        """Make the view of one layer of a pool, with channel scales of one.
 
         Args:
             pool: `[pages, layers, Hkv, layout.block_bytes]` uint8; from page to page a whole number of blocks.
-            index: Which layer.
-            config: What blocks are encoded with.
-            head_dim: Channels of a key and of a value, D.
-            dtype: The model's.
+            index: Index of the layer.
+            config: Configuration of the blocks.
+            head_dim: Number of channels of a key and of a value, D.
+            dtype: Dtype of the model.
         """
         layout, page = config.layout(head_dim), pool[:, index]
         assert page.stride(0) % layout.block_bytes == 0
@@ -102,13 +102,13 @@ class LayerPages:
 
     @classmethod
     def dense(cls, page: torch.Tensor, config: TurboQuantConfig, head_dim: int, dtype: torch.dtype) -> LayerPages:
-        """The view of a layer that is not compressed: its blocks are rows, its rings and sinks those of other layers.
+        """Make the view of a layer that is not compressed. Its blocks are rows; rings and sinks are as in other layers.
 
         Args:
             page: `[pages, Hkv, 128 * 2 * D * bytes of a number]` uint8.
-            config: What other layers' blocks are encoded with.
-            head_dim: D.
-            dtype: The model's.
+            config: Configuration of other layers' blocks.
+            head_dim: Number of channels of a key and of a value, D.
+            dtype: Dtype of the model.
         """
         layout = config.layout(head_dim)
         states, rows = page.view(dtype), rows_per_page(layout, dtype)
@@ -133,7 +133,7 @@ class LayerPages:
 
     @property
     def channel_scales(self) -> ChannelScales:
-        """What states are multiplied by before they are encoded, `[1, Hkv, D]`; of all requests."""
+        """Channel scales of all requests, `[1, Hkv, D]`: states are multiplied by them before encoding."""
         return ChannelScales(self.tensors.key_channel_scales[None], self.tensors.value_channel_scales[None])
 
     @property
@@ -161,7 +161,7 @@ class LayerPages:
         return held[0], held[1]
 
     def write_block_rows(self, pages: torch.Tensor, states: KeyValue) -> None:
-        """Write keys and values `[1, Hkv, n * 128, D]` to the blocks in `pages` `[n]`, likewise."""
+        """Write keys and values `[1, Hkv, n * 128, D]` to the blocks in `pages` `[n]`."""
         assert self.blocks is not None
         rows = [x[0].unflatten(1, (len(pages), BLOCK_TOKENS)) for x in states]
         self.blocks[pages] = torch.stack(rows).permute(2, 1, 0, 3, 4)
@@ -177,7 +177,7 @@ class LayerPages:
         return held[:, :, 0], held[:, :, 1]
 
     def write_rows(self, pages: torch.Tensor, row: torch.Tensor, states: KeyValue) -> None:
-        """Write keys and values `[1, Hkv, n, D]` to rows `row` `[n]` of `pages`, whose rows are counted on."""
+        """Write keys and values `[1, Hkv, n, D]` to rows `row` `[n]`, counted through all of `pages`."""
         place = (pages[row // self.tensors.page_rows], slice(None), slice(None), row % self.tensors.page_rows)
         self.tensors.rows[place] = torch.stack([x[0] for x in states]).permute(2, 1, 0, 3)
 
@@ -188,9 +188,9 @@ def window_page(unit: int, row_bytes: int, window: int) -> tuple[int, int]:
     Less than a row of a page is never used: a thirtieth of it at most.
 
     Args:
-        unit: Bytes that every page is a multiple of.
+        unit: Bytes; the size of a page is a multiple.
         row_bytes: Bytes of a token's keys and values in all these layers.
-        window: Tokens of a request that are held.
+        window: Number of a request's tokens that are held.
     """
     size = -(-min(window, LEAST_ROWS) * row_bytes // unit) * unit
     return size, min(window, size // row_bytes)
@@ -201,10 +201,10 @@ class LayerWindows:
     """One sliding layer's view of the pool.
 
     Args:
-        rows: `[pages, 2, rows_per_page, Hkv, D]` in the model's dtype; keys at 0, values at 1. Page 0 is zero: nobody
-            writes to it.
-        window: Tokens that a query may attend to, its own included.
-        trash: A page that nobody reads.
+        rows: `[pages, 2, rows_per_page, Hkv, D]` in the model's dtype; keys at 0, values at 1. Page 0 is zero and never
+            written.
+        window: Number of tokens that a query may attend to, its own included.
+        trash: Page that is never read.
     """
 
     rows: torch.Tensor
@@ -213,12 +213,12 @@ class LayerWindows:
 
     @property
     def rows_per_page(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens of a page."""
         return self.rows.shape[2]
 
     @property
     def pages(self) -> int:
-        """Pages of a request whose window is full."""
+        """Number of pages of a request with a full window."""
         return -(-self.window // self.rows_per_page)
 
     def read(self, page: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,10 +236,10 @@ class Singles:
     """The requests of a step that have one new token, N of them.
 
     Args:
-        tokens: `[N]` int64, which tokens of the step are theirs; `None` if all are.
-        past: `[N]` int32, tokens held before; -1 for a token that pads the step and belongs to nobody.
-        block_table: Their pages, `[N, at least as many as tokens are held in]` int32, contiguous.
-        windows: Any of the layers.
+        tokens: Indices of their tokens in the step, `[N]` int64; `None` for all tokens.
+        past: Number of tokens held before, `[N]` int32; -1 for a padding token.
+        block_table: Their pages, `[N, >= pages in use]` int32, contiguous.
+        windows: Windows of any sliding layer.
     """
 
     tokens: torch.Tensor | None
@@ -249,17 +249,17 @@ class Singles:
 
     @cached_property
     def exists(self) -> torch.Tensor:
-        """`[N]`, whether a token is somebody's."""
+        """True for tokens that are not padding, `[N]`."""
         return self.past >= 0
 
     @cached_property
     def held(self) -> torch.Tensor:
-        """`[N, window]`, which rows hold a token, the new one included."""
+        """True for rows that hold a token, the new one included, `[N, window]`."""
         return torch.arange(self.windows.window, device=self.past.device) <= self.past[:, None]
 
     @cached_property
     def written(self) -> Place:
-        """Page and row `[N]` of the new token; of nobody's, a page that nobody reads."""
+        """Page and row `[N]` of each new token; padding tokens go to the trash page."""
         rows = self.windows.rows_per_page
         new = self.past.clamp(min=0).long() % self.windows.window
         page = self.block_table.long().gather(1, new[:, None] // rows)[:, 0]
@@ -277,9 +277,9 @@ class Prompt(NamedTuple):
     """A request with several new tokens.
 
     Args:
-        tokens: Its new tokens among all.
-        past: Tokens before them.
-        block_table: Its pages, `[at least as many as tokens are held in]` int64.
+        tokens: Slice of its new tokens among all.
+        past: Number of tokens before them.
+        block_table: Its pages, `[>= pages in use]` int64.
     """
 
     tokens: slice

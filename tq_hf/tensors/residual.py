@@ -5,7 +5,7 @@ multiple of the block size, so a block's rows are always contiguous: dropping a 
 nothing.
 
 The newest token may be *pending*: apart from the ring. The next decode kernel writes it in passing, because a launch
-for one row would cost the host as much as the kernel's. Whoever else wants to read or write rows of the ring calls
+for one row would cost the host as much as the kernel's. All other readers and writers of the ring must call
 `write_pending_token` first.
 """
 
@@ -62,7 +62,7 @@ class Residual:
 
     @classmethod
     def allocate(cls, like: KeyValue, capacity: int, first: int = 0) -> Residual:
-        """An empty residual, in buffers that are not filled: nobody uses a row that is not held.
+        """Make an empty residual, in buffers that are not filled: rows beyond `count` are never read.
 
         Args:
             like: Keys and values whose batch, heads, head_dim, dtype and device the ring takes.
