@@ -72,11 +72,11 @@ def presets() -> str:
         rows.append([f"`{name}`", bits, size, f"{layout.compression_ratio:.2f}×", *costs, agreed, WHICH[name]])
     lengths = [f"{one['document_tokens']:,}" for one in records]
     headings = [*(f"KL, {length} tokens" for length in lengths), f"top-1, {lengths[0]}" if lengths else "top-1"]
-    documents = " and ".join(f"{one['documents']} documents of {one['document_tokens']:,} tokens" for one in records)
-    place = records[0]["device"].partition(",")[0] if records else ""
-    about = (
-        f"KL (nats) and top-1 of the next token against the full cache: {REAL_MODEL} in float32 on {documents}, {place}"
+    documents = " and ".join(
+        f"{one['documents']} documents of {one['document_tokens']:,} tokens ({one['device'].partition(',')[0]})"
+        for one in records
     )
+    about = f"KL (nats) and top-1 of the next token against the full cache: {REAL_MODEL} in float32, {documents}"
     return table(["preset", "keys / values", "bytes", "smaller", *headings, "take it"], rows) + f"\n{about}.\n"
 
 
