@@ -209,10 +209,10 @@ class TurboQuantCache(DynamicCache):
         compressed = isinstance(layer, TurboQuantLayer)
         if not compressed:  # TurboQuantLayer casts its own inputs
             key_states, value_states = like_held(layer, key_states, value_states)
-        tokens = key_states.shape[2]
-        if self._padding is not None and compressed and tokens > 1:
+        if self._padding is not None and compressed and key_states.shape[2:3] > (1,):  # dimensions are not checked yet
             kwargs["padding"] = self._padding
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        tokens = key_states.shape[2]
         self.last_update = layer_idx, tokens
         if compressed and tokens > 1:
             if layer.store is not None and layer.store.is_deferred:

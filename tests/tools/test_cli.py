@@ -75,13 +75,14 @@ def test_help_is_made_of_sentences():
     assert {command.callback.__name__ for command in cli.app.registered_commands} == {
         "estimate_command",
         "sweep_command",
+        "compare_command",
         "chat_command",
         "serve_command",
     }
     for command in cli.app.registered_commands:
         first = command.callback.__doc__.strip().splitlines()[0]
         assert re.match(r"[A-Z]", first) and len(first) > 40
-    for name in ("estimate", "sweep", "chat", "serve"):
+    for name in ("estimate", "sweep", "compare", "chat", "serve"):
         text = re.sub(r"[│╭╮╰╯─\s]+", " ", run(name, "--help"))
         paragraphs = [p for p in cli_docstring(name).split("\n\n") if p.strip()]
         assert all("\n" not in paragraph for paragraph in paragraphs)  # wraps where the terminal ends

@@ -21,6 +21,8 @@ from ..compat import as_input, device_of_inputs
 from ..config import TurboQuantConfig
 from ..layers.base import Probe, State, like_held
 from ..memory import tensors_by_kind
+from ..stores.base import LayerStore
+from ..tensors.sinks import SinkOrder
 from .recorded import BATCH, ROOM, TOKENS, RecordedLayer, record, shapes
 from .safetensors_file import Header, check_fields
 
@@ -165,7 +167,20 @@ class Loader:
             own = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             with _named(index):
                 layer.load_state(self.state["layers"][index], own, probe)
+        stores = (getattr(layer, "store", None) for layer in self.cache.layers)
+        _share_orders([store for store in stores if store is not None])
         return self.cache
+
+
+def _share_orders(stores: list[LayerStore]) -> None:
+    """Let layers with equal orders of padded rows share one, as when they were filled."""
+    orders: list[SinkOrder] = []
+    for store in stores:
+        if (own := store.tensors.order) is not None:
+            shared = next((each for each in orders if each.equals(own)), own)
+            store.tensors = store.tensors.with_order(shared)
+            if shared is own:
+                orders.append(own)
 
 
 def _initial_bytes(layer: Any, states: KeyValue) -> int:

@@ -394,7 +394,9 @@ class GrowingStore(LayerStore):
         if end > start:
             self._encode(prompt, blocks + begun, (start, end))
         ring, (sinks, blocks, _) = residual.ring, counts
-        tensors = (self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)).with_order(order)
+        tensors = self.tensors if ring is self.tensors.ring else self.tensors.with_ring(ring)
+        if order is not tensors.order:
+            tensors = tensors.with_order(order)
         held_now = {"residual": residual, "tensors": tensors, "num_sinks": sinks, "num_blocks": blocks}
         vars(self).update(held_now, _prompt=None, device_counts=None)
 

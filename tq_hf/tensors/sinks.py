@@ -64,6 +64,11 @@ class SinkOrder:
             kept = mask._swapped = made_from, self.swapped(mask, mask.dim() - 1)  # type: ignore[attr-defined]
         return kept[1]
 
+    def equals(self, other: SinkOrder) -> bool:
+        """Whether both orders are the same, on one device."""
+        same = self.end == other.end and self.index.device == other.index.device
+        return same and torch.equal(self.index, other.index)
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> SinkOrder:
         """The order of other rows, or on another device: of the result of `function` on the index."""
         return SinkOrder(function(self.index), self.end)
