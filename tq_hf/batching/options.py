@@ -264,7 +264,7 @@ def _bias(name: str, value: Any) -> float:
     return value if value == -math.inf else _number(name, value, -LARGEST_BIAS, LARGEST_BIAS)
 
 
-def _whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+def whole_number(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     """Check that an option is a whole number within limits.
 
     Raises:
@@ -365,7 +365,7 @@ def options_of(
     least = given("min_new_tokens", max(0, given("min_length", 0) - prompt))
     most = given("max_new_tokens", None)
     if most is None and (length := given("max_length", None)) is not None:
-        if (most := _whole("max_length", length, 1) - prompt) < 1:
+        if (most := whole_number("max_length", length, 1) - prompt) < 1:
             raise ValueError(
                 f"`max_length` is {length}, and the prompt has {prompt} tokens already. Say `max_new_tokens`."
             )
@@ -377,17 +377,17 @@ def options_of(
     return RequestOptions(
         do_sample=bool(samples),
         temperature=_number("temperature", given("temperature", 1.0), 1e-6, 1e6) if samples else 1.0,
-        top_k=_whole("top_k", given("top_k", 0), 0) if samples else 0,
+        top_k=whole_number("top_k", given("top_k", 0), 0) if samples else 0,
         top_p=_number("top_p", given("top_p", 1.0), 0, 1) if samples else 1.0,
         min_p=_number("min_p", given("min_p", 0.0), 0, 1) if samples else 0.0,
-        seed=None if seed is None else _whole("seed", seed, -(2**63), 2**64 - 1),
+        seed=None if seed is None else whole_number("seed", seed, -(2**63), 2**64 - 1),
         repetition_penalty=_number("repetition_penalty", given("repetition_penalty", 1.0), 0.01, 100),
         presence_penalty=_number("presence_penalty", given("presence_penalty", 0.0), -LARGEST_BIAS, LARGEST_BIAS),
         frequency_penalty=_number("frequency_penalty", given("frequency_penalty", 0.0), -LARGEST_BIAS, LARGEST_BIAS),
-        biases=_biases(config, extra, eos, _whole("min_new_tokens", least, 0), vocabulary),
+        biases=_biases(config, extra, eos, whole_number("min_new_tokens", least, 0), vocabulary),
         stop_strings=stops,
-        top_logprobs=None if logprobs is None else _whole("top_logprobs", logprobs, 0, MOST_LOGPROBS),
-        num_return_sequences=_whole("num_return_sequences", given("num_return_sequences", 1), 1),
-        max_new_tokens=None if most is None else _whole("max_new_tokens", most, 1),
+        top_logprobs=None if logprobs is None else whole_number("top_logprobs", logprobs, 0, MOST_LOGPROBS),
+        num_return_sequences=whole_number("num_return_sequences", given("num_return_sequences", 1), 1),
+        max_new_tokens=None if most is None else whole_number("max_new_tokens", most, 1),
         eos_token_ids=eos,
     )

@@ -57,12 +57,12 @@ class Room(NamedTuple):
 
     Args:
         none: Tensors without blocks, shared by equal layers.
-        words: Shapes of key words, value words, scales and key means; `None` to share those of `none`.
+        words: Key words, value words, scales and key means of `none`, each with its own shape; `None` to share it.
         sinks, ring: Shapes of keys and of values.
     """
 
     none: PackedBlocks
-    words: list[tuple[int, int, int, int] | None]
+    words: list[tuple[torch.Tensor, tuple[int, int, int, int] | None]]
     sinks: list[tuple[int, int, int, int]]
     ring: list[tuple[int, int, int, int]]
 
@@ -85,7 +85,7 @@ def _room(config: TurboQuantConfig, keys: Kind, values: Kind, max_cache_len: int
     # A preallocated layer owns even tensors without blocks: graphs hold their addresses.
     own = num_blocks > 0 or max_cache_len is not None
     tensors = [none.key_words, none.value_words, none.scales, none.key_means]
-    words = [(batch, heads, num_blocks, x.shape[3]) if own else None for x in tensors]
+    words = [(x, (batch, heads, num_blocks, x.shape[3]) if own else None) for x in tensors]
     capacity, dims = residual_capacity(config, rows, max_cache_len), (key_dim, values[0][3])
     sinks, ring = ([(batch, heads, count, dim) for dim in dims] for count in (config.sink_tokens, capacity))
     return Room(none, words, sinks, ring)
@@ -192,9 +192,9 @@ class GrowingStore(LayerStore):
             ValueError: The tensors do not fit each other, or exceed `max_cache_len`.
         """
         room = _room(config, kind_of(keys), kind_of(values), max_cache_len)
-        none, tensors = room.none, [room.none.key_words, room.none.value_words, room.none.scales, room.none.key_means]
+        none = room.none
         scales = none.channel_scales.map(torch.empty_like if prompt else torch.clone)
-        own = [x if shape is None else x.new_empty(shape) for x, shape in zip(tensors, room.words, strict=True)]
+        own = [like if shape is None else like.new_empty(shape) for like, shape in room.words]
         blocks = PackedBlocks(none.layout, own[0], own[1], own[2], own[3], scales)
         sinks = keys.new_empty(room.sinks[0]), values.new_empty(room.sinks[1])
         ring = keys.new_empty(room.ring[0]), values.new_empty(room.ring[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..batching.options import MOST_LOGPROBS, Rule
+from ..batching.options import MOST_LOGPROBS, Rule, whole_number
 
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MOST_ANSWERS = 128
@@ -137,11 +137,8 @@ def check_fields(body: dict[str, Any], endpoint: str, has_tools: bool) -> None:
             )
     if body.get("tools") and not has_tools:
         raise ValueError("The request has `tools`, and the chat template of this model has no place for them.")
-    number = body.get("n")
-    if number is not None and (
-        isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_ANSWERS
-    ):
-        raise ValueError(f"`n` is {number!r}; it must be a whole number, 1 to {MOST_ANSWERS}.")
+    if (number := body.get("n")) is not None:
+        whole_number("n", number, 1, MOST_ANSWERS)
     if body.get("stream"):
         for name, neutral in (("n", 1), ("logprobs", False)):
             if (value := body.get(name)) is not None and value is not neutral and endpoint != "responses":
