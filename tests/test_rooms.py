@@ -67,12 +67,12 @@ BUDGETS = {
     "tq_kernels": {
         "decode": 2580,  # channels in parts, four warps for wide heads; what was measured and not taken
         "prefix": 1630,  # values of wide heads in two launches
-        "codec": 2155,  # trellis codes of two words in a register; a launch checks that queries are of the same tokens
+        "codec": 2160,  # trellis codes of two words in a register; units of shrunk keys
         "turing": 955,
         "common": 1000,  # magnitudes, and signs from two bits; a launch that layers share; whose assembly encodes
         "types": 314,  # options of a call, for both attention functions; where rows of a prompt go; addresses of counts
         "layout": 105,
-        "format": 140,  # what decides trellis codes
+        "format": 145,  # what decides trellis codes; how far key scales are shrunk
         "__init__": 10,
     },
     "tq_hf": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tq_kernels.format import KEY_SHRINK
 from tq_kernels.types import PackedBlocks
 
 from tests.support.helpers import (
@@ -30,9 +31,10 @@ FP8_ERROR = 0.0257
 """Relative error of e4m3 on Gaussian channels (2**-4 / sqrt(3) at most), the largest of which is exact."""
 
 
-def expected_error(bits: int) -> float:
+def expected_error(bits: int, is_value: bool) -> float:
     """Relative error of codes with mean squared error m: cos^2 of the angle to the levels is 1 - m."""
-    return FP8_ERROR if bits == 8 else (SPHERE_MSE[bits] / (1 - SPHERE_MSE[bits])) ** 0.5
+    shrink = 1.0 if is_value else KEY_SHRINK.get(bits, 1.0)
+    return FP8_ERROR if bits == 8 else (shrink**2 / (1 - SPHERE_MSE[bits]) - 2 * shrink + 1) ** 0.5
 
 
 def round_trip(config, keys, values):
@@ -43,19 +45,21 @@ def round_trip(config, keys, values):
 def test_error_of_a_preset_is_that_of_its_codebooks(name):
     config = PRESETS[name]
     keys, values = states(0, batch=2, tokens=2 * BLOCK, dim=128)
-    parts = zip(round_trip(config, keys, values), (keys, values), (config.key_bits, config.value_bits), strict=True)
-    for restored, exact, bits in parts:
-        assert relative_error(restored, exact) == pytest.approx(expected_error(bits), rel=0.02)
+    restored_keys, restored_values = round_trip(config, keys, values)
+    assert relative_error(restored_keys, keys) == pytest.approx(expected_error(config.key_bits, False), rel=0.02)
+    assert relative_error(restored_values, values) == pytest.approx(expected_error(config.value_bits, True), rel=0.02)
 
 
+@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_scales_make_up_for_what_quantizing_took_from_inner_products(bits):
+def test_scales_make_up_for_what_quantizing_took_from_inner_products(bits, is_value):
     z = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(2))
     fp16 = 2**-11 if bits == 4 else 4 * 2**-11  # scales of trellis codes are those of rounded channels
-    codes, scale = quantize(z, bits, is_value=False)
+    codes, scale = quantize(z, bits, is_value=is_value)
     assert scale.dtype == torch.float16
-    restored = scale.float()[..., None] * levels_of(codes, bits, is_value=False)
-    torch.testing.assert_close((restored * z).sum(-1), (z * z).sum(-1), rtol=2 * fp16, atol=0)
+    restored = scale.float()[..., None] * levels_of(codes, bits, is_value=is_value)
+    shrink = 1.0 if is_value else KEY_SHRINK.get(bits, 1.0)
+    torch.testing.assert_close((restored * z).sum(-1), shrink * (z * z).sum(-1), rtol=2 * fp16, atol=0)
 
 
 def test_fp8_scale_puts_the_largest_channel_at_the_largest_level():
@@ -173,7 +177,7 @@ def test_head_dims_that_are_no_multiple_of_eight_are_padded(bits, dim, value_dim
     for part, exact in zip(restored, (keys, values), strict=True):
         assert part.shape == exact.shape
         # Part of the error falls on the padding and is dropped; what a padded vector rotates to is not quite Gaussian.
-        assert relative_error(part, exact) < 1.1 * expected_error(bits)
+        assert relative_error(part, exact) < 1.1 * expected_error(bits, part is values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -222,4 +226,5 @@ def test_another_seed_gives_other_bits_and_the_same_quality():
     first, second = (all_packed(seed=seed) for seed in (0, 1))
     assert not torch.equal(encoded(first, keys, values).key_words, encoded(second, keys, values).key_words)
     for config in (first, second):
-        assert relative_error(round_trip(config, keys, values)[0], keys) == pytest.approx(expected_error(4), rel=0.02)
+        restored, _ = round_trip(config, keys, values)
+        assert relative_error(restored, keys) == pytest.approx(expected_error(4, False), rel=0.02)

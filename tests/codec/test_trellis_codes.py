@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 import torch
-from tq_kernels.format import LEVEL_TABLES, TRELLIS_ERRORS, TRELLIS_FAR, TRELLIS_LIMITS, TRELLIS_STEPS, TRELLIS_UNITS
+from tq_kernels.format import (
+    KEY_SHRINK,
+    LEVEL_TABLES,
+    TRELLIS_ERRORS,
+    TRELLIS_FAR,
+    TRELLIS_LIMITS,
+    TRELLIS_STEPS,
+    TRELLIS_UNITS,
+)
 
 from tq_hf.codec import trellis
 from tq_hf.codec.packing import pack, unpack
@@ -177,4 +185,4 @@ def test_the_scale_keeps_what_points_where_the_vector_did(bits: int) -> None:
     z[0, 3] = 0
     codes, scale = quantize(z, bits, is_value=False)
     kept = scale.float()[..., None] * levels_of(codes, bits, is_value=False)
-    assert scale[0, 3] == 0 and torch.allclose((z * kept).sum(-1), (z * z).sum(-1), rtol=1e-2)
+    assert scale[0, 3] == 0 and torch.allclose((z * kept).sum(-1), KEY_SHRINK[bits] * (z * z).sum(-1), rtol=1e-2)

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tq_kernels.format import TRELLIS_STEPS, TRELLIS_UNITS
+from tq_kernels.format import KEY_SHRINK, TRELLIS_STEPS, TRELLIS_UNITS
 from tq_kernels.types import KeyValue, PackedBlocks
 
 from examples.measure.quality import ablation
@@ -50,12 +50,12 @@ def test_with_nothing_switched_it_is_the_method(bits):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_error_of_a_correction_is_the_one_theory_gives(bits, correction):
     m, switches = MSE[bits], Switches(key_correction=correction, value_correction=correction)
-    expected = {"none": m, "projection": m, "inner": m / (1 - m), "norm": 2 - 2 * (1 - m) ** 0.5}[correction] ** 0.5
     pair = states(1, dim=128)
-    for restored, exact in zip(
-        round_trip(switches, all_packed(key_bits=bits, value_bits=bits), *pair), pair, strict=True
-    ):
-        assert relative_error(restored, exact) == pytest.approx(expected, rel=0.02)
+    restored = round_trip(switches, all_packed(key_bits=bits, value_bits=bits), *pair)
+    for ours, exact, shrink in zip(restored, pair, (KEY_SHRINK.get(bits, 1.0), 1.0), strict=True):
+        inner = shrink**2 / (1 - m) - 2 * shrink + 1
+        expected = {"none": m, "projection": m, "inner": inner, "norm": 2 - 2 * (1 - m) ** 0.5}[correction] ** 0.5
+        assert relative_error(ours, exact) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

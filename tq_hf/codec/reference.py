@@ -15,7 +15,7 @@ per block.)
 from __future__ import annotations
 
 import torch
-from tq_kernels.format import TRELLIS_UNITS
+from tq_kernels.format import KEY_SHRINK, TRELLIS_UNITS
 from tq_kernels.layout import BlockLayout
 from tq_kernels.types import PackedBlocks
 
@@ -86,8 +86,9 @@ def levels_of(codes: torch.Tensor, bits: int, *, is_value: bool) -> torch.Tensor
 def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the rotated vectors of whole blocks to codes and scales.
 
-    The scale of a vector z with levels c is |z|^2 / <z, c>: then quantizing does not shrink inner products with z. At
-    8 bits the scale maps the largest channel to the largest code.
+    The scale of a vector z with levels c is |z|^2 / <z, c>: then quantizing does not shrink inner products with z.
+    Scales of keys of 2 and 3 bits are `KEY_SHRINK` of this. At 8 bits the scale maps the largest channel to the largest
+    code.
 
     Args:
         z: `[..., 128, D]` float32; at 4 and 8 bits any number of vectors.
@@ -114,6 +115,8 @@ def quantize(z: torch.Tensor, bits: int, *, is_value: bool) -> tuple[torch.Tenso
         channels = trellis.rounded(unit, bits)
         codes = trellis.encode(channels, bits, is_value=is_value)
         z = channels * (sigma / TRELLIS_UNITS[bits])[..., None]  # kernels compute the scale from rounded channels, too
+        if not is_value:
+            square = square * KEY_SHRINK[bits]
     return codes, _half(_safe_divide(square, sum_by_halving(z * levels_of(codes, bits, is_value=is_value))))
 
 

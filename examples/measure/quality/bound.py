@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tq_kernels.format import KEY_SHRINK
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 
 from tq_hf.codec import reference
@@ -40,7 +41,7 @@ class Codes(NamedTuple):
         key_error, value_error: Relative squared error of Gaussian noise in place of codes, if given.
         mean_tokens: Number of tokens of a key mean.
         gains: Multiply the mean by a gain per key, in eighths from 0 to 15/8.
-        shrink: Exponent of the scale between |z|^2 / <z, c> (0) and least squares, <z, c> / <c, c> (1), for keys.
+        shrink: Factor of key scales, over that of the codec.
         balance: Whether channels are balanced.
     """
 
@@ -50,7 +51,7 @@ class Codes(NamedTuple):
     value_error: float | None = None
     mean_tokens: int = BLOCK
     gains: bool = False
-    shrink: float = 0.0
+    shrink: float = 1.0
     balance: bool = True
 
 
@@ -77,7 +78,8 @@ VARIANTS: dict[str, Variant] = {
     "3-bit keys, 1-bit values": alike(key_bits=3, value_error=0.338),
     "2.5bit_nc": alike(key_bits=3),
     "mean of 32 tokens": alike(mean_tokens=32),
-    "shrunk by 0.3": alike(shrink=0.3),
+    "key scales not shrunk": alike(shrink=1 / KEY_SHRINK[2]),
+    "key scales shrunk twice": alike(shrink=KEY_SHRINK[2]),
     "no balance": alike(balance=False),
     "3-bit keys in the first 27%": more(lambda depth: depth < 0.265),
     "3-bit keys in the last 27%": more(lambda depth: depth > 0.73),
@@ -96,10 +98,7 @@ def round_trip(z: torch.Tensor, bits: int, error: float | None, shrink: float, *
         noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(0)).to(z.device)
         return z + noise * (z.square().mean(-1, keepdim=True) * error / (1 - error)).sqrt()
     codes, scale = reference.quantize(z.contiguous(), bits, is_value=is_value)
-    levels = reference.levels_of(codes, bits, is_value=is_value)
-    inner, square = (z * levels).sum(-1), levels.square().sum(-1)
-    least = inner.square() / (z.square().sum(-1) * square).clamp_min(1e-20)  # least squares over the stored scale
-    return levels * (scale.float() * least**shrink)[..., None]
+    return reference.levels_of(codes, bits, is_value=is_value) * (scale.float() * shrink)[..., None]
 
 
 def packed(
@@ -124,7 +123,7 @@ def packed(
         keys = (rotate_back(y, 0) / scales[0]).flatten(2, 3)
     if codes.value_bits is not None:
         y = rotate((values.unflatten(2, (blocks, BLOCK)) * scales[1]).float(), 0)
-        y = round_trip(y, codes.value_bits, codes.value_error, 0.0, is_value=True)
+        y = round_trip(y, codes.value_bits, codes.value_error, 1.0, is_value=True)
         values = (rotate_back(y, 0) / scales[1]).flatten(2, 3)
     return keys, values
 

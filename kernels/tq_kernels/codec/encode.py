@@ -246,7 +246,7 @@ def encode_block(
         for part in tl.range(0, C.TILE // WIDTH, num_stages=1):
             y0, y1 = _rotated(states, out, home, part, C)
             inner += store_codes(y0, y1, sizes, words, part, C.IS_VALUE, C.BITS, C.LEVELS, C.DIM, C.TILE, C.ASM)
-    store_scales(inner, sizes, scales, C.BITS, C.DIM)
+    store_scales(inner, sizes, scales, C.IS_VALUE, C.BITS, C.DIM)
 
 
 @triton.jit

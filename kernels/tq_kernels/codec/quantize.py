@@ -204,25 +204,26 @@ def _sizes_of(y, sizes, HALF: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _scales_of(inner, size, BITS: tl.constexpr, DIM: tl.constexpr):
+def _scales_of(inner, size, IS_VALUE: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr):
     """fp16 scales of rows, from their sums of level times channel and from `row_sizes`."""
     if BITS == 8:
         return _fp8_scale(size, DIM)
     else:
         if BITS < 4:
-            inner = inner * tl.sqrt(size * (1 / DIM)) * trellis.INNER_UNITS[BITS - 2]
+            UNITS: tl.constexpr = trellis.VALUE_UNITS if IS_VALUE else trellis.KEY_UNITS
+            inner = inner * tl.sqrt(size * (1 / DIM)) * UNITS[BITS - 2]
         # NaN compares unequal to 0: a row that is not finite has no scale.
         return to_half(tl.where(inner == 0.0, 0.0, size / tl.where(inner == 0.0, 1.0, inner)) * DIM**-0.5)
 
 
 @triton.jit
-def _result(inner, size, sizes, BITS: tl.constexpr, DIM: tl.constexpr):
+def _result(inner, size, sizes, IS_VALUE: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr):
     """Result of `store_codes` for rows: scales if it has all of their channels, which take half of the bytes."""
-    return _scales_of(inner, size, BITS, DIM) if sizes is None else inner
+    return _scales_of(inner, size, IS_VALUE, BITS, DIM) if sizes is None else inner
 
 
 @triton.jit
-def store_scales(inner, sizes, scales, BITS: tl.constexpr, DIM: tl.constexpr):
+def store_scales(inner, sizes, scales, IS_VALUE: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr):
     """Store a block's scales.
 
     Args:
@@ -230,7 +231,7 @@ def store_scales(inner, sizes, scales, BITS: tl.constexpr, DIM: tl.constexpr):
         sizes: Argument `sizes` of `store_codes`.
         scales: Pointer to the block's first scale of this kind, fp16 with stride 2.
     """
-    scale = inner if sizes is None else _scales_of(inner, _joined(sizes), BITS, DIM)  # [32, 2, 2]
+    scale = inner if sizes is None else _scales_of(inner, _joined(sizes), IS_VALUE, BITS, DIM)  # [32, 2, 2]
     plane = 32 * tl.arange(0, 2)
     token = tl.arange(0, 32)[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :]
     tl.store(scales + token * 2, scale)
@@ -288,9 +289,9 @@ def store_codes(
             even_size, odd_size = _sizes_of(y, sizes, half, BITS)
             even, odd = _planes(y)
             even_index, even_x, even_inner = _quantize(even, even_size, part, LEVELS, DIM, TILE)
-            results += (_result(even_inner, even_size, sizes, BITS, DIM),)
+            results += (_result(even_inner, even_size, sizes, IS_VALUE, BITS, DIM),)
             index, x, inner = _quantize(odd, odd_size, part, LEVELS, DIM, TILE)
-            results += (_result(inner, odd_size, sizes, BITS, DIM),)
+            results += (_result(inner, odd_size, sizes, IS_VALUE, BITS, DIM),)
             # Move whole bytes, because one permute takes those of two codes; their bits are picked below.
             half_word = trellis.low_bytes(even_index, index, ASM)
             half_signs = _high_bytes(even_x, x, ASM)
@@ -334,4 +335,4 @@ def store_codes(
         if IS_VALUE:
             inner = tl.join(inner, _joined(_row_sums(product[4:])))
             inner = tl.reshape(tl.permute(inner, [0, 3, 1, 2]), [32, 2, 2])
-        return _result(inner.to(tl.float32), _joined(results), sizes, BITS, DIM)
+        return _result(inner.to(tl.float32), _joined(results), sizes, IS_VALUE, BITS, DIM)

@@ -14,8 +14,12 @@ from ..common.device import AMD, AMPERE, HOPPER, TURING
 from ..common.unpack import turned
 
 UNITS = tl.constexpr(tuple(block_format.TRELLIS_UNITS[bits] for bits in (2, 3)))
-INNER_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
+VALUE_UNITS = tl.constexpr(tuple(1 / (size * unit) for size, unit in zip((32, 64), UNITS.value, strict=True)))
 """Unit of a product of a rounded channel and a size from `sizes`."""
+KEY_UNITS = tl.constexpr(
+    tuple(unit / block_format.KEY_SHRINK[bits] for bits, unit in zip((2, 3), VALUE_UNITS.value, strict=True))
+)
+"""The same for keys, whose scales are shrunk."""
 BIAS = tl.constexpr(128.0)
 BYTE_BIAS = tl.constexpr(128)
 LARGEST = tl.constexpr(127.0)
