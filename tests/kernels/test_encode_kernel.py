@@ -316,7 +316,13 @@ if INTERPRETED:
 
 else:
 
-    @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc", "2.5bit_nc", "2bit_nc"])
+    @pytest.mark.parametrize(
+        "preset",
+        [
+            "2.5bit_nc",
+            *(pytest.param(preset, marks=pytest.mark.slow) for preset in ("k8v4", "4bit_nc", "3bit_nc", "2bit_nc")),
+        ],
+    )
     def test_what_turing_runs_agrees_with_the_reference(preset: str) -> None:
         """The interpreter runs the source. What LLVM makes of it shows in compiled code only: nearly all codes of 2
         bits were wrong once."""

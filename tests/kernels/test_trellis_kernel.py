@@ -115,7 +115,9 @@ if INTERPRETED:
 else:
 
     @pytest.mark.parametrize(
-        ("bits", "is_value", "arch"), [(2, False, 90), (3, True, 90), (2, True, 80), (3, False, 80), (2, False, 75)]
+        ("bits", "is_value", "arch"),
+        [(3, True, 90), (2, False, 75)]
+        + [pytest.param(*case, marks=pytest.mark.slow) for case in [(2, False, 90), (2, True, 80), (3, False, 80)]],
     )
     def test_compiled_code_finds_the_codes_of_the_reference(bits: int, is_value: bool, arch: int) -> None:
         """The interpreter runs the source: what Triton takes for a variable of a loop shows in compiled code only."""
