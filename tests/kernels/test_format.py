@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import tq_kernels
 from tq_kernels.format import due_blocks
 
 from tests.support.kernel_cases import INTERPRETED, child
@@ -53,3 +57,28 @@ if INTERPRETED:
         out = torch.zeros_like(lengths)
         _due[(1,)](lengths, out, sinks, residual, COUNT=len(LENGTHS))
         assert out.tolist() == [due_blocks(length, sinks, residual) for length in LENGTHS]
+
+
+def constants_by_module(source: str) -> Iterator[str]:
+    """Constants that compiled functions of a file name as attributes of a module."""
+    tree = ast.parse(source)
+    modules = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level and set(node.module or "") <= {"."}
+        for alias in node.names
+    }
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and "triton.jit" in map(ast.unparse, function.decorator_list):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and node.attr.isupper() and ast.unparse(node.value) in modules:
+                    yield ast.unparse(node)
+
+
+def test_constants_of_kernels_are_named_directly() -> None:
+    """Triton's cache knows a kernel by its source and by the constants that it names directly. Of two versions with
+    other constants of a module, the second would run what was compiled for the first."""
+    assert list(constants_by_module("from . import a\n@triton.jit\ndef f(x):\n    return x * a.UNIT")) == ["a.UNIT"]
+    folder = Path(tq_kernels.__file__).parent
+    found = {path.name: list(constants_by_module(path.read_text("utf-8"))) for path in folder.rglob("*.py")}
+    assert {name: constants for name, constants in found.items() if constants} == {}

@@ -28,10 +28,10 @@ from tq_hf.tensors.layer import View
 
 Correction = Literal["none", "norm", "inner", "projection"]
 """How a stored scale makes up for quantization, with z the rotated key and c its centroids: "none" stores
-|z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>, for keys times `KEY_SHRINK`; "projection" <z, c> / <c, c> (least
-squares). FP8 codes have a scale of their own and take no correction. All but "inner" shrink what a key or value has in
-common with itself by the error of its codes, the same share for every token: noise averages out over the tokens that
-attention sums, a common share does not."""
+|z| / sqrt(D); "norm" |z| / |c|; "inner" |z|^2 / <z, c>, for keys times `KEY_SHRINK`; "projection" <z, c> / <c, c>
+(least squares). FP8 codes have a scale of their own and take no correction. All but "inner" shrink what a key or value
+has in common with itself by the error of its codes, the same share for every token: noise averages out over the tokens
+that attention sums, a common share does not."""
 
 
 class Switches(NamedTuple):

@@ -14,6 +14,7 @@ import triton.language as tl
 from .. import format as block_format
 from ..common.device import TURING
 from . import trellis
+from .trellis import KEY_UNITS, VALUE_UNITS
 
 STEP = tl.constexpr(2.0**30)
 """Scale of the staircase's arguments: neighbouring fp32 numbers then differ by more than 1."""
@@ -210,7 +211,7 @@ def _scales_of(inner, size, IS_VALUE: tl.constexpr, BITS: tl.constexpr, DIM: tl.
         return _fp8_scale(size, DIM)
     else:
         if BITS < 4:
-            UNITS: tl.constexpr = trellis.VALUE_UNITS if IS_VALUE else trellis.KEY_UNITS
+            UNITS: tl.constexpr = VALUE_UNITS if IS_VALUE else KEY_UNITS
             inner = inner * tl.sqrt(size * (1 / DIM)) * UNITS[BITS - 2]
         # NaN compares unequal to 0: a row that is not finite has no scale.
         return to_half(tl.where(inner == 0.0, 0.0, size / tl.where(inner == 0.0, 1.0, inner)) * DIM**-0.5)
