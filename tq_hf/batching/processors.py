@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
+from ..ops.sampling import truncate
 from .options import MOST_BIASES, MOST_LOGPROBS, MOST_PREFIX, RequestOptions
 
 OPTIONS = "options"
@@ -203,26 +204,6 @@ class History:
         return self.penalize(scores, self.counts[slots], rows)
 
 
-def truncate(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Set scores outside of `top_k`, then `top_p`, then `min_p` to -inf, as transformers' processors do.
-
-    Args:
-        scores: `[N, vocabulary]` float32.
-        rows: Options, `[N]` each.
-    """
-    vocabulary = scores.shape[1]
-    ordered, tokens = scores.sort(-1)
-    top_k = torch.where(rows.top_k > 0, rows.top_k, vocabulary).clamp(max=vocabulary).long()
-    least = ordered.gather(1, (vocabulary - top_k)[:, None])
-    ordered = ordered.masked_fill(ordered < least, -torch.inf)
-    cut = torch.where(rows.top_p < 1, 1 - rows.top_p, -1.0)[:, None]
-    removed = (ordered.softmax(-1).cumsum(-1) <= cut) | (ordered == -torch.inf)
-    removed[:, -1] = False
-    scores = scores.masked_fill(removed.scatter(1, tokens, removed), -torch.inf)
-    probabilities = scores.softmax(-1)
-    return scores.masked_fill(probabilities < rows.min_p[:, None] * probabilities.amax(-1, keepdim=True), -torch.inf)
-
-
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at a position of an answer: of the chosen token, and by token of the most likely ones."""
 
@@ -359,13 +340,13 @@ class BatchOptions(ContinuousBatchingLogitsProcessorList):
         if features.sampled:
             scores = scores / rows.temperature[:, None]
         if features.truncated:
-            scores = truncate(scores, rows)
+            scores = truncate(scores, rows.top_k, rows.top_p, rows.min_p)
         noisy = scores + self._noise(rows.keys, scores.shape[1]) if features.details else scores
-        chosen = noisy.argmax(-1)
         if features.sampled:
-            # `torch.multinomial` draws the same tokens, and stops the whole device at a row that is not a number.
-            drawn = (scores.softmax(-1) / torch.empty_like(scores).exponential_(1)).argmax(-1)
-            chosen = torch.where(rows.keys == SAMPLED, drawn, chosen)
+            # The token of `torch.multinomial`, which stops the whole device at a row that is not a number.
+            drawn = noisy - torch.empty_like(noisy).exponential_(1).log_()
+            noisy = torch.where((rows.keys == SAMPLED)[:, None], drawn, noisy)
+        chosen = noisy.argmax(-1)
         output[0, :number] = chosen
         if len(output) > 1:
             logprobs = scores.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
