@@ -60,11 +60,11 @@ class RequestManager(CBGenerateManager):
     """
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Start the engine, unless it runs: compile steps, capture their graphs, wait for requests."""
+        """Start the engine, unless it runs: capture graphs of steps, wait for requests, compile behind."""
         if self._cb is not None:
             return
         self._cb = manager = model.init_continuous_batching(continuous_batching_config=copy(self._cb_config))
-        manager.warmup()
+        manager.warmup(compile_behind=True)
         manager.start()
 
     def _with_options(self, gen_config: Any, inputs: Any) -> CBGenerateManager:

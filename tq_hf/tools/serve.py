@@ -1,7 +1,8 @@
 """transformers' OpenAI-compatible server on packed pages, for `tq-hf serve`.
 
 transformers' server loads the model, routes requests, renders templates and streams answers. Its continuous batching
-manager is replaced by ours before the server listens, so that the first request does not wait for graphs.
+manager is replaced by ours before the server listens, so that the first request does not wait for graphs. Steps are
+compiled while the server answers.
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ class TurboQuantServer(Serve):
         app.add_middleware(UniqueRequestIds)
         app.add_middleware(CancelOnDisconnect)
 
-        from starlette.responses import PlainTextResponse
+        from starlette.responses import JSONResponse, PlainTextResponse
 
         @app.get("/metrics")
         def metrics() -> Any:
@@ -263,6 +264,17 @@ class TurboQuantServer(Serve):
             return PlainTextResponse(
                 "" if manager is None else manager.metrics(), media_type="text/plain; version=0.0.4"
             )
+
+        (health,) = [route for route in app.routes if getattr(route, "path", None) == "/health"]
+        app.router.routes.remove(health)
+
+        @app.get("/health")
+        def health_and_warming() -> Any:
+            answer, manager = health.endpoint(), self._manager()
+            if answer.status_code == 200 and manager is not None and manager.compiling:
+                done = "requests are answered, by steps that are captured and not compiled yet"
+                return JSONResponse({"status": "warming", "done": done})
+            return answer
 
         @app.exception_handler(ValueError)
         @app.exception_handler(TypeError)
