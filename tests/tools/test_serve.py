@@ -250,8 +250,6 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no tokens": ("chat/completions", chat(max_tokens=0), "`max_tokens` is 0"),
     "negative": ("chat/completions", chat(max_completion_tokens=-3), "`max_completion_tokens` is -3"),
     "no answers": ("chat/completions", chat(n=0), "`n` is 0; it must be a whole number, 1 to 128"),
-    "streamed answers": ("chat/completions", chat(n=2, stream=True), "`n` is 2, which is not streamed"),
-    "streamed logprobs": ("chat/completions", chat(logprobs=True, stream=True), "`logprobs` is True, which is not"),
     "penalty": ("chat/completions", chat(frequency_penalty=2.5), "`frequency_penalty` is 2.5"),
     "bias": ("chat/completions", chat(logit_bias={"x": 1}), "`logit_bias` has 'x'"),
     "large bias": ("chat/completions", chat(logit_bias={"1": 1e9}), "`logit_bias` is 1000000000.0"),

@@ -24,7 +24,14 @@ from ..batching.checks import DEFAULT_PAGE_SIZE
 from ..compat import check_required_names
 from ..config import TurboQuantConfig
 from .fields import check_fields
-from .sampling import RequestManager, chat_logprobs, completion_logprobs, with_all_answers, with_request_options
+from .sampling import (
+    RequestManager,
+    chat_logprobs,
+    completion_logprobs,
+    with_all_answers,
+    with_all_streams,
+    with_request_options,
+)
 
 GRACE = 5
 """Number of seconds until open connections are closed after the server stops."""
@@ -240,6 +247,8 @@ class TurboQuantServer(Serve):
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = with_request_options(handler._build_generation_config)  # type: ignore
         chats, completions = self._chat_handler, self._completion_handler
+        chats._streaming = with_all_streams(chats._streaming, chat_logprobs)  # type: ignore[method-assign]
+        completions._streaming = with_all_streams(completions._streaming, completion_logprobs)  # type: ignore
         chats._non_streaming = with_all_answers(chats._non_streaming, chat_logprobs)  # type: ignore
         completions._non_streaming = with_all_answers(completions._non_streaming, completion_logprobs)  # type: ignore
 
