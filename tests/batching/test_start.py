@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, PreTrainedModel
 
-from tests.support.batching_cases import Oracle, greedy, model_of, options, prompts
+from tests.support.batching_cases import Oracle, agreement, greedy, model_of, options, prompts
 from tq_hf import TurboQuantBatching
 from tq_hf.batching.manager import TurboQuantBatchingManager
 from tq_hf.batching.runner import copied
@@ -41,9 +41,11 @@ class Compiler:
 
 
 @contextmanager
-def started(compiler: Callable[..., Any], **changes: Any) -> Iterator[TurboQuantBatchingManager]:
+def started(
+    compiler: Callable[..., Any] | str, model: PreTrainedModel | None = None, **changes: Any
+) -> Iterator[TurboQuantBatchingManager]:
     torch._dynamo.reset()
-    batching = TurboQuantBatching(model_of(), balance=False)
+    batching = TurboQuantBatching(model or model_of(), balance=False)
     config = CompileConfig(backend=compiler, mode=None, fullgraph=True, dynamic=True)
     chosen = options(decode_compile_config=config, max_requests_per_batch=4, allow_block_sharing=False, **changes)
     manager = batching.init_continuous_batching(greedy(NEW), chosen)
@@ -114,3 +116,23 @@ def test_copies_of_inputs_are_views_of_one_another_where_the_inputs_are() -> Non
     copies["all"].zero_()
     assert copies["rows"][1].sum() == 0 != arguments["rows"][1].sum()
     assert copies["other"][1] == 5
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_steps_take_over_captured_ones_and_compile_nothing_again() -> None:
+    inputs = prompts([5, 120, 129, 300])
+    model = model_of(head_dim=128, num_attention_heads=8).cuda().to(torch.bfloat16)
+    with started("inductor", model) as manager:
+        while_compiling = ask(manager, inputs)
+        runner = manager.batch_processor.model_runner
+        if (thread := runner.behind) is not None:
+            thread.join()
+            assert thread.error is None
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        after = ask(manager, inputs)
+        assert not manager.compiling and runner._compiled_decode is not None
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
+        pairs = manager.batch_processor.inputs_and_outputs.io_pairs
+        assert all(len(pair.device_io.graphs_by_features) == 2 for pair in pairs)
+    assert agreement(while_compiling, after) > 0.5

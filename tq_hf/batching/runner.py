@@ -101,6 +101,8 @@ class BackgroundCompile(threading.Thread):
         rehearsal.active, device = True, self.calls[0][-1].device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.default_stream(device))  # of the copies
             with torch.inference_mode(self.inference), torch.no_grad(), torch.cuda.stream(stream):
                 for arguments in self.calls:
                     with self.lock:
@@ -200,6 +202,8 @@ class TurboQuantModelRunner(ModelRunner):
         device.graphs = graphs.setdefault(kind, device.graphs if not graphs else CudaGraphBuffer())
         super().compute_batch(model, batch_data)
         if self.calls is not None and self.inputs_and_outputs.use_block_table:
+            if (stream := self.inputs_and_outputs.compute_stream) is not None:
+                stream.synchronize()  # copies are made on another one
             tensors = self.inputs_and_outputs.get_cb_kwargs()
             arguments = copied((batch_data, *tensors), {})
             self.calls.setdefault(batch_data["input_ids"].shape[1], (model, *arguments))
